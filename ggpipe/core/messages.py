@@ -1,0 +1,101 @@
+"""What the scheduler and the stages say to each other: rows, runs, results."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class KvKind(enum.IntEnum):
+    """An operation on the KV cache's sequences (`llama_memory_seq_*`)."""
+
+    RM = 0
+    CP = 1
+    KEEP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KvOp:
+    """One operation. `p0`, `p1`: positions [p0, p1); -1 is open. `dst`: the sequence that CP copies to."""
+
+    kind: KvKind
+    seq: int
+    dst: int = -1
+    p0: int = -1
+    p1: int = -1
+
+
+class WantKind(enum.IntEnum):
+    """What a row's logits are needed for."""
+
+    TOP = 0  # the n best, with the log-sum-exp of all; n = 1 is the argmax
+    FULL = 1  # all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What is wanted back of a row's logits; banned tokens count as minus infinity."""
+
+    kind: WantKind
+    n: int = 1
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One token of a run. `want` is the place of its Want in the run's table, -1 for none."""
+
+    token: int
+    pos: int
+    seqs: tuple[int, ...]
+    request: int
+    want: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What goes through the pipeline in one piece: KV operations, then one decode of the rows.
+
+    A run without rows, or a cancelled one, is a marker: its operations are applied and nothing is computed.
+    """
+
+    id: int
+    epoch: int
+    """Tokens that its request had accepted when it was submitted."""
+    rows: tuple[Row, ...]
+    ops: tuple[KvOp, ...] = ()
+    wants: tuple[Want, ...] = ()
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogits:
+    """What came back for one row: token ids (best first) with their logits; FULL: logits of all ids in order."""
+
+    row: int
+    ids: tuple[int, ...] | None
+    logits: object
+    """TOP: floats, as many as ids. FULL: a float32 buffer of the vocabulary's size."""
+    log_sum_exp: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A rank's time on one run. Seconds."""
+
+    rank: int
+    compute_s: float
+    """In the stage's graphs."""
+    busy_s: float
+    """From taking the run up to having its outcome ready, compute included."""
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A run's end: what its rows asked for, nothing when it was cancelled; and where the time went."""
+
+    run: int
+    rows: tuple[RowLogits, ...]
+    spans: tuple[Span, ...]
+    cancelled: bool = False

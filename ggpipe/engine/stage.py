@@ -1,0 +1,273 @@
+"""A stage: layers [first, last) of a model, on this machine, as one rank of a pipeline computes them."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.core.messages import KvKind, KvOp, RowLogits, Run, WantKind
+from ggpipe.engine.libllama import lib, logged_errors, native, start
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.engine.model_params import context_params, model_params, place_layers
+from ggpipe.errors import ModelError, RunError, UsageError
+
+Progress = Callable[[int, int], None]
+"""Called while loading with bytes done and bytes in all."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a dry run found to cross a stage's borders: tensor names, with how often each crosses."""
+
+    wanted: Counter[str]
+    produced: Counter[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run: bytes for the next rank, or, on the last one, what its rows asked for."""
+
+    outgoing: NDArray[np.uint8]
+    """`headroom` bytes for the caller, then what crosses to the next rank."""
+    rows: tuple[RowLogits, ...]
+    compute_s: float
+    cancelled: bool
+
+
+class Stage:
+    """Layers [first, last) of a model with a context of their own.
+
+    All methods but `cancel` belong to one thread at a time; native calls release the GIL.
+    """
+
+    def __init__(
+        self,
+        model_file: ModelFile,
+        layers: tuple[int, int],
+        model: ModelConfig,
+        context: ContextConfig,
+        threads: tuple[int, int],
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the layers. `threads`: for single tokens, for batches.
+
+        Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
+        the context cannot be made (too large for the memory, say).
+        """
+        start(model.numa)
+        a, b = layers
+        if not 0 <= a < b <= model_file.n_layer:
+            raise ValueError(f"layers {a} to {b} of {model_file.n_layer}")
+        self.layers = layers
+        self.is_first, self.is_last = a == 0, b == model_file.n_layer
+        self._file = model_file
+        self._keep: list[object] = []
+        self._model: Any = None
+        self._context: Any = None
+        self._native = native.Stage(first=self.is_first, repack=model.repack, exact=context.exact)
+        try:
+            self._load(model, progress)
+            self._open_context(model, context, threads)
+            self.cut = self._dry_run()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, config: ModelConfig, progress: Progress | None) -> None:
+        a, b = self.layers
+        params = model_params(config, self._keep)
+        up, local, down = self._native.devices()
+        # The output layer counts as one more layer, behind the last.
+        counts = [(up, a), (local, b - a + self.is_last), (down, self._file.n_layer + (not self.is_last) - b)]
+        place_layers(params, counts, self._keep)
+        mapped = config.load_mode in ("mmap", "mmap+mlock")
+        mapping = native.MappedModel([str(p) for p in self._file.paths]) if mapped else None
+        total = self._file.n_bytes
+
+        @lib.llama_progress_callback  # type: ignore[misc]
+        def on_progress(done: float, _data: object) -> bool:
+            if progress is not None:  # libllama counts hidden tensors in: the share of all bytes is ours
+                progress(int(done * total), max(total - self._native.hidden_bytes, 1))
+            return True
+
+        params.progress_callback = on_progress
+        logged_errors()
+        self._native.begin_load(mapping)
+        try:
+            self._model = lib.llama_model_load_from_file(str(self._file.paths[0]).encode(), params)
+        finally:
+            self._native.end_load()
+        if not self._model:
+            raise ModelError(f"cannot load {self._file.paths[0]}: {_last_error()}")
+        if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
+            raise ModelError(f"'{self._file.architecture}' models do not continue text; give a decoder-only model")
+        if lib.llama_model_is_diffusion(self._model):
+            raise ModelError(f"'{self._file.architecture}' is a diffusion model; it does not write token by token")
+        if mapped and config.numa is None:  # with NUMA, pages settle where they are first used
+            self._native.populate(progress or (lambda _done, _all: None))
+        if config.load_mode in ("mlock", "mmap+mlock") and (error := native.lock_memory()):
+            raise UsageError(f"--mlock: cannot lock memory ({error}); raise the limit with `ulimit -l unlimited`")
+        if progress is not None:
+            progress(1, 1)
+
+    def _open_context(self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int]) -> None:
+        logged_errors()
+        self._context = lib.llama_init_from_model(self._model, context_params(config, *threads))
+        if not self._context:
+            raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {_last_error()}")
+        self._apply_loras(model)
+        self._memory = lib.llama_get_memory(self._context)
+        self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self.n_ctx = int(lib.llama_n_ctx(self._context))
+        self._batch = _Batch(int(lib.llama_n_ubatch(self._context)), config.n_seq)
+
+    def _apply_loras(self, config: ModelConfig) -> None:
+        adapters, scales = [], []
+        for path, scale in config.loras:
+            adapter = lib.llama_adapter_lora_init(self._model, str(path).encode()) if path.is_file() else None
+            if not adapter:
+                why = _last_error() if path.is_file() else "no such file"
+                raise ModelError(f"--lora {path}: {why}")
+            adapters.append(adapter)
+            scales.append(scale)
+        if adapters:
+            pointers = (ctypes.c_void_p * len(adapters))(*adapters)
+            factors = (ctypes.c_float * len(scales))(*scales)
+            lib.llama_set_adapters_lora(self._context, pointers, len(adapters), factors)
+
+    def _dry_run(self) -> Cut:
+        """Decode one token of nothing: warms the stage up, and shows whether the cut is sound."""
+        token = max(int(lib.llama_vocab_bos(lib.llama_model_get_vocab(self._model))), 0)
+        self._batch.fill([token], [0], [(0,)], [self.is_last])
+        self._native.begin_run(0, None, 0)
+        status = lib.llama_decode(self._context, self._batch.struct)
+        self._native.end_run()
+        if status != 0:
+            raise RunError(f"libllama cannot decode with this model (status {status}): {_last_error()}")
+        if self._native.misplaced or (self.is_first and self._native.missing):
+            raise ModelError(
+                f"layers of '{self._file.architecture}' models depend on each other in a way that cannot be cut "
+                "between ranks; run it on one rank (without --mpi-layer-split)"
+            )
+        lib.llama_memory_clear(self._memory, True)
+        return Cut(Counter(self._native.wanted), Counter(self._native.produced))
+
+    def apply(self, ops: tuple[KvOp, ...]) -> None:
+        """Apply KV operations, in order. Raises RunError where the model's memory cannot roll back."""
+        for op in ops:
+            match op.kind:
+                case KvKind.RM:
+                    if not lib.llama_memory_seq_rm(self._memory, op.seq, op.p0, op.p1):
+                        raise RunError(f"'{self._file.architecture}' models cannot forget part of a sequence")
+                case KvKind.CP:
+                    lib.llama_memory_seq_cp(self._memory, op.seq, op.dst, op.p0, op.p1)
+                case KvKind.KEEP:
+                    lib.llama_memory_seq_keep(self._memory, op.seq)
+
+    def decode(self, run: Run, incoming: NDArray[np.uint8] | None, headroom: int = 0) -> Outcome:
+        """Apply the run's operations and decode its rows.
+
+        `incoming`: what the stage before this one put out, behind its headroom. `headroom`: bytes to leave free at
+        the start of what goes out. Raises RunError when libllama refuses the run.
+        """
+        self.apply(run.ops)
+        if run.cancelled or not run.rows:
+            return Outcome(np.zeros(headroom, np.uint8), (), 0.0, run.cancelled)
+        flags = [self.is_last and row.want >= 0 for row in run.rows]
+        self._batch.fill(
+            [row.token for row in run.rows], [row.pos for row in run.rows], [row.seqs for row in run.rows], flags
+        )
+        self._native.begin_run(run.id, incoming, headroom)
+        status = lib.llama_decode(self._context, self._batch.struct)
+        outgoing = self._native.end_run()
+        if status == 2:
+            self._forget(run)
+            return Outcome(outgoing[:headroom], (), self._native.compute_s, True)
+        if status == 1:
+            raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise -c")
+        if status != 0:
+            raise RunError(f"libllama cannot decode run {run.id} (status {status}): {_last_error()}")
+        if self._native.missing or self._native.misplaced:
+            raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
+        rows = self._extract(run) if self.is_last else ()
+        return Outcome(outgoing, rows, self._native.compute_s, False)
+
+    def cancel(self, run_id: int) -> None:
+        """Stop the run with this id if it is being computed. From any thread."""
+        self._native.cancel(run_id)
+
+    def _forget(self, run: Run) -> None:
+        """After an abort libllama has freed the rows' cells for their first sequence ids only."""
+        first: dict[int, int] = {}
+        for row in run.rows:
+            for seq in row.seqs:
+                first[seq] = min(first.get(seq, row.pos), row.pos)
+        for seq, pos in first.items():
+            lib.llama_memory_seq_rm(self._memory, seq, pos, -1)
+
+    def _extract(self, run: Run) -> tuple[RowLogits, ...]:
+        found = []
+        for i, row in enumerate(run.rows):
+            if row.want < 0:
+                continue
+            want = run.wants[row.want]
+            pointer = lib.llama_get_logits_ith(self._context, i)
+            address = ctypes.addressof(pointer.contents)
+            if want.kind is WantKind.FULL:
+                full = np.ctypeslib.as_array(pointer, (self._n_vocab,)).copy()
+                full[list(want.banned)] = -np.inf
+                found.append(RowLogits(i, None, full, 0.0))
+            else:
+                ids, logits, log_sum_exp = native.top(address, self._n_vocab, want.n, list(want.banned))
+                found.append(RowLogits(i, tuple(ids), tuple(logits), log_sum_exp))
+        return tuple(found)
+
+    def close(self) -> None:
+        """Free the context and the model. A second call does nothing."""
+        if self._context:
+            lib.llama_free(self._context)
+        if self._model:
+            lib.llama_model_free(self._model)
+        self._context = self._model = None
+
+
+class _Batch:
+    """A `llama_batch` over arrays that are filled again for each run."""
+
+    def __init__(self, n_rows: int, n_seq: int) -> None:
+        self._tokens = np.zeros(n_rows, np.int32)
+        self._pos = np.zeros(n_rows, np.int32)
+        self._n_seq = np.zeros(n_rows, np.int32)
+        self._seqs = np.zeros((n_rows, n_seq), np.int32)
+        self._seq_rows = self._seqs.ctypes.data + np.arange(n_rows, dtype=np.uint64) * np.uint64(4 * n_seq)
+        self._flags = np.zeros(n_rows, np.int8)
+        self.struct = lib.llama_batch()
+        for name, array in (("token", self._tokens), ("pos", self._pos), ("n_seq_id", self._n_seq),
+                            ("seq_id", self._seq_rows), ("logits", self._flags)):  # fmt: skip
+            kind = dict(lib.llama_batch._fields_)[name]
+            setattr(self.struct, name, ctypes.cast(array.ctypes.data, kind))
+
+    def fill(self, tokens: list[int], pos: list[int], seqs: list[tuple[int, ...]], flags: list[bool]) -> None:
+        n = len(tokens)
+        if n > len(self._tokens):
+            raise RunError(f"a run of {n} rows is longer than -ub {len(self._tokens)}")
+        self.struct.n_tokens = n
+        self._tokens[:n] = tokens
+        self._pos[:n] = pos
+        self._flags[:n] = flags
+        for i, ids in enumerate(seqs):
+            self._n_seq[i] = len(ids)
+            self._seqs[i, : len(ids)] = ids
+
+
+def _last_error() -> str:
+    lines = logged_errors()
+    return lines[0].rstrip(".") if lines else "libllama gives no reason"

@@ -1,0 +1,221 @@
+// The devices UP, LOCAL and DOWN as ggml sees them: tables of functions over a `Device`.
+#include <sys/mman.h>
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "stage.h"
+
+namespace ggpipe {
+
+ggml_backend_dev_t cpu_device() {
+    static ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    if (!cpu) throw std::runtime_error("ggml has no CPU backend loaded");
+    return cpu;
+}
+
+void * cpu_function(const char * name) {
+    void * f = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()), name);
+    if (!f) throw std::runtime_error(std::string("ggml's CPU backend lacks ") + name);
+    return f;
+}
+
+namespace {
+
+const char * name_of(Role role) { return role == Role::Up ? "UP" : role == Role::Local ? "LOCAL" : "DOWN"; }
+Device & device_of(ggml_backend_dev_t d) { return *(Device *) d->context; }
+Device & device_of(ggml_backend_buffer_type_t t) { return device_of(t->device); }
+
+// ---- memory: address space that costs nothing until it is touched; PROT_NONE where nothing ever is ----------
+size_t page_up(size_t size) { return size ? (size + 4095) & ~size_t(4095) : 4096; }
+
+ggml_backend_buffer_t reserve(ggml_backend_buffer_type_t t, const ggml_backend_buffer_i & calls, size_t size, int prot) {
+    void * p = mmap(nullptr, page_up(size), prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? nullptr : ggml_backend_buffer_init(t, calls, p, size);
+}
+void release(ggml_backend_buffer_t b) {
+    device_of(b->buft).stage->remove_buffer(b->context);
+    munmap(b->context, page_up(b->size));
+}
+void * base(ggml_backend_buffer_t b) { return b->context; }
+size_t alignment(ggml_backend_buffer_type_t) { return 64; }
+bool yes(ggml_backend_buffer_type_t) { return true; }
+bool no(ggml_backend_buffer_type_t) { return false; }
+
+// ---- buffers that hold bytes: LOCAL's, and HOST's outside loading -------------------------------------------
+bool is_host_type(ggml_backend_buffer_type_t t) { return t == &device_of(t).host; }
+ggml_status init_weight(ggml_backend_buffer_t b, ggml_tensor * t) {
+    Device & d = device_of(b->buft);
+    return d.stage->place_weight(t, d.role, is_host_type(b->buft));
+}
+void fill(ggml_backend_buffer_t, ggml_tensor * t, uint8_t v, size_t at, size_t n) { memset((char *) t->data + at, v, n); }
+void write(ggml_backend_buffer_t, ggml_tensor * t, const void * p, size_t at, size_t n) { memcpy((char *) t->data + at, p, n); }
+void read(ggml_backend_buffer_t, const ggml_tensor * t, void * p, size_t at, size_t n) { memcpy(p, (const char *) t->data + at, n); }
+bool copy(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
+    if (!ggml_backend_buffer_is_host(src->buffer)) return false;
+    memcpy(dst->data, src->data, ggml_nbytes(src));
+    return true;
+}
+void clear(ggml_backend_buffer_t b, uint8_t v) {  // zero by giving pages back: an unused KV cell costs no memory
+    if (v) memset(b->context, v, b->size);
+    else madvise(b->context, page_up(b->size), MADV_DONTNEED);
+}
+const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, copy, clear, nullptr};
+
+// ---- buffers of other ranks: addresses only; copies to and from them are the wire ---------------------------
+void drop(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {}
+void send(ggml_backend_buffer_t b, ggml_tensor * t, const void * data, size_t, size_t size) {
+    Device & d = device_of(b->buft);
+    // Graph inputs (masks, positions, …) are copied to DOWN too; the next rank makes its own.
+    if (d.role == Role::Down && d.stage->running() && d.stage->is_result(data)) d.stage->wire.put(t->name, data, size);
+}
+void receive(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t, size_t size) {
+    Device & d = device_of(b->buft);
+    Stage & s = *d.stage;
+    s.passing = data;
+    if (!s.running()) { memset(data, 0, size); return; }
+    if (d.role == Role::Down) s.misplaced++;
+    else if (s.wire.take(t->name, data, size)) return;
+    else s.missing++;
+    memset(data, 0, size);
+}
+void no_clear(ggml_backend_buffer_t, uint8_t) {}
+const ggml_backend_buffer_i kRemote = {release, base, init_weight, drop, send, receive, nullptr, nullptr, nullptr, no_clear, nullptr};
+
+// ---- buffer types -------------------------------------------------------------------------------------------
+const char * buft_name(ggml_backend_buffer_type_t t) { return is_host_type(t) ? "HOST" : name_of(device_of(t).role); }
+ggml_backend_buffer_t alloc_remote(ggml_backend_buffer_type_t t, size_t size) { return reserve(t, kRemote, size, PROT_NONE); }
+ggml_backend_buffer_t alloc_local(ggml_backend_buffer_type_t t, size_t size) {
+    Stage & s = *device_of(t).stage;
+    ggml_backend_buffer_t b = reserve(t, kMemory, size, PROT_READ | PROT_WRITE);
+    if (b && !s.loading() && size) s.add_buffer(b->context, size);
+    return b;
+}
+ggml_backend_buffer_t alloc_host(ggml_backend_buffer_type_t t, size_t size) {
+    return reserve(t, kMemory, size, PROT_READ | PROT_WRITE);
+}
+
+// ---- devices ------------------------------------------------------------------------------------------------
+const char * dev_name(ggml_backend_dev_t d) { return name_of(device_of(d).role); }
+void dev_memory(ggml_backend_dev_t, size_t * free, size_t * total) { ggml_backend_dev_memory(cpu_device(), free, total); }
+enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }  // gets layers by split
+void dev_props(ggml_backend_dev_t d, ggml_backend_dev_props * p) {
+    memset(p, 0, sizeof *p);  // no async, no events, no mapping by libllama
+    p->name = p->description = dev_name(d);
+    p->type = dev_type(d);
+    dev_memory(d, &p->memory_free, &p->memory_total);
+}
+ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t d) { return &device_of(d).buft; }
+ggml_backend_buffer_type_t dev_host(ggml_backend_dev_t d) { return &device_of(d).host; }
+bool remote_takes(ggml_backend_dev_t d, ggml_backend_buffer_type_t t) { return t == dev_buft(d) || t == dev_host(d); }
+bool local_takes(ggml_backend_dev_t, ggml_backend_buffer_type_t t) { return ggml_backend_dev_supports_buft(cpu_device(), t); }
+
+// Every device answers as the CPU does, so that every rank's scheduler cuts the graph at the same place.
+bool remote_runs(ggml_backend_dev_t, const ggml_tensor * op) { return ggml_backend_dev_supports_op(cpu_device(), op); }
+
+using ExtraBufts = ggml_backend_buffer_type_t * (*) (ggml_backend_dev_t);
+ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t d) {  // nullptr-terminated; repacking lives in these
+    if (!device_of(d).stage->repack) return nullptr;
+    return ((ExtraBufts) cpu_function("ggml_backend_dev_get_extra_bufts"))(cpu_device());
+}
+// While loading, LOCAL leaves a weight that can be repacked to the CPU's extra buffer types, which libllama
+// asks next: the choice libllama makes for a model that is all on the CPU.
+bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
+    Stage & s = *device_of(d).stage;
+    for (int i = 0; s.loading() && i < 4; i++) {
+        ggml_tensor * w = op->src[i];
+        if (!w || !w->buffer || w->buffer->buft != dev_buft(d)) continue;
+        ggml_backend_buffer_t ours = w->buffer;
+        bool repackable = false;
+        for (auto * extra = extra_bufts(d); extra && *extra && !repackable; extra++) {
+            w->buffer = ggml_backend_buft_alloc_buffer(*extra, 0);
+            repackable = ggml_backend_dev_supports_op(cpu_device(), op);
+            ggml_backend_buffer_free(w->buffer);
+        }
+        w->buffer = ours;
+        if (repackable) return false;
+    }
+    return remote_runs(d, op);
+}
+
+// ---- backends (streams) -------------------------------------------------------------------------------------
+const char * backend_name(ggml_backend_t b) { return dev_name(b->device); }
+ggml_guid kRemoteGuid = {'g', 'g', 'p', 'i', 'p', 'e', ' ', 'r', 'e', 'm', 'o', 't', 'e'};
+ggml_guid kLocalGuid = {'g', 'g', 'p', 'i', 'p', 'e', ' ', 'l', 'o', 'c', 'a', 'l'};
+
+void remote_free(ggml_backend_t b) { delete b; }
+ggml_status remote_compute(ggml_backend_t, ggml_cgraph *) { return GGML_STATUS_SUCCESS; }
+ggml_backend_t remote_init(ggml_backend_dev_t d, const char *) {
+    ggml_backend_i calls = {};
+    calls.get_name = backend_name;
+    calls.free = remote_free;
+    calls.graph_compute = remote_compute;
+    return new ggml_backend{&kRemoteGuid, calls, d, nullptr};
+}
+
+ggml_backend_t inner(ggml_backend_t b) { return (ggml_backend_t) b->context; }
+void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
+ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
+    const auto start = std::chrono::steady_clock::now();
+    const ggml_status status = ggml_backend_graph_compute(inner(b), graph);
+    device_of(b->device).stage->compute_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return status;
+}
+bool abort_check(void * stage) { return ((Stage *) stage)->aborted(); }
+ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
+    ggml_backend_t cpu = ggml_backend_dev_init(cpu_device(), nullptr);
+    if (!cpu) return nullptr;
+    Stage * stage = device_of(d).stage;
+    ((ggml_backend_set_abort_callback_t) cpu_function("ggml_backend_set_abort_callback"))(cpu, abort_check, stage);
+    if (stage->exact) ((void (*)(ggml_backend_t, bool)) cpu_function("ggml_backend_cpu_set_use_ref"))(cpu, true);
+    ggml_backend_i calls = {};
+    calls.get_name = backend_name;
+    calls.free = local_free;
+    calls.graph_compute = local_compute;
+    return new ggml_backend{&kLocalGuid, calls, d, cpu};
+}
+void local_set_threads(ggml_backend_t b, int n) {
+    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(inner(b), n);
+}
+
+// ---- registries ---------------------------------------------------------------------------------------------
+const char * reg_name(ggml_backend_reg_t r) { return ((Device *) r->context)->role == Role::Local ? "ggpipe-local" : "ggpipe-remote"; }
+size_t reg_count(ggml_backend_reg_t) { return 1; }
+ggml_backend_dev_t reg_device(ggml_backend_reg_t r, size_t) { return &((Device *) r->context)->dev; }
+void * reg_function(ggml_backend_reg_t r, const char * name) {
+    if (((Device *) r->context)->role != Role::Local) return nullptr;
+    if (!strcmp(name, "ggml_backend_set_n_threads")) return (void *) local_set_threads;
+    if (!strcmp(name, "ggml_backend_dev_get_extra_bufts")) return (void *) extra_bufts;
+    return nullptr;
+}
+
+}  // namespace
+
+Device::Device(Stage * s, Role r) : stage(s), role(r) {
+    const bool is_local = r == Role::Local;
+    reg = {kBackendApiVersion, {reg_name, reg_count, reg_device, reg_function}, this};
+    dev = {{dev_name, dev_name, dev_memory, dev_type, dev_props, is_local ? local_init : remote_init, dev_buft, dev_host,
+            nullptr, is_local ? local_runs : remote_runs, is_local ? local_takes : remote_takes, nullptr, {}},
+           &reg, this};
+    buft = {{buft_name, is_local ? alloc_local : alloc_remote, alignment, nullptr, nullptr, is_local ? yes : no}, &dev, nullptr};
+    host = {{buft_name, alloc_host, alignment, nullptr, nullptr, yes}, &dev, nullptr};
+}
+
+Stage::Stage(bool first_, bool repack_, bool exact_)
+    : first(first_), repack(repack_), exact(exact_), up(this, Role::Up), local(this, Role::Local), down(this, Role::Down) {}
+
+void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t headroom) {
+    wire.begin(incoming, size, headroom);
+    passing = nullptr;
+    misplaced = missing = 0;
+    compute_s = 0;
+    current_run_ = run;
+}
+void Stage::end_run() { current_run_ = kNoRun; passing = nullptr; }
+void Stage::cancel(int64_t run) {
+    if (current_run_.load() == run) abort_run_ = run;
+}
+
+}  // namespace ggpipe

@@ -1,0 +1,159 @@
+// The Python module `ggpipe._native`; `ggpipe/_native.pyi` says what each name does for a caller.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <optional>
+
+#include "gguf.h"
+#include "ggml.h"
+#include "rows.h"
+#include "stage.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace ggpipe;
+
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OwnedBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+
+// The run's outgoing bytes as an array that owns them: sent as they are, no copy.
+OwnedBytes take_outgoing(Stage & stage) {
+    auto * bytes = new std::vector<uint8_t>(std::move(stage.wire.out));
+    nb::capsule owner(bytes, [](void * p) noexcept { delete (std::vector<uint8_t> *) p; });
+    return OwnedBytes(bytes->data(), {bytes->size()}, owner);
+}
+
+// Pulls the stage's mapped weights into memory, 16 MiB at a time; `progress` gets bytes done and bytes in all.
+void populate(const Stage & stage, nb::callable progress) {
+    constexpr size_t kStep = size_t(16) << 20, kPage = 4096;
+    size_t all = 0, done = 0;
+    for (auto & [data, size] : stage.mapped_ranges()) all += size;
+    for (auto & [data, size] : stage.mapped_ranges()) {
+        for (size_t at = 0; at < size; at += kStep) {
+            const uintptr_t from = (uintptr_t(data) + at) & ~(kPage - 1);
+            const size_t n = std::min(size - at, kStep);
+            {
+                nb::gil_scoped_release release;
+                const size_t bytes = uintptr_t(data) + at + n - from;
+#ifdef MADV_POPULATE_READ
+                if (madvise((void *) from, bytes, MADV_POPULATE_READ) != 0)
+#endif
+                    for (size_t i = 0; i < bytes; i += kPage) (void) *(volatile const uint8_t *) (from + i);
+            }
+            progress(done += n, all);
+        }
+    }
+}
+
+nb::object gguf_value(const gguf_context * g, int64_t key) {
+    switch (gguf_get_kv_type(g, key)) {
+        case GGUF_TYPE_UINT8: return nb::int_(gguf_get_val_u8(g, key));
+        case GGUF_TYPE_INT8: return nb::int_(gguf_get_val_i8(g, key));
+        case GGUF_TYPE_UINT16: return nb::int_(gguf_get_val_u16(g, key));
+        case GGUF_TYPE_INT16: return nb::int_(gguf_get_val_i16(g, key));
+        case GGUF_TYPE_UINT32: return nb::int_(gguf_get_val_u32(g, key));
+        case GGUF_TYPE_INT32: return nb::int_(gguf_get_val_i32(g, key));
+        case GGUF_TYPE_UINT64: return nb::int_(gguf_get_val_u64(g, key));
+        case GGUF_TYPE_INT64: return nb::int_(gguf_get_val_i64(g, key));
+        case GGUF_TYPE_FLOAT32: return nb::float_(gguf_get_val_f32(g, key));
+        case GGUF_TYPE_FLOAT64: return nb::float_(gguf_get_val_f64(g, key));
+        case GGUF_TYPE_BOOL: return nb::bool_(gguf_get_val_bool(g, key));
+        case GGUF_TYPE_STRING: {
+            const char * s = gguf_get_val_str(g, key);
+            return nb::steal(PyUnicode_DecodeUTF8(s, strlen(s), "replace"));
+        }
+        default: return nb::none();
+    }
+}
+
+nb::object gguf_header(const std::string & path) {
+    gguf_context * g = nullptr;
+    {
+        nb::gil_scoped_release release;
+        g = gguf_init_from_file(path.c_str(), {/*no_alloc*/ true, /*ctx*/ nullptr});
+    }
+    if (!g) return nb::none();
+    nb::dict metadata, lengths;
+    for (int64_t i = 0; i < gguf_get_n_kv(g); i++) {
+        if (gguf_get_kv_type(g, i) == GGUF_TYPE_ARRAY) lengths[gguf_get_key(g, i)] = gguf_get_arr_n(g, i);
+        else metadata[gguf_get_key(g, i)] = gguf_value(g, i);
+    }
+    nb::list tensors;
+    for (int64_t i = 0; i < gguf_get_n_tensors(g); i++) {
+        tensors.append(nb::make_tuple(gguf_get_tensor_name(g, i), gguf_get_data_offset(g) + gguf_get_tensor_offset(g, i),
+                                      gguf_get_tensor_size(g, i), ggml_type_name(gguf_get_tensor_type(g, i))));
+    }
+    nb::object result = nb::make_tuple(metadata, lengths, tensors, gguf_get_data_offset(g));
+    gguf_free(g);
+    return result;
+}
+
+std::vector<std::string> cpu_features() {
+    const auto list = (ggml_backend_get_features_t) cpu_function("ggml_backend_get_features");
+    std::vector<std::string> names;
+    for (auto * f = list(ggml_backend_dev_backend_reg(cpu_device())); f && f->name; f++) {
+        names.push_back(strcmp(f->value, "1") ? std::string(f->name) + "=" + f->value : f->name);
+    }
+    return names;
+}
+
+std::optional<std::string> lock_memory() {
+    if (mlockall(MCL_CURRENT | MCL_FUTURE | MCL_ONFAULT) == 0) return std::nullopt;
+    return strerror(errno);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    try {
+        check_abi();
+    } catch (const std::exception & e) {
+        throw nb::import_error(e.what());
+    }
+    m.def("ggml_version", [] { return std::string(ggml_version()); });
+    m.def("cpu_features", cpu_features);
+    m.def("gguf_header", gguf_header, "path"_a);
+    m.def("lock_memory", lock_memory);
+    m.def("set_timer_slack", [](unsigned long ns) { prctl(PR_SET_TIMERSLACK, ns, 0, 0, 0); }, "nanoseconds"_a);
+    m.def("top", [](uintptr_t logits, size_t n_vocab, size_t k, const std::vector<int32_t> & banned) {
+        nb::gil_scoped_release release;
+        TopRow row = top((const float *) logits, n_vocab, k, banned);
+        return std::make_tuple(std::move(row.ids), std::move(row.logits), row.log_sum_exp);
+    }, "logits"_a, "n_vocab"_a, "k"_a, "banned"_a);
+
+    nb::class_<MappedModel>(m, "MappedModel").def(nb::init<const std::vector<std::string> &>(), "paths"_a);
+
+    nb::class_<Stage>(m, "Stage")
+        .def(nb::init<bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a)
+        .def("devices", [](Stage & s) {
+            return std::make_tuple(uintptr_t(&s.up.dev), uintptr_t(&s.local.dev), uintptr_t(&s.down.dev));
+        })
+        .def("begin_load", &Stage::begin_load, "mapping"_a.none())
+        .def("end_load", &Stage::end_load)
+        .def("populate", populate, "progress"_a)
+        .def("begin_run", [](Stage & s, int64_t run, std::optional<Bytes> incoming, size_t headroom) {
+            s.begin_run(run, incoming ? incoming->data() : nullptr, incoming ? incoming->size() : 0, headroom);
+        }, "run"_a, "incoming"_a.none(), "headroom"_a)
+        .def("end_run", [](Stage & s) { s.end_run(); return take_outgoing(s); })
+        .def("cancel", &Stage::cancel, "run"_a)
+        .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; })
+        .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; })
+        .def_ro("misplaced", &Stage::misplaced)
+        .def_ro("missing", &Stage::missing)
+        .def_ro("compute_s", &Stage::compute_s)
+        .def_prop_ro("hidden_bytes", &Stage::hidden_bytes);
+}
