@@ -1,0 +1,84 @@
+"""Which rank holds which layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ggpipe.errors import LaunchError, UsageError
+
+_SLACK = 1e-6  # shares are written in decimal: 0.1 + 0.2 + 0.7 is a whole
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layers [first, last) of each rank, in pipeline order; an empty range is a head that only coordinates."""
+
+    layers: tuple[tuple[int, int], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Ranks that hold layers, in pipeline order."""
+        return tuple(rank for rank, (a, b) in enumerate(self.layers) if b > a)
+
+    def next_of(self, rank: int) -> int | None:
+        """The rank that a stage sends to; None for the last one, which answers the head."""
+        later = [r for r in self.stages if r > rank]
+        return later[0] if later else None
+
+
+def parse_shares(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`a,b,…[/c,…]`: shares of the target's layers for each rank, then of the draft's. Raises UsageError."""
+    target, slash, draft = text.partition("/")
+    if slash and not draft:
+        raise UsageError(f"--mpi-layer-split {text}: give shares for the draft ranks behind the /, or leave it out")
+    return _parse_half(text, target), _parse_half(text, draft) if slash else ()
+
+
+def _parse_half(text: str, half: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(part) for part in half.split(","))
+    except ValueError:
+        raise UsageError(f"--mpi-layer-split {text}: write a share for each rank, as in 0.2,0.4,0.4") from None
+    if any(not math.isfinite(s) or s < 0 for s in shares):
+        raise UsageError(f"--mpi-layer-split {text}: a share is a number between 0 and 1")
+    if any(s == 0 for s in shares[1:]):
+        raise UsageError(f"--mpi-layer-split {text}: only the first rank (the head) may have a share of 0")
+    if sum(shares) > 1 + _SLACK:
+        raise UsageError(f"--mpi-layer-split {text}: shares add up to {sum(shares):g}, more than 1")
+    if sum(shares) == 0:
+        raise UsageError(f"--mpi-layer-split {text}: no rank has a share")
+    return shares
+
+
+def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None) -> Layout:
+    """Whole layers for each rank. Each gets its share rounded down; layers left over go to the head, as with
+    PipeInfer, or, when the head has none, one each to the ranks that rounding cost most. Without shares the
+    layers are spread evenly, the longer ranges first.
+
+    Raises LaunchError when shares and ranks differ in number, or a rank would be left without a layer.
+    """
+    if shares is None:
+        counts = [n_layer // n_ranks + (rank < n_layer % n_ranks) for rank in range(n_ranks)]
+    else:
+        if len(shares) != n_ranks:
+            raise LaunchError(
+                f"--mpi-layer-split names {len(shares)} ranks, but {n_ranks} were started: "
+                f"use mpirun -n {len(shares)}, or give {n_ranks} shares"
+            )
+        counts = [math.floor(share * n_layer + _SLACK) for share in shares]
+        left = n_layer - sum(counts)
+        if shares[0] > 0:
+            counts[0] += left
+        else:
+            by_loss = sorted(range(1, n_ranks), key=lambda r: counts[r] - shares[r] * n_layer)
+            for i in range(left):
+                counts[by_loss[i % len(by_loss)]] += 1
+    for rank, count in enumerate(counts):
+        if count == 0 and not (rank == 0 and shares is not None and shares[0] == 0):
+            raise LaunchError(
+                f"rank {rank} would get no layer: the model has {n_layer} layers for {n_ranks} ranks; "
+                "give it a larger share, or use fewer ranks"
+            )
+    starts = [sum(counts[:rank]) for rank in range(n_ranks)]
+    return Layout(tuple((a, a + n) for a, n in zip(starts, counts, strict=True)))

@@ -1,0 +1,85 @@
+"""A model's vocabulary: text to tokens and back."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+from typing import Any
+
+from ggpipe.config import ModelConfig
+from ggpipe.engine.libllama import lib, logged_errors, start
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.engine.model_params import model_params
+from ggpipe.errors import ModelError, UsageError
+
+
+class Vocab:
+    """The vocabulary alone: no weights are read. Safe to use from several threads."""
+
+    def __init__(self, model_file: ModelFile, config: ModelConfig) -> None:
+        """Raises ModelError when libllama cannot read the vocabulary."""
+        start(config.numa)
+        keep: list[object] = []
+        params = model_params(config, keep)
+        params.vocab_only = True
+        logged_errors()
+        self._model: Any = lib.llama_model_load_from_file(str(model_file.paths[0]).encode(), params)
+        if not self._model:
+            raise ModelError(f"cannot read the vocabulary of {model_file.paths[0]}: {'; '.join(logged_errors()[:1])}")
+        self.pointer = lib.llama_model_get_vocab(self._model)
+        self.n_tokens = int(lib.llama_vocab_n_tokens(self.pointer))
+        self.n_ctx_train = int(lib.llama_model_n_ctx_train(self._model))
+        self.end_tokens = tuple(t for t in range(self.n_tokens) if lib.llama_vocab_is_eog(self.pointer, t))
+        """Tokens that end a text."""
+        n = ctypes.c_int32()
+        suppressed = lib.llama_vocab_get_suppress_tokens(self.pointer, ctypes.byref(n))
+        self.suppressed_tokens = tuple(int(suppressed[i]) for i in range(n.value))
+        """Tokens that the model's file says must never be drawn."""
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """A prompt's tokens, as llama.cpp makes them: BOS as the model wants it, special tokens parsed.
+
+        Raises UsageError for text that this vocabulary has no tokens for.
+        """
+        data = text.encode("utf-8", "surrogateescape")
+        size = len(data) + 16
+        while True:
+            tokens = (ctypes.c_int32 * size)()
+            n = lib.llama_tokenize(self.pointer, data, len(data), tokens, size, True, True)
+            if n >= 0:
+                return tuple(tokens[:n])
+            if n == -(2**31) or -n <= size:
+                raise UsageError("this model's vocabulary cannot tokenize the prompt")
+            size = -n
+
+    def piece(self, token: int) -> bytes:
+        """A token's text, which may be part of a UTF-8 character; special tokens have none."""
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = lib.llama_token_to_piece(self.pointer, token, buffer, size, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def close(self) -> None:
+        """Free it. A second call does nothing."""
+        if self._model:
+            lib.llama_model_free(self._model)
+        self._model = None
+
+
+class TextDecoder:
+    """Turns tokens into text as they come; a character cut by a token border waits for its rest."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that is whole now."""
+        return self._utf8.decode(self._vocab.piece(token))
+
+    def finish(self) -> str:
+        """What is left: a replacement character when the text ends inside a character."""
+        return self._utf8.decode(b"", final=True)

@@ -1,0 +1,150 @@
+"""A stage and the thread that computes it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ggpipe.core.messages import Run, RunResult, Span
+from ggpipe.engine.stage import Stage
+from ggpipe.errors import GgpipeError, RunError
+from ggpipe.transport import codec
+from ggpipe.transport.base import Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the stage's loading is."""
+
+    done_bytes: int
+    all_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The stage is ready."""
+
+    stage: Stage
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A run is computed and its message ready for the next rank."""
+
+    run: int
+    message: Payload
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run is through: this was the last stage."""
+
+    result: RunResult
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """Loading or a run failed; nothing more is computed."""
+
+    error: GgpipeError
+
+
+Notice = Loading | Loaded | Passed | Ended | Broke
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Run
+    spans: tuple[Span, ...]
+    incoming: Payload | None
+
+
+class Runner:
+    """Loads a stage and computes runs in the order in which they are given, in a thread of its own."""
+
+    def __init__(
+        self,
+        rank: int,
+        load: Callable[[Callable[[int, int], None]], Stage],
+        notify: Callable[[Notice], None],
+    ) -> None:
+        """`load` makes the stage and tells its progress; `notify` is called from the thread."""
+        self._rank = rank
+        self._load = load
+        self._notify = notify
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        self._last_done = -1
+        self._computing: int | None = None
+        self._closing = False
+        self._stage: Stage | None = None
+        self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Run, spans: tuple[Span, ...] = (), incoming: Payload | None = None) -> None:
+        """Compute a run. `spans`: the stages' before this one; `incoming`: what the last of them put out."""
+        self._jobs.put(_Job(run, spans, incoming))
+
+    def cancel(self, runs: tuple[int, ...]) -> None:
+        """Nobody needs these runs: skip them, or stop the one that is being computed. Their markers still pass."""
+        self._cancelled.update(run for run in runs if run > self._last_done)
+        if self._stage is not None:
+            for run in runs:
+                self._stage.cancel(run)
+
+    def close(self) -> None:
+        """Drop the runs that are not done yet, stop the one being computed, free the stage."""
+        self._closing = True
+        self._jobs.put(None)
+        while self._thread.is_alive():
+            if self._stage is not None and self._computing is not None:
+                self._stage.cancel(self._computing)
+            self._thread.join(0.01)
+
+    def _work(self) -> None:
+        try:
+            start = time.perf_counter()
+            stage = self._load(lambda done, total: self._notify(Loading(done, total)))
+            self._stage = stage
+            self._notify(Loaded(stage, time.perf_counter() - start))
+            while (job := self._jobs.get()) is not None and not self._closing:
+                self._computing = job.run.id
+                outcome = self._compute(stage, job)
+                self._computing, self._last_done = None, job.run.id
+                self._cancelled.discard(job.run.id)
+                self._notify(outcome)
+            self._stage = None
+            stage.close()
+        except GgpipeError as e:
+            self._notify(Broke(e))
+        except Exception as e:  # a bug, but the other ranks must hear of it
+            error = RunError(f"internal error: {type(e).__name__}: {e}")
+            error.__cause__ = e
+            self._notify(Broke(error))
+
+    def _compute(self, stage: Stage, job: _Job) -> Passed | Ended:
+        start = time.perf_counter()
+        run = job.run
+        if run.id in self._cancelled:
+            run = replace(run, cancelled=True)
+        span = Span(self._rank, 0.0, 0.0, 0)
+        headroom = 0 if stage.is_last else len(codec.run_header(run, (*job.spans, span)))
+        outcome = stage.decode(run, job.incoming, headroom)
+        if outcome.cancelled and not run.cancelled:
+            run = replace(run, cancelled=True)
+        if stage.is_last:
+            span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, 0)
+            return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled), span)
+        message = outcome.outgoing
+        span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, len(message))
+        header = codec.run_header(run, (*job.spans, span))
+        message[:headroom] = np.frombuffer(header, np.uint8)
+        return Passed(run.id, message, span)

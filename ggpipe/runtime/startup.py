@@ -1,0 +1,106 @@
+"""How ranks find out, before anything is loaded, that they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+
+import ggpipe
+from ggpipe.config import EngineConfig
+from ggpipe.core.layout import Layout, lay_out
+from ggpipe.engine import machine
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.engine.stage import Cut, Stage
+from ggpipe.errors import GgpipeError, LaunchError, ModelError, RankError, UsageError
+from ggpipe.transport.base import Transport
+
+
+def check_ranks(config: EngineConfig, n_ranks: int) -> None:
+    """Settings that name ranks against the ranks there are. Raises UsageError, the same one on every rank."""
+    pipeline = config.pipeline
+    for flag, values in (("-t", pipeline.threads), ("-tb", pipeline.threads_batch)):
+        if len(values) not in (1, n_ranks):
+            raise UsageError(
+                f"{flag} has {len(values)} values for {n_ranks} ranks: give one for all, or one for each rank"
+            )
+    if pipeline.shares is not None and len(pipeline.shares) != n_ranks:
+        lay_out(n_ranks, n_ranks, pipeline.shares)  # says how they differ
+
+
+def hello(transport: Transport, model_file: ModelFile) -> dict[str, Any]:
+    """What a rank says of itself."""
+    return {
+        "rank": transport.rank,
+        "host": transport.host,
+        "model": model_file.fingerprint,
+        "ggpipe": ggpipe.__version__,
+        "libllama": llama_cpp.__version__,
+        "features": sorted(machine.cpu_features()),
+    }
+
+
+def compare(hellos: list[dict[str, Any]]) -> list[str]:
+    """Do all ranks hold the same? Returns warnings. Raises ModelError or LaunchError where they cannot work together.
+
+    `hellos`: one for each rank, in order.
+    """
+    head, warnings = hellos[0], []
+    for other in hellos[1:]:
+        where = f"rank {other['rank']} ({other['host']})"
+        if other["model"] != head["model"]:
+            raise ModelError(f"{where} has another model than rank 0 ({head['host']}) under -m: copy it there again")
+        for package in ("ggpipe", "libllama"):
+            if other[package] != head[package]:
+                raise LaunchError(
+                    f"{where} runs {package} {other[package]}, rank 0 runs {head[package]}: install the same everywhere"
+                )
+        if other["features"] != head["features"]:
+            differ = sorted(set(other["features"]) ^ set(head["features"]))
+            warnings.append(f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): texts may differ")
+    return warnings
+
+
+def check_cuts(cuts: list[Cut], architecture: str) -> None:
+    """Does each stage get what it needs? `cuts` in pipeline order. Raises ModelError."""
+    for before, after in zip(cuts, cuts[1:], strict=False):
+        if after.wanted - before.produced:
+            raise ModelError(
+                f"'{architecture}' models cannot be cut between ranks (a layer needs more than the layer before it); "
+                "run it on one rank (without --mpi-layer-split)"
+            )
+
+
+def layout_of(config: EngineConfig, model_file: ModelFile, n_ranks: int) -> Layout:
+    """Which rank holds which layers."""
+    return lay_out(model_file.n_layer, n_ranks, config.pipeline.shares)
+
+
+def threads_of(config: EngineConfig, transport: Transport) -> tuple[int, int]:
+    """This rank's threads for single tokens and for batches."""
+    own_cores = max(machine.cores() // transport.ranks_on_host, 1)
+    return config.pipeline.threads_of(transport.rank, own_cores)
+
+
+def stage_loader(
+    config: EngineConfig, transport: Transport, model_file: ModelFile, layers: tuple[int, int]
+) -> Callable[[Callable[[int, int], None]], Stage]:
+    """A function that makes this rank's stage, given whom to tell its progress."""
+    threads = threads_of(config, transport)
+
+    def load(progress: Callable[[int, int], None]) -> Stage:
+        return Stage(model_file, layers, config.model, config.context, threads, progress)
+
+    return load
+
+
+def failure(transport: Transport, error: GgpipeError) -> dict[str, Any]:
+    """A rank's error as it is told to the head."""
+    return {"rank": transport.rank, "host": transport.host, "message": str(error), "code": error.exit_code}
+
+
+def as_error(content: dict[str, Any]) -> GgpipeError:
+    """The inverse of `failure`, at the head."""
+    kind = UsageError if content["code"] == UsageError.exit_code else RankError
+    return kind(f"rank {content['rank']} ({content['host']}): {content['message']}")

@@ -1,0 +1,1 @@
+"""Messages between ranks: over MPI, or inside one process."""

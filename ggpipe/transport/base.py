@@ -1,0 +1,62 @@
+"""What a transport does, whatever it runs over."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Payload = NDArray[np.uint8]
+
+
+class Kind(enum.IntEnum):
+    """What a message is."""
+
+    RUN = 1  # a run on its way down the pipeline: header and activations
+    RESULT = 2  # a run's end, from the last rank to the head
+    CANCEL = 3  # ids of runs that nobody needs, from the head to a stage
+    CONTROL = 4  # everything that is not on the way of a token, as JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that arrived."""
+
+    source: int
+    kind: Kind
+    payload: Payload
+
+
+class Transport(abc.ABC):
+    """One rank's connection to all others. Belongs to one thread. Messages of one pair of ranks keep their order."""
+
+    rank: int
+    size: int
+    host: str
+    ranks_on_host: int
+    """Ranks on this rank's machine, itself included."""
+    must_poll: bool
+    """Nobody calls the waker: messages are seen only by polling."""
+
+    @abc.abstractmethod
+    def send(self, dest: int, kind: Kind, payload: Payload) -> None:
+        """Start sending; the payload must not change afterwards. Never waits."""
+
+    @abc.abstractmethod
+    def poll(self) -> Message | None:
+        """The next message that has arrived, if any. Never waits. Also moves unfinished sends on."""
+
+    @abc.abstractmethod
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all sends are done; False when they are not in time."""
+
+    def set_waker(self, wake: Callable[[], None]) -> None:  # noqa: B027
+        """Call `wake` (from any thread) when a message arrives, unless `must_poll`."""
+
+    @abc.abstractmethod
+    def close(self, failed: bool) -> None:
+        """Leave. After a failure nobody waits for anybody."""

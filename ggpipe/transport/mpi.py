@@ -1,0 +1,87 @@
+"""MPI, without its blocking waits: those spin on a core that a stage needs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+
+import mpi4py
+
+mpi4py.rc.thread_level = "funneled"  # the main thread alone talks to MPI
+mpi4py.rc.finalize = False  # Session.close does, or aborts: a failed rank must not wait for the others
+
+import numpy as np  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+from ggpipe.errors import LaunchError  # noqa: E402
+from ggpipe.transport.base import Kind, Message, Payload, Transport  # noqa: E402
+
+_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+
+
+class MpiTransport(Transport):
+    """All ranks of MPI_COMM_WORLD."""
+
+    must_poll = True
+
+    def __init__(self) -> None:
+        """Raises LaunchError under a foreign mpirun, whose ranks do not see each other."""
+        self._comm = MPI.COMM_WORLD
+        self.rank, self.size = self._comm.rank, self._comm.size
+        for variable in _WORLD_SIZE_VARIABLES:
+            launched = os.environ.get(variable, "")
+            if launched.isdigit() and int(launched) > 1 and self.size == 1:
+                raise LaunchError(
+                    f"this mpirun (or srun) started {launched} ranks that do not see each other: it belongs to "
+                    f"another MPI than the one Python uses ({library_name()}); start it with that one's mpirun"
+                )
+        self.host = MPI.Get_processor_name()
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.ranks_on_host = node.size
+        node.Free()
+        self._sends: deque[tuple[MPI.Request, Payload]] = deque()
+        self._status = MPI.Status()
+
+    def send(self, dest: int, kind: Kind, payload: Payload) -> None:
+        self._sends.append((self._comm.Isend([payload, MPI.BYTE], dest, int(kind)), payload))
+
+    def poll(self) -> Message | None:
+        while self._sends and self._sends[0][0].Test():
+            self._sends.popleft()
+        status = self._status
+        arrived = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+        if arrived is None:
+            return None
+        payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        source, kind = status.Get_source(), Kind(status.Get_tag())
+        receiving = arrived.Irecv([payload, MPI.BYTE])
+        while not receiving.Test():  # a matched message is on its way: this is the copy
+            time.sleep(20e-6)
+        return Message(source, kind, payload)
+
+    def flush(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._sends:
+            if self._sends[0][0].Test():
+                self._sends.popleft()
+            elif time.monotonic() > deadline:
+                return False
+            else:
+                time.sleep(1e-3)
+        return True
+
+    def close(self, failed: bool) -> None:
+        if failed:
+            self._comm.Abort(1)
+        elif not MPI.Is_finalized():
+            # MPI_Finalize may spin until the last rank is there; a barrier that sleeps keeps that short.
+            leaving = self._comm.Ibarrier()
+            while not leaving.Test():
+                time.sleep(1e-3)
+            MPI.Finalize()
+
+
+def library_name() -> str:
+    """The MPI library's name and version, in short."""
+    return MPI.Get_library_version().strip("\x00").splitlines()[0].split(",")[0].strip()
