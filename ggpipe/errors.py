@@ -5,7 +5,8 @@ GgpipeError                exit code 1
 │   ├── ModelError         a model file that cannot be used
 │   └── LaunchError        ranks, hosts or mpirun do not fit what was asked for
 └── RunError               what was asked for was right, but it broke
-    └── RankError          another rank broke, or left
+    ├── RankError          another rank broke
+    └── Terminated         this process was told to end, as mpirun does when a rank is gone
 """
 
 
@@ -34,4 +35,8 @@ class RunError(GgpipeError):
 
 
 class RankError(RunError):
-    """Another rank broke, or left."""
+    """Another rank broke."""
+
+
+class Terminated(RunError):
+    """This process was told to end, as mpirun does when a rank is gone."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import queue
+import collections
+import contextlib
+import threading
 import time
 from typing import Generic, TypeVar
 
@@ -32,12 +34,21 @@ class Inbox(Generic[T]):
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._notices: queue.SimpleQueue[T | None] = queue.SimpleQueue()
-        transport.set_waker(lambda: self._notices.put(None))
+        self._notices: collections.deque[T] = collections.deque()
+        # Held while there is nothing new; whoever has something lets go of it. Not a queue.SimpleQueue: in CPython
+        # 3.11 its get() can wait forever when a timeout of microseconds runs out at the wrong moment.
+        self._nothing_new = threading.Lock()
+        self._nothing_new.acquire()
+        transport.set_waker(self._wake)
 
     def put(self, notice: T) -> None:
         """From any thread."""
-        self._notices.put(notice)
+        self._notices.append(notice)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # somebody else let go of it already
+            self._nothing_new.release()
 
     def next(self, timeout_s: float) -> Message | T | None:
         """The next message or notice; None when `timeout_s` seconds passed without one."""
@@ -46,13 +57,10 @@ class Inbox(Generic[T]):
             message = self._transport.poll()
             if message is not None:
                 return message
+            if self._notices:
+                return self._notices.popleft()
             quiet = time.monotonic() - start
-            if quiet > timeout_s:
+            if quiet >= timeout_s:
                 return None
-            try:
-                wait = poll_interval(quiet) if self._transport.must_poll else timeout_s - quiet
-                notice = self._notices.get(timeout=wait)
-            except queue.Empty:
-                continue
-            if notice is not None:
-                return notice
+            wait = poll_interval(quiet) if self._transport.must_poll else timeout_s - quiet
+            self._nothing_new.acquire(timeout=wait)

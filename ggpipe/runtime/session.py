@@ -40,7 +40,7 @@ from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.sampling import Sampler
 from ggpipe.engine.stage import Cut
 from ggpipe.engine.vocab import TextDecoder, Vocab
-from ggpipe.errors import GgpipeError, RunError, UsageError
+from ggpipe.errors import GgpipeError, RunError, Terminated, UsageError
 from ggpipe.runtime import startup
 from ggpipe.runtime.inbox import Inbox
 from ggpipe.runtime.runner import Broke, Ended, Loaded, Loading, Notice, Passed, Runner
@@ -63,8 +63,7 @@ class Session:
     """See the module's text. All methods but `stop` belong to the main thread."""
 
     def __init__(self, transport: Transport, config: EngineConfig) -> None:
-        """Raises UsageError when the settings do not fit the number of ranks."""
-        startup.check_ranks(config, transport.size)
+        """Nothing is loaded yet, and no other rank is asked anything."""
         self._transport = transport
         self._config = config
         self._inbox: Inbox[Notice] = Inbox(transport)
@@ -236,7 +235,7 @@ class Session:
     def _next_event(self) -> RunResult | dict[str, Any] | Notice | None:
         """Wait for something to happen, at most a tick. Raises what another rank, or our stage, failed with."""
         if self._terminate:
-            raise RunError("terminated: this process was told to end, or another rank is gone")
+            raise Terminated("terminated from outside, or because another rank is gone")
         event = self._inbox.next(_TICK_S)
         match event:
             case Message(_, Kind.RESULT, payload):

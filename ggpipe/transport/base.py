@@ -58,5 +58,5 @@ class Transport(abc.ABC):
         """Call `wake` (from any thread) when a message arrives, unless `must_poll`."""
 
     @abc.abstractmethod
-    def close(self, failed: bool) -> None:
-        """Leave. After a failure nobody waits for anybody."""
+    def close(self, patience_s: float) -> None:
+        """Leave together with all ranks; those that are not leaving after `patience_s` seconds are ended."""

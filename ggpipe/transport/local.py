@@ -44,5 +44,5 @@ class LocalTransport(Transport):
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def close(self, failed: bool) -> None:
+    def close(self, patience_s: float) -> None:
         pass

@@ -71,15 +71,14 @@ class MpiTransport(Transport):
                 time.sleep(1e-3)
         return True
 
-    def close(self, failed: bool) -> None:
-        if failed:
-            self._comm.Abort(1)
-        elif not MPI.Is_finalized():
-            # MPI_Finalize may spin until the last rank is there; a barrier that sleeps keeps that short.
-            leaving = self._comm.Ibarrier()
-            while not leaving.Test():
-                time.sleep(1e-3)
-            MPI.Finalize()
+    def close(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        leaving = self._comm.Ibarrier()
+        while not leaving.Test():  # MPI_Finalize would spin until the last rank is there
+            if time.monotonic() > deadline:
+                self._comm.Abort(1)
+            time.sleep(1e-3)
+        MPI.Finalize()
 
 
 def library_name() -> str:

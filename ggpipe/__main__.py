@@ -1,0 +1,5 @@
+"""`python -m ggpipe`."""
+
+from ggpipe.cli import main
+
+main()

@@ -1,0 +1,36 @@
+"""The commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import ggpipe
+from ggpipe.cli.demo import demo
+from ggpipe.cli.generate import generate
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run one large GGUF model over several CPU-only machines, and get a single answer fast.",
+)
+app.command()(generate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"ggpipe {ggpipe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass

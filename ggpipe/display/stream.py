@@ -1,0 +1,107 @@
+"""The streamed text: which of it is complete lines, and how the unfinished line breaks into rows."""
+
+from __future__ import annotations
+
+import collections
+
+from rich.cells import get_character_cell_size
+from rich.segment import Segment
+from rich.style import Style
+
+from ggpipe.display.wording import harmless
+
+Row = list[Segment]
+
+_TAB = 8
+_KEPT_ROWS = 200
+_WIDENS = "\ufe0f"  # wants the character before it two cells wide; not all terminals obey
+
+
+class TextStream:
+    """Takes text from any thread (`feed`); everything else is for the one thread that draws."""
+
+    def __init__(self) -> None:
+        self._fed: collections.deque[tuple[str, Style | None]] = collections.deque()
+        self.complete: list[Segment] = []
+        """Lines with their ends that have not been printed yet; the printer empties it."""
+        self.line: list[Segment] = []
+        """The line after those."""
+        self._wrap = _Wrap(80)
+
+    def feed(self, text: str, style: Style | None = None) -> None:
+        """Append text. Never waits."""
+        self._fed.append((text, style))
+
+    def take(self) -> None:
+        """Sort what was fed into complete lines and the unfinished one."""
+        while self._fed:
+            text, style = self._fed.popleft()
+            *ended, rest = harmless(text).split("\n")
+            for part in ended:
+                self.complete += [*self.line, Segment(part, style), Segment("\n")]
+                self.line = []
+                self._wrap = _Wrap(self._wrap.width)
+            if rest:
+                self.line.append(Segment(rest, style))
+                self._wrap.add(rest, style)
+
+    def rest(self) -> list[Segment]:
+        """All that has not been printed, complete or not."""
+        return [*self.complete, *self.line]
+
+    def rows(self, width: int, n_rows: int) -> list[Row]:
+        """The unfinished line's last rows, at least one, on a screen that is `width` cells wide."""
+        if width != self._wrap.width:
+            self._wrap = _Wrap(width)
+            for text, style, _ in self.line:
+                self._wrap.add(text, style)
+        return list(self._wrap.rows)[-max(n_rows, 1) :]
+
+
+class _Wrap:
+    """One line, broken where a terminal breaks it: after any character, at the right edge.
+
+    Widths that terminals disagree on (joined emoji) count in full: a row may end early, it never runs over.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.rows: collections.deque[Row] = collections.deque([[]], maxlen=_KEPT_ROWS)
+        self._column = 0
+
+    def add(self, text: str, style: Style | None) -> None:
+        """Append text without line ends."""
+        if not text.isascii() or "\t" in text:
+            for character in text:
+                self._add_character(character, style)
+            return
+        while text:
+            room = self.width - self._column
+            if room <= 0:
+                self._new_row()
+                continue
+            self._append(text[:room], style)
+            self._column += min(len(text), room)
+            text = text[room:]
+
+    def _add_character(self, character: str, style: Style | None) -> None:
+        if character == "\t":
+            cells = min(_TAB - self._column % _TAB, self.width - self._column)
+            character = " " * cells
+        else:
+            cells = 1 if character == _WIDENS else get_character_cell_size(character)
+        if cells > self.width - self._column and self._column:
+            self._new_row()
+        self._append(character, style)
+        self._column += cells
+
+    def _new_row(self) -> None:
+        self.rows.append([])
+        self._column = 0
+
+    def _append(self, text: str, style: Style | None) -> None:
+        row = self.rows[-1]
+        if row and row[-1].style is style:
+            row[-1] = Segment(row[-1].text + text, style)
+        else:
+            row.append(Segment(text, style))

@@ -1,0 +1,59 @@
+"""How numbers, ranges and text from elsewhere are written for people."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    """The text with nothing that steers a terminal: controls but newline and tab become pictures, as in ␛[0m."""
+    return _CONTROL.sub(_picture, text)
+
+
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+def human_bytes(n_bytes: float) -> str:
+    """Decimal units, as files and networks are measured: `812 B`, `16.4 kB`, `38.2 GB`."""
+    if n_bytes < 1000:
+        return f"{n_bytes:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        n_bytes /= 1000
+        if n_bytes < 99.95:
+            return f"{n_bytes:.1f} {unit}"
+        if n_bytes < 999.5 or unit == "TB":
+            break
+    return f"{n_bytes:.0f} {unit}"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """`4.3 ms`, `231 ms`, `3.20 s`, `31.2 s`, `312 s`; `-` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.1f} ms" if 0 < seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def human_rate(per_s: float | None) -> str:
+    """Tokens a second: `4.31 t/s`; `-` for None."""
+    return "-" if per_s is None else f"{_three_digits(per_s)} t/s"
+
+
+def percent(share: float) -> str:
+    """`82 %` of 0.82."""
+    return f"{share * 100:.0f} %"
+
+
+def layer_range(layers: tuple[int, int]) -> str:
+    """First to last layer, both included: `0-7`, `7`; `-` for none."""
+    first, end = layers
+    return "-" if end <= first else f"{first}" if end == first + 1 else f"{first}-{end - 1}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

@@ -1,0 +1,72 @@
+"""One process's life as a rank: connect, be the head or a worker, leave together with the others."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from ggpipe.config import EngineConfig
+from ggpipe.engine import machine
+from ggpipe.errors import Terminated
+from ggpipe.runtime import launch, startup
+from ggpipe.runtime.session import Session
+from ggpipe.runtime.worker import Worker
+from ggpipe.transport.base import Transport
+from ggpipe.transport.local import LocalWorld
+
+_SWITCH_INTERVAL_S = 0.5e-3  # the main thread must get the GIL from the display soon when a message is there
+_LEAVE_S = 5.0  # how long a rank waits for the others when all are to leave
+
+
+def run_rank(config: EngineConfig, head: Callable[[Session], int]) -> int:
+    """Run this process's part and return its exit code: `head` on rank 0, a worker elsewhere.
+
+    `head` gets a session that is not loaded yet, and returns the exit code for all ranks. Errors of any rank are
+    raised on the head.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    machine.sharpen_timers()
+    transport = connect()
+    patience_s = _LEAVE_S
+    try:
+        startup.check_ranks(config, transport.size)
+        if transport.rank == 0:
+            return _run_head(transport, config, head)
+        for number in (signal.SIGINT, signal.SIGUSR1):  # the head decides
+            signal.signal(number, signal.SIG_IGN)
+        return Worker(transport, config).serve()
+    except Terminated:
+        patience_s = 0.0
+        raise
+    finally:
+        transport.close(patience_s)
+
+
+def connect() -> Transport:
+    """MPI when a launcher started us as one of several ranks, else a world of one."""
+    if launch.rank_in_environment() is None:
+        return LocalWorld(1).transports[0]
+    launch.die_with_parent()
+    from ggpipe.transport.mpi import MpiTransport  # MPI is started here, and only here
+
+    return MpiTransport()
+
+
+def _run_head(transport: Transport, config: EngineConfig, head: Callable[[Session], int]) -> int:
+    session = Session(transport, config)
+
+    def on_stop(_number: int, _frame: FrameType | None) -> None:
+        session.stop()
+
+    def on_terminate(_number: int, _frame: FrameType | None) -> None:
+        session.terminate()
+
+    signal.signal(signal.SIGINT, on_stop)
+    signal.signal(signal.SIGUSR1, on_stop)
+    signal.signal(signal.SIGTERM, on_terminate)
+    with session:
+        code = head(session)
+        session.close(code)
+    return code
