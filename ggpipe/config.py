@@ -88,7 +88,14 @@ class SamplingConfig:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        numbers = (self.temp, self.top_p, self.min_p, self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
+        numbers = (
+            self.temp,
+            self.top_p,
+            self.min_p,
+            self.repeat_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+        )
         if not all(math.isfinite(x) for x in numbers):
             raise UsageError("sampling settings must be finite numbers")
         if self.repeat_penalty <= 0:

@@ -124,36 +124,56 @@ NB_MODULE(_native, m) {
     } catch (const std::exception & e) {
         throw nb::import_error(e.what());
     }
-    m.def("ggml_version", [] { return std::string(ggml_version()); });
-    m.def("cpu_features", cpu_features);
-    m.def("gguf_header", gguf_header, "path"_a);
-    m.def("lock_memory", lock_memory);
-    m.def("set_timer_slack", [](unsigned long ns) { prctl(PR_SET_TIMERSLACK, ns, 0, 0, 0); }, "nanoseconds"_a);
+    m.doc() = "ggml devices that hold a part of a model, the wire between them, and rows of logits. Needs llama_cpp first.";
+    m.def("ggml_version", [] { return std::string(ggml_version()); }, "The loaded ggml's version.");
+    m.def("cpu_features", cpu_features, "Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE.");
+    m.def("gguf_header", gguf_header, "path"_a,
+          nb::sig("def gguf_header(path: str) -> tuple[dict[str, int | float | str | bool], dict[str, int], "
+                  "list[tuple[str, int, int, str]], int] | None"),
+          "Scalar metadata, lengths of array metadata, tensors (name, offset in the file, bytes, type), and where the\n"
+          "tensors' data begin. None when the file cannot be read; ggml logs why.");
+    m.def("lock_memory", lock_memory, "Keep in RAM whatever this process touches. Returns why not, or None.");
+    m.def("set_timer_slack", [](unsigned long ns) { prctl(PR_SET_TIMERSLACK, ns, 0, 0, 0); }, "nanoseconds"_a,
+          "How late the kernel may end this thread's timed waits, and those of threads it starts.");
     m.def("top", [](uintptr_t logits, size_t n_vocab, size_t k, const std::vector<int32_t> & banned) {
         nb::gil_scoped_release release;
         TopRow row = top((const float *) logits, n_vocab, k, banned);
         return std::make_tuple(std::move(row.ids), std::move(row.logits), row.log_sum_exp);
-    }, "logits"_a, "n_vocab"_a, "k"_a, "banned"_a);
+    }, "logits"_a, "n_vocab"_a, "k"_a, "banned"_a,
+       "The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and the row's\n"
+       "log-sum-exp. Banned tokens count as minus infinity.");
 
-    nb::class_<MappedModel>(m, "MappedModel").def(nb::init<const std::vector<std::string> &>(), "paths"_a);
+    nb::class_<MappedModel>(m, "MappedModel", "A model's files, mapped read-only.")
+        .def(nb::init<const std::vector<std::string> &>(), "paths"_a);
 
-    nb::class_<Stage>(m, "Stage")
+    nb::class_<Stage>(m, "Stage", "The native half of ggpipe.engine.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a)
         .def("devices", [](Stage & s) {
             return std::make_tuple(uintptr_t(&s.up.dev), uintptr_t(&s.local.dev), uintptr_t(&s.down.dev));
-        })
-        .def("begin_load", &Stage::begin_load, "mapping"_a.none())
-        .def("end_load", &Stage::end_load)
-        .def("populate", populate, "progress"_a)
+        }, "Addresses of the ggml devices UP, LOCAL and DOWN.")
+        .def("begin_load", &Stage::begin_load, "mapping"_a.none(), "Before libllama loads: hide what is not ours.")
+        .def("end_load", &Stage::end_load, "After libllama has loaded, or failed to.")
+        .def("populate", populate, "progress"_a,
+             nb::sig("def populate(self, progress: collections.abc.Callable[[int, int], object]) -> None"),
+             "Read the mapped weights into memory; tells bytes done and bytes in all.")
         .def("begin_run", [](Stage & s, int64_t run, std::optional<Bytes> incoming, size_t headroom) {
             s.begin_run(run, incoming ? incoming->data() : nullptr, incoming ? incoming->size() : 0, headroom);
-        }, "run"_a, "incoming"_a.none(), "headroom"_a)
-        .def("end_run", [](Stage & s) { s.end_run(); return take_outgoing(s); })
-        .def("cancel", &Stage::cancel, "run"_a)
-        .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; })
-        .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; })
-        .def_ro("misplaced", &Stage::misplaced)
-        .def_ro("missing", &Stage::missing)
-        .def_ro("compute_s", &Stage::compute_s)
-        .def_prop_ro("hidden_bytes", &Stage::hidden_bytes);
+        }, "run"_a, "incoming"_a.none(), "headroom"_a,
+           "Before llama_decode: the bytes from the rank before this one, which must stay until end_run, and how many\n"
+           "bytes to leave free in front of those for the next.")
+        .def("end_run", [](Stage & s) { s.end_run(); return take_outgoing(s); },
+             "After llama_decode: the headroom, then the bytes for the next rank.")
+        .def("cancel", &Stage::cancel, "run"_a, "Stop this run if it is being computed. From any thread.")
+        .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; }, "Tensors that the last run took from UP.")
+        .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; }, "Tensors that the last run gave to DOWN.")
+        .def_ro("misplaced", &Stage::misplaced, "Reads from DOWN in the last run: the cut runs through a layer.")
+        .def_ro("missing", &Stage::missing, "Reads from UP in the last run that it did not bring.")
+        .def_ro("compute_s", &Stage::compute_s, "Seconds in LOCAL's graphs in the last run.")
+        .def_prop_ro("hidden_bytes", [](Stage & s) { return s.hidden_bytes(); },
+                     "Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.")
+        .def_prop_ro("mapped_bytes", [](Stage & s) {
+            size_t all = 0;
+            for (auto & range : s.mapped_ranges()) all += range.second;
+            return all;
+        }, "Bytes of weights that `populate` reads.");
 }

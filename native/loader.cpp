@@ -69,9 +69,8 @@ ggml_status Stage::place_weight(ggml_tensor * tensor, Role role, bool host) {
         if (!place) return GGML_STATUS_SUCCESS;  // the loader reads it into memory of its own
         tensor->data = place->data;
         if (!host) mapped_ranges_.emplace_back(place->data, place->size);  // embedding rows are read one by one
-    } else {
-        hidden_bytes_ += ggml_nbytes(tensor);
     }
+    hidden_bytes_ += ggml_nbytes(tensor);
     hidden_.emplace_back(tensor, tensor->name);
     ggml_set_name(tensor, "-");
     return GGML_STATUS_SUCCESS;

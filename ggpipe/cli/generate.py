@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,13 +137,24 @@ def generate(
         PipelineConfig(shares, _per_rank("-t", threads), _per_rank("-tb", threads_batch)),
     )  # fmt: skip
     sampling = SamplingConfig(
-        temp, top_k, top_p, min_p, repeat_last_n, repeat_penalty, presence_penalty, frequency_penalty, seed, ignore_eos
+        temp,
+        top_k,
+        top_p,
+        min_p,
+        repeat_last_n,
+        repeat_penalty,
+        presence_penalty,
+        frequency_penalty,
+        seed,
+        ignore_eos,
     )
     text = _read_prompt(prompt, file, escape)
     output = _Output(color, csv, json, display_prompt)
     if launch.rank_in_environment() is None and (hostfile is not None or (shares and len(shares) > 1)):
         if shares is None:
-            raise UsageError("--hostfile needs --mpi-layer-split, which says how many ranks to start and what each gets")
+            raise UsageError(
+                "--hostfile needs --mpi-layer-split, which says how many ranks to start and what each gets"
+            )
         return launch.launch(sys.argv[1:], len(shares), hostfile, launcher_environment())
     return _run(config, _head(text, sampling, n_predict, output), verbose)
 
@@ -212,7 +224,7 @@ def _write(text: str, session: Session) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has enough
-        sys.stdout = open("/dev/null", "w")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         session.stop()
 
 

@@ -36,14 +36,12 @@ _PANEL_SHARE = 0.6  # of the screen's height at most; the text has the rest
 class LiveDisplay:
     """What a terminal shows of a session: `loading`; for each request `request`, `prompt`, `text`..., `stop`.
 
-    The numbers are read at each frame from `ranks` (the session's totals) and the request's stats, which others
-    update; `clock` is the one that those were written by. All methods but `stop` return at once, and none raises
-    because of what is drawn: when drawing fails, the text goes on without a panel.
+    The numbers are read at each frame from `ranks` (the session's totals) and the request's stats, which
+    others update; `clock` is the one that those were written by. All methods but `stop` return at once, and
+    none raises because of what is drawn: when drawing fails, the text goes on without a panel.
     """
 
-    def __init__(
-        self, terminal: Terminal, ranks: list[RankStats], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, terminal: Terminal, ranks: list[RankStats], clock: Callable[[], float] = time.monotonic) -> None:
         self._terminal = terminal
         self._ranks = ranks
         self._clock = clock

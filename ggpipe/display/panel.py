@@ -24,6 +24,7 @@ _DONE = Style(color="green")
 _BUSY = Style(color="cyan")
 _PHASE = Style(color="cyan", bold=True)
 
+_GAP = "  "
 _MIN_BAR, _MAX_BAR = 10, 40
 _MAX_HOST = 16
 _ITL_TOKENS = 32
@@ -57,11 +58,11 @@ def loading_panel(ranks: Sequence[RankStats], space: Space) -> list[Row]:
     lines = []
     for r in ranks:
         share = 1.0 if r.load_s > 0 else r.loaded
-        detail = f"{human_bytes(r.loaded_bytes):>7} / {human_bytes(r.load_bytes):>7}"
+        detail = f"{human_bytes(r.loaded_bytes):>7} / {human_bytes(r.load_bytes):>7}" if r.load_bytes else ""
         note = percent(share) if r.load_bytes or r.load_s > 0 else "-"
         lines.append(_RankLine(r, share, _DONE if share == 1 else _LOADING, detail, note))
-    progress = f"   {human_bytes(loaded)} of {human_bytes(total)}" if total else ""
-    title = [Segment("loading", _PHASE), Segment(progress)]
+    progress = f"{human_bytes(loaded)} of {human_bytes(total)}" if total else ""
+    title = _fields([("", "loading", _PHASE), ("", progress, None)], (0, 1), space)
     return _panel([title], lines, [], space)
 
 
@@ -99,13 +100,13 @@ def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
         "detail": details,
         "note": notes,
     }
-    columns = {name: cells for name, cells in columns.items() if name == "bar" or cell_len(cells[0])}
+    columns = {name: cells for name, cells in columns.items() if name == "bar" or any(cells)}
     less: list[tuple[str, list[str] | None]]
     less = [("host", None), ("layers", ranges), ("number", numbers), ("detail", None), ("layers", None)]
 
     def room() -> int:
         others = [cell_len(cells[0]) for name, cells in columns.items() if name != "bar"]
-        return space.width - 1 - sum(others) - 2 * len(others)
+        return space.width - 1 - sum(others) - len(_GAP) * len(others)
 
     for name, shorter in less:
         if room() >= _MIN_BAR:
@@ -122,7 +123,7 @@ def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
         row: Row = []
         for name, cells in columns.items():
             if row:
-                row.append(Segment("  "))
+                row.append(Segment(_GAP))
             if name == "bar":
                 row += _bar(line.share, bar, line.style, space.ascii_only)
             else:
@@ -149,8 +150,8 @@ def _compact(lines: list[_RankLine], space: Space) -> Row:
 def _status(request: RequestStats, now: float, space: Space) -> Row:
     if not request.n_generated:
         waited = human_seconds(max(request.elapsed_s(now), 0.0)) if request.n_prompt else ""
-        prompt = f"{request.n_prompt:>4} tokens"
-        return _fields([("", "prompt", _PHASE), ("", prompt, None), ("", f"{waited:>6}", None)], (1, 0, 2), space)
+        prompt = ("", f"{request.n_prompt:>4} tokens", None)
+        return _fields([("", "prompt", _PHASE), prompt, ("", f"{waited:>6}", None)], (1, 0, 2), space)
     recent = request.token_times[-_ITL_TOKENS - 1 :]
     itl = percentile((b - a for a, b in itertools.pairwise(recent)), 0.5)
     fields = [
@@ -168,14 +169,15 @@ def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[
     room = space.width - 1
     shown: set[int] = set()
     for i in priority:
-        room -= len(fields[i][0]) + len(fields[i][1]) + (3 if shown else 0)
+        room -= len(fields[i][0]) + len(fields[i][1]) + (len(_GAP) if shown else 0)
         if room < 0:
             break
         shown.add(i)
     row: Row = []
     for i in sorted(shown):
         label, value, style = fields[i]
-        row += [Segment("   ")] if row else []
+        value = value if row or label else value.lstrip()
+        row += [Segment(_GAP)] if row else []
         row += [Segment(label, DIM), Segment(value, style)] if label else [Segment(value, style)]
     return row
 

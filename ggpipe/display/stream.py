@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
 
 from rich.cells import get_character_cell_size
 from rich.segment import Segment
@@ -70,30 +71,39 @@ class _Wrap:
         self._column = 0
 
     def add(self, text: str, style: Style | None) -> None:
-        """Append text without line ends."""
-        if not text.isascii() or "\t" in text:
-            for character in text:
-                self._add_character(character, style)
-            return
-        while text:
-            room = self.width - self._column
-            if room <= 0:
-                self._new_row()
-                continue
-            self._append(text[:room], style)
-            self._column += min(len(text), room)
-            text = text[room:]
+        """Append text without line ends. Tabs become blanks, up to the right edge as on a terminal."""
+        for i, part in enumerate(text.split("\t")):
+            if i:
+                blanks = min(_TAB - self._column % _TAB, self.width - self._column)
+                self._append(" " * blanks, style)
+                self._column += blanks
+            start = 0
+            for end, cells in self._breaks(part):
+                self._append(part[start:end], style)
+                self._column += cells
+                if end < len(part):
+                    self._new_row()
+                start = end
 
-    def _add_character(self, character: str, style: Style | None) -> None:
-        if character == "\t":
-            cells = min(_TAB - self._column % _TAB, self.width - self._column)
-            character = " " * cells
-        else:
+    def _breaks(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where rows end in the text, and at its own end: (index, cells since the one before)."""
+        room = self.width - self._column
+        if text.isascii():
+            end = 0
+            while len(text) - end > room:
+                end += room
+                yield end, room
+                room = self.width
+            yield len(text), len(text) - end
+            return
+        used = 0
+        for i, character in enumerate(text):
             cells = 1 if character == _WIDENS else get_character_cell_size(character)
-        if cells > self.width - self._column and self._column:
-            self._new_row()
-        self._append(character, style)
-        self._column += cells
+            if used + cells > room and (room < self.width or used):
+                yield i, used
+                room, used = self.width, 0
+            used += cells
+        yield len(text), used
 
     def _new_row(self) -> None:
         self.rows.append([])
@@ -101,6 +111,8 @@ class _Wrap:
 
     def _append(self, text: str, style: Style | None) -> None:
         row = self.rows[-1]
+        if not text:
+            return
         if row and row[-1].style is style:
             row[-1] = Segment(row[-1].text + text, style)
         else:

@@ -16,14 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ggpipe.display.terminal import Terminal
-from ggpipe.display.wording import (
-    harmless,
-    human_bytes,
-    human_rate,
-    human_seconds,
-    layer_range,
-    percent,
-)
+from ggpipe.display.wording import harmless, human_bytes, human_rate, human_seconds, layer_range, percent
 from ggpipe.errors import UsageError
 from ggpipe.runtime.stats import RankStats, RequestStats, percentile
 
@@ -34,8 +27,8 @@ _GAP = 3
 def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int = _LOG_WIDTH) -> Group:
     """The request's numbers and, below them, each rank's.
 
-    Who a rank is, its loading and its memory come from `ranks`, its work from `stats.ranks` (this request's) when
-    that is filled in. `width`, in cells: columns that do not fit are left out.
+    Who a rank is, its loading and its memory come from `ranks`, its work from `stats.ranks` (this request's)
+    when that is filled in. `width`, in cells: columns that do not fit are left out.
     """
     parts: list[Table | Padding] = [_request_table(stats, ranks, width)]
     if ranks:
@@ -43,9 +36,7 @@ def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, w
     return Group(*parts)
 
 
-def print_summary(
-    terminal: Terminal | None, stats: RequestStats, ranks: Sequence[RankStats], now: float
-) -> None:
+def print_summary(terminal: Terminal | None, stats: RequestStats, ranks: Sequence[RankStats], now: float) -> None:
     """Print the table below the answer: on the terminal, or as plain text on stderr when there is none."""
     if terminal is not None:
         terminal.measure()
@@ -157,7 +148,7 @@ def _request_table(stats: RequestStats, ranks: Sequence[RankStats], width: int) 
     table = Table.grid(padding=(0, _GAP, 0, 0))
     for _ in range(n_pairs):
         table.add_column(style="dim", no_wrap=True)
-        table.add_column(no_wrap=True)
+        table.add_column()
     for i in range(0, len(items), n_pairs):
         table.add_row(*(cell for item in items[i : i + n_pairs] for cell in item))
     return table

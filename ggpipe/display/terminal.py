@@ -66,7 +66,8 @@ class Terminal:
 def open_terminal(color: Color = "auto") -> Terminal | None:
     """The terminal to draw on; None: write no control codes at all.
 
-    `off` draws without colours, as does NO_COLOR unless `color` is `on`. A dumb terminal is none, unless `on`.
+    `off` draws without colours, as does NO_COLOR unless `color` is `on`. A dumb terminal is none, unless
+    `color` is `on`.
     """
     colourless = color == "off" or (color == "auto" and bool(os.environ.get("NO_COLOR")))
     if color != "on" and _dumb():
@@ -93,7 +94,7 @@ def open_terminal(color: Color = "auto") -> Terminal | None:
 def launcher_environment() -> dict[str, str]:
     """What a launcher gives its ranks so that the head finds the terminal.
 
-    To be called in the launching process, which can see it. `GGPIPE_TTY` is empty when its stderr is no terminal.
+    To be called in the launching process, which can see it. `GGPIPE_TTY` is empty when stderr is none.
     """
     environment = {"GGPIPE_TTY": "", "GGPIPE_TTY_HOST": socket.gethostname()}
     if _same_file("/dev/fd/1", "/dev/fd/2") or (_is_terminal(sys.stdout) and _is_terminal(sys.stderr)):

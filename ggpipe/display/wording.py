@@ -8,7 +8,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def harmless(text: str) -> str:
-    """The text with nothing that steers a terminal: controls but newline and tab become pictures, as in ␛[0m."""
+    """The text with nothing that steers a terminal: controls but newline and tab become pictures (␛)."""
     return _CONTROL.sub(_picture, text)
 
 

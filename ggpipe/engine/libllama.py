@@ -18,7 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import llama_cpp.llama_cpp as lib  # noqa: E402
 
-from ggpipe import _native as native  # noqa: E402
+import ggpipe._native as native  # noqa: E402
 
 __all__ = ["lib", "logged_errors", "native", "set_log_level", "start"]
 
@@ -29,7 +29,6 @@ _last = 0
 _started = False
 
 
-@lib.llama_log_callback  # type: ignore[misc]
 def _on_log(level: int, text: bytes, _data: object) -> None:
     global _last
     level = _last if level == 5 else level  # 5 continues the last line
@@ -39,6 +38,9 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
         _errors.append(line.strip())
     if level >= _level:
         sys.stderr.write(line)
+
+
+_log_callback = lib.llama_log_callback(_on_log)
 
 
 def set_log_level(level: int) -> None:
@@ -59,7 +61,7 @@ def start(numa: str | None = None) -> None:
     global _started
     if _started:
         return
-    lib.llama_log_set(_on_log, ctypes.c_void_p(0))
+    lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
     if numa is not None:
         strategies = {"distribute": 1, "isolate": 2, "numactl": 3}

@@ -40,7 +40,7 @@ class ModelFile:
     def open(cls, path: Path) -> ModelFile:
         """Read the headers. Raises ModelError when a file is missing, no GGUF, or shorter than it says."""
         start()
-        paths = (path,)
+        paths: tuple[Path, ...] = (path,)
         header = _read_header(path)
         count = int(header.metadata.get("split.count", 1))
         if count > 1:

@@ -24,9 +24,7 @@ class Sampler:
     def __init__(self, config: SamplingConfig, vocab: Vocab, n_ctx: int) -> None:
         self._config = config
         self._n_vocab = vocab.n_tokens
-        self._banned = tuple(
-            sorted({*vocab.suppressed_tokens, *(vocab.end_tokens if config.ignore_eos else ())})
-        )
+        self._banned = tuple(sorted({*vocab.suppressed_tokens, *(vocab.end_tokens if config.ignore_eos else ())}))
         self.seed = config.seed if config.seed >= 0 else secrets.randbelow(2**32 - 1)
         last_n = config.repeat_last_n if config.repeat_last_n >= 0 else n_ctx
         self._window: collections.deque[int] = collections.deque(maxlen=last_n)
@@ -35,7 +33,11 @@ class Sampler:
             self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
             for sampler in (
                 lib.llama_sampler_init_penalties(
-                    self._n_vocab, last_n, config.repeat_penalty, config.frequency_penalty, config.presence_penalty
+                    self._n_vocab,
+                    last_n,
+                    config.repeat_penalty,
+                    config.frequency_penalty,
+                    config.presence_penalty,
                 ),
                 lib.llama_sampler_init_top_k(config.top_k),
                 lib.llama_sampler_init_top_p(config.top_p, 0),

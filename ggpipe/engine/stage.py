@@ -92,13 +92,16 @@ class Stage:
         mapping = native.MappedModel([str(p) for p in self._file.paths]) if mapped else None
         total = self._file.n_bytes
 
-        @lib.llama_progress_callback  # type: ignore[misc]
-        def on_progress(done: float, _data: object) -> bool:
-            if progress is not None:  # libllama counts hidden tensors in: the share of all bytes is ours
-                progress(int(done * total), max(total - self._native.hidden_bytes, 1))
+        def tell(done: int) -> None:
+            if progress is not None:
+                progress(done, max(total - self._native.hidden_bytes + self._native.mapped_bytes, 1))
+
+        def on_progress(share: float, _data: object) -> bool:  # libllama counts hidden tensors into the whole
+            tell(int(share * total))
             return True
 
-        params.progress_callback = on_progress
+        callback = lib.llama_progress_callback(on_progress)
+        params.progress_callback = callback
         logged_errors()
         self._native.begin_load(mapping)
         try:
@@ -112,7 +115,8 @@ class Stage:
         if lib.llama_model_is_diffusion(self._model):
             raise ModelError(f"'{self._file.architecture}' is a diffusion model; it does not write token by token")
         if mapped and config.numa is None:  # with NUMA, pages settle where they are first used
-            self._native.populate(progress or (lambda _done, _all: None))
+            read = total - self._native.hidden_bytes
+            self._native.populate(lambda done, _all: tell(read + done))
         if config.load_mode in ("mlock", "mmap+mlock") and (error := native.lock_memory()):
             raise UsageError(f"--mlock: cannot lock memory ({error}); raise the limit with `ulimit -l unlimited`")
         if progress is not None:
@@ -183,7 +187,10 @@ class Stage:
             return Outcome(np.zeros(headroom, np.uint8), (), 0.0, run.cancelled)
         flags = [self.is_last and row.want >= 0 for row in run.rows]
         self._batch.fill(
-            [row.token for row in run.rows], [row.pos for row in run.rows], [row.seqs for row in run.rows], flags
+            [row.token for row in run.rows],
+            [row.pos for row in run.rows],
+            [row.seqs for row in run.rows],
+            flags,
         )
         self._native.begin_run(run.id, incoming, headroom)
         status = lib.llama_decode(self._context, self._batch.struct)
@@ -250,9 +257,16 @@ class _Batch:
         self._seq_rows = self._seqs.ctypes.data + np.arange(n_rows, dtype=np.uint64) * np.uint64(4 * n_seq)
         self._flags = np.zeros(n_rows, np.int8)
         self.struct = lib.llama_batch()
-        for name, array in (("token", self._tokens), ("pos", self._pos), ("n_seq_id", self._n_seq),
-                            ("seq_id", self._seq_rows), ("logits", self._flags)):  # fmt: skip
-            kind = dict(lib.llama_batch._fields_)[name]
+        kinds = {field[0]: field[1] for field in lib.llama_batch._fields_}
+        arrays = {
+            "token": self._tokens,
+            "pos": self._pos,
+            "n_seq_id": self._n_seq,
+            "seq_id": self._seq_rows,
+            "logits": self._flags,
+        }
+        for name, array in arrays.items():
+            kind: Any = kinds[name]
             setattr(self.struct, name, ctypes.cast(array.ctypes.data, kind))
 
     def fill(self, tokens: list[int], pos: list[int], seqs: list[tuple[int, ...]], flags: list[bool]) -> None:

@@ -57,7 +57,8 @@ class Broke:
     error: GgpipeError
 
 
-Notice = Loading | Loaded | Passed | Ended | Broke
+Outcome = Passed | Ended
+Notice = Loading | Loaded | Outcome | Broke
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,15 @@ class Runner:
         rank: int,
         load: Callable[[Callable[[int, int], None]], Stage],
         notify: Callable[[Notice], None],
+        deliver: Callable[[Outcome], None],
     ) -> None:
-        """`load` makes the stage and tells its progress; `notify` is called from the thread."""
+        """`load` makes the stage and tells its progress. `notify`, and `deliver` for what comes of runs, are called
+        from the thread.
+        """
         self._rank = rank
         self._load = load
         self._notify = notify
+        self._deliver = deliver
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._last_done = -1
@@ -120,7 +125,7 @@ class Runner:
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
                 self._cancelled.discard(job.run.id)
-                self._notify(outcome)
+                self._deliver(outcome)
             self._stage = None
             stage.close()
         except GgpipeError as e:
@@ -130,7 +135,7 @@ class Runner:
             error.__cause__ = e
             self._notify(Broke(error))
 
-    def _compute(self, stage: Stage, job: _Job) -> Passed | Ended:
+    def _compute(self, stage: Stage, job: _Job) -> Outcome:
         start = time.perf_counter()
         run = job.run
         if run.id in self._cancelled:

@@ -1,9 +1,9 @@
 """The head: loads once with all ranks, then serves requests, one after the other.
 
-    with Session(transport, config) as session:
-        session.load()
-        for token in session.generate(session.vocab.tokenize("Once upon"), SamplingConfig(temp=0)):
-            print(token.text, end="")
+with Session(transport, config) as session:
+    session.load()
+    for token in session.generate(session.vocab.tokenize("Once upon"), SamplingConfig(temp=0)):
+        print(token.text, end="")
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ggpipe.engine.vocab import TextDecoder, Vocab
 from ggpipe.errors import GgpipeError, RunError, Terminated, UsageError
 from ggpipe.runtime import startup
 from ggpipe.runtime.inbox import Inbox
-from ggpipe.runtime.runner import Broke, Ended, Loaded, Loading, Notice, Passed, Runner
+from ggpipe.runtime.runner import Broke, Ended, Loaded, Loading, Notice, Outcome, Passed, Runner
 from ggpipe.runtime.stats import RankStats, RequestStats
 from ggpipe.transport import codec
 from ggpipe.transport.base import Kind, Message, Transport
@@ -100,16 +100,18 @@ class Session:
         own_loaded: Loaded | None = None
         if self._layout.stages[0] == 0:
             load = startup.stage_loader(self._config, self._transport, model_file, self._layout.layers[0])
-            self._runner = Runner(0, load, self._inbox.put)
+            deliver = self._deliver if self._transport.sends_from_any_thread else self._inbox.put
+            self._runner = Runner(0, load, self._inbox.put, deliver)
         self.vocab = Vocab(model_file, self._config.model)
         self._ends = frozenset(self.vocab.end_tokens)
         loaded: dict[int, dict[str, Any]] = {}
         while len(loaded) + (own_loaded is not None) < len(self._layout.stages):
             match self._next_event():
-                case Loaded() as own_loaded:
+                case Loaded() as mine:
+                    own_loaded = mine
                     stats = self.ranks[0]
                     stats.loaded_bytes = stats.load_bytes = max(stats.load_bytes, 1)
-                    stats.load_s = own_loaded.load_s
+                    stats.load_s = mine.load_s
                     stats.threads = startup.threads_of(self._config, self._transport)
                 case Loading(done, total):
                     self.ranks[0].loaded_bytes, self.ranks[0].load_bytes = done, total
@@ -145,7 +147,11 @@ class Session:
             )
 
     def generate(
-        self, prompt: tuple[int, ...], sampling: SamplingConfig, n_predict: int = -1, stats: RequestStats | None = None
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingConfig,
+        n_predict: int = -1,
+        stats: RequestStats | None = None,
     ) -> Iterator[Token]:
         """Continue a prompt. `stats` is filled in while the tokens come.
 
@@ -230,6 +236,15 @@ class Session:
             else:
                 self._transport.send(rank, Kind.CANCEL, codec.ids_message(runs))
 
+    def _deliver(self, outcome: Outcome) -> None:
+        """What came of a run in our own stage; from the stage's thread where the transport allows."""
+        if isinstance(outcome, Ended):
+            self._inbox.put(outcome)
+        else:
+            following = self._layout.next_of(0)
+            assert following is not None
+            self._transport.send(following, Kind.RUN, outcome.message)
+
     # Events
 
     def _next_event(self) -> RunResult | dict[str, Any] | Notice | None:
@@ -247,10 +262,8 @@ class Session:
                 return content
             case Ended(result, _):
                 return result
-            case Passed(_, message, _):
-                following = self._layout.next_of(0)
-                assert following is not None
-                self._transport.send(following, Kind.RUN, message)
+            case Passed():
+                self._deliver(event)
                 return None
             case Broke(error):
                 raise error

@@ -8,10 +8,10 @@ from ggpipe.config import EngineConfig
 from ggpipe.core.layout import Layout
 from ggpipe.engine import machine
 from ggpipe.engine.model_file import ModelFile
-from ggpipe.errors import GgpipeError, RunError
+from ggpipe.errors import GgpipeError
 from ggpipe.runtime import startup
 from ggpipe.runtime.inbox import Inbox
-from ggpipe.runtime.runner import Broke, Ended, Loaded, Loading, Notice, Passed, Runner
+from ggpipe.runtime.runner import Broke, Ended, Loaded, Loading, Notice, Outcome, Passed, Runner
 from ggpipe.transport import codec
 from ggpipe.transport.base import Kind, Message, Transport
 
@@ -68,7 +68,8 @@ class Worker:
                 self._next = layout.next_of(self._transport.rank)
                 layers = layout.layers[self._transport.rank]
                 load = startup.stage_loader(self._config, self._transport, self._model_file, layers)
-                self._runner = Runner(self._transport.rank, load, self._inbox.put)
+                deliver = self._deliver if self._transport.sends_from_any_thread else self._inbox.put
+                self._runner = Runner(self._transport.rank, load, self._inbox.put, deliver)
             case "stats":
                 self._tell("stats", rank=self._transport.rank, resident_bytes=machine.resident_bytes())
             case "quit":
@@ -90,14 +91,18 @@ class Worker:
                     produced=stage.cut.produced,
                     n_ctx=stage.n_ctx,
                 )
-            case Passed(_, message, _):
-                if self._next is None:
-                    raise RunError("a run came out of the last stage's front")
-                self._transport.send(self._next, Kind.RUN, message)
-            case Ended(result, _):
-                self._transport.send(_HEAD, Kind.RESULT, codec.result_message(result))
+            case Passed() | Ended():
+                self._deliver(notice)
             case Broke(error):
                 self._fail(error)
+
+    def _deliver(self, outcome: Outcome) -> None:
+        """Send on what came of a run; from the stage's thread where the transport allows."""
+        if isinstance(outcome, Ended):
+            self._transport.send(_HEAD, Kind.RESULT, codec.result_message(outcome.result))
+        else:
+            assert self._next is not None
+            self._transport.send(self._next, Kind.RUN, outcome.message)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         self._transport.send(_HEAD, Kind.CONTROL, codec.control_message(kind, **fields))

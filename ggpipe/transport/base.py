@@ -32,13 +32,17 @@ class Message:
 
 
 class Transport(abc.ABC):
-    """One rank's connection to all others. Belongs to one thread. Messages of one pair of ranks keep their order."""
+    """One rank's connection to all others. Messages of one pair of ranks keep their order.
+
+    Belongs to the main thread; with `sends_from_any_thread`, `send` may also be called from others.
+    """
 
     rank: int
     size: int
     host: str
     ranks_on_host: int
     """Ranks on this rank's machine, itself included."""
+    sends_from_any_thread: bool
     must_poll: bool
     """Nobody calls the waker: messages are seen only by polling."""
 

@@ -52,14 +52,12 @@ def run_header(run: Run, spans: tuple[Span, ...]) -> bytes:
 
 def read_run(payload: Payload) -> tuple[Run, tuple[Span, ...], int]:
     """A run, the spans so far, and where the activations start."""
-    view = memoryview(payload)
+    view = payload.data
     _check_version(view)
     _, flags, n_spans, n_wants, run_id, epoch, n_rows, n_ops, n_seqs, n_banned, n_mask = _RUN.unpack_from(view)
     at = _RUN.size
     spans, at = _read_spans(view, at, n_spans)
-    ops = tuple(
-        KvOp(KvKind(kind), *rest) for kind, *rest in _OP.iter_unpack(view[at : at + n_ops * _OP.size])
-    )
+    ops = tuple(KvOp(KvKind(kind), *rest) for kind, *rest in _OP.iter_unpack(view[at : at + n_ops * _OP.size]))
     at += n_ops * _OP.size
     heads = list(_WANT.iter_unpack(view[at : at + n_wants * _WANT.size]))
     at += n_wants * _WANT.size
@@ -84,7 +82,9 @@ def read_run(payload: Payload) -> tuple[Run, tuple[Span, ...], int]:
 def result_message(result: RunResult) -> Payload:
     """A result as one message."""
     parts = [
-        _RESULT.pack(VERSION, _CANCELLED if result.cancelled else 0, len(result.spans), 0, result.run, len(result.rows)),
+        _RESULT.pack(
+            VERSION, _CANCELLED if result.cancelled else 0, len(result.spans), 0, result.run, len(result.rows)
+        ),
         *(_SPAN.pack(s.rank, s.compute_s, s.busy_s, s.sent_bytes) for s in result.spans),
     ]
     for row in result.rows:
@@ -99,7 +99,7 @@ def result_message(result: RunResult) -> Payload:
 
 def read_result(payload: Payload) -> RunResult:
     """The inverse of `result_message`."""
-    view = memoryview(payload)
+    view = payload.data
     _check_version(view)
     _, flags, n_spans, _, run, n_rows = _RESULT.unpack_from(view)
     spans, at = _read_spans(view, _RESULT.size, n_spans)

@@ -19,6 +19,7 @@ class LocalWorld:
 class LocalTransport(Transport):
     """A rank's end of a LocalWorld."""
 
+    sends_from_any_thread = True
     must_poll = False
 
     def __init__(self, world: LocalWorld, rank: int, size: int) -> None:

@@ -1,0 +1,107 @@
+"""
+ggml devices that hold a part of a model, the wire between them, and rows of logits. Needs llama_cpp first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+def ggml_version() -> str:
+    """The loaded ggml's version."""
+
+def cpu_features() -> list[str]:
+    """Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE."""
+
+def gguf_header(
+    path: str,
+) -> tuple[dict[str, int | float | str | bool], dict[str, int], list[tuple[str, int, int, str]], int] | None:
+    """
+    Scalar metadata, lengths of array metadata, tensors (name, offset in the file, bytes, type), and where the
+    tensors' data begin. None when the file cannot be read; ggml logs why.
+    """
+
+def lock_memory() -> str | None:
+    """Keep in RAM whatever this process touches. Returns why not, or None."""
+
+def set_timer_slack(nanoseconds: int) -> None:
+    """
+    How late the kernel may end this thread's timed waits, and those of threads it starts.
+    """
+
+def top(logits: int, n_vocab: int, k: int, banned: Sequence[int]) -> tuple[list[int], list[float], float]:
+    """
+    The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and the row's
+    log-sum-exp. Banned tokens count as minus infinity.
+    """
+
+class MappedModel:
+    """A model's files, mapped read-only."""
+
+    def __init__(self, paths: Sequence[str]) -> None: ...
+
+class Stage:
+    """The native half of ggpipe.engine.stage.Stage; see native/stage.h."""
+
+    def __init__(self, *, first: bool, repack: bool, exact: bool) -> None: ...
+    def devices(self) -> tuple[int, int, int]:
+        """Addresses of the ggml devices UP, LOCAL and DOWN."""
+
+    def begin_load(self, mapping: MappedModel | None) -> None:
+        """Before libllama loads: hide what is not ours."""
+
+    def end_load(self) -> None:
+        """After libllama has loaded, or failed to."""
+
+    def populate(self, progress: Callable[[int, int], object]) -> None:
+        """
+        Read the mapped weights into memory; tells bytes done and bytes in all.
+        """
+
+    def begin_run(
+        self,
+        run: int,
+        incoming: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)] | None,
+        headroom: int,
+    ) -> None:
+        """
+        Before llama_decode: the bytes from the rank before this one, which must stay until end_run, and how many
+        bytes to leave free in front of those for the next.
+        """
+
+    def end_run(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """After llama_decode: the headroom, then the bytes for the next rank."""
+
+    def cancel(self, run: int) -> None:
+        """Stop this run if it is being computed. From any thread."""
+
+    @property
+    def wanted(self) -> list[str]:
+        """Tensors that the last run took from UP."""
+
+    @property
+    def produced(self) -> list[str]:
+        """Tensors that the last run gave to DOWN."""
+
+    @property
+    def misplaced(self) -> int:
+        """Reads from DOWN in the last run: the cut runs through a layer."""
+
+    @property
+    def missing(self) -> int:
+        """Reads from UP in the last run that it did not bring."""
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in LOCAL's graphs in the last run."""
+
+    @property
+    def hidden_bytes(self) -> int:
+        """
+        Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.
+        """
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of weights that `populate` reads."""

@@ -1,0 +1,84 @@
+"""Stages of one model in this process, one after the other: a pipeline without ranks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.core.messages import Run
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.engine.stage import Outcome, Stage
+from ggpipe.runtime.startup import check_cuts
+from reference import Logits
+
+HEADROOM = 24
+
+
+class Pipeline:
+    """As many stages as there are cuts, and one more."""
+
+    def __init__(
+        self,
+        path: Path,
+        cuts: Sequence[int] = (),
+        context: ContextConfig | None = None,
+        model: ModelConfig | None = None,
+        threads: int = 1,
+    ) -> None:
+        """`cuts`: the layers that a further stage begins with. Raises ModelError where the model cannot be cut so."""
+        file = ModelFile.open(path)
+        edges = (0, *cuts, file.n_layer)
+        self.stages: list[Stage] = []
+        try:
+            for layers in zip(edges, edges[1:], strict=False):
+                stage = Stage(
+                    file,
+                    layers,
+                    model or ModelConfig(path),
+                    context or ContextConfig(n_ctx=256),
+                    (threads, threads),
+                )
+                self.stages.append(stage)
+            check_cuts([stage.cut for stage in self.stages], file.architecture)
+        except BaseException:
+            self.close()
+            raise
+
+    def decode(self, run: Run) -> Logits:
+        """A run through all stages: logits of the wanted rows, (rows, vocabulary)."""
+        outcome = self.outcome(run)
+        assert not outcome.cancelled
+        assert tuple(row.row for row in outcome.rows) == tuple(i for i, r in enumerate(run.rows) if r.want >= 0)
+        return np.array([row.logits for row in outcome.rows])
+
+    def outcome(self, run: Run) -> Outcome:
+        """What the last stage makes of a run."""
+        incoming = None
+        for stage in self.stages:
+            outcome = stage.decode(run, incoming, HEADROOM)
+            assert not outcome.outgoing[:HEADROOM].any()
+            incoming = outcome.outgoing[HEADROOM:]
+            assert stage.is_last == (not incoming.size) or outcome.cancelled or not run.rows
+        return outcome
+
+    def close(self) -> None:
+        """Free all stages."""
+        for stage in self.stages:
+            stage.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def even_cuts(n_layer: int, n_stages: int) -> tuple[int, ...]:
+    """Cuts into ranges of about the same length."""
+    return tuple(n_layer * i // n_stages for i in range(1, n_stages))
+
+
+def random_cuts(n_layer: int, n_stages: int, seed: int) -> tuple[int, ...]:
+    """Cuts anywhere, a layer or more for each stage."""
+    chosen = np.random.default_rng(seed).choice(np.arange(1, n_layer), n_stages - 1, replace=False)
+    return tuple(sorted(chosen.tolist()))
