@@ -74,7 +74,7 @@ class _Wrap:
         """Append text without line ends. Tabs become blanks, up to the right edge as on a terminal."""
         for i, part in enumerate(text.split("\t")):
             if i:
-                blanks = min(_TAB - self._column % _TAB, self.width - self._column)
+                blanks = max(min(_TAB - self._column % _TAB, self.width - self._column), 0)
                 self._append(" " * blanks, style)
                 self._column += blanks
             start = 0
@@ -87,7 +87,7 @@ class _Wrap:
 
     def _breaks(self, text: str) -> Iterator[tuple[int, int]]:
         """Where rows end in the text, and at its own end: (index, cells since the one before)."""
-        room = self.width - self._column
+        room = max(self.width - self._column, 0)
         if text.isascii():
             end = 0
             while len(text) - end > room:

@@ -60,7 +60,8 @@ class Terminal:
     def close(self) -> None:
         """Give the device back. stderr stays open."""
         if self.device is not None:
-            self.device.close()
+            with contextlib.suppress(OSError):
+                self.device.close()
 
 
 def open_terminal(color: Color = "auto") -> Terminal | None:

@@ -16,9 +16,9 @@ from typing import Any
 # costs more than the wait) but not from one run to the next, where other ranks need the core.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-import llama_cpp.llama_cpp as lib  # noqa: E402
+import llama_cpp.llama_cpp as lib
 
-import ggpipe._native as native  # noqa: E402
+import ggpipe._native as native
 
 __all__ = ["lib", "logged_errors", "native", "set_log_level", "start"]
 

@@ -115,14 +115,15 @@ class Session:
                     stats.threads = startup.threads_of(self._config, self._transport)
                 case Loading(done, total):
                     self.ranks[0].loaded_bytes, self.ranks[0].load_bytes = done, total
-                case {"kind": "loading", "rank": rank, "done": done, "all": total}:
-                    self.ranks[rank].loaded_bytes, self.ranks[rank].load_bytes = done, total
-                case {"kind": "loaded", "rank": rank} as content:
-                    loaded[rank] = content
-                    stats = self.ranks[rank]
+                case dict() as told if told["kind"] == "loading":
+                    stats = self.ranks[told["rank"]]
+                    stats.loaded_bytes, stats.load_bytes = told["done"], told["all"]
+                case dict() as told if told["kind"] == "loaded":
+                    loaded[told["rank"]] = told
+                    stats = self.ranks[told["rank"]]
                     stats.loaded_bytes = stats.load_bytes = max(stats.load_bytes, 1)
-                    stats.load_s, stats.threads = content["load_s"], tuple(content["threads"])
-                    stats.resident_bytes = content["resident_bytes"]
+                    stats.load_s, stats.threads = told["load_s"], tuple(told["threads"])
+                    stats.resident_bytes = told["resident_bytes"]
             on_progress()
         cuts = [own_loaded.stage.cut] if own_loaded else []
         for rank in sorted(loaded):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ def compare(hellos: list[dict[str, Any]]) -> list[str]:
 
 def check_cuts(cuts: list[Cut], architecture: str) -> None:
     """Does each stage get what it needs? `cuts` in pipeline order. Raises ModelError."""
-    for before, after in zip(cuts, cuts[1:], strict=False):
+    for before, after in itertools.pairwise(cuts):
         if after.wanted - before.produced:
             raise ModelError(
                 f"'{architecture}' models cannot be cut between ranks (a layer needs more than the layer before it); "
