@@ -6,7 +6,7 @@ import collections
 import ctypes
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -304,27 +304,24 @@ class Interleavings(RuleBasedStateMachine):
     def stop(self, data: st.DataObject) -> None:
         self.head.stop(data.draw(st.integers(1, len(self.head.seen) + 1), "request"))
 
-    @precondition(lambda self: any(stage.runs for stage in self.head.stages))
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        busy = [i for i, stage in enumerate(self.head.stages) if stage.runs]
-        self.head.step(data.draw(st.sampled_from(busy), "stage"))
+    def moves(self) -> list[tuple[Callable[..., None], tuple[int, ...]]]:
+        """All that could happen next in the pipeline."""
+        head = self.head
+        moves: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+        moves += [(head.step, (i,)) for i, stage in enumerate(head.stages) if stage.runs]
+        moves += [(head.deliver_cancel, (i,)) for i, stage in enumerate(head.stages) if stage.cancels]
+        moves += [(head.deliver_result, ())] if head.results else []
+        moves += [(head.deliver_sample, ())] if head.to_sample else []
+        return moves
 
-    @precondition(lambda self: any(stage.cancels for stage in self.head.stages))
-    @rule(data=st.data())
-    def deliver_cancel(self, data: st.DataObject) -> None:
-        waiting = [i for i, stage in enumerate(self.head.stages) if stage.cancels]
-        self.head.deliver_cancel(data.draw(st.sampled_from(waiting), "stage"))
-
-    @precondition(lambda self: self.head.results)
-    @rule()
-    def deliver_result(self) -> None:
-        self.head.deliver_result()
-
-    @precondition(lambda self: self.head.to_sample)
-    @rule()
-    def deliver_sample(self) -> None:
-        self.head.deliver_sample()
+    @precondition(lambda self: self.moves())
+    @rule(data=st.data(), times=st.integers(1, 8))
+    def move(self, data: st.DataObject, times: int) -> None:
+        for _ in range(times):
+            if moves := self.moves():
+                at = data.draw(st.integers(0, len(moves) - 1), "move")
+                action, arguments = moves[at]
+                action(*arguments)
 
     @rule()
     def drain(self) -> None:
