@@ -46,6 +46,7 @@ class Screen(io.StringIO):
         self.lines: list[list[str]] = [[]]  # a row's cells; "" is the second cell of a wide character
         self.wrapped: list[bool] = [False]  # the row goes on in the next
         self.y = self.x = 0
+        self.mark = ""  # has no width and no character before it
         self.cursor_shown = True
         self.raw = ""
 
@@ -75,8 +76,9 @@ class Screen(io.StringIO):
         assert character in "\n\r" or ord(character) >= 0x20
         assert not 0x7F <= ord(character) < 0xA0
         if character == "\r":
-            self.x = 0
+            self.x, self.mark = 0, ""
         elif character == "\n":
+            self.lines[self.y] += [self.mark] if self.mark else []
             self._down()
         else:
             cells = get_character_cell_size(character)
@@ -86,13 +88,16 @@ class Screen(io.StringIO):
             row = self.lines[self.y]
             row += [" "] * (self.x - len(row))
             if cells:
-                row[self.x : self.x + cells] = [character, *[""] * (cells - 1)]
-            else:
+                row[self.x : self.x + cells] = [self.mark + character, *[""] * (cells - 1)]
+                self.mark = ""
+            elif self.x:
                 row[self.x - 1] += character
+            else:
+                self.mark += character
             self.x += cells
 
     def _down(self) -> None:
-        self.x, self.y = 0, self.y + 1
+        self.x, self.y, self.mark = 0, self.y + 1, ""
         if self.y == len(self.lines):
             self.lines.append([])
             self.wrapped.append(False)

@@ -6,9 +6,10 @@ import collections
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ggpipe.transport.base import Message, Transport
+from ggpipe.transport.base import Kind, Message, Transport
 
 T = TypeVar("T")
 
@@ -29,38 +30,75 @@ def poll_interval(quiet_s: float) -> float:
     return min(quiet_s / 500, _LONGEST_S)
 
 
+class Bell:
+    """Lets one thread wait, for microseconds or for ever, until another rings.
+
+    Not a queue.SimpleQueue: in CPython 3.11 its get() can wait for ever when a timeout of microseconds runs out at the
+    wrong moment.
+    """
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        """From any thread. Rings while nobody waits count once."""
+        with contextlib.suppress(RuntimeError):  # rung already
+            self._silent.release()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Until it rings or `timeout_s` seconds passed; None waits for the ring."""
+        self._silent.acquire(timeout=-1 if timeout_s is None else timeout_s)
+
+
 class Inbox(Generic[T]):
-    """Messages from other ranks and notices of type T from this process's threads, in one place."""
+    """Messages from other ranks and notices of type T from this process's threads, in one place for the main thread.
+
+    Whoever is idle polls: the main thread, unless a stage's thread that waits for runs relieves it (`relieved`); then a
+    run that arrives is computed at once, without waking another thread first.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._notices: collections.deque[T] = collections.deque()
-        # Held while there is nothing new; whoever has something lets go of it. Not a queue.SimpleQueue: in CPython
-        # 3.11 its get() can wait forever when a timeout of microseconds runs out at the wrong moment.
-        self._nothing_new = threading.Lock()
-        self._nothing_new.acquire()
-        transport.set_waker(self._wake)
+        self._arrived: collections.deque[Message | T] = collections.deque()
+        self._bell = Bell()
+        self._order = threading.Lock()
+        self.take_run: Callable[[Message], None] | None = None
+        """Who gets runs instead of `next`'s caller; called from the thread that polls."""
+        self.relieved: Callable[[], float | None] = lambda: None
+        """Seconds for which the main thread may leave polling to somebody else; None when nobody else polls."""
+        transport.set_waker(self._bell.ring)
 
     def put(self, notice: T) -> None:
         """From any thread."""
-        self._notices.append(notice)
-        self._wake()
+        self._arrived.append(notice)
+        self._bell.ring()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # somebody else let go of it already
-            self._nothing_new.release()
+    def pump(self) -> bool:
+        """Poll once and hand on what came, in the order in which it came; False when nothing did. From any thread."""
+        with self._order:
+            message = self._transport.poll()
+            if message is None:
+                return False
+            if message.kind is Kind.RUN and self.take_run is not None:
+                self.take_run(message)
+            else:
+                self._arrived.append(message)
+                self._bell.ring()
+            return True
 
     def next(self, timeout_s: float) -> Message | T | None:
         """The next message or notice; None when `timeout_s` seconds passed without one."""
         start = time.monotonic()
         while True:
-            message = self._transport.poll()
-            if message is not None:
-                return message
-            if self._notices:
-                return self._notices.popleft()
-            quiet = time.monotonic() - start
-            if quiet >= timeout_s:
+            self.pump()
+            if self._arrived:
+                return self._arrived.popleft()
+            quiet_s = time.monotonic() - start
+            if quiet_s >= timeout_s:
                 return None
-            wait = poll_interval(quiet) if self._transport.must_poll else timeout_s - quiet
-            self._nothing_new.acquire(timeout=wait)
+            if self._transport.must_poll:
+                relief_s = self.relieved()
+                self._bell.wait(poll_interval(quiet_s) if relief_s is None else relief_s)
+            else:
+                self._bell.wait(timeout_s - quiet_s)

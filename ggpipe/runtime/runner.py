@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import queue
+import collections
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +13,11 @@ import numpy as np
 from ggpipe.core.messages import Run, RunResult, Span
 from ggpipe.engine.stage import Stage
 from ggpipe.errors import GgpipeError, RunError
+from ggpipe.runtime.inbox import Bell, poll_interval
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
+
+_LOOK_S, _LOOK_QUIET_S = 1e-3, 20e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +80,19 @@ class Runner:
         load: Callable[[Callable[[int, int], None]], Stage],
         notify: Callable[[Notice], None],
         deliver: Callable[[Outcome], None],
+        pump: Callable[[], bool] | None = None,
     ) -> None:
         """`load` makes the stage and tells its progress. `notify`, and `deliver` for what comes of runs, are called
-        from the thread.
+        from the thread. `pump` is called while the thread has nothing to do: it polls, and submits what came.
         """
         self._rank = rank
         self._load = load
         self._notify = notify
         self._deliver = deliver
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._pump = pump
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._bell = Bell()
+        self._last_active = time.monotonic()
         self._cancelled: set[int] = set()
         self._last_done = -1
         self._computing: int | None = None
@@ -96,7 +103,8 @@ class Runner:
 
     def submit(self, run: Run, spans: tuple[Span, ...] = (), incoming: Payload | None = None) -> None:
         """Compute a run. `spans`: the stages' before this one; `incoming`: what the last of them put out."""
-        self._jobs.put(_Job(run, spans, incoming))
+        self._jobs.append(_Job(run, spans, incoming))
+        self._bell.ring()
 
     def cancel(self, runs: tuple[int, ...]) -> None:
         """Nobody needs these runs: skip them, or stop the one that is being computed. Their markers still pass."""
@@ -108,7 +116,7 @@ class Runner:
     def close(self) -> None:
         """Drop the runs that are not done yet, stop the one being computed, free the stage."""
         self._closing = True
-        self._jobs.put(None)
+        self._bell.ring()
         while self._thread.is_alive():
             if self._stage is not None and self._computing is not None:
                 self._stage.cancel(self._computing)
@@ -120,10 +128,11 @@ class Runner:
             stage = self._load(lambda done, total: self._notify(Loading(done, total)))
             self._stage = stage
             self._notify(Loaded(stage, time.perf_counter() - start))
-            while (job := self._jobs.get()) is not None and not self._closing:
+            while (job := self._next_job()) is not None:
                 self._computing = job.run.id
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
+                self._last_active = time.monotonic()
                 self._cancelled.discard(job.run.id)
                 self._deliver(outcome)
             self._stage = None
@@ -134,6 +143,27 @@ class Runner:
             error = RunError(f"internal error: {type(e).__name__}: {e}")
             error.__cause__ = e
             self._notify(Broke(error))
+
+    def _next_job(self) -> _Job | None:
+        start = time.monotonic()
+        while not self._closing:
+            if self._jobs:
+                return self._jobs.popleft()
+            if self._pump is None:
+                self._bell.wait(None)
+            elif not self._pump():
+                now = time.monotonic()
+                self._bell.wait(poll_interval(now - start))
+        return None
+
+    def relief_s(self) -> float | None:
+        """Seconds for which the main thread may leave polling to this thread; None when this thread does not poll.
+
+        While the stage computes, the main thread looks every millisecond: often enough to cancel what is computed.
+        """
+        if self._pump is None or self._stage is None:
+            return None
+        return _LOOK_S if time.monotonic() - self._last_active < 1 else _LOOK_QUIET_S
 
     def _compute(self, stage: Stage, job: _Job) -> Outcome:
         start = time.perf_counter()

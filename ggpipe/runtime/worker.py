@@ -39,8 +39,8 @@ class Worker:
         except GgpipeError as e:
             self._fail(e)
         while not self._done:
-            event = self._inbox.next(timeout_s=3600)
             try:
+                event = self._inbox.next(timeout_s=3600)
                 if isinstance(event, Message):
                     self._on_message(event)
                 elif event is not None:
@@ -52,10 +52,7 @@ class Worker:
         return self.exit_code
 
     def _on_message(self, message: Message) -> None:
-        if message.kind is Kind.RUN and self._runner is not None:
-            run, spans, at = codec.read_run(message.payload)
-            self._runner.submit(run, spans, message.payload[at:])
-        elif message.kind is Kind.CANCEL and self._runner is not None:
+        if message.kind is Kind.CANCEL and self._runner is not None:
             self._runner.cancel(codec.read_ids(message.payload))
         elif message.kind is Kind.CONTROL:
             self._on_control(codec.read_control(message.payload))
@@ -69,7 +66,10 @@ class Worker:
                 layers = layout.layers[self._transport.rank]
                 load = startup.stage_loader(self._config, self._transport, self._model_file, layers)
                 deliver = self._deliver if self._transport.sends_from_any_thread else self._inbox.put
-                self._runner = Runner(self._transport.rank, load, self._inbox.put, deliver)
+                pump = self._inbox.pump if self._transport.must_poll else None
+                self._runner = Runner(self._transport.rank, load, self._inbox.put, deliver, pump)
+                self._inbox.take_run = self._take_run
+                self._inbox.relieved = self._runner.relief_s
             case "stats":
                 self._tell("stats", rank=self._transport.rank, resident_bytes=machine.resident_bytes())
             case "quit":
@@ -95,6 +95,11 @@ class Worker:
                 self._deliver(notice)
             case Broke(error):
                 self._fail(error)
+
+    def _take_run(self, message: Message) -> None:
+        assert self._runner is not None
+        run, spans, at = codec.read_run(message.payload)
+        self._runner.submit(run, spans, message.payload[at:])
 
     def _deliver(self, outcome: Outcome) -> None:
         """Send on what came of a run; from the stage's thread where the transport allows."""
