@@ -8,15 +8,14 @@ from typing import Annotated
 import numpy
 from numpy.typing import NDArray
 
+
 def ggml_version() -> str:
     """The loaded ggml's version."""
 
 def cpu_features() -> list[str]:
     """Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE."""
 
-def gguf_header(
-    path: str,
-) -> tuple[dict[str, int | float | str | bool], dict[str, int], list[tuple[str, int, int, str]], int] | None:
+def gguf_header(path: str) -> tuple[dict[str, int | float | str | bool], dict[str, int], list[tuple[str, int, int, str]], int] | None:
     """
     Scalar metadata, lengths of array metadata, tensors (name, offset in the file, bytes, type), and where the
     tensors' data begin. None when the file cannot be read; ggml logs why.
@@ -45,6 +44,7 @@ class Stage:
     """The native half of ggpipe.engine.stage.Stage; see native/stage.h."""
 
     def __init__(self, *, first: bool, repack: bool, exact: bool) -> None: ...
+
     def devices(self) -> tuple[int, int, int]:
         """Addresses of the ggml devices UP, LOCAL and DOWN."""
 
@@ -59,12 +59,7 @@ class Stage:
         Read the mapped weights into memory; tells bytes done and bytes in all.
         """
 
-    def begin_run(
-        self,
-        run: int,
-        incoming: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)] | None,
-        headroom: int,
-    ) -> None:
+    def begin_run(self, run: int, incoming: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, headroom: int) -> None:
         """
         Before llama_decode: the bytes from the rank before this one, which must stay until end_run, and how many
         bytes to leave free in front of those for the next.
@@ -93,10 +88,6 @@ class Stage:
         """Reads from UP in the last run that it did not bring."""
 
     @property
-    def compute_s(self) -> float:
-        """Seconds in LOCAL's graphs in the last run."""
-
-    @property
     def hidden_bytes(self) -> int:
         """
         Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.
@@ -105,3 +96,4 @@ class Stage:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of weights that `populate` reads."""
+

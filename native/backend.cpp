@@ -1,7 +1,6 @@
 // The devices UP, LOCAL and DOWN as ggml sees them: tables of functions over a `Device`.
 #include <sys/mman.h>
 
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -157,12 +156,7 @@ ggml_backend_t remote_init(ggml_backend_dev_t d, const char *) {
 
 ggml_backend_t inner(ggml_backend_t b) { return (ggml_backend_t) b->context; }
 void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
-ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
-    const auto start = std::chrono::steady_clock::now();
-    const ggml_status status = ggml_backend_graph_compute(inner(b), graph);
-    device_of(b->device).stage->compute_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    return status;
-}
+ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) { return ggml_backend_graph_compute(inner(b), graph); }
 bool abort_check(void * stage) { return ((Stage *) stage)->aborted(); }
 ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
     ggml_backend_t cpu = ggml_backend_dev_init(cpu_device(), nullptr);
@@ -210,7 +204,6 @@ void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t
     wire.begin(incoming, size, headroom);
     passing = nullptr;
     misplaced = missing = 0;
-    compute_s = 0;
     current_run_ = run;
 }
 void Stage::end_run() { current_run_ = kNoRun; passing = nullptr; }

@@ -168,7 +168,6 @@ NB_MODULE(_native, m) {
         .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; }, "Tensors that the last run gave to DOWN.")
         .def_ro("misplaced", &Stage::misplaced, "Reads from DOWN in the last run: the cut runs through a layer.")
         .def_ro("missing", &Stage::missing, "Reads from UP in the last run that it did not bring.")
-        .def_ro("compute_s", &Stage::compute_s, "Seconds in LOCAL's graphs in the last run.")
         .def_prop_ro("hidden_bytes", [](Stage & s) { return s.hidden_bytes(); },
                      "Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.")
         .def_prop_ro("mapped_bytes", [](Stage & s) {

@@ -98,7 +98,6 @@ class Stage {
     const void * passing = nullptr;  // where UP's last tensor went: a copy from there to DOWN passes through
     int misplaced = 0;               // reads from DOWN: the cut runs through a layer
     int missing = 0;                 // reads from UP that the run did not bring
-    double compute_s = 0;            // seconds in LOCAL's graphs since begin_run
 
    private:
     static constexpr int64_t kNoRun = -1, kNoAbort = -2;

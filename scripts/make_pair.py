@@ -120,9 +120,7 @@ def make_pair(
     qtype = gguf.GGMLQuantizationType[weight_type.upper()]
     block = max(gguf.GGML_QUANT_SIZES[qtype][0], 32)
     if shape.width % block or shape.n_ff % block:
-        raise ValueError(
-            f"{weight_type} needs multiples of {block}, not widths {shape.width} and {shape.n_ff}"
-        )
+        raise ValueError(f"{weight_type} needs multiples of {block}, not widths {shape.width} and {shape.n_ff}")
 
     files = (_writer(target, shape, shape.n_layer, qtype), _writer(draft, shape, shape.n_layer_draft, qtype))
     plan = list(shape.tensors(s, head))

@@ -161,9 +161,7 @@ def validation_loss(model: Model, stream: Tensor) -> float:
         return float(F.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten()))
 
 
-def fit(
-    model: Model, sources: list[Source], validation: Tensor, steps: int, teacher: Model | None = None
-) -> None:
+def fit(model: Model, sources: list[Source], validation: Tensor, steps: int, teacher: Model | None = None) -> None:
     """Train a model in place; with a teacher, distil it. The rate climbs for 100 steps, falls to a tenth."""
     parameters = list(model.weights.values())
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1)
@@ -188,9 +186,7 @@ def fit(
         optimizer.step()
         if step % 100 == 0 or step == steps - 1:
             losses = f"loss {loss.item():.3f}, validation {validation_loss(model, validation):.3f}"
-            print(
-                f"{model.role} {step + 1}/{steps}: {losses}, {time.monotonic() - began_s:.0f} s", flush=True
-            )
+            print(f"{model.role} {step + 1}/{steps}: {losses}, {time.monotonic() - began_s:.0f} s", flush=True)
 
 
 def write_gguf(model: Model, tokenizer: Tokenizer, path: Path) -> None:

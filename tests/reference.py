@@ -11,7 +11,6 @@ the CPU device's `init_backend` is replaced while the context is made.
 
 import contextlib
 import ctypes
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from ggpipe.config import SamplingConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.engine import libllama
 from ggpipe.engine.libllama import lib, start
 from numpy.typing import NDArray
 
@@ -83,7 +83,8 @@ class Reference:
         if adapters:
             n = len(adapters)
             scales = (ctypes.c_float * n)(*(scale for _, scale in loras))
-            lib.llama_set_adapters_lora(self._context, (ctypes.c_void_p * n)(*adapters), n, scales)
+            pointers = (lib.llama_adapter_lora_p_ctypes * n)(*adapters)
+            assert lib.llama_set_adapters_lora(self._context, pointers, n, scales) == 0
         self._memory = lib.llama_get_memory(self._context)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.n_vocab = int(lib.llama_vocab_n_tokens(self._vocab))
@@ -214,10 +215,10 @@ def overrides(*items: tuple[str, int | float | bool | str]) -> Any:
     return array
 
 
-def tokens_of(seed: int, n_vocab: int, low: int = 0) -> Iterator[int]:
-    """Random token ids in [low, n_vocab), without end."""
-    rng = np.random.default_rng(seed)
-    return (int(rng.integers(low, n_vocab)) for _ in itertools.count())
+def listen() -> None:
+    """Let ggpipe hear what libllama logs, again: the zoo silences it for the whole process."""
+    start()
+    lib.llama_log_set(libllama._log_callback, ctypes.c_void_p(0))
 
 
 @contextlib.contextmanager

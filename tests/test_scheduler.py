@@ -283,8 +283,12 @@ def cut_as_libllama(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
 
 
 LIMITS = st.builds(
-    Limits, n_ctx=st.integers(2, 40), n_batch=st.integers(1, 12), n_ubatch=st.integers(1, 12), n_in_flight=st.integers(1, 5)
-)  # fmt: skip
+    Limits,
+    n_ctx=st.integers(2, 40),
+    n_batch=st.integers(1, 12),
+    n_ubatch=st.integers(1, 12),
+    n_in_flight=st.integers(1, 5),
+)
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -319,8 +323,7 @@ class Interleavings(RuleBasedStateMachine):
     def move(self, data: st.DataObject, times: int) -> None:
         for _ in range(times):
             if moves := self.moves():
-                at = data.draw(st.integers(0, len(moves) - 1), "move")
-                action, arguments = moves[at]
+                action, arguments = moves[data.draw(st.integers(0, len(moves) - 1), "move")]
                 action(*arguments)
 
     @rule()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, TextIO, cast, get_args
 
 import typer
 
@@ -24,7 +24,7 @@ from ggpipe.config import (
 from ggpipe.core.layout import parse_shares
 from ggpipe.display.live import LiveDisplay
 from ggpipe.display.summary import append_csv, check_writable, print_summary, write_json
-from ggpipe.display.terminal import launcher_environment, open_terminal
+from ggpipe.display.terminal import launcher_environment, open_answer, open_terminal, restore_terminal
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.runtime import launch
 
@@ -155,7 +155,10 @@ def generate(
             raise UsageError(
                 "--hostfile needs --mpi-layer-split, which says how many ranks to start and what each gets"
             )
-        return launch.launch(sys.argv[1:], len(shares), hostfile, launcher_environment())
+        code = launch.launch(sys.argv[1:], len(shares), hostfile, launcher_environment())
+        if code != 0:
+            restore_terminal()
+        return code
     return _run(config, _head(text, sampling, n_predict, output), verbose)
 
 
@@ -177,7 +180,7 @@ def _head(text: str, sampling: SamplingConfig, n_predict: int, output: _Output) 
             if path is not None:
                 check_writable(path)
         terminal = open_terminal(output.color)  # type: ignore[arg-type]
-        to_stdout = terminal is None or not terminal.stdout_shared
+        answer = None if terminal is not None and terminal.stdout_shared else open_answer()
         stats = RequestStats()
         failure: GgpipeError | None = None
         display = LiveDisplay(terminal, session.ranks) if terminal is not None else None
@@ -194,11 +197,11 @@ def _head(text: str, sampling: SamplingConfig, n_predict: int, output: _Output) 
                 if output.show_prompt:
                     display.prompt(text)
             for token in session.generate(prompt, sampling, n_predict, stats):
-                if to_stdout:
-                    _write(token.text, session)
+                if answer is not None:
+                    _write(answer, token.text, session)
                 if display:
                     display.text(token.text)
-            session.measure_memory()
+            session.measure()
         except GgpipeError as e:
             if not stats.token_times:
                 raise
@@ -219,12 +222,12 @@ def _head(text: str, sampling: SamplingConfig, n_predict: int, output: _Output) 
     return head
 
 
-def _write(text: str, session: Session) -> None:
+def _write(answer: TextIO, text: str, session: Session) -> None:
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        answer.write(text)
+        answer.flush()
     except BrokenPipeError:  # the reader has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), answer.fileno())
         session.stop()
 
 

@@ -85,7 +85,7 @@ class Span:
 
     rank: int
     compute_s: float
-    """In the stage's graphs."""
+    """In libllama's decode."""
     busy_s: float
     """From taking the run up to having its outcome ready, compute included."""
     sent_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Outcome:
     """`headroom` bytes for the caller, then what crosses to the next rank."""
     rows: tuple[RowLogits, ...]
     compute_s: float
+    """In `llama_decode`."""
     cancelled: bool
 
 
@@ -160,7 +162,7 @@ class Stage:
                 f"layers of '{self._file.architecture}' models depend on each other in a way that cannot be cut "
                 "between ranks; run it on one rank (without --mpi-layer-split)"
             )
-        lib.llama_memory_clear(self._memory, True)
+        self.forget_all()
         return Cut(Counter(self._native.wanted), Counter(self._native.produced))
 
     def apply(self, ops: tuple[KvOp, ...]) -> None:
@@ -174,6 +176,10 @@ class Stage:
                     lib.llama_memory_seq_cp(self._memory, op.seq, op.dst, op.p0, op.p1)
                 case KvKind.KEEP:
                     lib.llama_memory_seq_keep(self._memory, op.seq)
+
+    def forget_all(self) -> None:
+        """Empty all sequences."""
+        lib.llama_memory_clear(self._memory, True)
 
     def decode(self, run: Run, incoming: NDArray[np.uint8] | None, headroom: int = 0) -> Outcome:
         """Apply the run's operations and decode its rows.
@@ -192,11 +198,13 @@ class Stage:
             flags,
         )
         self._native.begin_run(run.id, incoming, headroom)
+        start_s = time.perf_counter()
         status = lib.llama_decode(self._context, self._batch.struct)
+        compute_s = time.perf_counter() - start_s
         outgoing = self._native.end_run()
         if status == 2:
             self._forget(run)
-            return Outcome(outgoing[:headroom], (), self._native.compute_s, True)
+            return Outcome(outgoing[:headroom], (), compute_s, True)
         if status == 1:
             raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise -c")
         if status != 0:
@@ -204,7 +212,7 @@ class Stage:
         if self._native.missing or self._native.misplaced:
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
         rows = self._extract(run) if self.is_last else ()
-        return Outcome(outgoing, rows, self._native.compute_s, False)
+        return Outcome(outgoing, rows, compute_s, False)
 
     def cancel(self, run_id: int) -> None:
         """Stop the run with this id if it is being computed. From any thread."""

@@ -210,6 +210,7 @@ class Session:
                 continue
             result_or = self._next_event()
             if isinstance(result_or, RunResult):
+                stats.runs.append(result_or.spans)
                 for span in result_or.spans:
                     self._count(span, stats)
                 if result_or.rows:
@@ -296,12 +297,18 @@ class Session:
         """Give up waiting for anything. From any thread or a signal handler."""
         self._terminate = True
 
-    def measure_memory(self) -> None:
-        """Ask every rank what it has resident now; fills `ranks`."""
+    def measure(self) -> None:
+        """Ask every rank what it has resident and what CPU time it took; fills `ranks`."""
         self._tell_all("stats")
-        for rank, content in self._gather("stats", timeout_s=5).items():
-            self.ranks[rank].resident_bytes = content["resident_bytes"]
-        self.ranks[0].resident_bytes = machine.resident_bytes()
+        own = {"rank": 0, "cpu_s": time.process_time(), "resident_bytes": machine.resident_bytes()}
+        for rank, content in {0: own, **self._gather("stats", timeout_s=5)}.items():
+            self.ranks[rank].cpu_s, self.ranks[rank].resident_bytes = content["cpu_s"], content["resident_bytes"]
+
+    def idle(self, seconds: float) -> None:
+        """Stay ready without a request. Raises when a rank breaks."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._next_event()
 
     def close(self, exit_code: int = 0) -> None:
         """Let all ranks go with this exit code. A second call does nothing."""

@@ -22,11 +22,13 @@ class RankStats:
     load_bytes: int = 0
     load_s: float = 0.0
     resident_bytes: int = 0
+    cpu_s: float = 0.0
+    """CPU time of the whole process since its start, when `Session.measure` asked last."""
     runs: int = 0
     compute_s: float = 0.0
-    """In the stage's graphs."""
+    """In libllama's decode."""
     busy_s: float = 0.0
-    """On runs: compute, KV operations, taking and packing activations."""
+    """On runs: decode, KV operations, taking and packing activations, picking logits."""
     sent_bytes: int = 0
     """Sent on to the next rank, headers included."""
 
@@ -56,6 +58,8 @@ class RequestStats:
     seed: int = 0
     ranks: list[RankStats] = field(default_factory=list)
     """Work since the request arrived."""
+    runs: list[tuple[Span, ...]] = field(default_factory=list)
+    """Each run's time in each stage, in the order in which runs ended."""
 
     @property
     def n_generated(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ggpipe.config import EngineConfig
@@ -71,7 +72,8 @@ class Worker:
                 self._inbox.take_run = self._take_run
                 self._inbox.relieved = self._runner.relief_s
             case "stats":
-                self._tell("stats", rank=self._transport.rank, resident_bytes=machine.resident_bytes())
+                cpu_s, resident_bytes = time.process_time(), machine.resident_bytes()
+                self._tell("stats", rank=self._transport.rank, cpu_s=cpu_s, resident_bytes=resident_bytes)
             case "quit":
                 self.exit_code = content["code"]
                 self._done = True

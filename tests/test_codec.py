@@ -1,0 +1,143 @@
+"""Messages come out as they went in."""
+
+import math
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Span, Want, WantKind
+from ggpipe.errors import RunError
+from ggpipe.transport import codec
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+UINT32 = st.integers(0, 2**32 - 1)
+SECONDS = st.floats(0, 1e6)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+
+SPANS = st.lists(st.builds(Span, INT32, SECONDS, SECONDS, INT64), max_size=5).map(tuple)
+OPS = st.lists(st.builds(KvOp, st.sampled_from(KvKind), INT32, INT32, INT32, INT32), max_size=4).map(tuple)
+BANNED = st.lists(INT32, max_size=5).map(tuple)
+WANTS = st.lists(st.builds(Want, st.sampled_from(WantKind), UINT32, BANNED), max_size=4).map(tuple)
+SEQS = st.lists(INT32, max_size=4).map(tuple)
+ROWS = st.lists(st.builds(Row, INT32, INT32, SEQS, INT32, st.integers(-1, 3)), max_size=9).map(tuple)
+RUNS = st.builds(Run, INT64, INT32, ROWS, OPS, WANTS, st.booleans())
+
+
+@st.composite
+def row_logits(draw: st.DrawFn) -> RowLogits:
+    row, log_sum_exp = draw(INT32), draw(st.floats(allow_nan=False))
+    values = draw(st.lists(FLOAT32, max_size=9))
+    if draw(st.booleans()):
+        return RowLogits(row, None, np.array(values, np.float32), log_sum_exp)
+    ids = draw(st.lists(INT32, min_size=len(values), max_size=len(values)))
+    return RowLogits(row, tuple(ids), tuple(values), log_sum_exp)
+
+
+RESULTS = st.builds(RunResult, INT64, st.lists(row_logits(), max_size=4).map(tuple), SPANS, st.booleans())
+
+
+@given(RUNS, SPANS, st.binary(max_size=40))
+def test_runs(run: Run, spans: tuple[Span, ...], activations: bytes) -> None:
+    message = codec.as_payload(codec.run_header(run, spans) + activations)
+    read, read_spans, at = codec.read_run(message)
+    assert read == run
+    assert read_spans == spans
+    assert bytes(message[at:]) == activations
+
+
+@given(RUNS, SPANS)
+def test_activations_start_at_a_multiple_of_8_bytes(run: Run, spans: tuple[Span, ...]) -> None:
+    header = codec.run_header(run, spans)
+    assert len(header) % 8 == 0
+    assert codec.read_run(codec.as_payload(header))[2] == len(header)
+
+
+@given(RUNS, st.data())
+def test_the_header_is_as_long_with_a_placeholder(run: Run, data: st.DataObject) -> None:
+    """A stage leaves room for a header before it knows its own times, or that the run is cancelled."""
+    spans = data.draw(SPANS)
+    others = data.draw(st.lists(SPANS.filter(len), min_size=len(spans), max_size=len(spans)))
+    replaced = tuple(other[0] for other in others)
+    placeholder = codec.run_header(run, spans)
+    final = codec.run_header(replace(run, cancelled=not run.cancelled), replaced)
+    assert len(placeholder) == len(final)
+
+
+@pytest.mark.parametrize("n_mask", [1, 8, 99])
+def test_a_row_mask_is_stepped_over(n_mask: int) -> None:
+    """Room for later: a header that says that it has one has its activations behind it."""
+    fields = "<BBBBqiIIIII"  # the last one is the mask's size in bytes
+    header = bytearray(codec.run_header(Run(1, 0, ()), ()))
+    struct.pack_into("<I", header, struct.calcsize(fields) - 4, n_mask)
+    at = codec.read_run(codec.as_payload(bytes(header) + bytes(n_mask + 8)))[2]
+    assert at % 8 == 0
+    assert 0 <= at - struct.calcsize(fields) - n_mask < 8
+
+
+def test_a_branching_run() -> None:
+    rows = (
+        Row(5, 10, (0, 1, 2), 7),
+        Row(6, 11, (0,), 7, 0),
+        Row(7, 11, (1, 2), 7, 0),
+        Row(8, 12, (2,), 7, 1),
+    )
+    ops = (KvOp(KvKind.RM, 3, p0=4), KvOp(KvKind.CP, 0, 1, 0, 10), KvOp(KvKind.KEEP, 2))
+    wants = (Want(WantKind.TOP, 40, (2, 3)), Want(WantKind.FULL, 1, (0,)))
+    run = Run(2**40, 123, rows, ops, wants)
+    spans = (Span(0, 0.25, 0.5, 4096), Span(1, 1e-6, 2e-6, 2**33))
+    read, read_spans, _ = codec.read_run(codec.as_payload(codec.run_header(run, spans)))
+    assert (read, read_spans) == (run, spans)
+    assert [type(op.kind) for op in read.ops] == [KvKind] * 3
+    assert [type(want.kind) for want in read.wants] == [WantKind] * 2
+
+
+@given(RESULTS)
+def test_results(result: RunResult) -> None:
+    read = codec.read_result(codec.result_message(result))
+    assert (read.run, read.spans, read.cancelled) == (result.run, result.spans, result.cancelled)
+    assert len(read.rows) == len(result.rows)
+    for got, sent in zip(read.rows, result.rows, strict=True):
+        assert (got.row, got.ids, got.log_sum_exp) == (sent.row, sent.ids, sent.log_sum_exp)
+        if sent.ids is None:
+            assert isinstance(got.logits, np.ndarray)
+            assert got.logits.dtype == np.float32
+            assert np.array_equal(got.logits, np.asarray(sent.logits))
+        else:
+            assert got.logits == sent.logits
+
+
+def test_banned_tokens_keep_their_minus_infinity() -> None:
+    full = np.array([1.5, -math.inf, 0.25], np.float32)
+    result = RunResult(1, (RowLogits(0, None, full, 0.0), RowLogits(3, (2,), (-math.inf,), -math.inf)), ())
+    first, second = codec.read_result(codec.result_message(result)).rows
+    assert np.array_equal(np.asarray(first.logits), full)
+    assert (second.logits, second.log_sum_exp) == ((-math.inf,), -math.inf)
+
+
+@given(st.lists(INT64, max_size=9).map(tuple))
+def test_ids(ids: tuple[int, ...]) -> None:
+    assert codec.read_ids(codec.ids_message(ids)) == ids
+
+
+@given(st.dictionaries(st.text().filter(lambda key: key != "kind"), INT64 | st.text() | st.none() | st.lists(INT32)))
+def test_control(fields: dict[str, object]) -> None:
+    assert codec.read_control(codec.control_message("hello", **fields)) == {"kind": "hello", **fields}
+
+
+@pytest.mark.parametrize("version", [0, codec.VERSION + 1, 255])
+def test_another_version_is_refused_in_one_line(version: int) -> None:
+    run = codec.as_payload(codec.run_header(Run(1, 0, ()), ())).copy()
+    result = codec.result_message(RunResult(1, (), ())).copy()
+    run[0] = result[0] = version
+    for read, message in ((codec.read_run, run), (codec.read_result, result)):
+        with pytest.raises(RunError) as caught:
+            read(message)
+        assert str(caught.value) == (
+            f"a message of format {version} arrived, this rank speaks {codec.VERSION}: use one ggpipe everywhere"
+        )
+        assert caught.value.exit_code == 1

@@ -1,0 +1,157 @@
+"""Text to tokens and back: as llama.cpp does it, and never with half a character."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import llama_cpp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo import N_VOCAB_SPM, make
+
+from ggpipe.config import ModelConfig
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.engine.vocab import TextDecoder, Vocab
+from ggpipe.errors import UsageError
+
+TALES = Path(__file__).parents[1] / "ggpipe" / "models" / "tales-target.gguf"
+TEXTS = (
+    "Once upon a time there was a king who had three sons.",
+    "",
+    " ",
+    "  leading and trailing  ",
+    "line\nline\r\n\n\ttab",
+    "Naïve façade, größer, 王様と三人の息子",
+    "🙂🇩🇪👩‍👩‍👧 emoji",
+    "<|endoftext|>in front, and<|endoftext|>inside",
+    "1234567890 3.14159 x = y**2",
+    "a\x00b",
+)
+SPLIT_CHARACTERS = "née 🙂 王様 👩‍👩‍👧!"
+
+
+@pytest.fixture(scope="module")
+def tales() -> Iterator[Vocab]:
+    vocab = Vocab(ModelFile.open(TALES), ModelConfig(TALES))
+    yield vocab
+    vocab.close()
+
+
+@pytest.fixture(scope="module")
+def byte_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vocab]:
+    """A vocabulary that writes all but ASCII byte by byte, and puts a space in front."""
+    path = make("llama-tied", tmp_path_factory.mktemp("vocab") / "spm.gguf", tokenizer="spm")
+    vocab = Vocab(ModelFile.open(path), ModelConfig(path))
+    yield vocab
+    vocab.close()
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[llama_cpp.Llama]:
+    llama = llama_cpp.Llama(str(TALES), vocab_only=True, verbose=False)
+    yield llama
+    llama.close()
+
+
+def test_what_it_says_of_itself(tales: Vocab, theirs: llama_cpp.Llama) -> None:
+    assert tales.n_tokens == theirs.n_vocab() == 2048
+    assert tales.n_ctx_train == 1024
+    assert tales.end_tokens == (theirs.token_eos(),) == (0,)
+    assert tales.suppressed_tokens == ()
+
+
+def test_end_tokens_of_another_vocabulary(byte_tokens: Vocab) -> None:
+    assert byte_tokens.n_tokens == N_VOCAB_SPM
+    assert byte_tokens.end_tokens == (2,)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_are_llama_cpps(tales: Vocab, theirs: llama_cpp.Llama, text: str) -> None:
+    assert tales.tokenize(text) == tuple(theirs.tokenize(text.encode(), add_bos=True, special=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=200))
+def test_tokens_of_any_text_are_llama_cpps(tales: Vocab, theirs: llama_cpp.Llama, text: str) -> None:
+    assert tales.tokenize(text) == tuple(theirs.tokenize(text.encode(), add_bos=True, special=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=200).filter(lambda text: "<|" not in text))
+def test_pieces_add_up_to_the_text(tales: Vocab, text: str) -> None:
+    tokens = tales.tokenize(text)
+    assert b"".join(tales.piece(token) for token in tokens) == text.encode()
+
+
+def test_a_long_text(tales: Vocab) -> None:
+    text = "In a forest. " * 5000
+    tokens = tales.tokenize(text)
+    assert b"".join(map(tales.piece, tokens)) == text.encode()
+
+
+def test_a_text_of_many_tokens_a_byte(byte_tokens: Vocab) -> None:
+    """BOS and a space come in front: more tokens than bytes."""
+    assert byte_tokens.tokenize("\x01") == (1, *byte_tokens.tokenize(" ")[1:2], 3 + 1)
+
+
+def test_bytes_that_are_no_utf8_go_through(byte_tokens: Vocab) -> None:
+    """`-e` makes them of \\xHH; they travel as surrogates, as in file names."""
+    text = b"a\xff\xc3".decode("utf-8", "surrogateescape")
+    assert byte_tokens.tokenize(text)[-2:] == (3 + 0xFF, 3 + 0xC3)
+
+
+def test_special_tokens_have_no_text(tales: Vocab, byte_tokens: Vocab) -> None:
+    assert tales.piece(0) == b""
+    assert [byte_tokens.piece(token) for token in (0, 1, 2)] == [b""] * 3
+    assert tales.tokenize("a<|endoftext|>")[-1] == 0
+
+
+# TextDecoder
+
+
+def decoded(vocab: Vocab, tokens: tuple[int, ...]) -> list[str]:
+    decoder = TextDecoder(vocab)
+    return [*(decoder.push(token) for token in tokens), decoder.finish()]
+
+
+def test_characters_split_over_tokens_wait_for_their_rest(byte_tokens: Vocab) -> None:
+    tokens = byte_tokens.tokenize(SPLIT_CHARACTERS)
+    assert len(tokens) > 2 * len(SPLIT_CHARACTERS), "this vocabulary does not split"
+    pieces = decoded(byte_tokens, tokens)
+    assert "".join(pieces) == " " + SPLIT_CHARACTERS
+    assert all(len(piece) <= 1 for piece in pieces), "a token finishes one character at most"
+    assert pieces[-1] == ""
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60), st.integers(0, 60))
+def test_no_prefix_has_a_broken_character(byte_tokens: Vocab, text: str, at: int) -> None:
+    tokens = byte_tokens.tokenize(text)
+    whole = "".join(decoded(byte_tokens, tokens))
+    decoder = TextDecoder(byte_tokens)
+    so_far = "".join(decoder.push(token) for token in tokens[:at])
+    assert whole.startswith(so_far)
+    assert decoder.finish() in ("", "\N{REPLACEMENT CHARACTER}")
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert "\N{REPLACEMENT CHARACTER}" not in whole
+
+
+def test_a_text_that_ends_inside_a_character(byte_tokens: Vocab) -> None:
+    tokens = byte_tokens.tokenize("ab🙂")[:-1]
+    assert decoded(byte_tokens, tokens)[-4:] == ["", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_a_byte_that_no_character_has(byte_tokens: Vocab) -> None:
+    assert decoded(byte_tokens, (3 + 0xFF, 3 + ord("a"))) == ["\N{REPLACEMENT CHARACTER}", "a", ""]
+
+
+def test_closing_twice_does_nothing() -> None:
+    vocab = Vocab(ModelFile.open(TALES), ModelConfig(TALES))
+    vocab.close()
+    vocab.close()
+
+
+def test_a_text_too_long_to_tokenize_is_a_usage_error(tales: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ggpipe.engine.vocab.lib.llama_tokenize", lambda *_: -(2**31))
+    with pytest.raises(UsageError, match="cannot tokenize"):
+        tales.tokenize("text")
