@@ -1,15 +1,17 @@
 """Stages of one model in this process, one after the other: a pipeline without ranks."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from reference import Logits
+
 from ggpipe.config import ContextConfig, ModelConfig
 from ggpipe.core.messages import Run
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.stage import Outcome, Stage
 from ggpipe.runtime.startup import check_cuts
-from reference import Logits
 
 HEADROOM = 24
 
@@ -30,7 +32,7 @@ class Pipeline:
         edges = (0, *cuts, file.n_layer)
         self.stages: list[Stage] = []
         try:
-            for layers in zip(edges, edges[1:], strict=False):
+            for layers in itertools.pairwise(edges):
                 stage = Stage(
                     file,
                     layers,

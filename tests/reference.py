@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from ggpipe.config import SamplingConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 from ggpipe.engine import libllama
 from ggpipe.engine.libllama import lib, start
-from numpy.typing import NDArray
 
 Logits = NDArray[np.float32]
 Fields = Mapping[str, object]

@@ -7,14 +7,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from pipeline import Pipeline, even_cuts, random_cuts
+from reference import Fields, Logits, Reference, listen, overrides, run_of
+from zoo import ZOO, make, quantize, split
+
 from ggpipe.config import ContextConfig, LoadMode, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.stage import Stage
 from ggpipe.errors import ModelError, RunError, UsageError
-from pipeline import Pipeline, even_cuts, random_cuts
-from reference import Fields, Logits, Reference, listen, overrides, run_of
-from zoo import ZOO, make, quantize, split
 
 WHOLE = ("mamba", "mamba2", "rwkv6", "rwkv7", "hrm_text")  # models that cannot be cut
 LAYERS = {name: model.n_layer for name, model in ZOO.items() if name not in WHOLE}
@@ -339,5 +340,5 @@ def test_refuses_what_cannot_run(folder: Path) -> None:
 def test_refuses_a_context_that_cannot_be(folder: Path) -> None:
     path = model_of(folder, "deepseek2")  # its keys have 80 elements, q8_0's blocks 32
     listen()
-    with pytest.raises(UsageError, match="cannot make a context of 256 tokens: .*80"):
+    with pytest.raises(UsageError, match=r"cannot make a context of 256 tokens: .*80"):
         Pipeline(path, (1,), ContextConfig(n_ctx=256, cache_type_k="q8_0", cache_type_v="q8_0"))
