@@ -6,6 +6,7 @@ it has computed. Handing that to the main thread first would cost a thread switc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -89,12 +90,16 @@ class MpiTransport(Transport):
 
     def close(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
-        leaving = self._comm.Ibarrier()
-        while not leaving.Test():  # MPI_Finalize would spin until the last rank is there
-            if time.monotonic() > deadline:
-                self._comm.Abort(1)
-            time.sleep(1e-3)
-        MPI.Finalize()
+        # Nothing may be in flight at MPI_Finalize: the first barrier says that nobody sends any more, the second that
+        # everybody has taken, and dropped, what was sent to it. MPI_Finalize would spin until the last rank is there.
+        for _ in range(2):
+            leaving = self._comm.Ibarrier()
+            while self.poll() is not None or self._sends or not leaving.Test():
+                if time.monotonic() > deadline:
+                    self._comm.Abort(1)
+                time.sleep(1e-3)
+        with contextlib.suppress(MPI.Exception):  # all is said and done
+            MPI.Finalize()
 
 
 def library_name() -> str:
