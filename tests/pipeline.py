@@ -1,17 +1,22 @@
-"""Stages of one model in this process, one after the other: a pipeline without ranks."""
+"""Pipelines inside this process: stages called one after the other, or all the ranks of a session as threads."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from reference import Logits
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config import ContextConfig, EngineConfig, ModelConfig
 from ggpipe.core.messages import Run
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.stage import Outcome, Stage
+from ggpipe.runtime.session import Session
 from ggpipe.runtime.startup import check_cuts
+from ggpipe.runtime.worker import Worker
+from ggpipe.transport.local import LocalWorld
 
 HEADROOM = 24
 
@@ -73,6 +78,21 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def local_session(config: EngineConfig, n_ranks: int) -> Iterator[Session]:
+    """A loaded session; its workers are threads."""
+    world = LocalWorld(n_ranks)
+    workers = [threading.Thread(target=Worker(rank, config).serve, daemon=True) for rank in world.transports[1:]]
+    for worker in workers:
+        worker.start()
+    with Session(world.transports[0], config) as session:
+        session.load()
+        yield session
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
 
 
 def even_cuts(n_layer: int, n_stages: int) -> tuple[int, ...]:

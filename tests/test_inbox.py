@@ -1,6 +1,7 @@
 """Where a rank's main thread waits: it never misses anything, and never hangs."""
 
 import collections
+import functools
 import signal
 import subprocess
 import sys
@@ -299,10 +300,11 @@ def test_many_writers_lose_nothing() -> None:
             assert isinstance(notice, tuple)
             got.append(notice)
 
-    def writer(who: int) -> Callable[[], None]:
-        return lambda: [inbox.put((who, i)) for i in range(n)] and None
+    def write(who: int) -> None:
+        for i in range(n):
+            inbox.put((who, i))
 
-    watched(read, *(writer(who) for who in range(n_writers)))
+    watched(read, *(functools.partial(write, who) for who in range(n_writers)))
     for who in range(n_writers):
         assert [i for w, i in got if w == who] == list(range(n))
 

@@ -103,9 +103,7 @@ def test_leftovers_go_to_the_head(n_layer: int, shares: tuple[float, ...], expec
         (1, (0.0, 1.0), [0, 1]),
     ],
 )
-def test_a_head_of_share_0_only_coordinates(
-    n_layer: int, shares: tuple[float, ...], expected: list[int]
-) -> None:
+def test_a_head_of_share_0_only_coordinates(n_layer: int, shares: tuple[float, ...], expected: list[int]) -> None:
     layout = lay_out(n_layer, len(shares), shares)
     assert counts(layout) == expected
     assert layout.layers[0] == (0, 0)

@@ -395,7 +395,7 @@ def test_libllama_cuts_there_itself(n_tokens: int, n_batch: int, n_ubatch: int, 
     assert model is not None
     seen: list[int] = []
 
-    @llama_cpp.ggml_backend_sched_eval_callback
+    @llama_cpp.ggml_backend_sched_eval_callback  # type: ignore[untyped-decorator]
     def watch(tensor: int, ask: bool, _data: object) -> bool:
         if ask and ggml_base().ggml_get_name(tensor) == b"attn_norm-0":
             seen.append(ggml_base().ggml_nrows(tensor))

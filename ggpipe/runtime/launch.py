@@ -20,6 +20,7 @@ from ggpipe.errors import LaunchError
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _STATUS_FILE = "GGPIPE_STATUS_FILE"
 _KILL_AFTER_S = 4.0
+_OTHERS_LEAVE_S = 0.3
 _PR_SET_PDEATHSIG = 1
 
 
@@ -129,15 +130,23 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def leave_status(exit_code: int) -> int:
-    """Tell our launcher, if there is one on this machine, the exit code; returns what to exit with.
+    """What this process is to exit with, so that its launcher ends with `exit_code`.
 
-    mpirun comments on ranks that exit with anything but 0, in many lines. The launcher needs no comment.
+    Only the first rank tells: to mpirun the first exit with anything but 0 is a crash, on which it ends the other ranks,
+    so the head lets the others go first. mpirun also comments on such an exit, in many lines: our own launcher, when it
+    is on this machine, gets the exit code through a file instead.
     """
+    rank = rank_in_environment()
+    if rank is None:
+        return exit_code
+    if rank > 0:
+        return 0
     path = os.environ.get(_STATUS_FILE)
     if path and Path(path).parent.is_dir():
-        if rank_in_environment() == 0:
-            Path(path).write_text(str(exit_code))
+        Path(path).write_text(str(exit_code))
         return 0
+    if exit_code != 0:
+        time.sleep(_OTHERS_LEAVE_S)
     return exit_code
 
 
