@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -13,10 +12,8 @@ from ggpipe.errors import GgpipeError, UsageError
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0, 1 when something broke, 2 when what was asked for is wrong, with one line."""
-    code = run(normalise(sys.argv[1:] if arguments is None else arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # MPI is finalized and native threads are done with: nothing is left to tear down
+    # Not os._exit: MPICH says goodbye to its launcher only when the process ends in the ordinary way.
+    sys.exit(run(normalise(sys.argv[1:] if arguments is None else arguments)))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -132,9 +132,9 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 def leave_status(exit_code: int) -> int:
     """What this process is to exit with, so that its launcher ends with `exit_code`.
 
-    Only the first rank tells: to mpirun the first exit with anything but 0 is a crash, on which it ends the other ranks,
-    so the head lets the others go first. mpirun also comments on such an exit, in many lines: our own launcher, when it
-    is on this machine, gets the exit code through a file instead.
+    Only the first rank tells: to mpirun the first exit with anything but 0 is a crash, on which it ends the other
+    ranks, so the head lets the others go first. mpirun also comments on such an exit, in many lines: our own launcher,
+    when it is on this machine, gets the exit code through a file instead.
     """
     rank = rank_in_environment()
     if rank is None:
