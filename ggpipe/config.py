@@ -102,8 +102,8 @@ class SamplingConfig:
             raise UsageError(f"--repeat-penalty must be above 0, not {self.repeat_penalty}")
         if self.repeat_last_n < -1:
             raise UsageError(f"--repeat-last-n is a number of tokens, or -1 for all; {self.repeat_last_n} is neither")
-        if not -1 <= self.seed < 2**32:
-            raise UsageError(f"-s is between 0 and 4294967295, or -1 for a random seed; {self.seed} is neither")
+        if not -1 <= self.seed < 2**32 - 1:  # libllama takes the last one for "random"
+            raise UsageError(f"-s is between 0 and 4294967294, or -1 for a random seed; {self.seed} is neither")
 
     @property
     def greedy(self) -> bool:

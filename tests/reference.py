@@ -169,7 +169,7 @@ class Reference:
         add = lib.llama_sampler_chain_add
         if sampling.ignore_eos:
             ends = [t for t in range(self.n_vocab) if lib.llama_vocab_is_eog(self._vocab, t)]
-            biases = (lib.llama_logit_bias * len(ends))(*((token, -np.inf) for token in ends))
+            biases = (lib.llama_logit_bias * len(ends))(*(lib.llama_logit_bias(token, -np.inf) for token in ends))
             add(chain, lib.llama_sampler_init_logit_bias(self.n_vocab, len(ends), biases))
         penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         add(chain, lib.llama_sampler_init_penalties(self.n_vocab, sampling.repeat_last_n, *penalties))
@@ -236,15 +236,15 @@ def reference_kernels() -> Iterator[None]:
     init = init_type(original)
     made = 0
 
-    @init_type
-    def init_reference(dev: int, params: bytes | None) -> int | None:
+    def init_reference(dev: int, params: bytes | None) -> Any:
         nonlocal made
         backend = init(dev, params)
         use_reference(backend, True)
         made += 1
         return backend
 
-    table[_INIT_BACKEND] = ctypes.cast(init_reference, ctypes.c_void_p).value
+    callback = init_type(init_reference)
+    table[_INIT_BACKEND] = ctypes.cast(callback, ctypes.c_void_p).value
     try:
         yield
     finally:

@@ -212,7 +212,6 @@ def test_another_thread_may_poll() -> None:
     assert not inbox.pump()
 
 
-@pytest.mark.xfail(strict=True, reason="Inbox.next waits after a run was taken, without looking for the next message")
 def test_a_message_behind_runs_is_not_left_lying() -> None:
     """Several messages that come while nobody waits ring once."""
     here, there = LocalWorld(2).transports

@@ -12,7 +12,7 @@ from reference import Fields, Logits, Reference, listen, overrides, run_of
 from zoo import ZOO, make, quantize, split
 
 from ggpipe.config import ContextConfig, LoadMode, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, Want, WantKind
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.stage import Stage
 from ggpipe.errors import ModelError, RunError, UsageError
@@ -22,10 +22,8 @@ LAYERS = {name: model.n_layer for name, model in ZOO.items() if name not in WHOL
 CUTS = [
     (name, cuts)
     for i, (name, n) in enumerate(LAYERS.items())
-    for cuts in sorted({cut(i, n, stages) for stages in (2, 3) for cut in (
-        lambda _, n, stages: even_cuts(n, stages), lambda i, n, stages: random_cuts(n, stages, i)
-    )})
-]  # fmt: skip
+    for cuts in sorted({cuts for k in (2, 3) for cuts in (even_cuts(n, k), random_cuts(n, k, seed=i))})
+]
 STEPS = (33, 1, 5, 1, 5, 5, 1)  # rows of each run: a prompt, single tokens, drafts
 N_CTX = 256
 
@@ -307,7 +305,7 @@ def test_top_is_what_full_rows_say(folder: Path) -> None:
         )
     )
     with Pipeline(path, (1,)) as pipeline:
-        rows = []
+        rows: list[RowLogits] = []
         for i in range(len(wants)):
             run = Run(i + 1, 0, (Row(11, 0, (0,), 0, want=i),), (KvOp(KvKind.RM, 0),), wants)
             rows += pipeline.outcome(run).rows

@@ -59,11 +59,6 @@ def test_what_it_says_of_itself(tales: Vocab, theirs: llama_cpp.Llama) -> None:
     assert tales.suppressed_tokens == ()
 
 
-@pytest.mark.xfail(strict=True, reason="libllama reads no hyperparameters with vocab_only: 0")
-def test_the_training_length(tales: Vocab) -> None:
-    assert tales.n_ctx_train == 1024
-
-
 def test_end_tokens_of_another_vocabulary(byte_tokens: Vocab) -> None:
     assert byte_tokens.n_tokens == N_VOCAB_SPM
     assert byte_tokens.end_tokens == (2,)

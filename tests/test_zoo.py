@@ -55,9 +55,7 @@ def test_decodes(name: str, tmp_path: Path) -> None:
     assert np.isfinite(rows).all()
     assert rows.std() > 0.5
     other = logits(path, (TOKENS[0] + 1, *TOKENS[1:]))
-    assert np.abs(other[-1] - rows[-1]).max() > 0.01 * rows.std(), (
-        "the first token leaves no trace in the last"
-    )
+    assert np.abs(other[-1] - rows[-1]).max() > 0.01 * rows.std(), "the first token leaves no trace in the last"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -144,15 +142,11 @@ def test_pair_agrees_as_told(weight_type: str, tmp_path: Path) -> None:
     assert agreement[0] > agreement[1] > agreement[2]
 
 
-@pytest.mark.parametrize(
-    "argument", ["--n-vocab=100", "--n-head=3", "--n-ff=100", "--n-layer-draft=99", "--n-head=0"]
-)
+@pytest.mark.parametrize("argument", ["--n-vocab=100", "--n-head=3", "--n-ff=100", "--n-layer-draft=99", "--n-head=0"])
 def test_pair_command_refuses_in_one_line(argument: str, tmp_path: Path) -> None:
     script = Path(pair_script().__file__)
     files = [str(tmp_path / "target.gguf"), str(tmp_path / "draft.gguf")]
-    run = subprocess.run(
-        [sys.executable, script, *files, argument], capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([sys.executable, script, *files, argument], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert "Traceback" not in run.stderr
     assert not list(tmp_path.iterdir())

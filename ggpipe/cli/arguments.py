@@ -11,15 +11,23 @@ _BARE = {  # options that may stand without a value: the value that this means, 
     "--color": ("on", ("on", "off", "auto")),
 }
 
+_FREE_TEXT = ("-p", "--prompt", "-f", "--file", "-m", "--model")  # their values may look like options
+
 
 def normalise(arguments: Sequence[str]) -> list[str]:
     """`--top_k` becomes `--top-k`; a bare `--numa`, `-fa` or `--color` gets its value."""
     out: list[str] = []
+    is_value = False
     for i, argument in enumerate(arguments):
+        if is_value:
+            out.append(argument)
+            is_value = False
+            continue
         if argument.startswith("--"):
             name, eq, value = argument.partition("=")
             argument = name.replace("_", "-") + eq + value
         out.append(argument)
+        is_value = argument in _FREE_TEXT
         if argument in _BARE:
             meaning, values = _BARE[argument]
             if i + 1 == len(arguments) or arguments[i + 1] not in values:

@@ -30,7 +30,7 @@ def demo(context: typer.Context) -> int:
         "-t": "1",
         "-s": "1",
     }
-    if "-f" in given or "--file" in given:
+    if any(word == "-f" or word.startswith(("--file", "-f=")) for word in given):
         del defaults["-p"]
     arguments = [word for pair in defaults.items() for word in pair]
     code = app.app(["generate", *arguments, *given], standalone_mode=False, prog_name="ggpipe")

@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import llama_cpp
+
 from ggpipe.engine.libllama import native
 
 
 def cpu_features() -> tuple[str, ...]:
     """Instruction sets that the loaded ggml uses."""
     return tuple(native.cpu_features())
+
+
+def libllama_version() -> str:
+    """The version of the llama-cpp-python that holds libllama."""
+    return str(llama_cpp.__version__)
 
 
 def resident_bytes() -> int:

@@ -27,8 +27,10 @@ class Vocab:
         if not self._model:
             raise ModelError(f"cannot read the vocabulary of {model_file.paths[0]}: {'; '.join(logged_errors()[:1])}")
         self.pointer = lib.llama_model_get_vocab(self._model)
+        if lib.llama_vocab_type(self.pointer) == 0:
+            self.close()
+            raise ModelError(f"{model_file.paths[0]} has no vocabulary: it cannot continue text")
         self.n_tokens = int(lib.llama_vocab_n_tokens(self.pointer))
-        self.n_ctx_train = int(lib.llama_model_n_ctx_train(self._model))
         self.end_tokens = tuple(t for t in range(self.n_tokens) if lib.llama_vocab_is_eog(self.pointer, t))
         """Tokens that end a text."""
         n = ctypes.c_int32()

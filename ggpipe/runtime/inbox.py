@@ -66,12 +66,16 @@ class Inbox(Generic[T]):
         self.take_run: Callable[[Message], None] | None = None
         """Who gets runs instead of `next`'s caller; called from the thread that polls."""
         self.relieved: Callable[[], float | None] = lambda: None
-        """Seconds for which the main thread may leave polling to somebody else; None when nobody else polls."""
+        """Seconds for which the main thread may stop polling, because somebody else polls or nothing can come; or None."""
         transport.set_waker(self._bell.ring)
 
     def put(self, notice: T) -> None:
         """From any thread."""
         self._arrived.append(notice)
+        self._bell.ring()
+
+    def wake(self) -> None:
+        """Have the main thread look what there is. From any thread."""
         self._bell.ring()
 
     def pump(self) -> bool:
@@ -89,16 +93,21 @@ class Inbox(Generic[T]):
 
     def next(self, timeout_s: float) -> Message | T | None:
         """The next message or notice; None when `timeout_s` seconds passed without one."""
-        start = time.monotonic()
+        start = relief_end = time.monotonic()
         while True:
-            self.pump()
+            came = self.pump()
             if self._arrived:
                 return self._arrived.popleft()
-            quiet_s = time.monotonic() - start
-            if quiet_s >= timeout_s:
+            if came:  # a run, for somebody else; there may be more behind it
+                continue
+            now = time.monotonic()
+            waited_s = now - start
+            if waited_s >= timeout_s:
                 return None
-            if self._transport.must_poll:
-                relief_s = self.relieved()
-                self._bell.wait(poll_interval(quiet_s) if relief_s is None else relief_s)
+            if not self._transport.must_poll:
+                self._bell.wait(timeout_s - waited_s)
+            elif (relief_s := self.relieved()) is not None:
+                self._bell.wait(relief_s)
+                relief_end = time.monotonic()
             else:
-                self._bell.wait(timeout_s - quiet_s)
+                self._bell.wait(poll_interval(now - relief_end))

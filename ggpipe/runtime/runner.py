@@ -157,10 +157,13 @@ class Runner:
         return None
 
     def relief_s(self) -> float | None:
-        """Seconds for which the main thread may leave polling to this thread; None when this thread does not poll.
+        """Seconds for which the main thread may stop polling; None when it must poll by itself.
 
-        While the stage computes, the main thread looks every millisecond: often enough to cancel what is computed.
+        While the stage computes, the main thread looks every millisecond: often enough to cancel what is computed, and
+        seldom enough not to take the GIL when the stage's thread needs it. Else this thread polls, if it has a `pump`.
         """
+        if self._computing is not None:
+            return _LOOK_S
         if self._pump is None or self._stage is None:
             return None
         return _LOOK_S if time.monotonic() - self._last_active < 1 else _LOOK_QUIET_S

@@ -102,6 +102,7 @@ class Session:
             load = startup.stage_loader(self._config, self._transport, model_file, self._layout.layers[0])
             deliver = self._deliver if self._transport.sends_from_any_thread else self._inbox.put
             self._runner = Runner(0, load, self._inbox.put, deliver)
+            self._inbox.relieved = self._runner.relief_s
         self.vocab = Vocab(model_file, self._config.model)
         self._ends = frozenset(self.vocab.end_tokens)
         loaded: dict[int, dict[str, Any]] = {}
@@ -163,19 +164,32 @@ class Session:
         stats = stats if stats is not None else RequestStats()
         self.last_request = stats
         sampler = Sampler(sampling, self.vocab, self.n_ctx)
+        request = Request(next(self._request_ids), prompt, n_predict)
         try:
             sampler.accept(prompt)
             decoder = TextDecoder(self.vocab)
             stats.seed, stats.n_prompt, stats.arrived = sampler.seed, len(prompt), time.monotonic()
             stats.ranks = [RankStats(r.rank, r.host, r.layers, r.threads) for r in self.ranks]
-            request = Request(next(self._request_ids), prompt, n_predict)
             for token in self._run(request, sampler, stats):
                 yield Token(token, decoder.push(token))
             if rest := decoder.finish():
                 yield Token(-1, rest)
+        except GeneratorExit:  # the caller wants no more of it: the next request must find nothing in the way
+            self._abandon(request)
+            raise
         finally:
             sampler.close()
+            self._results.clear()
             stats.ended = time.monotonic()
+
+    def _abandon(self, request: Request) -> None:
+        actions = self._handle(Stop(request.id))
+        while not any(isinstance(action, Finished) for action in actions):
+            for action in actions:
+                if isinstance(action, Cancel):
+                    self._cancel(action.runs)
+            event = self._next_event()
+            actions = self._handle(RunEnded(event.run)) if isinstance(event, RunResult) else []
 
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats) -> Iterator[int]:
         todo = collections.deque(self._handle(Arrived(request, sampler.want())))
@@ -246,6 +260,7 @@ class Session:
             following = self._layout.next_of(0)
             assert following is not None
             self._transport.send(following, Kind.RUN, outcome.message)
+            self._inbox.wake()  # from now on an answer may come
 
     # Events
 

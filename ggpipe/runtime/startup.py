@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import llama_cpp
-
 import ggpipe
 from ggpipe.config import EngineConfig
 from ggpipe.core.layout import Layout, lay_out
@@ -37,7 +35,7 @@ def hello(transport: Transport, model_file: ModelFile) -> dict[str, Any]:
         "host": transport.host,
         "model": model_file.fingerprint,
         "ggpipe": ggpipe.__version__,
-        "libllama": llama_cpp.__version__,
+        "libllama": machine.libllama_version(),
         "features": sorted(machine.cpu_features()),
     }
 

@@ -1,0 +1,171 @@
+"""Who may import whom, what a mere --help may load, and that libllama is in a process only once.
+
+cli > display | runtime | sim > transport | engine > core > config > errors
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ggpipe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = (  # the lowest first
+    {"errors"},
+    {"config"},
+    {"core"},
+    {"transport", "engine"},
+    {"display", "runtime", "sim"},
+    {"cli"},
+    {"__main__"},
+)
+EXCEPTIONS = {("display", "runtime.stats")}  # (part, module): across one layer
+
+IMPURE = {
+    "asyncio", "concurrent", "ctypes", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "sched",
+    "secrets", "select", "selectors", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid",
+}  # fmt: skip
+
+
+def modules_imported(source: str) -> Iterator[str]:
+    """All modules that a file imports, wherever in it; `ggpipe.a.b` for `from ggpipe.a import b` of a module b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not our style"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if is_our_module(inner) else node.module
+
+
+def is_our_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return name == "ggpipe._native" or path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def part_of(path: Path) -> str:
+    """The part that a file belongs to: `core`, `cli`, `errors`, ..."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def level(part: str) -> int:
+    (found,) = (i for i, parts in enumerate(LAYERS) if part in parts)
+    return found
+
+
+def imports(path: Path) -> list[str]:
+    return sorted(set(modules_imported(path.read_text())))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(path) for path in FILES} - {"__init__"}
+    assert {"errors", "config", "core", "transport", "engine", "runtime", "cli"} <= parts
+    assert parts <= set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_imports_go_down(path: Path) -> None:
+    ours = [module for module in imports(path) if module.split(".")[0] == "ggpipe"]
+    part = part_of(path)
+    if part == "__init__":
+        assert not ours
+        return
+    for module in ours:
+        _, _, inner = module.partition(".")
+        other = inner.split(".")[0]
+        if other == "":  # the package itself: its version
+            assert level(part) >= level("transport")
+        elif other == "_native":
+            assert part == "engine"
+        elif other != part and (part, inner) not in EXCEPTIONS:
+            assert level(other) < level(part), f"{name(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if part_of(p) in ("core", "config", "errors")], ids=name)
+def test_core_is_pure(path: Path) -> None:
+    for module in imports(path):
+        top = module.split(".")[0]
+        allowed = {"pathlib"} if part_of(path) == "config" else set()
+        assert top == "ggpipe" or top in sys.stdlib_module_names - IMPURE | allowed, f"{name(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_only_the_engine_knows_libllama(path: Path) -> None:
+    if part_of(path) != "engine":
+        assert not [m for m in imports(path) if m.split(".")[0] == "llama_cpp" or m.startswith("ggpipe._native")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_only_its_transport_knows_mpi(path: Path) -> None:
+    if name(path) != "transport/mpi.py":
+        assert not [module for module in imports(path) if module.split(".")[0] == "mpi4py"]
+
+
+def test_imports_are_found_where_they_hide() -> None:
+    source = "def f():\n    if True:\n        from ggpipe.transport import mpi, nothing\n    import mpi4py.MPI as m"
+    assert set(modules_imported(source)) == {"ggpipe.transport.mpi", "ggpipe.transport", "mpi4py.MPI"}
+    assert list(modules_imported("from ggpipe import _native as native")) == ["ggpipe._native"]
+
+
+# What is loaded
+
+HEAVY = ("mpi4py.MPI", "llama_cpp", "ggpipe._native")
+
+
+def loaded_by(*arguments: str) -> tuple[set[str], str]:
+    """Modules that a Python process imports, and its stdout."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    return set(re.findall(r"^import time: .*\| *(\S+)$", done.stderr, re.MULTILINE)), done.stdout
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    modules, _ = loaded_by("-c", "import ggpipe")
+    assert "ggpipe" in modules
+    assert not [module for module in modules if module.startswith((*HEAVY, "mpi4py", "numpy", "typer"))]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["demo", "--help"]])
+def test_help_starts_no_mpi_and_loads_no_libllama(arguments: list[str]) -> None:
+    modules, out = loaded_by("-m", "ggpipe", *arguments)
+    assert "ggpipe.cli" in modules
+    assert "ggpipe" in out.lower()
+    assert not modules.intersection(HEAVY)
+
+
+def test_the_list_of_loaded_modules_would_show_them() -> None:
+    modules, _ = loaded_by("-c", "import ggpipe.engine.libllama, ggpipe.transport.mpi")
+    assert set(HEAVY) <= modules
+
+
+def test_one_libllama_and_one_ggml_in_a_process() -> None:
+    """The wheel holds its libraries under several names, as different files: two would mean two of all state."""
+    script = (
+        "import ggpipe.engine.stage, ggpipe.engine.vocab, ggpipe.engine.sampling, ggpipe.runtime.startup\n"
+        "from ggpipe.engine.libllama import native\n"
+        "native.cpu_features()\n"
+        "print(open('/proc/self/maps').read())"
+    )
+    command = [sys.executable, "-c", script]
+    maps = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout
+    found: dict[str, set[tuple[str, str]]] = {}
+    for line in maps.splitlines():
+        if match := re.search(r"/(libllama|libggml[a-z-]*)\.so[^/]*$", line):
+            _, _, _, device, inode, _ = line.split(maxsplit=5)
+            found.setdefault(match[1], set()).add((device, inode))
+    assert {"libllama", "libggml", "libggml-base"} <= set(found)
+    assert {library: len(files) for library, files in found.items()} == dict.fromkeys(found, 1)
