@@ -15,7 +15,7 @@ def ggml_version() -> str:
 def cpu_features() -> list[str]:
     """Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE."""
 
-def gguf_header(path: str) -> tuple[dict[str, int | float | str | bool], dict[str, int], list[tuple[str, int, int, str]], int] | None:
+def gguf_header(path: bytes) -> tuple[dict[str, int | float | str | bool], dict[str, int], list[tuple[str, int, int, str]], int] | None:
     """
     Scalar metadata, lengths of array metadata, tensors (name, offset in the file, bytes, type), and where the
     tensors' data begin. None when the file cannot be read; ggml logs why.
@@ -32,13 +32,13 @@ def set_timer_slack(nanoseconds: int) -> None:
 def top(logits: int, n_vocab: int, k: int, banned: Sequence[int]) -> tuple[list[int], list[float], float]:
     """
     The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and the row's
-    log-sum-exp. Banned tokens count as minus infinity.
+    log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.
     """
 
 class MappedModel:
     """A model's files, mapped read-only."""
 
-    def __init__(self, paths: Sequence[str]) -> None: ...
+    def __init__(self, paths: Sequence[bytes]) -> None: ...
 
 class Stage:
     """The native half of ggpipe.engine.stage.Stage; see native/stage.h."""

@@ -59,6 +59,8 @@ void populate(const Stage & stage, nb::callable progress) {
     }
 }
 
+nb::object text(const char * s) { return nb::steal(PyUnicode_DecodeUTF8(s, strlen(s), "replace")); }
+
 nb::object gguf_value(const gguf_context * g, int64_t key) {
     switch (gguf_get_kv_type(g, key)) {
         case GGUF_TYPE_UINT8: return nb::int_(gguf_get_val_u8(g, key));
@@ -72,15 +74,12 @@ nb::object gguf_value(const gguf_context * g, int64_t key) {
         case GGUF_TYPE_FLOAT32: return nb::float_(gguf_get_val_f32(g, key));
         case GGUF_TYPE_FLOAT64: return nb::float_(gguf_get_val_f64(g, key));
         case GGUF_TYPE_BOOL: return nb::bool_(gguf_get_val_bool(g, key));
-        case GGUF_TYPE_STRING: {
-            const char * s = gguf_get_val_str(g, key);
-            return nb::steal(PyUnicode_DecodeUTF8(s, strlen(s), "replace"));
-        }
+        case GGUF_TYPE_STRING: return text(gguf_get_val_str(g, key));
         default: return nb::none();
     }
 }
 
-nb::object gguf_header(const std::string & path) {
+nb::object gguf_header(nb::bytes path) {
     gguf_context * g = nullptr;
     {
         nb::gil_scoped_release release;
@@ -89,12 +88,12 @@ nb::object gguf_header(const std::string & path) {
     if (!g) return nb::none();
     nb::dict metadata, lengths;
     for (int64_t i = 0; i < gguf_get_n_kv(g); i++) {
-        if (gguf_get_kv_type(g, i) == GGUF_TYPE_ARRAY) lengths[gguf_get_key(g, i)] = gguf_get_arr_n(g, i);
-        else metadata[gguf_get_key(g, i)] = gguf_value(g, i);
+        if (gguf_get_kv_type(g, i) == GGUF_TYPE_ARRAY) lengths[text(gguf_get_key(g, i))] = gguf_get_arr_n(g, i);
+        else metadata[text(gguf_get_key(g, i))] = gguf_value(g, i);
     }
     nb::list tensors;
     for (int64_t i = 0; i < gguf_get_n_tensors(g); i++) {
-        tensors.append(nb::make_tuple(gguf_get_tensor_name(g, i), gguf_get_data_offset(g) + gguf_get_tensor_offset(g, i),
+        tensors.append(nb::make_tuple(text(gguf_get_tensor_name(g, i)), gguf_get_data_offset(g) + gguf_get_tensor_offset(g, i),
                                       gguf_get_tensor_size(g, i), ggml_type_name(gguf_get_tensor_type(g, i))));
     }
     nb::object result = nb::make_tuple(metadata, lengths, tensors, gguf_get_data_offset(g));
@@ -128,7 +127,7 @@ NB_MODULE(_native, m) {
     m.def("ggml_version", [] { return std::string(ggml_version()); }, "The loaded ggml's version.");
     m.def("cpu_features", cpu_features, "Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE.");
     m.def("gguf_header", gguf_header, "path"_a,
-          nb::sig("def gguf_header(path: str) -> tuple[dict[str, int | float | str | bool], dict[str, int], "
+          nb::sig("def gguf_header(path: bytes) -> tuple[dict[str, int | float | str | bool], dict[str, int], "
                   "list[tuple[str, int, int, str]], int] | None"),
           "Scalar metadata, lengths of array metadata, tensors (name, offset in the file, bytes, type), and where the\n"
           "tensors' data begin. None when the file cannot be read; ggml logs why.");
@@ -141,10 +140,14 @@ NB_MODULE(_native, m) {
         return std::make_tuple(std::move(row.ids), std::move(row.logits), row.log_sum_exp);
     }, "logits"_a, "n_vocab"_a, "k"_a, "banned"_a,
        "The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and the row's\n"
-       "log-sum-exp. Banned tokens count as minus infinity.");
+       "log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.");
 
     nb::class_<MappedModel>(m, "MappedModel", "A model's files, mapped read-only.")
-        .def(nb::init<const std::vector<std::string> &>(), "paths"_a);
+        .def("__init__", [](MappedModel * model, const std::vector<nb::bytes> & paths) {
+            std::vector<std::string> names;
+            for (const auto & path : paths) names.emplace_back(path.c_str(), path.size());
+            new (model) MappedModel(names);
+        }, "paths"_a);
 
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.engine.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a)

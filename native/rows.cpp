@@ -30,6 +30,13 @@ TopRow top(const float * logits, size_t n_vocab, size_t k, const std::vector<int
             best.pop_back();
         }
     }
+    std::sort_heap(best.begin(), best.end(), worse_first);
+    TopRow row{{}, {}, NAN};
+    for (auto & [logit, minus_id] : best) {
+        row.logits.push_back(logit);
+        row.ids.push_back(-minus_id);
+    }
+    if (k <= 1) return row;
     double sum = 0;
     next_skip = skip.begin();
     for (size_t i = 0; i < n_vocab; i++) {
@@ -39,12 +46,7 @@ TopRow top(const float * logits, size_t n_vocab, size_t k, const std::vector<int
         }
         sum += std::exp(logits[i] - max);
     }
-    std::sort_heap(best.begin(), best.end(), worse_first);
-    TopRow row{{}, {}, double(max) + std::log(sum)};
-    for (auto & [logit, minus_id] : best) {
-        row.logits.push_back(logit);
-        row.ids.push_back(-minus_id);
-    }
+    row.log_sum_exp = double(max) + std::log(sum);
     return row;
 }
 

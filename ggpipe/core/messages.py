@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 
 class KvKind(enum.IntEnum):
@@ -74,9 +75,10 @@ class RowLogits:
 
     row: int
     ids: tuple[int, ...] | None
-    logits: object
-    """TOP: floats, as many as ids. FULL: a float32 buffer of the vocabulary's size."""
+    logits: Any
+    """TOP: floats, as many as ids. FULL: a float32 array of the vocabulary's size."""
     log_sum_exp: float
+    """Of all logits; not a number when only the best one was wanted, which does not need it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class ModelFile:
         start()
         paths: tuple[Path, ...] = (path,)
         header = _read_header(path)
-        count = int(header.metadata.get("split.count", 1))
+        count = _whole(header.metadata.get("split.count", 1))
         if count > 1:
             paths = _siblings(path, count)
         tensors: dict[str, TensorInfo] = {}
@@ -71,7 +72,7 @@ class ModelFile:
     @property
     def n_layer(self) -> int:
         """Layers (blocks), those for multi-token prediction included."""
-        return int(self.metadata.get(f"{self.architecture}.block_count", 0))
+        return _whole(self.metadata.get(f"{self.architecture}.block_count", 0))
 
     @property
     def n_bytes(self) -> int:
@@ -104,6 +105,11 @@ class _Header:
     data_offset: int
 
 
+def _whole(value: int | float | str | bool) -> int:
+    """A metadata value that must be a whole number; 0 where it is none, as in a damaged file."""
+    return value if isinstance(value, int) else 0
+
+
 def _read_header(path: Path) -> _Header:
     try:
         with path.open("rb") as f:
@@ -113,9 +119,9 @@ def _read_header(path: Path) -> _Header:
     if magic != b"GGUF":
         raise ModelError(f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py")
     logged_errors()
-    header = native.gguf_header(str(path))
+    header = native.gguf_header(os.fsencode(path))
     if header is None:
-        why = "; ".join(line.removeprefix("gguf_init_from_file_impl: ") for line in logged_errors()[:1])
+        why = "; ".join(re.sub(r"^\w+: ", "", line) for line in logged_errors()[:1])
         raise ModelError(f"{path} is a damaged or truncated GGUF file ({why or 'unreadable header'}); copy it again")
     return _Header(*header)
 

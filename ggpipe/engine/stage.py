@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.config import ContextConfig, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, RowLogits, Run, WantKind
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
 from ggpipe.engine.libllama import lib, logged_errors, native, start
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.model_params import context_params, model_params, place_layers
 from ggpipe.errors import ModelError, RunError, UsageError
+
+_INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
 
 Progress = Callable[[int, int], None]
 """Called while loading with bytes done and bytes in all."""
@@ -90,7 +93,7 @@ class Stage:
         counts = [(up, a), (local, b - a + self.is_last), (down, self._file.n_layer + (not self.is_last) - b)]
         place_layers(params, counts, self._keep)
         mapped = config.load_mode in ("mmap", "mmap+mlock")
-        mapping = native.MappedModel([str(p) for p in self._file.paths]) if mapped else None
+        mapping = native.MappedModel([os.fsencode(p) for p in self._file.paths]) if mapped else None
         total = self._file.n_bytes
 
         def tell(done: int) -> None:
@@ -106,7 +109,7 @@ class Stage:
         logged_errors()
         self._native.begin_load(mapping)
         try:
-            self._model = lib.llama_model_load_from_file(str(self._file.paths[0]).encode(), params)
+            self._model = lib.llama_model_load_from_file(os.fsencode(self._file.paths[0]), params)
         finally:
             self._native.end_load()
         if not self._model:
@@ -137,21 +140,22 @@ class Stage:
     def _apply_loras(self, config: ModelConfig) -> None:
         adapters, scales = [], []
         for path, scale in config.loras:
-            adapter = lib.llama_adapter_lora_init(self._model, str(path).encode()) if path.is_file() else None
+            adapter = lib.llama_adapter_lora_init(self._model, os.fsencode(path)) if path.is_file() else None
             if not adapter:
                 why = _last_error() if path.is_file() else "no such file"
                 raise ModelError(f"--lora {path}: {why}")
             adapters.append(adapter)
             scales.append(scale)
         if adapters:
-            pointers = (ctypes.c_void_p * len(adapters))(*adapters)
+            pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
             factors = (ctypes.c_float * len(scales))(*scales)
-            lib.llama_set_adapters_lora(self._context, pointers, len(adapters), factors)
+            if lib.llama_set_adapters_lora(self._context, pointers, len(adapters), factors) != 0:
+                raise ModelError(f"--lora: these adapters do not go together: {_last_error()}")
 
     def _dry_run(self) -> Cut:
         """Decode one token of nothing: warms the stage up, and shows whether the cut is sound."""
         token = max(int(lib.llama_vocab_bos(lib.llama_model_get_vocab(self._model))), 0)
-        self._batch.fill([token], [0], [(0,)], [self.is_last])
+        self._batch.fill((Row(token, 0, (0,), 0, 0),), self.is_last)
         self._native.begin_run(0, None, 0)
         status = lib.llama_decode(self._context, self._batch.struct)
         self._native.end_run()
@@ -190,13 +194,7 @@ class Stage:
         self.apply(run.ops)
         if run.cancelled or not run.rows:
             return Outcome(np.zeros(headroom, np.uint8), (), 0.0, run.cancelled)
-        flags = [self.is_last and row.want >= 0 for row in run.rows]
-        self._batch.fill(
-            [row.token for row in run.rows],
-            [row.pos for row in run.rows],
-            [row.seqs for row in run.rows],
-            flags,
-        )
+        self._batch.fill(run.rows, self.is_last)
         self._native.begin_run(run.id, incoming, headroom)
         start_s = time.perf_counter()
         status = lib.llama_decode(self._context, self._batch.struct)
@@ -257,36 +255,34 @@ class _Batch:
     """A `llama_batch` over arrays that are filled again for each run."""
 
     def __init__(self, n_rows: int, n_seq: int) -> None:
-        self._tokens = np.zeros(n_rows, np.int32)
-        self._pos = np.zeros(n_rows, np.int32)
-        self._n_seq = np.zeros(n_rows, np.int32)
-        self._seqs = np.zeros((n_rows, n_seq), np.int32)
-        self._seq_rows = self._seqs.ctypes.data + np.arange(n_rows, dtype=np.uint64) * np.uint64(4 * n_seq)
-        self._flags = np.zeros(n_rows, np.int8)
-        self.struct = lib.llama_batch()
-        kinds = {field[0]: field[1] for field in lib.llama_batch._fields_}
-        arrays = {
-            "token": self._tokens,
-            "pos": self._pos,
-            "n_seq_id": self._n_seq,
-            "seq_id": self._seq_rows,
-            "logits": self._flags,
-        }
-        for name, array in arrays.items():
-            kind: Any = kinds[name]
-            setattr(self.struct, name, ctypes.cast(array.ctypes.data, kind))
+        self._n_rows, self._n_seq = n_rows, n_seq
+        self._tokens = (ctypes.c_int32 * n_rows)()
+        self._pos = (ctypes.c_int32 * n_rows)()
+        self._counts = (ctypes.c_int32 * n_rows)()
+        self._seqs = (ctypes.c_int32 * (n_rows * n_seq))()
+        start = ctypes.addressof(self._seqs)
+        pointer = ctypes.POINTER(ctypes.c_int32)
+        self._seq_rows = (pointer * n_rows)(*(ctypes.cast(start + 4 * n_seq * i, pointer) for i in range(n_rows)))
+        self._flags = (ctypes.c_int8 * n_rows)()
+        self.struct = lib.llama_batch(
+            0, self._tokens, None, self._pos, self._counts, self._seq_rows, ctypes.cast(self._flags, _INT8_POINTER)
+        )
 
-    def fill(self, tokens: list[int], pos: list[int], seqs: list[tuple[int, ...]], flags: list[bool]) -> None:
-        n = len(tokens)
-        if n > len(self._tokens):
-            raise RunError(f"a run of {n} rows is longer than -ub {len(self._tokens)}")
+    def fill(self, rows: Sequence[Row], outputs: bool) -> None:
+        """Take over a run's rows; with `outputs`, those that want something are flagged."""
+        n = len(rows)
+        if n > self._n_rows:
+            raise RunError(f"a run of {n} rows is longer than -ub {self._n_rows}")
         self.struct.n_tokens = n
-        self._tokens[:n] = tokens
-        self._pos[:n] = pos
-        self._flags[:n] = flags
-        for i, ids in enumerate(seqs):
-            self._n_seq[i] = len(ids)
-            self._seqs[i, : len(ids)] = ids
+        tokens, pos, counts, seqs, flags = self._tokens, self._pos, self._counts, self._seqs, self._flags
+        for i, row in enumerate(rows):
+            tokens[i] = row.token
+            pos[i] = row.pos
+            flags[i] = outputs and row.want >= 0
+            counts[i] = len(row.seqs)
+            at = i * self._n_seq
+            for k, seq in enumerate(row.seqs):
+                seqs[at + k] = seq
 
 
 def _last_error() -> str:

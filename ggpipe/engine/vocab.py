@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import os
 from typing import Any
 
 from ggpipe.config import ModelConfig
@@ -23,7 +24,7 @@ class Vocab:
         params = model_params(config, keep)
         params.vocab_only = True
         logged_errors()
-        self._model: Any = lib.llama_model_load_from_file(str(model_file.paths[0]).encode(), params)
+        self._model: Any = lib.llama_model_load_from_file(os.fsencode(model_file.paths[0]), params)
         if not self._model:
             raise ModelError(f"cannot read the vocabulary of {model_file.paths[0]}: {'; '.join(logged_errors()[:1])}")
         self.pointer = lib.llama_model_get_vocab(self._model)

@@ -66,7 +66,7 @@ class Inbox(Generic[T]):
         self.take_run: Callable[[Message], None] | None = None
         """Who gets runs instead of `next`'s caller; called from the thread that polls."""
         self.relieved: Callable[[], float | None] = lambda: None
-        """Seconds for which the main thread may stop polling, because somebody else polls or nothing can come; or None."""
+        """Seconds for which the main thread may stop polling: somebody else polls, or nothing can come; or None."""
         transport.set_waker(self._bell.ring)
 
     def put(self, notice: T) -> None:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ggpipe.core.messages import Run, RunResult, Span
 from ggpipe.engine.stage import Stage
 from ggpipe.errors import GgpipeError, RunError
@@ -67,6 +65,7 @@ Notice = Loading | Loaded | Outcome | Broke
 @dataclass(frozen=True, slots=True)
 class _Job:
     run: Run
+    header: bytes
     spans: tuple[Span, ...]
     incoming: Payload | None
 
@@ -101,9 +100,11 @@ class Runner:
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Run, spans: tuple[Span, ...] = (), incoming: Payload | None = None) -> None:
-        """Compute a run. `spans`: the stages' before this one; `incoming`: what the last of them put out."""
-        self._jobs.append(_Job(run, spans, incoming))
+    def submit(
+        self, run: Run, header: bytes = b"", spans: tuple[Span, ...] = (), incoming: Payload | None = None
+    ) -> None:
+        """Compute a run. `header` and `spans`: as the rank before this one sent them; `incoming`: what it put out."""
+        self._jobs.append(_Job(run, header, spans, incoming))
         self._bell.ring()
 
     def cancel(self, runs: tuple[int, ...]) -> None:
@@ -173,8 +174,9 @@ class Runner:
         run = job.run
         if run.id in self._cancelled:
             run = replace(run, cancelled=True)
+        header = b"" if stage.is_last else (job.header or codec.run_header(run))
         span = Span(self._rank, 0.0, 0.0, 0)
-        headroom = 0 if stage.is_last else len(codec.run_header(run, (*job.spans, span)))
+        headroom = 0 if stage.is_last else len(codec.header_with(header, (*job.spans, span), False))
         outcome = stage.decode(run, job.incoming, headroom)
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
@@ -183,6 +185,5 @@ class Runner:
             return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled), span)
         message = outcome.outgoing
         span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, len(message))
-        header = codec.run_header(run, (*job.spans, span))
-        message[:headroom] = np.frombuffer(header, np.uint8)
+        message.data[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
         return Passed(run.id, message, span)

@@ -9,6 +9,7 @@ with Session(transport, config) as session:
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +136,7 @@ class Session:
         self.n_ctx = own_loaded.stage.n_ctx if own_loaded else next(iter(loaded.values()))["n_ctx"]
         context = self._config.context
         in_flight = len(self._layout.stages) + 1
+        gc.freeze()  # what is there now stays: the collector need not look at it again
         self._scheduler = Scheduler(Limits(self.n_ctx, context.n_batch, context.n_ubatch, in_flight))
 
     # Serving
@@ -242,7 +244,7 @@ class Session:
         if self._runner is not None:
             self._runner.submit(run)
         else:
-            header = codec.run_header(run, ())
+            header = codec.header_with(codec.run_header(run), (), False)
             self._transport.send(self._layout.stages[0], Kind.RUN, codec.as_payload(header))
 
     def _cancel(self, runs: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -83,6 +84,7 @@ class Worker:
             case Loading(done, total):
                 self._tell("loading", rank=self._transport.rank, done=done, all=total)
             case Loaded(stage, load_s):
+                gc.freeze()  # what is there now stays: the collector need not look at it again
                 self._tell(
                     "loaded",
                     rank=self._transport.rank,
@@ -100,8 +102,8 @@ class Worker:
 
     def _take_run(self, message: Message) -> None:
         assert self._runner is not None
-        run, spans, at = codec.read_run(message.payload)
-        self._runner.submit(run, spans, message.payload[at:])
+        run, header, spans, at = codec.read_run(message.payload)
+        self._runner.submit(run, header, spans, message.payload[at:])
 
     def _deliver(self, outcome: Outcome) -> None:
         """Send on what came of a run; from the stage's thread where the transport allows."""
