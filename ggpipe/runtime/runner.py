@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from ggpipe.core.messages import Run, RunResult, Span
 from ggpipe.engine.stage import Stage
 from ggpipe.errors import GgpipeError, RunError
-from ggpipe.runtime.inbox import Bell, poll_interval
+from ggpipe.runtime.inbox import Bell, Pace
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
 
-_LOOK_S, _LOOK_QUIET_S = 1e-3, 20e-3
+_LOOK_LEAST_S, _LOOK_MOST_S = 1e-3, 10e-3
+_SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,11 @@ class Runner:
         self._pump = pump
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
-        self._last_active = time.monotonic()
+        self._pace = Pace(self.rehearse)
+        self._last_run_s = 0.0
+        self._last_job: _Job | None = None
+        self._last_message: Payload | None = None
+        self._last_result: RunResult | None = None
         self._cancelled: set[int] = set()
         self._last_done = -1
         self._computing: int | None = None
@@ -100,11 +105,17 @@ class Runner:
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, run: Run, header: bytes = b"", spans: tuple[Span, ...] = (), incoming: Payload | None = None
-    ) -> None:
-        """Compute a run. `header` and `spans`: as the rank before this one sent them; `incoming`: what it put out."""
-        self._jobs.append(_Job(run, header, spans, incoming))
+    def submit(self, run: Run) -> None:
+        """Compute a run as the first stage."""
+        self._jobs.append(_Job(run, b"", (), None))
+        self._bell.ring()
+
+    def submit_message(self, message: Payload) -> None:
+        """Compute the run of a message from the rank before this one."""
+        run, header, spans, at = codec.read_run(message)
+        if len(message) <= _SMALL_BYTES:
+            self._last_message = message
+        self._jobs.append(_Job(run, header, spans, message[at:]))
         self._bell.ring()
 
     def cancel(self, runs: tuple[int, ...]) -> None:
@@ -133,7 +144,6 @@ class Runner:
                 self._computing = job.run.id
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
-                self._last_active = time.monotonic()
                 self._cancelled.discard(job.run.id)
                 self._deliver(outcome)
             self._stage = None
@@ -149,25 +159,35 @@ class Runner:
         start = time.monotonic()
         while not self._closing:
             if self._jobs:
+                self._pace.ended(time.monotonic() - start)
                 return self._jobs.popleft()
             if self._pump is None:
                 self._bell.wait(None)
             elif not self._pump():
-                now = time.monotonic()
-                self._bell.wait(poll_interval(now - start))
+                self._bell.wait(self._pace.interval(time.monotonic() - start))
         return None
+
+    def rehearse(self) -> None:
+        """Go through the Python that a run takes, without effect; see `Pace`. Only while no run is being computed."""
+        job, stage = self._last_job, self._stage
+        if job is None or stage is None:
+            return
+        if self._last_message is not None:
+            codec.read_run(self._last_message)
+        codec.header_with(job.header or codec.run_header(job.run), job.spans, False)
+        stage.rehearse(job.run)
+        if self._last_result is not None:
+            codec.result_message(self._last_result)
 
     def relief_s(self) -> float | None:
         """Seconds for which the main thread may stop polling; None when it must poll by itself.
 
-        While the stage computes, the main thread looks every millisecond: often enough to cancel what is computed, and
-        seldom enough not to take the GIL when the stage's thread needs it. Else this thread polls, if it has a `pump`.
+        While the stage computes, the main thread looks a few times in a run: often enough to cancel what is computed,
+        and seldom enough not to take the core and the GIL from it. Else this thread polls, if it has a `pump`.
         """
-        if self._computing is not None:
-            return _LOOK_S
-        if self._pump is None or self._stage is None:
+        if self._computing is None and (self._pump is None or self._stage is None):
             return None
-        return _LOOK_S if time.monotonic() - self._last_active < 1 else _LOOK_QUIET_S
+        return min(max(self._last_run_s / 4, _LOOK_LEAST_S), _LOOK_MOST_S)
 
     def _compute(self, stage: Stage, job: _Job) -> Outcome:
         start = time.perf_counter()
@@ -178,11 +198,15 @@ class Runner:
         span = Span(self._rank, 0.0, 0.0, 0)
         headroom = 0 if stage.is_last else len(codec.header_with(header, (*job.spans, span), False))
         outcome = stage.decode(run, job.incoming, headroom)
+        self._last_run_s = outcome.compute_s
+        if len(run.rows) == 1:
+            self._last_job = replace(job, incoming=None)
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
         if stage.is_last:
             span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, 0)
-            return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled), span)
+            self._last_result = RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled)
+            return Ended(self._last_result, span)
         message = outcome.outgoing
         span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, len(message))
         message.data[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)

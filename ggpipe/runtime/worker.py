@@ -102,8 +102,7 @@ class Worker:
 
     def _take_run(self, message: Message) -> None:
         assert self._runner is not None
-        run, header, spans, at = codec.read_run(message.payload)
-        self._runner.submit(run, header, spans, message.payload[at:])
+        self._runner.submit_message(message.payload)
 
     def _deliver(self, outcome: Outcome) -> None:
         """Send on what came of a run; from the stage's thread where the transport allows."""
