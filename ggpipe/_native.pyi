@@ -3,10 +3,6 @@ ggml devices that hold a part of a model, the wire between them, and rows of log
 """
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
-
-import numpy
-from numpy.typing import NDArray
 
 
 def ggml_version() -> str:
@@ -59,13 +55,13 @@ class Stage:
         Read the mapped weights into memory; tells bytes done and bytes in all.
         """
 
-    def begin_run(self, run: int, incoming: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, headroom: int) -> None:
+    def begin_run(self, run: int, incoming: bytes | bytearray | memoryview | None, headroom: int) -> None:
         """
-        Before llama_decode: the bytes from the rank before this one, which must stay until end_run, and how many
-        bytes to leave free in front of those for the next.
+        Before llama_decode: the bytes from the rank before this one, which must stay as they are until end_run, and
+        how many bytes to leave free in front of those for the next.
         """
 
-    def end_run(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    def end_run(self) -> bytearray:
         """After llama_decode: the headroom, then the bytes for the next rank."""
 
     def cancel(self, run: int) -> None:

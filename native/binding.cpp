@@ -1,6 +1,5 @@
 // The Python module `ggpipe._native`; `ggpipe/_native.pyi` says what each name does for a caller.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -13,7 +12,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <functional>
 #include <optional>
 
 #include "gguf.h"
@@ -27,15 +25,21 @@ using namespace ggpipe;
 
 namespace {
 
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using OwnedBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
-
-// The run's outgoing bytes as an array that owns them: sent as they are, no copy.
-OwnedBytes take_outgoing(Stage & stage) {
-    auto * bytes = new std::vector<uint8_t>(std::move(stage.wire.out));
-    nb::capsule owner(bytes, [](void * p) noexcept { delete (std::vector<uint8_t> *) p; });
-    return OwnedBytes(bytes->data(), {bytes->size()}, owner);
+// The run's outgoing bytes as a bytearray. One copy: it costs less than an array that owns the vector.
+nb::object take_outgoing(Stage & stage) {
+    auto & out = stage.wire.out;
+    return nb::steal(PyByteArray_FromStringAndSize((const char *) out.data(), out.size()));
 }
+
+// A view of any bytes-like object.
+struct View {
+    Py_buffer buffer = {};
+    explicit View(nb::handle object) {
+        if (!object.is_none() && PyObject_GetBuffer(object.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    }
+    ~View() { PyBuffer_Release(&buffer); }
+    View(const View &) = delete;
+};
 
 // Pulls the stage's mapped weights into memory, 16 MiB at a time; `progress` gets bytes done and bytes in all.
 void populate(const Stage & stage, nb::callable progress) {
@@ -159,13 +163,15 @@ NB_MODULE(_native, m) {
         .def("populate", populate, "progress"_a,
              nb::sig("def populate(self, progress: collections.abc.Callable[[int, int], object]) -> None"),
              "Read the mapped weights into memory; tells bytes done and bytes in all.")
-        .def("begin_run", [](Stage & s, int64_t run, std::optional<Bytes> incoming, size_t headroom) {
-            s.begin_run(run, incoming ? incoming->data() : nullptr, incoming ? incoming->size() : 0, headroom);
+        .def("begin_run", [](Stage & s, int64_t run, nb::object incoming, size_t headroom) {
+            View view(incoming);
+            s.begin_run(run, (const uint8_t *) view.buffer.buf, view.buffer.len, headroom);
         }, "run"_a, "incoming"_a.none(), "headroom"_a,
-           "Before llama_decode: the bytes from the rank before this one, which must stay until end_run, and how many\n"
-           "bytes to leave free in front of those for the next.")
+           nb::sig("def begin_run(self, run: int, incoming: bytes | bytearray | memoryview | None, headroom: int) -> None"),
+           "Before llama_decode: the bytes from the rank before this one, which must stay as they are until end_run, and\n"
+           "how many bytes to leave free in front of those for the next.")
         .def("end_run", [](Stage & s) { s.end_run(); return take_outgoing(s); },
-             "After llama_decode: the headroom, then the bytes for the next rank.")
+             nb::sig("def end_run(self) -> bytearray"), "After llama_decode: the headroom, then the bytes for the next rank.")
         .def("cancel", &Stage::cancel, "run"_a, "Stop this run if it is being computed. From any thread.")
         .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; }, "Tensors that the last run took from UP.")
         .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; }, "Tensors that the last run gave to DOWN.")

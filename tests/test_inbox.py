@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,12 +76,12 @@ def watched(*works: Callable[[], object]) -> None:
 
 
 def payload(n: int) -> Payload:
-    return np.array([n], "<i8").view(np.uint8)
+    return n.to_bytes(8, "little")
 
 
 def number(message: object) -> int:
     assert isinstance(message, Message)
-    return int(message.payload.view("<i8")[0])
+    return int.from_bytes(message.payload, "little")
 
 
 # Poll interval

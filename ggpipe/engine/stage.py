@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ggpipe.config import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
@@ -38,7 +37,7 @@ class Cut:
 class Outcome:
     """What came of a run: bytes for the next rank, or, on the last one, what its rows asked for."""
 
-    outgoing: NDArray[np.uint8]
+    outgoing: bytearray
     """`headroom` bytes for the caller, then what crosses to the next rank."""
     rows: tuple[RowLogits, ...]
     compute_s: float
@@ -189,7 +188,7 @@ class Stage:
         """Empty all sequences."""
         lib.llama_memory_clear(self._memory, True)
 
-    def decode(self, run: Run, incoming: NDArray[np.uint8] | None, headroom: int = 0) -> Outcome:
+    def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
         """Apply the run's operations and decode its rows.
 
         `incoming`: what the stage before this one put out, behind its headroom. `headroom`: bytes to leave free at
@@ -197,7 +196,7 @@ class Stage:
         """
         self.apply(run.ops)
         if run.cancelled or not run.rows:
-            return Outcome(np.zeros(headroom, np.uint8), (), 0.0, run.cancelled)
+            return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
         self._batch.fill(run.rows, self.is_last)
         self._native.begin_run(run.id, incoming, headroom)
         start_s = time.perf_counter()

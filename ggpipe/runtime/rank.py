@@ -16,7 +16,7 @@ from ggpipe.runtime.worker import Worker
 from ggpipe.transport.base import Transport
 from ggpipe.transport.local import LocalWorld
 
-_SWITCH_INTERVAL_S = 0.5e-3  # the main thread must get the GIL from the display soon when a message is there
+_SWITCH_INTERVAL_S = 0.1e-3  # the main thread must get the GIL from the display soon when a message is there
 _LEAVE_S = 5.0  # how long a rank waits for the others when all are to leave
 
 

@@ -109,13 +109,14 @@ class Runner:
         """Compute a run as the first stage."""
         self._jobs.append(_Job(run, b"", (), None))
         self._bell.ring()
+        time.sleep(0)  # let the stage's thread have the GIL
 
     def submit_message(self, message: Payload) -> None:
         """Compute the run of a message from the rank before this one."""
         run, header, spans, at = codec.read_run(message)
         if len(message) <= _SMALL_BYTES:
             self._last_message = message
-        self._jobs.append(_Job(run, header, spans, message[at:]))
+        self._jobs.append(_Job(run, header, spans, memoryview(message)[at:]))
         self._bell.ring()
 
     def cancel(self, runs: tuple[int, ...]) -> None:
@@ -200,7 +201,7 @@ class Runner:
         outcome = stage.decode(run, job.incoming, headroom)
         self._last_run_s = outcome.compute_s
         if len(run.rows) == 1:
-            self._last_job = replace(job, incoming=None)
+            self._last_job = job
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
         if stage.is_last:
@@ -209,5 +210,5 @@ class Runner:
             return Ended(self._last_result, span)
         message = outcome.outgoing
         span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, len(message))
-        message.data[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
+        message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
         return Passed(run.id, message, span)

@@ -249,7 +249,7 @@ class Session:
             self._runner.submit(run)
         else:
             header = codec.header_with(codec.run_header(run), (), False)
-            self._transport.send(self._layout.stages[0], Kind.RUN, codec.as_payload(header))
+            self._transport.send(self._layout.stages[0], Kind.RUN, header)
 
     def _cancel(self, runs: tuple[int, ...]) -> None:
         for rank in self._layout.stages:

@@ -7,10 +7,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-Payload = NDArray[np.uint8]
+Payload = bytes | bytearray | memoryview
 
 
 class Kind(enum.IntEnum):

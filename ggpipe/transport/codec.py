@@ -64,7 +64,7 @@ def header_with(header: bytes, spans: tuple[Span, ...], cancelled: bool) -> byte
 
 def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     """A run, its header without spans, the spans, and where the activations start."""
-    view = payload.data
+    view = memoryview(payload)
     _check_version(view)
     _, flags, n_spans, n_wants, run_id, epoch, n_rows, n_ops, n_seqs, n_banned, n_mask = _RUN.unpack_from(view)
     at = _RUN.size
@@ -113,12 +113,12 @@ def result_message(result: RunResult) -> Payload:
             n = len(row.ids)
             parts += [_ROW.pack(row.row, WantKind.TOP, n, row.log_sum_exp), _ints(row.ids)]
             parts.append(struct.pack(f"<{n}f", *row.logits))
-    return as_payload(b"".join(parts))
+    return b"".join(parts)
 
 
 def read_result(payload: Payload) -> RunResult:
     """The inverse of `result_message`."""
-    view = payload.data
+    view = memoryview(payload)
     _check_version(view)
     _, flags, n_spans, _, run, n_rows = _RESULT.unpack_from(view)
     spans, at = _read_spans(view, _RESULT.size, n_spans)
@@ -138,28 +138,23 @@ def read_result(payload: Payload) -> RunResult:
 
 def ids_message(ids: tuple[int, ...]) -> Payload:
     """Run ids to cancel, as one message."""
-    return as_payload(struct.pack(f"<{len(ids)}q", *ids))
+    return struct.pack(f"<{len(ids)}q", *ids)
 
 
 def read_ids(payload: Payload) -> tuple[int, ...]:
     """The inverse of `ids_message`."""
-    return struct.unpack(f"<{len(payload) // 8}q", payload.data)
+    return struct.unpack(f"<{len(payload) // 8}q", payload)
 
 
 def control_message(kind: str, **fields: Any) -> Payload:
     """A control message: JSON with its kind under "kind"."""
-    return as_payload(json.dumps({"kind": kind, **fields}).encode())
+    return json.dumps({"kind": kind, **fields}).encode()
 
 
 def read_control(payload: Payload) -> dict[str, Any]:
     """The inverse of `control_message`."""
     content: dict[str, Any] = json.loads(bytes(payload))
     return content
-
-
-def as_payload(data: bytes) -> Payload:
-    """Bytes as a transport takes them."""
-    return np.frombuffer(data, np.uint8)
 
 
 def _ints(values: Sequence[int]) -> bytes:

@@ -17,7 +17,6 @@ import mpi4py
 mpi4py.rc.thread_level = "serialized"
 mpi4py.rc.finalize = False  # Session.close does, or aborts: a failed rank must not wait for the others
 
-import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 from ggpipe.errors import LaunchError  # noqa: E402
@@ -69,7 +68,7 @@ class MpiTransport(Transport):
         )
         if arrived is None:
             return None
-        payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        payload = bytearray(status.Get_count(MPI.BYTE))
         source, kind = status.Get_source(), Kind(status.Get_tag())
         receiving = arrived.Irecv([payload, MPI.BYTE])
         while not receiving.Test():  # a matched message is on its way: this is the copy
