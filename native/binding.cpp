@@ -127,6 +127,7 @@ NB_MODULE(_native, m) {
     } catch (const std::exception & e) {
         throw nb::import_error(e.what());
     }
+    nb::set_leak_warnings(false);  // objects that live until the process ends are no leak
     m.doc() = "ggml devices that hold a part of a model, the wire between them, and rows of logits. Needs llama_cpp first.";
     m.def("ggml_version", [] { return std::string(ggml_version()); }, "The loaded ggml's version.");
     m.def("cpu_features", cpu_features, "Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE.");

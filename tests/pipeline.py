@@ -63,9 +63,9 @@ class Pipeline:
         incoming = None
         for stage in self.stages:
             outcome = stage.decode(run, incoming, HEADROOM)
-            assert not outcome.outgoing[:HEADROOM].any()
+            assert not any(outcome.outgoing[:HEADROOM])
             incoming = outcome.outgoing[HEADROOM:]
-            assert stage.is_last == (not incoming.size) or outcome.cancelled or not run.rows
+            assert stage.is_last == (not incoming) or outcome.cancelled or not run.rows
         return outcome
 
     def close(self) -> None:

@@ -41,10 +41,14 @@ def row_logits(draw: st.DrawFn) -> RowLogits:
 RESULTS = st.builds(RunResult, INT64, st.lists(row_logits(), max_size=4).map(tuple), SPANS, st.booleans())
 
 
+def header(run: Run, spans: tuple[Span, ...]) -> bytes:
+    return codec.header_with(codec.run_header(run), spans, run.cancelled)
+
+
 @given(RUNS, SPANS, st.binary(max_size=40))
 def test_runs(run: Run, spans: tuple[Span, ...], activations: bytes) -> None:
-    message = codec.as_payload(codec.run_header(run, spans) + activations)
-    read, read_spans, at = codec.read_run(message)
+    message = header(run, spans) + activations
+    read, _, read_spans, at = codec.read_run(message)
     assert read == run
     assert read_spans == spans
     assert bytes(message[at:]) == activations
@@ -52,9 +56,18 @@ def test_runs(run: Run, spans: tuple[Span, ...], activations: bytes) -> None:
 
 @given(RUNS, SPANS)
 def test_activations_start_at_a_multiple_of_8_bytes(run: Run, spans: tuple[Span, ...]) -> None:
-    header = codec.run_header(run, spans)
-    assert len(header) % 8 == 0
-    assert codec.read_run(codec.as_payload(header))[2] == len(header)
+    data = header(run, spans)
+    assert len(data) % 8 == 0
+    assert codec.read_run(data)[3] == len(data)
+
+
+@given(RUNS, SPANS, SPANS)
+def test_a_stage_hands_on_the_header_it_got(run: Run, spans: tuple[Span, ...], more: tuple[Span, ...]) -> None:
+    _, without_spans, before, _ = codec.read_run(header(run, spans))
+    assert without_spans[3:] == codec.run_header(run)[3:]
+    again, _, after, _ = codec.read_run(codec.header_with(without_spans, (*before, *more), run.cancelled))
+    assert again == run
+    assert after == (*spans, *more)
 
 
 @given(RUNS, st.data())
@@ -63,8 +76,8 @@ def test_the_header_is_as_long_with_a_placeholder(run: Run, data: st.DataObject)
     spans = data.draw(SPANS)
     others = data.draw(st.lists(SPANS.filter(len), min_size=len(spans), max_size=len(spans)))
     replaced = tuple(other[0] for other in others)
-    placeholder = codec.run_header(run, spans)
-    final = codec.run_header(replace(run, cancelled=not run.cancelled), replaced)
+    placeholder = header(run, spans)
+    final = header(replace(run, cancelled=not run.cancelled), replaced)
     assert len(placeholder) == len(final)
 
 
@@ -72,9 +85,9 @@ def test_the_header_is_as_long_with_a_placeholder(run: Run, data: st.DataObject)
 def test_a_row_mask_is_stepped_over(n_mask: int) -> None:
     """Room for later: a header that says that it has one has its activations behind it."""
     fields = "<BBBBqiIIIII"  # the last one is the mask's size in bytes
-    header = bytearray(codec.run_header(Run(1, 0, ()), ()))
-    struct.pack_into("<I", header, struct.calcsize(fields) - 4, n_mask)
-    at = codec.read_run(codec.as_payload(bytes(header) + bytes(n_mask + 8)))[2]
+    data = bytearray(header(Run(1, 0, ()), ()))
+    struct.pack_into("<I", data, struct.calcsize(fields) - 4, n_mask)
+    at = codec.read_run(bytes(data) + bytes(n_mask + 8))[3]
     assert at % 8 == 0
     assert 0 <= at - struct.calcsize(fields) - n_mask < 8
 
@@ -90,7 +103,7 @@ def test_a_branching_run() -> None:
     wants = (Want(WantKind.TOP, 40, (2, 3)), Want(WantKind.FULL, 1, (0,)))
     run = Run(2**40, 123, rows, ops, wants)
     spans = (Span(0, 0.25, 0.5, 4096), Span(1, 1e-6, 2e-6, 2**33))
-    read, read_spans, _ = codec.read_run(codec.as_payload(codec.run_header(run, spans)))
+    read, _, read_spans, _ = codec.read_run(header(run, spans))
     assert (read, read_spans) == (run, spans)
     assert [type(op.kind) for op in read.ops] == [KvKind] * 3
     assert [type(want.kind) for want in read.wants] == [WantKind] * 2
@@ -131,8 +144,8 @@ def test_control(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("version", [0, codec.VERSION + 1, 255])
 def test_another_version_is_refused_in_one_line(version: int) -> None:
-    run = codec.as_payload(codec.run_header(Run(1, 0, ()), ())).copy()
-    result = codec.result_message(RunResult(1, (), ())).copy()
+    run = bytearray(header(Run(1, 0, ()), ()))
+    result = bytearray(codec.result_message(RunResult(1, (), ())))
     run[0] = result[0] = version
     for read, message in ((codec.read_run, run), (codec.read_result, result)):
         with pytest.raises(RunError) as caught:

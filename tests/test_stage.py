@@ -320,7 +320,8 @@ def test_top_is_what_full_rows_say(folder: Path) -> None:
         order = np.lexsort((np.arange(len(full)), -expected))[:n]
         assert row.ids == tuple(order)
         np.testing.assert_array_equal(row.logits, full[order])
-        assert row.log_sum_exp == pytest.approx(np.logaddexp.reduce(expected.astype(np.float64)), rel=1e-6)
+        if n > 1:  # the best one alone does not need it
+            assert row.log_sum_exp == pytest.approx(np.logaddexp.reduce(expected.astype(np.float64)), rel=1e-6)
 
 
 def test_refuses_what_cannot_run(folder: Path) -> None:

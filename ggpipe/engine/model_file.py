@@ -43,7 +43,9 @@ class ModelFile:
         start()
         paths: tuple[Path, ...] = (path,)
         header = _read_header(path)
-        count = _whole(header.metadata.get("split.count", 1))
+        count = header.metadata.get("split.count", 1)
+        if not isinstance(count, int):
+            raise ModelError(f"{path} is damaged: its header counts {count!r} parts; copy it again")
         if count > 1:
             paths = _siblings(path, count)
         tensors: dict[str, TensorInfo] = {}
@@ -71,8 +73,9 @@ class ModelFile:
 
     @property
     def n_layer(self) -> int:
-        """Layers (blocks), those for multi-token prediction included."""
-        return _whole(self.metadata.get(f"{self.architecture}.block_count", 0))
+        """Layers (blocks), those for multi-token prediction included; 0 when the header does not say."""
+        count = self.metadata.get(f"{self.architecture}.block_count", 0)
+        return count if isinstance(count, int) else 0
 
     @property
     def n_bytes(self) -> int:
@@ -103,11 +106,6 @@ class _Header:
     array_lengths: dict[str, int]
     tensors: list[tuple[str, int, int, str]]
     data_offset: int
-
-
-def _whole(value: int | float | str | bool) -> int:
-    """A metadata value that must be a whole number; 0 where it is none, as in a damaged file."""
-    return value if isinstance(value, int) else 0
 
 
 def _read_header(path: Path) -> _Header:
