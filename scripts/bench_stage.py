@@ -124,9 +124,10 @@ def bench_single(path: Path, pairs: int) -> None:
     }
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     for i in range(pairs + 1):
-        for name, run in runs.items():
+        order = list(runs)[i % 3 :] + list(runs)[: i % 3]  # nobody always comes after the same one
+        for name in order:
             cpu = time.process_time()
-            prefill, decode = run()
+            prefill, decode = runs[name]()
             if i > 0:  # the first round warms up
                 times[name].append((prefill, decode, time.process_time() - cpu))
     print(f"\nsingle: one rank, -t 1, {N_PROMPT} prompt tokens, {N_DECODE} generated, {pairs} rounds in turn")

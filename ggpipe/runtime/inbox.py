@@ -17,14 +17,14 @@ T = TypeVar("T")
 # a hop stays a small share of what the hop took anyway, and a rank at rest costs next to nothing.
 _SHORTEST_S = 20e-6
 _IN_FLIGHT_S = 100e-6
-_LONGEST_S = 2e-3
+_LONGEST_S = 10e-3
 _WORTH_IT_S = 2e-3
 
 
 def poll_interval(quiet_s: float) -> float:
     """Seconds to the next poll after `quiet_s` seconds without a message.
 
-    1/20 of the time waited, between 20 and 100 µs; beyond 50 ms 1/500 of it, so 2 ms after a second.
+    1/20 of the time waited, between 20 and 100 µs; beyond 50 ms 1/500 of it, so 2 ms after a second, at most 10 ms.
     """
     if quiet_s < _IN_FLIGHT_S * 500:
         return min(max(quiet_s / 20, _SHORTEST_S), _IN_FLIGHT_S)
@@ -99,6 +99,7 @@ class Inbox(Generic[T]):
         self.relieved: Callable[[], float | None] = lambda: None
         """Seconds for which the main thread may stop polling: somebody else polls, or nothing can come; or None."""
         self.pace = Pace()
+        self._quiet_since = time.monotonic()
         transport.set_waker(self._bell.ring)
 
     def put(self, notice: T) -> None:
@@ -125,15 +126,16 @@ class Inbox(Generic[T]):
 
     def next(self, timeout_s: float) -> Message | T | None:
         """The next message or notice; None when `timeout_s` seconds passed without one."""
-        start = relief_end = time.monotonic()
+        start = time.monotonic()
         while True:
             came = self.pump()
+            now = time.monotonic()
             if self._arrived:
-                self.pace.ended(time.monotonic() - relief_end)
+                self.pace.ended(now - self._quiet_since)
+                self._quiet_since = now
                 return self._arrived.popleft()
             if came:  # a run, for somebody else; there may be more behind it
                 continue
-            now = time.monotonic()
             waited_s = now - start
             if waited_s >= timeout_s:
                 return None
@@ -141,6 +143,6 @@ class Inbox(Generic[T]):
                 self._bell.wait(timeout_s - waited_s)
             elif (relief_s := self.relieved()) is not None:
                 self._bell.wait(relief_s)
-                relief_end = time.monotonic()
+                self._quiet_since = time.monotonic()
             else:
-                self._bell.wait(self.pace.interval(now - relief_end))
+                self._bell.wait(self.pace.interval(now - self._quiet_since))

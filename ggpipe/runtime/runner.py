@@ -15,7 +15,7 @@ from ggpipe.runtime.inbox import Bell, Pace
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
 
-_LOOK_LEAST_S, _LOOK_MOST_S = 1e-3, 10e-3
+_LOOK_LEAST_S, _LOOK_MOST_S, _LOOK_QUIET_S = 1e-3, 10e-3, 50e-3
 _SMALL_BYTES = 1 << 16
 
 
@@ -94,6 +94,7 @@ class Runner:
         self._bell = Bell()
         self._pace = Pace(self.rehearse)
         self._last_run_s = 0.0
+        self._last_active = time.monotonic()
         self._last_job: _Job | None = None
         self._last_message: Payload | None = None
         self._last_result: RunResult | None = None
@@ -145,6 +146,7 @@ class Runner:
                 self._computing = job.run.id
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
+                self._last_active = time.monotonic()
                 self._cancelled.discard(job.run.id)
                 self._deliver(outcome)
             self._stage = None
@@ -188,6 +190,8 @@ class Runner:
         """
         if self._computing is None and (self._pump is None or self._stage is None):
             return None
+        if self._computing is None and time.monotonic() - self._last_active > 1:
+            return _LOOK_QUIET_S
         return min(max(self._last_run_s / 4, _LOOK_LEAST_S), _LOOK_MOST_S)
 
     def _compute(self, stage: Stage, job: _Job) -> Outcome:

@@ -210,6 +210,7 @@ class Session:
                     case Sample(_, run_id, row):
                         result = self._results.pop(run_id)
                         token = sampler.sample(next(r for r in result.rows if r.row == row))
+                        drawn = time.monotonic()
                         sampler.accept((token,))
                         ends = token in self._ends
                         todo.extend(self._handle(Sampled(request.id, token, ends, sampler.want())))
@@ -218,7 +219,7 @@ class Session:
                             assert isinstance(action, Submit)
                             self._submit(action.run)
                         if not ends:
-                            stats.token_times.append(time.monotonic())
+                            stats.token_times.append(drawn)
                             yield token
                     case Finished(_, reason):
                         stats.finish = reason.value

@@ -52,7 +52,7 @@ class RequestStats:
     n_prompt: int = 0
     arrived: float = 0.0
     token_times: list[float] = field(default_factory=list)
-    """When each generated token was out."""
+    """When each generated token was drawn."""
     ended: float | None = None
     finish: str = ""
     seed: int = 0
