@@ -180,10 +180,6 @@ class Stage:
                 case KvKind.KEEP:
                     lib.llama_memory_seq_keep(self._memory, op.seq)
 
-    def rehearse(self, run: Run) -> None:
-        """Go through the Python of `decode` without decoding, so that the CPU has it at hand."""
-        self._batch.fill(run.rows, self.is_last)
-
     def forget_all(self) -> None:
         """Empty all sequences."""
         lib.llama_memory_clear(self._memory, True)

@@ -18,7 +18,6 @@ T = TypeVar("T")
 _SHORTEST_S = 20e-6
 _IN_FLIGHT_S = 100e-6
 _LONGEST_S = 10e-3
-_WORTH_IT_S = 2e-3
 
 
 def poll_interval(quiet_s: float) -> float:
@@ -34,29 +33,19 @@ def poll_interval(quiet_s: float) -> float:
 class Pace:
     """How a thread waits between polls, once it knows how long its waits usually are.
 
-    Around the time at which the next message is due it looks as often as it can. A little before, it rehearses: goes
-    through the motions that the message will need, without effect. A decode streams gigabytes through the CPU's caches,
-    and Python that has to be fetched from memory again takes three times as long.
+    Around the time at which the next message is due it looks as often as it can.
     """
 
-    def __init__(self, rehearse: Callable[[], None] = lambda: None) -> None:
-        self._rehearse = rehearse
-        self._rehearsed = False
+    def __init__(self) -> None:
         self._usual_s = 0.0
 
     def interval(self, quiet_s: float) -> float:
         """Seconds to the next poll after `quiet_s` seconds without a message."""
-        usual_s = self._usual_s
-        if usual_s < _WORTH_IT_S or quiet_s > 1.5 * usual_s:
-            return poll_interval(quiet_s)
-        if not self._rehearsed and quiet_s > 0.6 * usual_s:
-            self._rehearsed = True
-            self._rehearse()
-        return _SHORTEST_S if quiet_s > 0.85 * usual_s else poll_interval(quiet_s)
+        due = 0.85 * self._usual_s < quiet_s < 1.5 * self._usual_s
+        return _SHORTEST_S if due else poll_interval(quiet_s)
 
     def ended(self, quiet_s: float) -> None:
         """A message came after `quiet_s` seconds."""
-        self._rehearsed = False
         if quiet_s < 1.0:  # longer: between requests
             self._usual_s += 0.3 * (quiet_s - self._usual_s)
 
@@ -98,7 +87,7 @@ class Inbox(Generic[T]):
         """Who gets runs instead of `next`'s caller; called from the thread that polls."""
         self.relieved: Callable[[], float | None] = lambda: None
         """Seconds for which the main thread may stop polling: somebody else polls, or nothing can come; or None."""
-        self.pace = Pace()
+        self._pace = Pace()
         self._quiet_since = time.monotonic()
         transport.set_waker(self._bell.ring)
 
@@ -131,7 +120,7 @@ class Inbox(Generic[T]):
             came = self.pump()
             now = time.monotonic()
             if self._arrived:
-                self.pace.ended(now - self._quiet_since)
+                self._pace.ended(now - self._quiet_since)
                 self._quiet_since = now
                 return self._arrived.popleft()
             if came:  # a run, for somebody else; there may be more behind it
@@ -145,4 +134,4 @@ class Inbox(Generic[T]):
                 self._bell.wait(relief_s)
                 self._quiet_since = time.monotonic()
             else:
-                self._bell.wait(self.pace.interval(now - self._quiet_since))
+                self._bell.wait(self._pace.interval(now - self._quiet_since))

@@ -16,7 +16,6 @@ from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
 
 _LOOK_LEAST_S, _LOOK_MOST_S, _LOOK_QUIET_S = 1e-3, 10e-3, 50e-3
-_SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +91,9 @@ class Runner:
         self._pump = pump
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
-        self._pace = Pace(self.rehearse)
+        self._pace = Pace()
         self._last_run_s = 0.0
         self._last_active = time.monotonic()
-        self._last_job: _Job | None = None
-        self._last_message: Payload | None = None
-        self._last_result: RunResult | None = None
         self._cancelled: set[int] = set()
         self._last_done = -1
         self._computing: int | None = None
@@ -115,8 +111,6 @@ class Runner:
     def submit_message(self, message: Payload) -> None:
         """Compute the run of a message from the rank before this one."""
         run, header, spans, at = codec.read_run(message)
-        if len(message) <= _SMALL_BYTES:
-            self._last_message = message
         self._jobs.append(_Job(run, header, spans, memoryview(message)[at:]))
         self._bell.ring()
 
@@ -170,18 +164,6 @@ class Runner:
                 self._bell.wait(self._pace.interval(time.monotonic() - start))
         return None
 
-    def rehearse(self) -> None:
-        """Go through the Python that a run takes, without effect; see `Pace`. Only while no run is being computed."""
-        job, stage = self._last_job, self._stage
-        if job is None or stage is None:
-            return
-        if self._last_message is not None:
-            codec.read_run(self._last_message)
-        codec.header_with(job.header or codec.run_header(job.run), job.spans, False)
-        stage.rehearse(job.run)
-        if self._last_result is not None:
-            codec.result_message(self._last_result)
-
     def relief_s(self) -> float | None:
         """Seconds for which the main thread may stop polling; None when it must poll by itself.
 
@@ -204,14 +186,11 @@ class Runner:
         headroom = 0 if stage.is_last else len(codec.header_with(header, (*job.spans, span), False))
         outcome = stage.decode(run, job.incoming, headroom)
         self._last_run_s = outcome.compute_s
-        if len(run.rows) == 1:
-            self._last_job = job
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
         if stage.is_last:
             span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, 0)
-            self._last_result = RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled)
-            return Ended(self._last_result, span)
+            return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled), span)
         message = outcome.outgoing
         span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, len(message))
         message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)

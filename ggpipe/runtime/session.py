@@ -19,7 +19,7 @@ from typing import Any
 
 from ggpipe.config import EngineConfig, SamplingConfig
 from ggpipe.core.layout import Layout
-from ggpipe.core.messages import Run, RunResult, Span, Want, WantKind
+from ggpipe.core.messages import Run, RunResult, Span
 from ggpipe.core.scheduler import (
     Action,
     Arrived,
@@ -43,11 +43,11 @@ from ggpipe.engine.stage import Cut
 from ggpipe.engine.vocab import TextDecoder, Vocab
 from ggpipe.errors import GgpipeError, RunError, Terminated, UsageError
 from ggpipe.runtime import startup
-from ggpipe.runtime.inbox import Inbox, Pace
+from ggpipe.runtime.inbox import Inbox
 from ggpipe.runtime.runner import Broke, Ended, Loaded, Loading, Notice, Outcome, Passed, Runner
 from ggpipe.runtime.stats import RankStats, RequestStats
 from ggpipe.transport import codec
-from ggpipe.transport.base import Kind, Message, Payload, Transport
+from ggpipe.transport.base import Kind, Message, Transport
 
 _TICK_S = 0.1  # how often a wait looks whether the user wants to stop
 
@@ -69,7 +69,6 @@ class Session:
         self._config = config
         self._inbox: Inbox[Notice] = Inbox(transport)
         self._runner: Runner | None = None
-        self._last_answer: Payload | None = None
         self._results: dict[int, RunResult] = {}
         self._request_ids = itertools.count(1)
         self._stop = self._terminate = False
@@ -79,7 +78,6 @@ class Session:
         self.last_request: RequestStats | None = None
         self._layout: Layout
         self._scheduler: Scheduler
-        self._limits: Limits
         self.vocab: Vocab
         self._ends: frozenset[int]
         self.n_ctx = 0
@@ -139,9 +137,7 @@ class Session:
         context = self._config.context
         in_flight = len(self._layout.stages) + 1
         gc.freeze()  # what is there now stays: the collector need not look at it again
-        self._limits = Limits(self.n_ctx, context.n_batch, context.n_ubatch, in_flight)
-        self._scheduler = Scheduler(self._limits)
-        self._inbox.pace = Pace(self._rehearse)
+        self._scheduler = Scheduler(Limits(self.n_ctx, context.n_batch, context.n_ubatch, in_flight))
 
     # Serving
 
@@ -278,7 +274,6 @@ class Session:
         event = self._inbox.next(_TICK_S)
         match event:
             case Message(_, Kind.RESULT, payload):
-                self._last_answer = payload
                 return codec.read_result(payload)
             case Message(_, Kind.CONTROL, payload):
                 content = codec.read_control(payload)
@@ -309,17 +304,6 @@ class Session:
     def _tell_all(self, kind: str, **fields: Any) -> None:
         for rank in range(1, self._transport.size):
             self._transport.send(rank, Kind.CONTROL, codec.control_message(kind, **fields))
-
-    def _rehearse(self) -> None:
-        """Go through the motions of a token, without effect; see `Pace`."""
-        if self._last_answer is not None:
-            codec.read_result(self._last_answer)
-        scheduler = Scheduler(self._limits)
-        want = Want(WantKind.TOP)
-        for event in (Arrived(Request(0, (0,)), want), RunEnded(1), Sampled(0, 0, False, want)):
-            scheduler.handle(event, 0.0)
-        if self._runner is not None:
-            self._runner.rehearse()
 
     # Ending
 
