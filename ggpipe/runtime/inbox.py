@@ -30,26 +30,6 @@ def poll_interval(quiet_s: float) -> float:
     return min(quiet_s / 500, _LONGEST_S)
 
 
-class Pace:
-    """How a thread waits between polls, once it knows how long its waits usually are.
-
-    Around the time at which the next message is due it looks as often as it can.
-    """
-
-    def __init__(self) -> None:
-        self._usual_s = 0.0
-
-    def interval(self, quiet_s: float) -> float:
-        """Seconds to the next poll after `quiet_s` seconds without a message."""
-        due = 0.85 * self._usual_s < quiet_s < 1.5 * self._usual_s
-        return _SHORTEST_S if due else poll_interval(quiet_s)
-
-    def ended(self, quiet_s: float) -> None:
-        """A message came after `quiet_s` seconds."""
-        if quiet_s < 1.0:  # longer: between requests
-            self._usual_s += 0.3 * (quiet_s - self._usual_s)
-
-
 class Bell:
     """Lets one thread wait, for microseconds or for ever, until another rings.
 
@@ -87,7 +67,6 @@ class Inbox(Generic[T]):
         """Who gets runs instead of `next`'s caller; called from the thread that polls."""
         self.relieved: Callable[[], float | None] = lambda: None
         """Seconds for which the main thread may stop polling: somebody else polls, or nothing can come; or None."""
-        self._pace = Pace()
         self._quiet_since = time.monotonic()
         transport.set_waker(self._bell.ring)
 
@@ -120,7 +99,6 @@ class Inbox(Generic[T]):
             came = self.pump()
             now = time.monotonic()
             if self._arrived:
-                self._pace.ended(now - self._quiet_since)
                 self._quiet_since = now
                 return self._arrived.popleft()
             if came:  # a run, for somebody else; there may be more behind it
@@ -134,4 +112,4 @@ class Inbox(Generic[T]):
                 self._bell.wait(relief_s)
                 self._quiet_since = time.monotonic()
             else:
-                self._bell.wait(self._pace.interval(now - self._quiet_since))
+                self._bell.wait(poll_interval(now - self._quiet_since))

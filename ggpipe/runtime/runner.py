@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ggpipe.core.messages import Run, RunResult, Span
 from ggpipe.engine.stage import Stage
 from ggpipe.errors import GgpipeError, RunError
-from ggpipe.runtime.inbox import Bell, Pace
+from ggpipe.runtime.inbox import Bell, poll_interval
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
 
@@ -91,7 +91,6 @@ class Runner:
         self._pump = pump
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
-        self._pace = Pace()
         self._last_run_s = 0.0
         self._last_active = time.monotonic()
         self._cancelled: set[int] = set()
@@ -156,12 +155,11 @@ class Runner:
         start = time.monotonic()
         while not self._closing:
             if self._jobs:
-                self._pace.ended(time.monotonic() - start)
                 return self._jobs.popleft()
             if self._pump is None:
                 self._bell.wait(None)
             elif not self._pump():
-                self._bell.wait(self._pace.interval(time.monotonic() - start))
+                self._bell.wait(poll_interval(time.monotonic() - start))
         return None
 
     def relief_s(self) -> float | None:
