@@ -21,12 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
 from ggpipe.core.messages import Row, Run, Want, WantKind
-from ggpipe.engine.libllama import lib
+from ggpipe.engine.libllama import lib, start
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.stage import Stage
 from ggpipe.runtime import launch
@@ -112,25 +113,37 @@ def generate(session: Session, prompt: tuple[int, ...], n: int) -> tuple[float, 
     return stats.ttft_s, stats.decode_s
 
 
-def bench_single(path: Path, pairs: int) -> None:
-    """One rank against libllama."""
+def job_single(path: Path, pairs: int, backwards: bool) -> int:
+    """Seconds of prefill and decode, and CPU seconds, of each contender in each round, in a process of its own."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    ours, exact, theirs = one_rank(path, False), one_rank(path, True), Libllama(path)
-    prompt = prompt_tokens(N_PROMPT)
-    runs: dict[str, Callable[[], tuple[float, float]]] = {
-        "libllama": lambda: theirs.generate(prompt, N_DECODE),
-        "ggpipe": lambda: generate(ours, prompt, N_DECODE),
-        "ggpipe --exact": lambda: generate(exact, prompt, N_DECODE),
+    start()
+    makers: dict[str, Callable[[], Callable[[tuple[int, ...], int], tuple[float, float]]]] = {
+        "libllama": lambda: Libllama(path).generate,
+        "ggpipe": lambda: partial(generate, one_rank(path, False)),
+        "ggpipe --exact": lambda: partial(generate, one_rank(path, True)),
     }
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
+    names = list(makers)[:: -1 if backwards else 1]
+    runs = {name: makers[name]() for name in names}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for i in range(pairs + 1):
-        order = list(runs)[i % 3 :] + list(runs)[: i % 3]  # nobody always comes after the same one
-        for name in order:
+        for name in names[i % 3 :] + names[: i % 3]:  # nobody always comes after the same one
             cpu = time.process_time()
-            prefill, decode = runs[name]()
+            prefill, decode = runs[name](prompt_tokens(N_PROMPT), N_DECODE)
             if i > 0:  # the first round warms up
                 times[name].append((prefill, decode, time.process_time() - cpu))
-    print(f"\nsingle: one rank, -t 1, {N_PROMPT} prompt tokens, {N_DECODE} generated, {pairs} rounds in turn")
+    print(json.dumps(times))
+    return 0
+
+
+def bench_single(path: Path, pairs: int) -> None:
+    """One rank against libllama. Twice, since who loads first gets slower memory: up to 3 % here."""
+    times: dict[str, list[tuple[float, float, float]]] = {}
+    for order in ("forwards", "backwards"):
+        command = [sys.executable, __file__, "--job", f"single-{order}", "--model", str(path), "--pairs", str(pairs)]
+        result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        for name, values in result.items():
+            times.setdefault(name, []).extend(values)
+    print(f"\nsingle: one rank, -t 1, {N_PROMPT} prompt tokens, {N_DECODE} generated, 2 x {pairs} rounds in turn")
     for name, values in times.items():
         prefill = statistics.median(N_PROMPT / v[0] for v in values)
         decode = statistics.median((N_DECODE - 1) / v[1] for v in values)
@@ -303,9 +316,8 @@ def main() -> int:
     parser.add_argument("--mode", default="mmap", help=argparse.SUPPRESS)
     args = parser.parse_args()
     match args.job:
-        case "single":
-            bench_single(args.model, args.pairs)
-            return 0
+        case "single-forwards" | "single-backwards":
+            return job_single(args.model, args.pairs, args.job == "single-backwards")
         case "hops":
             return job_hops(args.model, args.pairs)
         case "idle":
@@ -317,9 +329,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
         path = args.model or make_model(Path(folder) / "target.gguf", 8192)
         if "single" in wanted:
-            subprocess.run(
-                [sys.executable, __file__, "--job", "single", "--model", path, "--pairs", str(args.pairs)], check=True
-            )
+            bench_single(path, args.pairs)
         if "hops" in wanted:
             bench_hops(path, args.pairs)
         if "memory" in wanted:
