@@ -50,9 +50,9 @@ class Stage:
     def end_load(self) -> None:
         """After libllama has loaded, or failed to."""
 
-    def populate(self, progress: Callable[[int, int], object]) -> None:
+    def populate(self, progress: Callable[[int, int], bool]) -> None:
         """
-        Read the mapped weights into memory; tells bytes done and bytes in all.
+        Read the mapped weights into memory; tells bytes done and bytes in all, and stops when the answer is False.
         """
 
     def begin_run(self, run: int, incoming: bytes | bytearray | memoryview | None, headroom: int) -> None:

@@ -58,7 +58,7 @@ void populate(const Stage & stage, nb::callable progress) {
 #endif
                     for (size_t i = 0; i < bytes; i += kPage) (void) *(volatile const uint8_t *) (from + i);
             }
-            progress(done += n, all);
+            if (!nb::cast<bool>(progress(done += n, all))) return;
         }
     }
 }
@@ -162,8 +162,8 @@ NB_MODULE(_native, m) {
         .def("begin_load", &Stage::begin_load, "mapping"_a.none(), "Before libllama loads: hide what is not ours.")
         .def("end_load", &Stage::end_load, "After libllama has loaded, or failed to.")
         .def("populate", populate, "progress"_a,
-             nb::sig("def populate(self, progress: collections.abc.Callable[[int, int], object]) -> None"),
-             "Read the mapped weights into memory; tells bytes done and bytes in all.")
+             nb::sig("def populate(self, progress: collections.abc.Callable[[int, int], bool]) -> None"),
+             "Read the mapped weights into memory; tells bytes done and bytes in all, and stops when the answer is False.")
         .def("begin_run", [](Stage & s, int64_t run, nb::object incoming, size_t headroom) {
             View view(incoming);
             s.begin_run(run, (const uint8_t *) view.buffer.buf, view.buffer.len, headroom);

@@ -21,8 +21,8 @@ from ggpipe.errors import ModelError, RunError, UsageError
 
 _INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
 
-Progress = Callable[[int, int], None]
-"""Called while loading with bytes done and bytes in all."""
+Progress = Callable[[int, int], bool]
+"""Called while loading with bytes done and bytes in all; False stops the loading."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,17 @@ class Stage:
         mapping = native.MappedModel([os.fsencode(p) for p in self._file.paths]) if mapped else None
         total = self._file.n_bytes
 
-        def tell(done: int) -> None:
+        wanted = True
+
+        def tell(done: int) -> bool:
+            nonlocal wanted
             if progress is not None:
-                progress(done, max(total - self._native.hidden_bytes + self._native.mapped_bytes, 1))
+                all_bytes = max(total - self._native.hidden_bytes + self._native.mapped_bytes, 1)
+                wanted = wanted and progress(done, all_bytes)
+            return wanted
 
         def on_progress(share: float, _data: object) -> bool:  # libllama counts hidden tensors into the whole
-            tell(int(share * total))
-            return True
+            return tell(int(share * total))
 
         callback = lib.llama_progress_callback(on_progress)
         params.progress_callback = callback
@@ -111,6 +115,8 @@ class Stage:
             self._model = lib.llama_model_load_from_file(os.fsencode(self._file.paths[0]), params)
         finally:
             self._native.end_load()
+        if not wanted:
+            raise RunError("loading was stopped")
         if not self._model:
             raise ModelError(f"cannot load {self._file.paths[0]}: {_last_error()}")
         if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
@@ -122,8 +128,8 @@ class Stage:
             self._native.populate(lambda done, _all: tell(read + done))
         if config.load_mode in ("mlock", "mmap+mlock") and (error := native.lock_memory()):
             raise UsageError(f"--mlock: cannot lock memory ({error}); raise the limit with `ulimit -l unlimited`")
-        if progress is not None:
-            progress(1, 1)
+        if not tell(total):
+            raise RunError("loading was stopped")
 
     def _open_context(self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int]) -> None:
         logged_errors()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ggpipe.core.messages import Run, RunResult, Span
-from ggpipe.engine.stage import Stage
+from ggpipe.engine.stage import Progress, Stage
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.runtime.inbox import Bell, poll_interval
 from ggpipe.transport import codec
@@ -76,7 +76,7 @@ class Runner:
     def __init__(
         self,
         rank: int,
-        load: Callable[[Callable[[int, int], None]], Stage],
+        load: Callable[[Progress], Stage],
         notify: Callable[[Notice], None],
         deliver: Callable[[Outcome], None],
         pump: Callable[[], bool] | None = None,
@@ -132,7 +132,7 @@ class Runner:
     def _work(self) -> None:
         try:
             start = time.perf_counter()
-            stage = self._load(lambda done, total: self._notify(Loading(done, total)))
+            stage = self._load(self._tell_progress)
             self._stage = stage
             self._notify(Loaded(stage, time.perf_counter() - start))
             while (job := self._next_job()) is not None:
@@ -150,6 +150,10 @@ class Runner:
             error = RunError(f"internal error: {type(e).__name__}: {e}")
             error.__cause__ = e
             self._notify(Broke(error))
+
+    def _tell_progress(self, done_bytes: int, all_bytes: int) -> bool:
+        self._notify(Loading(done_bytes, all_bytes))
+        return not self._closing
 
     def _next_job(self) -> _Job | None:
         start = time.monotonic()

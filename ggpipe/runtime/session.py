@@ -108,7 +108,10 @@ class Session:
         self._ends = frozenset(self.vocab.end_tokens)
         loaded: dict[int, dict[str, Any]] = {}
         while len(loaded) + (own_loaded is not None) < len(self._layout.stages):
-            match self._next_event():
+            event = self._next_event()
+            if self._stop:
+                raise RunError("stopped while loading")
+            match event:
                 case Loaded() as mine:
                     own_loaded = mine
                     stats = self.ranks[0]
@@ -162,7 +165,6 @@ class Session:
         A token that ends the text is not given out. Raises UsageError for a bad prompt, RunError when a rank breaks.
         """
         self.check_prompt(prompt)
-        self._stop = False
         stats = stats if stats is not None else RequestStats()
         self.last_request = stats
         sampler = Sampler(sampling, self.vocab, self.n_ctx)
@@ -182,6 +184,7 @@ class Session:
         finally:
             sampler.close()
             self._results.clear()
+            self._stop = False  # only now: one that came while loading ends the first request
             stats.ended = time.monotonic()
 
     def _abandon(self, request: Request) -> None:

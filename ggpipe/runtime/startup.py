@@ -11,7 +11,7 @@ from ggpipe.config import EngineConfig
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.engine import machine
 from ggpipe.engine.model_file import ModelFile
-from ggpipe.engine.stage import Cut, Stage
+from ggpipe.engine.stage import Cut, Progress, Stage
 from ggpipe.errors import GgpipeError, LaunchError, ModelError, RankError, UsageError
 from ggpipe.transport.base import Transport
 
@@ -84,11 +84,11 @@ def threads_of(config: EngineConfig, transport: Transport) -> tuple[int, int]:
 
 def stage_loader(
     config: EngineConfig, transport: Transport, model_file: ModelFile, layers: tuple[int, int]
-) -> Callable[[Callable[[int, int], None]], Stage]:
+) -> Callable[[Progress], Stage]:
     """A function that makes this rank's stage, given whom to tell its progress."""
     threads = threads_of(config, transport)
 
-    def load(progress: Callable[[int, int], None]) -> Stage:
+    def load(progress: Progress) -> Stage:
         return Stage(model_file, layers, config.model, config.context, threads, progress)
 
     return load
