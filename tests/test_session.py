@@ -73,6 +73,7 @@ def test_loading_can_be_stopped(mode: LoadMode) -> None:
 
 
 def test_a_stop_while_loading_ends_the_session() -> None:
-    with pytest.raises(RunError, match="while loading"), session(2) as head:
+    with session(2) as head:
         head.stop()
-        head.load()
+        with pytest.raises(RunError, match="while loading"):
+            head.load()
