@@ -38,9 +38,7 @@ class Loaded:
 class Passed:
     """A run is computed and its message ready for the next rank."""
 
-    run: int
     message: Payload
-    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class Ended:
     """A run is through: this was the last stage."""
 
     result: RunResult
-    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +189,8 @@ class Runner:
             run = replace(run, cancelled=True)
         if stage.is_last:
             span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, 0)
-            return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled), span)
+            return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))
         message = outcome.outgoing
         span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, len(message))
         message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
-        return Passed(run.id, message, span)
+        return Passed(message)

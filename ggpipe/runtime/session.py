@@ -197,11 +197,11 @@ class Session:
             actions = self._handle(RunEnded(event.run)) if isinstance(event, RunResult) else []
 
     def _run(self, request: Request, sampler: Sampler, stats: RequestStats) -> Iterator[int]:
-        todo = collections.deque(self._handle(Arrived(request, sampler.want())))
+        actions = collections.deque(self._handle(Arrived(request, sampler.want())))
         stopping = False
         while True:
-            while todo:
-                match todo.popleft():
+            while actions:
+                match actions.popleft():
                     case Submit(run):
                         self._submit(run)
                     case Cancel(runs):
@@ -212,11 +212,11 @@ class Session:
                         drawn = time.monotonic()
                         sampler.accept((token,))
                         ends = token in self._ends
-                        todo.extend(self._handle(Sampled(request.id, token, ends, sampler.want())))
-                        while todo and isinstance(todo[0], Submit):  # the pipeline first, the user second
-                            action = todo.popleft()
-                            assert isinstance(action, Submit)
-                            self._submit(action.run)
+                        actions.extend(self._handle(Sampled(request.id, token, ends, sampler.want())))
+                        while actions and isinstance(actions[0], Submit):  # the pipeline first, the user second
+                            following = actions.popleft()
+                            assert isinstance(following, Submit)
+                            self._submit(following.run)
                         if not ends:
                             stats.token_times.append(drawn)
                             yield token
@@ -226,16 +226,16 @@ class Session:
             if self._stop and not stopping:
                 stopping = True
                 stats.finish = Finish.STOPPED.value
-                todo.extend(self._handle(Stop(request.id)))
+                actions.extend(self._handle(Stop(request.id)))
                 continue
-            result_or = self._next_event()
-            if isinstance(result_or, RunResult):
-                stats.runs.append(result_or.spans)
-                for span in result_or.spans:
+            event = self._next_event()
+            if isinstance(event, RunResult):
+                stats.runs.append(event.spans)
+                for span in event.spans:
                     self._count(span, stats)
-                if result_or.rows:
-                    self._results[result_or.run] = result_or
-                todo.extend(self._handle(RunEnded(result_or.run)))
+                if event.rows:
+                    self._results[event.run] = event
+                actions.extend(self._handle(RunEnded(event.run)))
 
     def _count(self, span: Span, stats: RequestStats) -> None:
         self.ranks[span.rank].add(span)
@@ -283,7 +283,7 @@ class Session:
                 if content["kind"] == "failed":
                     raise startup.as_error(content)
                 return content
-            case Ended(result, _):
+            case Ended(result):
                 return result
             case Passed():
                 self._deliver(event)
