@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import ggpipe
+from ggpipe.engine import libllama
 from ggpipe.engine.libllama import native
 
 
@@ -20,3 +23,13 @@ def test_the_stub_is_up_to_date() -> None:
 def test_versions_and_features() -> None:
     assert native.ggml_version() == "0.25.3"
     assert native.cpu_features()
+
+
+def test_numa_is_initialised_although_headers_were_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(libllama.lib, "llama_numa_init", asked.append)
+    monkeypatch.setattr(libllama, "_numa_started", False)
+    libllama.start()
+    libllama.start("isolate")
+    libllama.start("isolate")
+    assert asked == [2]

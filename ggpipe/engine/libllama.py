@@ -10,7 +10,7 @@ import collections
 import ctypes
 import os
 import sys
-from typing import Any
+import threading
 
 # libgomp reads this once, when it is loaded: its threads spin a little between operators (a futex sleep there
 # costs more than the wait) but not from one run to the next, where other ranks need the core.
@@ -26,7 +26,8 @@ _LEVELS = {1: "debug", 2: "info", 3: "warn", 4: "error"}
 _errors: collections.deque[str] = collections.deque(maxlen=20)
 _level = 5
 _last = 0
-_started = False
+_started = _numa_started = False
+_starting = threading.Lock()
 
 
 def _on_log(level: int, text: bytes, _data: object) -> None:
@@ -57,24 +58,17 @@ def logged_errors() -> list[str]:
 
 
 def start(numa: str | None = None) -> None:
-    """Initialise libllama; once a process. `numa`: llama.cpp's --numa strategy."""
-    global _started
-    if _started:
-        return
-    lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
-    lib.llama_backend_init()
-    if numa is not None:
-        strategies = {"distribute": 1, "isolate": 2, "numactl": 3}
-        lib.llama_numa_init(strategies[numa])
-    _started = True
+    """Initialise libllama, and NUMA with llama.cpp's --numa strategy: each once a process, by the first call that asks.
 
-
-def text_of(call: Any, *args: Any) -> str:
-    """The string that a libllama function of the `(…, buffer, size)` kind writes."""
-    size = 256
-    while True:
-        buffer = ctypes.create_string_buffer(size)
-        n = call(*args, buffer, size)
-        if n < size:
-            return buffer.raw[: max(n, 0)].decode("utf-8", "replace")
-        size = n + 1
+    Headers are read, which needs libllama, before anybody knows of a strategy.
+    """
+    global _started, _numa_started
+    with _starting:  # the head reads its vocabulary while its stage loads
+        if not _started:
+            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+            lib.llama_backend_init()
+            _started = True
+        if numa is not None and not _numa_started:
+            strategies = {"distribute": 1, "isolate": 2, "numactl": 3}
+            lib.llama_numa_init(strategies[numa])
+            _numa_started = True

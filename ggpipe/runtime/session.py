@@ -75,7 +75,6 @@ class Session:
         self._quit_sent = False
         self.ranks = [RankStats(rank) for rank in range(transport.size)]
         self.warnings: list[str] = []
-        self.last_request: RequestStats | None = None
         self._layout: Layout
         self._scheduler: Scheduler
         self.vocab: Vocab
@@ -166,7 +165,6 @@ class Session:
         """
         self.check_prompt(prompt)
         stats = stats if stats is not None else RequestStats()
-        self.last_request = stats
         sampler = Sampler(sampling, self.vocab, self.n_ctx)
         request = Request(next(self._request_ids), prompt, n_predict)
         try:
