@@ -122,6 +122,43 @@ class SamplingConfig:
         return self.repeat_penalty >= 1 and self.presence_penalty >= 0 and self.frequency_penalty >= 0
 
 
+Mode = Literal["iterative", "speculative", "async"]
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How a draft model guesses ahead. Names and meanings are PipeInfer's and llama.cpp's."""
+
+    mode: Mode = "async"
+    """`iterative`: no guesses. `speculative`: draft, verify, repeat. `async`: drafting and verifying overlap."""
+    n_draft: int = 16
+    """Guesses in a micro-batch, at most; also in a run."""
+    n_min: int = 0
+    """Micro-batches with fewer guesses are not sent."""
+    p_accept: float = 0.0
+    """A branch ends where the draft's best candidate is less probable than this."""
+    p_split: float = 0.1
+    """A branch splits where a further candidate is at least this probable."""
+    p_recovery: float = 0.0
+    """Both thresholds rise by this with each micro-batch since the last accepted token,"""
+    p_decay: float = 0.0
+    """and fall by this with each attempt since then that found nothing probable enough."""
+    n_parallel: int = 1
+    """Branches that are drafted side by side; 1 makes chains."""
+    cancel: bool = True
+    """Stop runs that turned out wrong while they are in flight."""
+    continuous: bool = True
+    """Guess on while guesses are in flight; else one micro-batch for each accepted token."""
+
+    def __post_init__(self) -> None:
+        if self.n_draft < 1 or self.n_parallel < 1 or not 0 <= self.n_min <= self.n_draft:
+            raise UsageError("--draft and -np are 1 or more, --draft-min is between 0 and --draft")
+        chances = (("-pa", self.p_accept), ("-ps", self.p_split), ("-pr", self.p_recovery), ("-pd", self.p_decay))
+        for flag, value in chances:
+            if not 0 <= value <= 1:
+                raise UsageError(f"{flag} is between 0 and 1; {value} is not")
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """How the work is spread over ranks."""

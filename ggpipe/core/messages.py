@@ -1,10 +1,12 @@
-"""What the scheduler and the stages say to each other: rows, runs, results."""
+"""What the scheduler, the stages and the draft say to each other: rows, runs, results, guesses."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 from typing import Any
+
+from ggpipe.config import SpeculationConfig
 
 
 class KvKind(enum.IntEnum):
@@ -86,6 +88,8 @@ class Span:
     """A rank's time on one run. Seconds."""
 
     rank: int
+    start_s: float
+    """When it took the run up, by its own clock (`time.monotonic`)."""
     compute_s: float
     """In libllama's decode."""
     busy_s: float
@@ -101,3 +105,68 @@ class RunResult:
     rows: tuple[RowLogits, ...]
     spans: tuple[Span, ...]
     cancelled: bool = False
+
+
+# Between the head and the draft
+
+ROOT = 0
+"""As a guess's parent: the last accepted token that the draft knew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What the draft thinks of one node: its best candidates with their probabilities.
+
+    The first `n` candidates are guesses, numbered `first`, `first + 1`, ... within their request.
+    """
+
+    parent: int
+    first: int
+    n: int
+    candidates: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Guesses on their way to the head, parents before children."""
+
+    request: int
+    epoch: int
+    """Tokens that the draft knew accepted."""
+    expansions: tuple[Expansion, ...]
+    complete: bool
+    """Nothing more is coming until a further token is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A request the draft is to guess for."""
+
+    request: int
+    prompt: tuple[int, ...]
+    n_left: int
+    """Tokens that may be generated."""
+    lead: int
+    """Guesses from the last accepted token to the deepest one, at most."""
+    ends: frozenset[int]
+    banned: tuple[int, ...]
+    speculation: SpeculationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Tokens that the target added to the text since the last such message; `epoch` counts all so far."""
+
+    request: int
+    epoch: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """No more guesses for this request."""
+
+    request: int
+
+
+Steering = Begin | Accepted | Done

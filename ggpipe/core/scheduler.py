@@ -2,144 +2,96 @@
 
     handle(event, now) -> list[Action]
 
-Events say what happened (a request arrived, a run came back, a token was sampled), actions what is to be done
-(submit a run, sample a row, end a request). Nothing in here waits, sends or computes, so the same object runs
-under MPI, inside one process and on virtual time.
+Events say what happened (a request arrived, a run came back, a token was sampled, the draft guessed), actions what is
+to be done. Nothing in here waits, sends or computes, so the same object runs under MPI, inside one process and on
+virtual time.
 
 A prompt goes in as chunks whose borders follow from the prompt and the batch sizes alone, several in flight so that
-chunk i+1 is in the first stage while chunk i is in the second. Then each sampled token is one run, until the text
-ends, its length is reached or the context is full. Requests are served one after the other.
+chunk i+1 is in the first stage while chunk i is in the second. From then on the root of the request's tree is the last
+accepted token. When its logits are back, the next token is sampled. If a guess holds that token, the guess becomes the
+root, be it in flight, back already, or not submitted yet; else the token goes in as a fresh root. What does not hang on
+the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice.
+
+Between roots, the pipeline is kept full of guesses, the most probable path first.
 """
 
 from __future__ import annotations
 
 import collections
-import enum
-import itertools
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want
-
-NEVER = 2**31 - 1
-
-
-class Finish(enum.Enum):
-    """Why a request ended."""
-
-    END_OF_TEXT = "end of text"
-    LENGTH = "length"
-    CONTEXT_FULL = "context full"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the pipeline can hold."""
-
-    n_ctx: int
-    """KV cells: tokens of a prompt and its answer together."""
-    n_batch: int
-    n_ubatch: int
-    n_in_flight: int
-    """Runs in the pipeline at the same time; more only wait in its queues."""
+from ggpipe.core.events import (
+    Action,
+    Arrived,
+    Cancel,
+    Counters,
+    Emit,
+    Event,
+    Finish,
+    Finished,
+    Guessed,
+    Limits,
+    Request,
+    RunEnded,
+    Sample,
+    Sampled,
+    Steer,
+    Stop,
+    Submit,
+)
+from ggpipe.core.messages import ROOT, Accepted, Begin, Done, KvOp, MicroBatch, Row, RowLogits, Run, Want, WantKind
+from ggpipe.core.tree import Node, SequenceIds, Tree
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt to continue."""
+@dataclass(slots=True)
+class _Flight:
+    """A run in the pipeline."""
 
-    id: int
-    prompt: tuple[int, ...]
-    n_predict: int = -1
-    """Tokens to generate at most; -1 until the text ends or the context is full."""
-
-
-# Events
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A request came in. `want`: what sampling its first token takes."""
-
-    request: Request
-    want: Want
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """A run's result is back at the head, or its marker when it was cancelled."""
-
-    run: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A token was drawn as asked. `end`: it ends the text. `want`: what sampling the one after it takes."""
-
-    request: int
-    token: int
-    end: bool
-    want: Want
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The user wants no more of a request."""
-
-    request: int
-
-
-Event = Arrived | RunEnded | Sampled | Stop
-
-
-# Actions
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Put a run into the pipeline."""
-
-    run: Run
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Draw a request's next token from a row of a run's result, then say `Sampled`."""
-
-    request: int
-    run: int
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Runs whose results nobody needs: stages skip or stop them."""
-
-    runs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request is over; nothing of it is in flight."""
-
-    request: int
-    reason: Finish
-
-
-Action = Submit | Sample | Cancel | Finished
+    active: _Active | None
+    """None: it only carries operations."""
+    nodes: list[Node]
+    n_prompt: int
+    """Rows in front of the nodes'."""
+    n_live: int
+    """Rows that are not known to be wrong."""
+    cancelled: bool = False
 
 
 @dataclass(slots=True)
 class _Active:
+    """A request that is being served."""
+
     request: Request
     want: Want
-    seq: int
+    tree: Tree
     chunks: collections.deque[tuple[int, ...]]
+    reserve: int
+    """Cells that its text may take up."""
     n_past: int = 0
-    n_accepted: int = 0
-    in_flight: dict[int, int] = field(default_factory=dict)
-    """Run id -> row to sample from, -1 for none."""
+    text: list[int] = field(default_factory=list)
+    """Accepted tokens; their number is the epoch."""
+    n_told: int = 0
+    """Of these, the ones that the draft was told."""
+    sampling: bool = False
+    guesses: dict[int, Node] = field(default_factory=dict)
+    """Live guesses by their numbers."""
+    passed: dict[int, int] = field(default_factory=dict)
+    """Guesses that became text: number -> tokens accepted with it."""
+    ready: bool = False
+    """Synchronous mode: all guesses for this root are here."""
+    flights: set[int] = field(default_factory=set)
     ending: Finish | None = None
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def epoch(self) -> int:
+        return len(self.text)
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use."""
+        return self.tree.root.pos + 1 + self.tree.n_submitted
 
 
 class Scheduler:
@@ -147,10 +99,14 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._ids = itertools.count(1)
-        self._waiting: collections.deque[tuple[Request, Want]] = collections.deque()
-        self._active: _Active | None = None
+        self._next_run = 1
+        self._ids = SequenceIds(limits.n_seq)
+        self._ids.kept = limits.n_requests
         self._ops: list[KvOp] = []
+        """To ride in front of the next run, whosoever it is."""
+        self._waiting: collections.deque[tuple[Request, Want]] = collections.deque()
+        self._active: dict[int, _Active] = {}
+        self._flights: dict[int, _Flight] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back)."""
@@ -160,74 +116,56 @@ class Scheduler:
                 if not 0 < len(request.prompt) < self._limits.n_ctx:
                     raise ValueError(f"a prompt of {len(request.prompt)} tokens in {self._limits.n_ctx} cells")
                 self._waiting.append((request, want))
-                self._start_next(actions)
-            case RunEnded(run):
-                self._run_ended(run, actions)
+                self._admit(actions)
+            case RunEnded(run, rows):
+                self._run_ended(run, rows, actions)
             case Sampled(request_id, token, end, want):
                 self._sampled(request_id, token, end, want, actions)
+            case Guessed(batch):
+                self._guessed(batch, actions)
             case Stop(request_id):
                 self._stop(request_id, actions)
+        if self._ops and not self._active:  # no run is coming that could carry them
+            self._put(None, [], (), (), actions)
         return actions
 
-    def _start_next(self, actions: list[Action]) -> None:
-        while self._active is None and self._waiting:
-            request, want = self._waiting.popleft()
+    def counters(self, request: int) -> Counters:
+        """A request's numbers, kept up to date until it is finished. Raises KeyError when it is not being served."""
+        return self._active[request].counters
+
+    # Requests
+
+    def _admit(self, actions: list[Action]) -> None:
+        while self._waiting and len(self._active) < self._limits.n_requests:
+            request, want = self._waiting[0]
+            reserve = self._limits.n_ctx
+            if request.n_predict >= 0:
+                reserve = min(reserve, len(request.prompt) + request.n_predict)
+            if reserve > self._limits.n_ctx - self._cells_of_others(None):
+                return
+            self._waiting.popleft()
+            self._ids.kept -= 1
+            tree = Tree(self._ids, self._ops, request.prompt[-1], len(request.prompt) - 1)
             chunks = collections.deque(cut_prompt(request.prompt, self._limits.n_batch, self._limits.n_ubatch))
-            self._active = _Active(request, want, 0, chunks)
-            self._submit_chunks(self._active, actions)
+            active = self._active[request.id] = _Active(request, want, tree, chunks, reserve)
+            if request.speculation.mode != "iterative":
+                actions.append(Steer(self._begin(request, reserve)))
+            self._push(active, actions)
 
-    def _submit_chunks(self, active: _Active, actions: list[Action]) -> None:
-        while active.chunks and len(active.in_flight) < self._limits.n_in_flight and active.ending is None:
-            chunk = active.chunks.popleft()
-            self._submit(active, chunk, wanted=not active.chunks, actions=actions)
+    def _begin(self, request: Request, reserve: int) -> Begin:
+        speculation = request.speculation
+        lead = speculation.n_draft
+        if speculation.mode == "async" and speculation.continuous:
+            lead *= self._limits.n_in_flight + 1
+        n_left = reserve - len(request.prompt)
+        return Begin(request.id, request.prompt, n_left, lead, request.ends, request.banned, speculation)
 
-    def _submit(self, active: _Active, tokens: tuple[int, ...], wanted: bool, actions: list[Action]) -> None:
-        last = len(tokens) - 1
-        rows = tuple(
-            Row(token, active.n_past + i, (active.seq,), active.request.id, 0 if wanted and i == last else -1)
-            for i, token in enumerate(tokens)
-        )
-        wants = (active.want,) if wanted else ()
-        run = Run(next(self._ids), active.n_accepted, rows, tuple(self._ops), wants)
-        self._ops.clear()
-        active.n_past += len(tokens)
-        active.in_flight[run.id] = last if wanted else -1
-        actions.append(Submit(run))
-
-    def _run_ended(self, run: int, actions: list[Action]) -> None:
-        active = self._active
-        if active is None or run not in active.in_flight:
-            raise ValueError(f"run {run} is not in flight")
-        row = active.in_flight.pop(run)
-        if active.ending is not None:
-            self._end_if_drained(active, actions)
-        elif row >= 0:
-            if active.request.n_predict == 0:
-                self._end(active, Finish.LENGTH, actions)
-            else:
-                actions.append(Sample(active.request.id, run, row))
-        else:
-            self._submit_chunks(active, actions)
-
-    def _sampled(self, request_id: int, token: int, end: bool, want: Want, actions: list[Action]) -> None:
-        active = self._active
-        if active is None or active.request.id != request_id or active.ending is not None:
-            return  # stopped meanwhile
-        active.n_accepted += 1
-        active.want = want
-        limit = active.request.n_predict if active.request.n_predict >= 0 else NEVER
-        if end:
-            self._end(active, Finish.END_OF_TEXT, actions)
-        elif active.n_accepted >= limit:
-            self._end(active, Finish.LENGTH, actions)
-        elif active.n_past >= self._limits.n_ctx:
-            self._end(active, Finish.CONTEXT_FULL, actions)
-        else:
-            self._submit(active, (token,), wanted=True, actions=actions)
+    def _cells_of_others(self, own: _Active | None) -> int:
+        return sum(max(active.reserve, active.n_used) for active in self._active.values() if active is not own)
 
     def _stop(self, request_id: int, actions: list[Action]) -> None:
-        active = self._active
-        if active is not None and active.request.id == request_id:
+        active = self._active.get(request_id)
+        if active is not None:
             if active.ending is None:
                 self._end(active, Finish.STOPPED, actions)
             return
@@ -238,18 +176,222 @@ class Scheduler:
 
     def _end(self, active: _Active, reason: Finish, actions: list[Action]) -> None:
         active.ending = reason
-        active.chunks.clear()
-        if active.in_flight:
-            actions.append(Cancel(tuple(active.in_flight)))
+        active.tree.close()
+        if active.request.speculation.mode != "iterative":
+            actions.append(Steer(Done(active.request.id)))
+        self._cancel([run for run in active.flights if not self._flights[run].cancelled], actions)
         self._end_if_drained(active, actions)
 
     def _end_if_drained(self, active: _Active, actions: list[Action]) -> None:
-        if active.in_flight or active.ending is None:
+        if active.flights or active.ending is None:
             return
-        self._ops.append(KvOp(KvKind.RM, active.seq))  # rides in front of the next request's first run
-        self._active = None
+        del self._active[active.request.id]
+        self._ids.kept += 1
         actions.append(Finished(active.request.id, active.ending))
-        self._start_next(actions)
+        self._admit(actions)
+
+    # The pipeline
+
+    def _push(self, active: _Active, actions: list[Action]) -> None:
+        """Submit what this request has to submit and the pipeline has room for."""
+        if active.ending is not None:
+            return
+        root, speculation = active.tree.root, active.request.speculation
+        while active.chunks and self.n_in_flight < self._limits.n_in_flight:
+            chunk = active.chunks.popleft()
+            if active.chunks:
+                self._submit(active, chunk, (), 0, actions)
+            else:
+                self._submit(active, chunk[:-1], (root,), 1, actions)
+        if active.chunks:
+            return
+        if speculation.mode == "speculative":
+            if not root.submitted and active.ready:
+                self._submit(active, (), [root, *self._best(active)], self._most(active) + 1, actions)
+            return
+        if not root.submitted:  # waits for nothing
+            self._submit(active, (), (root,), 1, actions)
+        while self.n_in_flight < self._limits.n_in_flight and (speculation.continuous or not self._guessing(active)):
+            if not self._submit(active, (), self._best(active), self._most(active), actions):
+                return
+
+    def _best(self, active: _Active) -> list[Node]:
+        """Guesses that are worth a row, the most probable path first, so parents before their children."""
+        root = active.tree.root
+        last = active.reserve - 1
+        if active.request.n_predict >= 0:  # the last token of all is sampled from the row before it
+            last = min(last, root.pos + active.request.n_predict - active.epoch - 1)
+        nodes = [node for node in root.below() if not node.submitted and node.pos <= last]
+        nodes.sort(key=lambda node: (-node.path_prob, node.pos))
+        return nodes
+
+    def _most(self, active: _Active) -> int:
+        """Guesses that may go into a run now."""
+        free = self._limits.n_ctx - self._cells_of_others(active) - active.n_used
+        return max(min(free, active.request.speculation.n_draft), 0)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Runs in the pipeline, cancelled ones not counted."""
+        return sum(not flight.cancelled for flight in self._flights.values())
+
+    def _guessing(self, active: _Active) -> bool:
+        """Guesses are in flight."""
+        flights = (self._flights[run] for run in active.flights)
+        return any(node is not active.tree.root for flight in flights if not flight.cancelled for node in flight.nodes)
+
+    def _submit(
+        self, active: _Active, prompt: tuple[int, ...], nodes: Sequence[Node], most: int, actions: list[Action]
+    ) -> bool:
+        """A run of prompt tokens and of up to `most` nodes. False when there is nothing to submit."""
+        tree, request, counters = active.tree, active.request, active.counters
+        placed = tree.place(nodes, self._next_run, most)
+        if not prompt and not placed:
+            return False
+        rows = [Row(token, active.n_past + i, (tree.own,), request.id) for i, token in enumerate(prompt)]
+        active.n_past += len(prompt)
+        wants: dict[Want, int] = {}
+        for node in placed:
+            want = active.want
+            if request.want_grows and want.kind is WantKind.TOP:
+                want = replace(want, n=want.n + node.pos - tree.root.pos)
+            place = wants.setdefault(want, len(wants))
+            rows.append(Row(node.token, node.pos, tuple(sorted(node.seqs)), request.id, place))
+        guesses = len(placed) - (tree.root in placed)
+        counters.submitted_tokens += guesses
+        counters.speculative_runs += guesses > 0
+        run = self._put(active, placed, rows, tuple(wants), actions)
+        active.flights.add(run)
+        return True
+
+    def _put(
+        self, active: _Active | None, nodes: list[Node], rows: Sequence[Row], wants: tuple[Want, ...],
+        actions: list[Action],
+    ) -> int:  # fmt: skip
+        run = Run(self._next_run, active.epoch if active else 0, tuple(rows), tuple(self._ops), wants)
+        self._next_run += 1
+        self._ops.clear()
+        self._flights[run.id] = _Flight(active, nodes, len(rows) - len(nodes), len(nodes))
+        actions.append(Submit(run))
+        return run.id
+
+    def _run_ended(self, run: int, rows: tuple[RowLogits, ...], actions: list[Action]) -> None:
+        flight = self._flights.pop(run, None)
+        if flight is None:
+            raise ValueError(f"run {run} is not in flight")
+        active = flight.active
+        if active is not None:
+            active.flights.remove(run)
+            for row in rows:
+                flight.nodes[row.row - flight.n_prompt].answer = row
+            if rows and not flight.cancelled and any(node.drafted for node in flight.nodes):
+                active.counters.verified_runs += 1
+            if active.ending is not None:
+                self._end_if_drained(active, actions)
+            else:
+                self._ask(active, actions)
+        for other in sorted(self._active.values(), key=lambda a: len(a.flights)):
+            self._push(other, actions)
+
+    def _cancel(self, runs: list[int], actions: list[Action]) -> None:
+        if not runs:
+            return
+        for run in runs:
+            flight = self._flights[run]
+            flight.cancelled = True
+            assert flight.active is not None
+            guesses = sum(node.drafted for node in flight.nodes)
+            flight.active.counters.cancelled_runs += 1
+            flight.active.counters.cancelled_tokens += guesses
+        actions.append(Cancel(tuple(runs)))
+
+    # The tree
+
+    def _ask(self, active: _Active, actions: list[Action]) -> None:
+        """Sample the next token as soon as the root's logits are there."""
+        root = active.tree.root
+        if root.answer is None or active.sampling:
+            return
+        if active.request.n_predict == 0:
+            self._end(active, Finish.LENGTH, actions)
+            return
+        active.sampling = True
+        actions.append(Sample(active.request.id, root.answer))
+
+    def _sampled(self, request_id: int, token: int, end: bool, want: Want, actions: list[Action]) -> None:
+        active = self._active.get(request_id)
+        if active is None or active.ending is not None:
+            return  # stopped meanwhile
+        active.sampling = False
+        active.want = want
+        if end:
+            self._end(active, Finish.END_OF_TEXT, actions)
+            return
+        active.text.append(token)
+        dead = active.tree.advance(token)
+        root = active.tree.root
+        if root.guess >= 0:
+            active.passed[root.guess] = active.epoch
+            del active.guesses[root.guess]
+        active.counters.accepted_tokens += root.submitted
+        actions.append(Emit(request_id, token, root.submitted))
+        if active.epoch == active.request.n_predict:
+            self._end(active, Finish.LENGTH, actions)
+        elif root.pos >= active.reserve:
+            self._end(active, Finish.CONTEXT_FULL, actions)
+        else:
+            self._bury(active, dead, actions)
+            self._ask(active, actions)
+            if not active.sampling:
+                active.ready = False
+                self._push(active, actions)
+                self._steer(active, actions)
+
+    def _bury(self, active: _Active, dead: list[Node], actions: list[Action]) -> None:
+        """Forget guesses that turned out wrong, and cancel the runs that have no others."""
+        hopeless = []
+        for node in dead:
+            active.guesses.pop(node.guess, None)
+            if node.submitted:
+                wrong = active.counters.wrong_rows
+                wrong[node.run] = wrong.get(node.run, 0) + 1
+            if (flight := self._flights.get(node.run)) is not None:
+                flight.n_live -= 1
+                if flight.n_live == 0 and not flight.cancelled:
+                    hopeless.append(node.run)
+        if active.request.speculation.cancel:
+            self._cancel(hopeless, actions)
+
+    def _steer(self, active: _Active, actions: list[Action]) -> None:
+        if active.request.speculation.mode != "iterative":
+            tokens = tuple(active.text[active.n_told :])
+            active.n_told = active.epoch
+            actions.append(Steer(Accepted(active.request.id, active.epoch, tokens)))
+
+    def _guessed(self, batch: MicroBatch, actions: list[Action]) -> None:
+        active = self._active.get(batch.request)
+        if active is None or active.ending is not None:
+            return
+        for expansion in batch.expansions:
+            active.counters.drafted_tokens += expansion.n
+            at = batch.epoch if expansion.parent == ROOT else active.passed.get(expansion.parent)
+            parent = active.guesses.get(expansion.parent)
+            for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
+                self._graft(active, at, parent, expansion.first + i, token, prob)
+        if batch.complete and batch.epoch == active.epoch:
+            active.ready = True
+        self._push(active, actions)
+
+    def _graft(self, active: _Active, at: int | None, parent: Node | None, guess: int, token: int, prob: float) -> None:
+        """Take a guess over. It hangs on `parent`, or on the text's token `at` (which the draft knew as the last)."""
+        if at is not None:
+            if at < active.epoch:  # the text went on: right or wrong is known already
+                if active.text[at] == token:
+                    active.passed[guess] = at + 1
+                return
+            parent = active.tree.root
+        if parent is not None and not parent.dead and token not in active.request.ends:
+            active.guesses[guess] = active.tree.add(parent, token, prob, guess)
 
 
 def cut_prompt(prompt: tuple[int, ...], n_batch: int, n_ubatch: int) -> list[tuple[int, ...]]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.events import Counters
 from ggpipe.core.messages import Span
 
 
@@ -14,6 +16,8 @@ class RankStats:
     """One rank: who it is, how far its loading is, what it did since the session's start (or the request's)."""
 
     rank: int
+    draft: bool = False
+    """What it does for the draft model, which may be in the same process as its part of the target."""
     host: str = ""
     layers: tuple[int, int] = (0, 0)
     """First and one past the last; an empty range only coordinates."""
@@ -24,6 +28,8 @@ class RankStats:
     resident_bytes: int = 0
     cpu_s: float = 0.0
     """CPU time of the whole process since its start, when `Session.measure` asked last."""
+    clock_offset_s: float = 0.0
+    """What to add to this rank's clock to get the head's."""
     runs: int = 0
     compute_s: float = 0.0
     """In libllama's decode."""
@@ -45,6 +51,19 @@ class RankStats:
         self.sent_bytes += span.sent_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run that ended."""
+
+    id: int
+    n_rows: int
+    n_guesses: int
+    """Of its rows, the ones that were guesses."""
+    cancelled: bool
+    spans: tuple[Span, ...]
+    """Its time in each stage."""
+
+
 @dataclass(slots=True)
 class RequestStats:
     """One request, from arrival to end. Clock readings in seconds; None until it happened."""
@@ -58,8 +77,16 @@ class RequestStats:
     seed: int = 0
     ranks: list[RankStats] = field(default_factory=list)
     """Work since the request arrived."""
-    runs: list[tuple[Span, ...]] = field(default_factory=list)
-    """Each run's time in each stage, in the order in which runs ended."""
+    runs: list[RunRecord] = field(default_factory=list)
+    """In the order in which they ended."""
+    draft_runs: list[RunRecord] = field(default_factory=list)
+    """Those of the draft model."""
+    guessed: list[bool] = field(default_factory=list)
+    """For each generated token: it was in the pipeline as a guess before it was drawn."""
+    speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig(mode="iterative"))
+    counters: Counters = field(default_factory=Counters)
+    n_in_flight: int = 0
+    """Runs in the pipeline now, cancelled ones not counted."""
 
     @property
     def n_generated(self) -> int:

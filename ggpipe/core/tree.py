@@ -1,0 +1,186 @@
+"""The speculation tree: what may follow the last accepted token, and how it lies in the KV cache's sequences.
+
+A sequence id stands for one path: its cells hold the text so far and one branch of the tree, without a gap. So
+
+    a node that follows the tip of an id   takes that id           no operation
+    a node beside one that has it          takes a free id         CP(id of its parent -> new id, up to the node)
+    a branch that died                     gives its ids back      RM(id, everything)
+    a text that leaves its own branch      cuts it                 RM(id, from there on)
+
+libllama wants a sequence's next token at its last position + 1, also inside one batch; so the ancestors that share a
+run with a new branch carry its id too, and the copy ends before them.
+
+The target's scheduler and the draft's keep one each: for both, `root` is the last accepted token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ggpipe.core.messages import KvKind, KvOp
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A token that may come. Tokens of the prompt and accepted ones are nodes too, while they are in flight."""
+
+    token: int
+    pos: int
+    parent: Node | None = None
+    prob: float = 1.0
+    """The draft's probability of this token after its parent; 1 for accepted ones."""
+    path_prob: float = 1.0
+    """Of all tokens from the root to this one."""
+    drafted: bool = False
+    """The draft named it before the target did."""
+    guess: int = -1
+    """The draft's number for it."""
+    children: dict[int, Node] = field(default_factory=dict)
+    seqs: set[int] = field(default_factory=set)
+    """Ids whose path goes through it; empty until it is submitted."""
+    run: int = -1
+    """The run that carries it; -1 before it is submitted."""
+    answer: Any = None
+    """What its run brought back for it."""
+    dead: bool = False
+
+    @property
+    def submitted(self) -> bool:
+        """A run carries it, or did."""
+        return self.run >= 0
+
+    def within(self, root: Node) -> bool:
+        """It is that root, or hangs on it: not dead, and not a root of old."""
+        return not self.dead and (self is root or self.parent is not None)
+
+    def below(self) -> Iterator[Node]:
+        """All its descendants, parents before children."""
+        todo = list(self.children.values())
+        while todo:
+            node = todo.pop()
+            yield node
+            todo += node.children.values()
+
+
+class SequenceIds:
+    """The ids that all requests share."""
+
+    def __init__(self, n: int) -> None:
+        self._free = list(range(n))
+        self.kept = 0
+        """So many are left for requests to come: branches do not take them."""
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """The lowest free id. There must be one."""
+        return heapq.heappop(self._free)
+
+    def give_back(self, seq: int) -> None:
+        """It is free for the next branch: its RM was queued before."""
+        heapq.heappush(self._free, seq)
+
+
+class Tree:
+    """One request's tree, and the operations that keep the cache in step with it.
+
+    `ops` of `SequenceIds` and trees that share a pipeline go into one list, in pipeline order.
+    """
+
+    def __init__(self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int) -> None:
+        """`token` at `pos` is the last one of the prompt. There must be a free id."""
+        self._ids = ids
+        self._ops = ops
+        self.own = ids.take()
+        """The id of the accepted text."""
+        self.root = Node(token, pos)
+        self._tips: dict[int, Node] = {self.own: self.root}
+        self.n_submitted = 0
+        """Live nodes below the root that are in a run, or were: each holds a cell."""
+
+    def add(self, parent: Node, token: int, prob: float, guess: int = -1) -> Node:
+        """A guess; the one that is there when it was guessed before."""
+        if (there := parent.children.get(token)) is not None:
+            return there
+        node = Node(token, parent.pos + 1, parent, prob, parent.path_prob * prob, drafted=True, guess=guess)
+        parent.children[token] = node
+        return node
+
+    def place(self, nodes: Iterable[Node], run: int, most: int) -> list[Node]:
+        """Give up to `most` nodes their ids and put them into a run; parents come first or are submitted already.
+
+        Nodes for which there is no free id, and what hangs on them, are left out. Returns those that are in.
+        """
+        placed: list[Node] = []
+        for node in nodes:
+            if len(placed) == most:
+                break
+            parent = node.parent
+            if parent is None:
+                node.seqs = {self.own}
+            elif not parent.submitted or not self._branch(parent, node, run):
+                continue
+            node.run = run
+            for seq in node.seqs:
+                self._tips[seq] = node
+            self.n_submitted += node is not self.root
+            placed.append(node)
+        return placed
+
+    def _branch(self, parent: Node, node: Node, run: int) -> bool:
+        for seq in parent.seqs:
+            if self._tips[seq] is parent:
+                node.seqs = {seq}
+                return True
+        if len(self._ids) <= self._ids.kept:
+            return False
+        new = self._ids.take()
+        source, upto, ancestor = min(parent.seqs), node.pos, node.parent
+        while ancestor is not None and ancestor.run == run:
+            ancestor.seqs.add(new)
+            upto, ancestor = ancestor.pos, ancestor.parent
+        self._ops.append(KvOp(KvKind.CP, source, new, 0, upto))
+        node.seqs = {new}
+        return True
+
+    def advance(self, token: int) -> list[Node]:
+        """The token after the root is known: it becomes the root. Returns the nodes that died of it."""
+        old = self.root
+        child = old.children.pop(token, None) or Node(token, old.pos + 1)
+        dead = list(old.below())
+        for node in dead:
+            node.dead = True
+        self.n_submitted -= sum(node.submitted for node in dead) + child.submitted
+        self._keep(child.seqs, child.pos)
+        if not child.submitted:
+            self._tips[self.own] = child
+        old.children, child.parent = {}, None
+        self.root = child
+        return dead
+
+    def _keep(self, seqs: set[int], pos: int) -> None:
+        """Free all ids but these; with none, the own one stays, up to `pos`."""
+        if seqs:
+            if self.own not in seqs:
+                self.own = min(seqs)
+        elif self._tips[self.own] is not self.root:
+            self._ops.append(KvOp(KvKind.RM, self.own, p0=pos))
+        for seq in [s for s in self._tips if s not in seqs and s != self.own]:
+            self._free(seq)
+
+    def _free(self, seq: int) -> None:
+        self._ops.append(KvOp(KvKind.RM, seq))
+        self._ids.give_back(seq)
+        del self._tips[seq]
+
+    def close(self) -> None:
+        """The request is over: everything dies."""
+        for node in (self.root, *self.root.below()):
+            node.dead = True
+        for seq in list(self._tips):
+            self._free(seq)
+        self.n_submitted = 0
