@@ -184,9 +184,33 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class DraftConfig:
+    """The draft model, and where it runs."""
+
+    model: ModelConfig
+    context: ContextConfig = field(default_factory=ContextConfig)
+    shares: tuple[float, ...] = ()
+    """Share of its layers for each draft rank; these follow the target's ranks. None: it runs inside the head."""
+    threads: int = -1
+    """-1 is as the rank's threads for the target would be."""
+    threads_batch: int = -1
+    """As `threads`, for runs of more than one token; -1 is as `threads`."""
+
+    def __post_init__(self) -> None:
+        if any(value == 0 or value < -1 for value in (self.threads, self.threads_batch)):
+            raise UsageError("-td and -tbd are 1 or more, or -1 for the same as -t")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All that a session is opened with."""
 
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    draft: DraftConfig | None = None
+
+    @property
+    def n_draft_ranks(self) -> int:
+        """Ranks that hold nothing but the draft model: the last ones."""
+        return len(self.draft.shares) if self.draft else 0

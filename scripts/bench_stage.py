@@ -187,7 +187,7 @@ def job_hops(path: Path, pairs: int) -> int:
             stats = RequestStats()
             for _ in session.generate(prompt_tokens(16), GREEDY, N_DECODE, stats):
                 pass
-            tokens = [sum(span.compute_s for span in spans) for spans in stats.runs[1:]]
+            tokens = [sum(span.compute_s for span in run.spans) for run in stats.runs[1:]]
             alone = whole_decode(whole)
             if i > 0:  # the first round warms up
                 sums.append(statistics.median(tokens))

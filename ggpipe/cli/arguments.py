@@ -11,7 +11,16 @@ _BARE = {  # options that may stand without a value: the value that this means, 
     "--color": ("on", ("on", "off", "auto")),
 }
 
-_FREE_TEXT = ("-p", "--prompt", "-f", "--file", "-m", "--model")  # their values may look like options
+_FREE_TEXT = (
+    "-p",
+    "--prompt",
+    "-f",
+    "--file",
+    "-m",
+    "--model",
+    "-md",
+    "--model-draft",
+)  # their values may look like options
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:

@@ -14,16 +14,21 @@ import typer
 from ggpipe.cli.arguments import unescape
 from ggpipe.config import (
     ContextConfig,
+    DraftConfig,
     EngineConfig,
     LoadMode,
+    Mode,
     ModelConfig,
     Numa,
     PipelineConfig,
     SamplingConfig,
+    SpeculationConfig,
 )
 from ggpipe.core.layout import parse_shares
 from ggpipe.display.live import LiveDisplay
-from ggpipe.display.summary import append_csv, check_writable, print_summary, write_json
+from ggpipe.display.files import check_writable
+from ggpipe.display.panel import origin_style
+from ggpipe.display.summary import append_csv, print_summary, write_json
 from ggpipe.display.terminal import launcher_environment, open_answer, open_terminal, restore_terminal
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.runtime import launch
@@ -31,9 +36,9 @@ from ggpipe.runtime import launch
 if TYPE_CHECKING:
     from ggpipe.runtime.session import Session
 
-_CONTEXT, _SAMPLING = ContextConfig(), SamplingConfig()
-_PROMPT, _MODEL, _RANKS, _COMPUTE, _SAMPLE, _ROPE, _OUTPUT = (
-    "Prompt", "Model", "Ranks", "Compute", "Sampling", "RoPE and YaRN", "Output",
+_CONTEXT, _SAMPLING, _SPECULATION = ContextConfig(), SamplingConfig(), SpeculationConfig()
+_PROMPT, _MODEL, _RANKS, _DRAFT, _COMPUTE, _SAMPLE, _ROPE, _OUTPUT = (
+    "Prompt", "Model", "Ranks", "Speculation", "Compute", "Sampling", "RoPE and YaRN", "Output",
 )  # fmt: skip
 
 
@@ -47,6 +52,7 @@ class _Output:
     color: str
     csv: Path | None
     json: Path | None
+    trace: Path | None
     show_prompt: bool
 
 
@@ -66,6 +72,19 @@ def generate(
     cache_type_v: Annotated[str, _option("-ctv", "--cache-type-v", panel=_COMPUTE, metavar="TYPE", help="KV cache type of V.")] = _CONTEXT.cache_type_v,
     exact: Annotated[bool, _option("--exact", panel=_COMPUTE, help="Reference kernels: the same bits for every split, mode and number of threads. Slower.")] = False,
     mpi_layer_split: Annotated[str | None, _option("--mpi-layer-split", panel=_RANKS, metavar="LIST", help="Share of the layers for each rank, head first (0.1,0.4,0.5). Without mpirun, that many ranks are started. Default: even.")] = None,
+    model_draft: Annotated[Path | None, _option("-md", "--model-draft", "--spec-draft-model", panel=_DRAFT, metavar="FILE", help="A smaller model of the same family that guesses ahead. It runs on the ranks behind the / of --mpi-layer-split, else inside the first rank.")] = None,
+    mode: Annotated[str, _option("--mode", panel=_DRAFT, metavar="MODE", help="async: drafting and verifying overlap. speculative: draft, verify, repeat. iterative: no guesses.")] = _SPECULATION.mode,
+    draft: Annotated[int, _option("--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", panel=_DRAFT, metavar="N", help="Guesses in a micro-batch, at most.")] = _SPECULATION.n_draft,
+    draft_min: Annotated[int, _option("--draft-min", "--spec-draft-n-min", panel=_DRAFT, metavar="N", help="Send no micro-batch with fewer guesses.")] = _SPECULATION.n_min,
+    p_accept: Annotated[float, _option("-pa", "--p-accept", "--draft-p-min", "--spec-draft-p-min", panel=_DRAFT, metavar="P", help="Guess no further than the draft's probability of a token is this.")] = _SPECULATION.p_accept,
+    p_split: Annotated[float, _option("-ps", "--p-split", "--draft-p-split", "--spec-draft-p-split", panel=_DRAFT, metavar="P", help="Split a branch for a further token with this probability.")] = _SPECULATION.p_split,
+    p_recovery: Annotated[float, _option("-pr", "--p-recovery", panel=_DRAFT, metavar="P", help="Raise -pa and -ps by this for each micro-batch since the last accepted token.")] = _SPECULATION.p_recovery,
+    p_decay: Annotated[float, _option("-pd", "--p-decay", panel=_DRAFT, metavar="P", help="Lower them by this for each attempt since then that found nothing.")] = _SPECULATION.p_decay,
+    parallel: Annotated[int, _option("-np", "--parallel", panel=_DRAFT, metavar="N", help="Branches that are guessed side by side.")] = _SPECULATION.n_parallel,
+    threads_draft: Annotated[int, _option("-td", "--threads-draft", panel=_DRAFT, metavar="N", help="Threads of the draft; -1: as -t.")] = -1,
+    threads_batch_draft: Annotated[int, _option("-tbd", "--threads-batch-draft", panel=_DRAFT, metavar="N", help="Threads of the draft for prompts; -1: as -td.")] = -1,
+    cancel: Annotated[bool, _option("--cancel/--no-cancel", panel=_DRAFT, help="Stop runs that turned out wrong while they are in flight.")] = True,
+    continuous: Annotated[bool, _option("--continuous/--no-continuous", panel=_DRAFT, help="Guess on while guesses are in flight.")] = True,
     hostfile: Annotated[Path | None, _option("--hostfile", panel=_RANKS, metavar="FILE", help="Machines to start ranks on, as mpirun reads it.")] = None,
     load_mode: Annotated[str, _option("-lm", "--load-mode", panel=_MODEL, metavar="MODE", help="auto, none, mmap, mlock, mmap+mlock or dio.")] = "auto",
     mmap: Annotated[bool, _option("--mmap/--no-mmap", panel=_MODEL, help="Map weights from the file, or read this rank's layers into memory.")] = True,
@@ -98,6 +117,7 @@ def generate(
     display_prompt: Annotated[bool, _option("--display-prompt/--no-display-prompt", panel=_OUTPUT, help="Show the prompt in the live display.")] = True,
     csv: Annotated[Path | None, _option("--csv", panel=_OUTPUT, metavar="FILE", help="Append prefill t/s, decode t/s, ITL s, TTFT s.")] = None,
     json: Annotated[Path | None, _option("--json", panel=_OUTPUT, metavar="FILE", help="Write all measurements.")] = None,
+    trace: Annotated[Path | None, _option("--trace", panel=_OUTPUT, metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing.")] = None,
     verbose: Annotated[bool, _option("-v", "--verbose", panel=_OUTPUT, help="Show libllama's messages.")] = False,
 ) -> int:  # fmt: skip
     """Continue a prompt with a model whose layers are spread over ranks.
@@ -114,27 +134,40 @@ def generate(
         raise UsageError(f"--numa {numa}: known strategies are {', '.join(get_args(Numa))}")
     if flash_attn not in ("on", "off", "auto") or color not in ("on", "off", "auto"):
         raise UsageError("-fa and --color take on, off or auto")
-    mode = modes[load_mode]
+    if mode not in get_args(Mode):
+        raise UsageError(f"--mode {mode}: known modes are {', '.join(get_args(Mode))}")
+    loading = modes[load_mode]
     if mlock:
-        mode = {"mmap": "mmap+mlock", "none": "mlock"}.get(mode, mode)
+        loading = {"mmap": "mmap+mlock", "none": "mlock"}.get(loading, loading)
     shares, draft_shares = parse_shares(mpi_layer_split) if mpi_layer_split is not None else (None, ())
-    if draft_shares:
+    if draft_shares and model_draft is None:
         raise UsageError(
-            f"--mpi-layer-split {mpi_layer_split}: this version has no draft ranks yet; leave out the / and what follows"
+            f"--mpi-layer-split {mpi_layer_split}: ranks behind the / run a draft model; name one with -md"
         )
+    speculation = SpeculationConfig(
+        cast(Mode, mode), draft, min(draft_min, draft), p_accept, p_split, p_recovery, p_decay,
+        1 if exact else parallel, cancel, continuous,
+    )  # fmt: skip
+    context = ContextConfig(
+        ctx_size, batch_size, ubatch_size, speculation.n_parallel if model_draft else 1, cache_type_k, cache_type_v,
+        flash_attn, exact, rope_scaling, rope_scale, rope_freq_base, rope_freq_scale, yarn_orig_ctx,  # type: ignore[arg-type]
+        yarn_ext_factor, yarn_attn_factor, yarn_beta_fast, yarn_beta_slow,
+    )  # fmt: skip
+    draft_config = None
+    if model_draft is not None:
+        draft_model = ModelConfig(model_draft, cast(LoadMode, loading), repack, cast("Numa | None", numa))
+        draft_context = ContextConfig(
+            ctx_size, batch_size, ubatch_size, speculation.n_parallel, cache_type_k, cache_type_v, flash_attn  # type: ignore[arg-type]
+        )  # fmt: skip
+        draft_config = DraftConfig(draft_model, draft_context, draft_shares, threads_draft, threads_batch_draft)
     config = EngineConfig(
         ModelConfig(
-            model, cast(LoadMode, mode), repack, cast("Numa | None", numa), tuple(override_kv or ()),
+            model, cast(LoadMode, loading), repack, cast("Numa | None", numa), tuple(override_kv or ()),
             _loras(lora or [], lora_scaled or []),
         ),
-        ContextConfig(
-            ctx_size, batch_size, ubatch_size, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-            flash_attn=flash_attn, exact=exact, rope_scaling=rope_scaling, rope_scale=rope_scale,  # type: ignore[arg-type]
-            rope_freq_base=rope_freq_base, rope_freq_scale=rope_freq_scale, yarn_orig_ctx=yarn_orig_ctx,
-            yarn_ext_factor=yarn_ext_factor, yarn_attn_factor=yarn_attn_factor, yarn_beta_fast=yarn_beta_fast,
-            yarn_beta_slow=yarn_beta_slow,
-        ),
+        context,
         PipelineConfig(shares, _per_rank("-t", threads), _per_rank("-tb", threads_batch)),
+        draft_config,
     )  # fmt: skip
     sampling = SamplingConfig(
         temp,
@@ -149,17 +182,18 @@ def generate(
         ignore_eos,
     )
     text = _read_prompt(prompt, file, escape)
-    output = _Output(color, csv, json, display_prompt)
-    if launch.rank_in_environment() is None and (hostfile is not None or (shares and len(shares) > 1)):
+    output = _Output(color, csv, json, trace, display_prompt)
+    n_ranks = len(shares or ()) + len(draft_shares)
+    if launch.rank_in_environment() is None and (hostfile is not None or n_ranks > 1):
         if shares is None:
             raise UsageError(
                 "--hostfile needs --mpi-layer-split, which says how many ranks to start and what each gets"
             )
-        code = launch.launch(sys.argv[1:], len(shares), hostfile, launcher_environment())
+        code = launch.launch(sys.argv[1:], n_ranks, hostfile, launcher_environment())
         if code != 0:
             restore_terminal()
         return code
-    return _run(config, _head(text, sampling, n_predict, output), verbose)
+    return _run(config, _head(text, sampling, n_predict, speculation, output), verbose)
 
 
 def _run(config: EngineConfig, head: Callable[[Session], int], verbose: bool) -> int:
@@ -170,13 +204,15 @@ def _run(config: EngineConfig, head: Callable[[Session], int], verbose: bool) ->
     return run_rank(config, head)
 
 
-def _head(text: str, sampling: SamplingConfig, n_predict: int, output: _Output) -> Callable[[Session], int]:
+def _head(
+    text: str, sampling: SamplingConfig, n_predict: int, speculation: SpeculationConfig, output: _Output
+) -> Callable[[Session], int]:
     def head(session: Session) -> int:
         import time
 
         from ggpipe.runtime.stats import RequestStats
 
-        for path in (output.csv, output.json):
+        for path in (output.csv, output.json, output.trace):
             if path is not None:
                 check_writable(path)
         terminal = open_terminal(output.color)  # type: ignore[arg-type]
@@ -196,11 +232,11 @@ def _head(text: str, sampling: SamplingConfig, n_predict: int, output: _Output) 
                 display.request(stats)
                 if output.show_prompt:
                     display.prompt(text)
-            for token in session.generate(prompt, sampling, n_predict, stats):
+            for token in session.generate(prompt, sampling, n_predict, stats, speculation):
                 if answer is not None:
                     _write(answer, token.text, session)
                 if display:
-                    display.text(token.text)
+                    display.text(token.text, origin_style(token.guessed))
             session.measure()
         except GgpipeError as e:
             if not stats.token_times:

@@ -73,8 +73,6 @@ class _Draft:
     """Guesses in this micro-batch so far."""
     held: list[Expansion] = field(default_factory=list)
     """Not sent yet."""
-    ripe: bool = False
-    """They make up a whole micro-batch."""
     complete: bool = False
     """The head knows that nothing more is coming at this epoch."""
     retry_at: float | None = None
@@ -149,7 +147,7 @@ class Drafter:
                     if draft.retry_at is not None and now >= draft.retry_at:
                         draft.retry_at = None
         for draft in self._drafts.values():
-            self._grow(draft)
+            self._grow(draft, actions)
         self._decode(now, actions)
         for draft in self._drafts.values():
             self._settle(draft, now, actions)
@@ -166,7 +164,6 @@ class Drafter:
 
     def _begin(self, begin: Begin) -> None:
         n = max(_MIN_CANDIDATES, begin.speculation.n_parallel)
-        self._ids.kept -= 1
         tree = Tree(self._ids, self._ops, begin.prompt[-1], len(begin.prompt) - 1)
         want = Want(WantKind.TOP, n, begin.banned)
         policy = PipeInferPolicy(begin.speculation)
@@ -200,7 +197,6 @@ class Drafter:
         if draft is None:
             return
         draft.tree.close()
-        self._ids.kept += 1
         runs = tuple(run for run, flight in self._flights.items() if flight.draft is draft and not flight.cancelled)
         for run in runs:
             self._flights[run].cancelled = True
@@ -224,7 +220,7 @@ class Drafter:
             if node.within(draft.tree.root):
                 draft.open.append(node)
 
-    def _grow(self, draft: _Draft) -> None:
+    def _grow(self, draft: _Draft, actions: list[DraftAction]) -> None:
         """Turn answers into guesses, as far as the policy and the lead allow."""
         if not draft.open:
             return
@@ -240,9 +236,9 @@ class Drafter:
                 continue
             if best[0] in draft.begin.ends:
                 continue
-            n = 1
+            n, room = 1, speculation.n_draft - draft.n_batch
             while (
-                n < len(node.answer)
+                n < min(len(node.answer), room)
                 and n_tips < speculation.n_parallel
                 and node.answer[n][1] >= policy.split
                 and node.answer[n][0] not in draft.begin.ends
@@ -256,7 +252,8 @@ class Drafter:
             draft.next_guess += n
             draft.n_batch += n
             if draft.overlaps and draft.batch_is_full:
-                draft.n_batch, draft.ripe = 0, True
+                self._send(draft, False, True, actions)
+                draft.n_batch = 0
                 policy.n_batches += 1
 
     def _settle(self, draft: _Draft, now: float, actions: list[DraftAction]) -> None:
@@ -268,7 +265,7 @@ class Drafter:
         if not waits and may_retry and any(draft.may_grow(node) for node in draft.open):
             draft.policy.n_rejected += 1
             draft.retry_at = now + self._attempt_s
-        enough = draft.ripe or draft.n_batch >= draft.begin.speculation.n_min
+        enough = draft.n_batch >= draft.begin.speculation.n_min
         complete = not waits and not draft.overlaps and not draft.complete
         if complete or (enough and draft.held):
             self._send(draft, complete, enough, actions)
@@ -278,7 +275,7 @@ class Drafter:
         draft.complete = draft.complete or complete
         actions.append(Send(MicroBatch(draft.begin.request, draft.epoch, expansions, complete)))
         if guesses:
-            draft.held, draft.ripe = [], False
+            draft.held = []
 
     # The pipeline
 
@@ -288,7 +285,7 @@ class Drafter:
         for draft in self._drafts.values():
             while n_live < self._limits.n_in_flight and self._text_waits(draft):
                 at = draft.n_decoded
-                chunk = draft.text[at : at + min(self._limits.n_ubatch, self._free_cells(draft))]
+                chunk = draft.text[at : at + min(self._limits.n_rows, self._free_cells(draft))]
                 draft.n_decoded += len(chunk)
                 last = draft.n_decoded == len(draft.text)
                 nodes = draft.tree.place([draft.tree.root], self._next_run, 1) if last else []
@@ -297,7 +294,7 @@ class Drafter:
         if n_live:
             return
         for draft in list(self._drafts.values()):
-            most = min(draft.begin.speculation.n_parallel, self._free_cells(draft))
+            most = min(draft.begin.speculation.n_parallel, self._limits.n_rows, self._free_cells(draft))
             if nodes := draft.tree.place(self._tips(draft), self._next_run, most):
                 self._put(draft, nodes, [], now, actions)
                 self._drafts[draft.begin.request] = self._drafts.pop(draft.begin.request)  # the others are next
@@ -340,7 +337,7 @@ class Drafter:
         self._next_run += 1
         self._ops.clear()
         self._flights[run.id] = _Flight(draft, nodes, len(text), len(nodes), now)
-        actions.append(Submit(run))
+        actions.append(Submit(run, len(nodes)))
 
 
 def candidates(row: RowLogits) -> tuple[tuple[int, float], ...]:

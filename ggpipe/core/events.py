@@ -33,6 +33,11 @@ class Limits:
     n_requests: int = 1
     """Requests that are served at the same time."""
 
+    @property
+    def n_rows(self) -> int:
+        """Rows in a run, at most."""
+        return min(self.n_batch, self.n_ubatch)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -133,9 +138,10 @@ Event = Arrived | RunEnded | Sampled | Guessed | Stop
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Put a run into the pipeline."""
+    """Put a run into the pipeline. `n_guesses`: of its rows, the ones that may be wrong."""
 
     run: Run
+    n_guesses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,25 @@ _SLACK = 1e-6  # shares are written in decimal: 0.1 + 0.2 + 0.7 is a whole
 
 @dataclass(frozen=True)
 class Layout:
-    """Layers [first, last) of each rank, in pipeline order; an empty range is a head that only coordinates."""
+    """Layers [first, last) of each rank of a pipeline, in order; an empty range is a head that only coordinates."""
 
     layers: tuple[tuple[int, int], ...]
+    head: int = 0
+    """The pipeline's first rank; the others follow."""
+
+    @property
+    def ranks(self) -> range:
+        """All ranks of the pipeline."""
+        return range(self.head, self.head + len(self.layers))
 
     @property
     def stages(self) -> tuple[int, ...]:
         """Ranks that hold layers, in pipeline order."""
-        return tuple(rank for rank, (a, b) in enumerate(self.layers) if b > a)
+        return tuple(rank for rank, (a, b) in enumerate(self.layers, self.head) if b > a)
+
+    def layers_of(self, rank: int) -> tuple[int, int]:
+        """A rank's layers."""
+        return self.layers[rank - self.head]
 
     def next_of(self, rank: int) -> int | None:
         """The rank that a stage sends to; None for the last one, which answers the head."""
@@ -51,7 +62,7 @@ def _parse_half(text: str, half: str) -> tuple[float, ...]:
     return shares
 
 
-def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None) -> Layout:
+def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, head: int = 0) -> Layout:
     """Whole layers for each rank. Each gets its share rounded down; layers left over go to the head, as with
     PipeInfer, or, when the head has none, one each to the ranks that rounding cost most. Without shares the
     layers are spread evenly, the longer ranges first.
@@ -77,8 +88,8 @@ def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None) -> Lay
     for rank, count in enumerate(counts):
         if count == 0 and not (rank == 0 and shares is not None and shares[0] == 0):
             raise LaunchError(
-                f"rank {rank} would get no layer: the model has {n_layer} layers for {n_ranks} ranks; "
+                f"rank {head + rank} would get no layer: the model has {n_layer} layers for {n_ranks} ranks; "
                 "give it a larger share, or use fewer ranks"
             )
     starts = [sum(counts[:rank]) for rank in range(n_ranks)]
-    return Layout(tuple((a, a + n) for a, n in zip(starts, counts, strict=True)))
+    return Layout(tuple((a, a + n) for a, n in zip(starts, counts, strict=True)), head)

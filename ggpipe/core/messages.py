@@ -107,6 +107,19 @@ class RunResult:
     cancelled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run that ended."""
+
+    id: int
+    n_rows: int
+    n_guesses: int
+    """Of its rows, the ones that were guesses."""
+    cancelled: bool
+    spans: tuple[Span, ...]
+    """Its time in each stage."""
+
+
 # Between the head and the draft
 
 ROOT = 0

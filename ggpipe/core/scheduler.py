@@ -53,6 +53,7 @@ class _Flight:
     nodes: list[Node]
     n_prompt: int
     """Rows in front of the nodes'."""
+    n_guesses: int
     n_live: int
     """Rows that are not known to be wrong."""
     cancelled: bool = False
@@ -144,7 +145,6 @@ class Scheduler:
             if reserve > self._limits.n_ctx - self._cells_of_others(None):
                 return
             self._waiting.popleft()
-            self._ids.kept -= 1
             tree = Tree(self._ids, self._ops, request.prompt[-1], len(request.prompt) - 1)
             chunks = collections.deque(cut_prompt(request.prompt, self._limits.n_batch, self._limits.n_ubatch))
             active = self._active[request.id] = _Active(request, want, tree, chunks, reserve)
@@ -186,7 +186,6 @@ class Scheduler:
         if active.flights or active.ending is None:
             return
         del self._active[active.request.id]
-        self._ids.kept += 1
         actions.append(Finished(active.request.id, active.ending))
         self._admit(actions)
 
@@ -207,7 +206,8 @@ class Scheduler:
             return
         if speculation.mode == "speculative":
             if not root.submitted and active.ready:
-                self._submit(active, (), [root, *self._best(active)], self._most(active) + 1, actions)
+                most = min(self._most(active) + 1, self._limits.n_rows)
+                self._submit(active, (), [root, *self._best(active)], most, actions)
             return
         if not root.submitted:  # waits for nothing
             self._submit(active, (), (root,), 1, actions)
@@ -228,12 +228,12 @@ class Scheduler:
     def _most(self, active: _Active) -> int:
         """Guesses that may go into a run now."""
         free = self._limits.n_ctx - self._cells_of_others(active) - active.n_used
-        return max(min(free, active.request.speculation.n_draft), 0)
+        return max(min(free, active.request.speculation.n_draft, self._limits.n_rows), 0)
 
     @property
     def n_in_flight(self) -> int:
-        """Runs in the pipeline, cancelled ones not counted."""
-        return sum(not flight.cancelled for flight in self._flights.values())
+        """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
+        return sum(flight.active is not None and not flight.cancelled for flight in self._flights.values())
 
     def _guessing(self, active: _Active) -> bool:
         """Guesses are in flight."""
@@ -260,19 +260,20 @@ class Scheduler:
         guesses = len(placed) - (tree.root in placed)
         counters.submitted_tokens += guesses
         counters.speculative_runs += guesses > 0
-        run = self._put(active, placed, rows, tuple(wants), actions)
+        run = self._put(active, placed, rows, tuple(wants), actions, guesses)
         active.flights.add(run)
         return True
 
     def _put(
         self, active: _Active | None, nodes: list[Node], rows: Sequence[Row], wants: tuple[Want, ...],
-        actions: list[Action],
+        actions: list[Action], n_guesses: int = 0,
     ) -> int:  # fmt: skip
         run = Run(self._next_run, active.epoch if active else 0, tuple(rows), tuple(self._ops), wants)
         self._next_run += 1
         self._ops.clear()
-        self._flights[run.id] = _Flight(active, nodes, len(rows) - len(nodes), len(nodes))
-        actions.append(Submit(run))
+        self._flights[run.id] = _Flight(active, nodes, len(rows) - len(nodes), n_guesses, len(rows))
+        guesses = sum(node is not active.tree.root for node in nodes) if active else 0
+        actions.append(Submit(run, guesses))
         return run.id
 
     def _run_ended(self, run: int, rows: tuple[RowLogits, ...], actions: list[Action]) -> None:
@@ -284,8 +285,8 @@ class Scheduler:
             active.flights.remove(run)
             for row in rows:
                 flight.nodes[row.row - flight.n_prompt].answer = row
-            if rows and not flight.cancelled and any(node.drafted for node in flight.nodes):
-                active.counters.verified_runs += 1
+            if rows and not flight.cancelled:
+                active.counters.verified_runs += flight.n_guesses > 0
             if active.ending is not None:
                 self._end_if_drained(active, actions)
             else:
@@ -300,9 +301,8 @@ class Scheduler:
             flight = self._flights[run]
             flight.cancelled = True
             assert flight.active is not None
-            guesses = sum(node.drafted for node in flight.nodes)
             flight.active.counters.cancelled_runs += 1
-            flight.active.counters.cancelled_tokens += guesses
+            flight.active.counters.cancelled_tokens += flight.n_guesses
         actions.append(Cancel(tuple(runs)))
 
     # The tree
@@ -332,7 +332,7 @@ class Scheduler:
         root = active.tree.root
         if root.guess >= 0:
             active.passed[root.guess] = active.epoch
-            del active.guesses[root.guess]
+            active.guesses.pop(root.guess, None)
         active.counters.accepted_tokens += root.submitted
         actions.append(Emit(request_id, token, root.submitted))
         if active.epoch == active.request.n_predict:
@@ -349,18 +349,26 @@ class Scheduler:
 
     def _bury(self, active: _Active, dead: list[Node], actions: list[Action]) -> None:
         """Forget guesses that turned out wrong, and cancel the runs that have no others."""
-        hopeless = []
+        hopeless = False
         for node in dead:
             active.guesses.pop(node.guess, None)
-            if node.submitted:
-                wrong = active.counters.wrong_rows
-                wrong[node.run] = wrong.get(node.run, 0) + 1
             if (flight := self._flights.get(node.run)) is not None:
                 flight.n_live -= 1
-                if flight.n_live == 0 and not flight.cancelled:
-                    hopeless.append(node.run)
-        if active.request.speculation.cancel:
-            self._cancel(hopeless, actions)
+                hopeless = hopeless or flight.n_live == 0
+        if hopeless and active.request.speculation.cancel:
+            self._cancel(self._hopeless(active), actions)
+
+    def _hopeless(self, active: _Active) -> list[int]:
+        """Runs without a live row. Not those that a run which goes on needs: its dead rows must find their parents."""
+        hopeless: list[int] = []
+        needed: set[int] = set()
+        for run in sorted(active.flights, reverse=True):
+            flight = self._flights[run]
+            if flight.n_live or run in needed:
+                needed.update(node.parent.run for node in flight.nodes if node.parent is not None)
+            elif not flight.cancelled:
+                hopeless.append(run)
+        return hopeless[::-1]
 
     def _steer(self, active: _Active, actions: list[Action]) -> None:
         if active.request.speculation.mode != "iterative":
@@ -390,7 +398,7 @@ class Scheduler:
                     active.passed[guess] = at + 1
                 return
             parent = active.tree.root
-        if parent is not None and not parent.dead and token not in active.request.ends:
+        if parent is not None and parent.within(active.tree.root) and token not in active.request.ends:
             active.guesses[guess] = active.tree.add(parent, token, prob, guess)
 
 

@@ -95,6 +95,7 @@ class Tree:
         """`token` at `pos` is the last one of the prompt. There must be a free id."""
         self._ids = ids
         self._ops = ops
+        ids.kept -= 1
         self.own = ids.take()
         """The id of the accepted text."""
         self.root = Node(token, pos)
@@ -140,9 +141,11 @@ class Tree:
             return False
         new = self._ids.take()
         source, upto, ancestor = min(parent.seqs), node.pos, node.parent
-        while ancestor is not None and ancestor.run == run:
+        while ancestor is not None:
             ancestor.seqs.add(new)
-            upto, ancestor = ancestor.pos, ancestor.parent
+            if ancestor.run == run:
+                upto = ancestor.pos
+            ancestor = ancestor.parent
         self._ops.append(KvOp(KvKind.CP, source, new, 0, upto))
         node.seqs = {new}
         return True
@@ -183,4 +186,5 @@ class Tree:
             node.dead = True
         for seq in list(self._tips):
             self._free(seq)
+        self._ids.kept += 1
         self.n_submitted = 0

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,7 @@ from ggpipe.display.occupancy import Occupancy
 from ggpipe.display.panel import DIM, Space, generating_panel, loading_panel
 from ggpipe.display.stream import Row, TextStream
 from ggpipe.display.terminal import Terminal
+from ggpipe.display.work import taking_part
 from ggpipe.runtime.stats import RankStats, RequestStats
 
 _FRAME_S = 0.1
@@ -81,7 +83,7 @@ class LiveDisplay:
         self._stream.feed(text, DIM)
 
     def text(self, piece: str, style: str | None = None) -> None:
-        """Append to the answer. `style`: a Rich style that says where the piece comes from."""
+        """Append to the answer. `style`: a Rich style that says where the piece comes from, see `origin_style`."""
         self._any_text = True
         self._stream.feed(piece, _style(style))
 
@@ -171,12 +173,12 @@ class LiveDisplay:
 
     def _rows(self, now: float, console: Console) -> list[Row]:
         width, height = console.size
-        space = Space(width, height - 1, console.options.ascii_only)
+        space = Space(width, height - 1, console.options.ascii_only, not console.no_color)
         request = self._request
         if request is None:
             return loading_panel(self._ranks, space)
-        space = Space(width, int(height * _PANEL_SHARE), space.ascii_only)
-        ranks = list(self._ranks)
+        space = replace(space, height=int(height * _PANEL_SHARE))
+        ranks = taking_part(request, self._ranks)
         panel = generating_panel(ranks, self._occupancy.sample(ranks, now), request, now, space)
         return [*self._stream.rows(width, height - 1 - len(panel)), *panel]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+from ggpipe.display.work import Part, part
 from ggpipe.runtime.stats import RankStats
 
 _WINDOW_S = 1.0
@@ -20,14 +21,14 @@ class Occupancy:
     """
 
     def __init__(self) -> None:
-        self._samples: dict[int, collections.deque[tuple[float, float, int]]] = {}
+        self._samples: dict[Part, collections.deque[tuple[float, float, int]]] = {}
 
     def sample(self, ranks: Sequence[RankStats], now: float) -> list[float]:
         """Note the totals at time `now` (seconds); the shares, 0 to 1, in the order of `ranks`."""
         return [self._sample(stats, now) for stats in ranks]
 
     def _sample(self, stats: RankStats, now: float) -> float:
-        samples = self._samples.setdefault(stats.rank, collections.deque())
+        samples = self._samples.setdefault(part(stats), collections.deque())
         if samples and stats.busy_s < samples[-1][1]:  # counted anew
             samples.clear()
         samples.append((now, stats.busy_s, stats.runs))

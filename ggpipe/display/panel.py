@@ -1,4 +1,4 @@
-"""The live region's rows below the text: one for each rank, and a line of numbers.
+"""The live region's rows below the text: one for each rank, a line of numbers, and one more when a draft guesses.
 
 Built from segments by hand, without Rich's tables: a frame is drawn ten times a second in the process that
 schedules, and has to be cheap. Whatever the screen has no room for is left out, the least needed first.
@@ -16,6 +16,7 @@ from rich.style import Style
 
 from ggpipe.display.stream import Row
 from ggpipe.display.wording import harmless, human_bytes, human_rate, human_seconds, layer_range, percent
+from ggpipe.display.work import speculates
 from ggpipe.runtime.stats import RankStats, RequestStats, percentile
 
 DIM = Style(dim=True)
@@ -23,6 +24,7 @@ _LOADING = Style(color="cyan")
 _DONE = Style(color="green")
 _BUSY = Style(color="cyan")
 _PHASE = Style(color="cyan", bold=True)
+_GUESSED = "green"
 
 _GAP = "  "
 _MIN_BAR, _MAX_BAR = 10, 40
@@ -39,6 +41,7 @@ class Space:
     height: int
     """Rows."""
     ascii_only: bool = False
+    colours: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class _RankLine:
     style: Style
     detail: str = ""
     note: str = ""
+
+
+def origin_style(guessed: bool) -> str | None:
+    """The style of a token's text: the draft guessed it and the target agreed, or it is the target's own."""
+    return _GUESSED if guessed else None
 
 
 def loading_panel(ranks: Sequence[RankStats], space: Space) -> list[Row]:
@@ -71,15 +79,20 @@ def generating_panel(
 ) -> list[Row]:
     """How busy each rank is, and how the request does."""
     lines = [_RankLine(r, share, _BUSY, note=percent(share)) for r, share in zip(ranks, busy, strict=True)]
-    return _panel([[]], lines, [_status(request, now, space)], space)
+    more = [_speculation(request, space)] if speculates(request) else []
+    return _panel([[]], lines, [_status(request, now, space)], space, more)
 
 
-def _panel(above: list[Row], lines: list[_RankLine], below: list[Row], space: Space) -> list[Row]:
+def _panel(
+    above: list[Row], lines: list[_RankLine], below: list[Row], space: Space, more: Sequence[Row] = ()
+) -> list[Row]:
+    """`more` is at the bottom, and goes before the ranks get one row together."""
     full = [*above, *_rank_rows(lines, space), *below]
-    if len(full) <= space.height:
-        return full
+    for rows in ([*full, *more], full):
+        if len(rows) <= space.height:
+            return rows
     compact = _compact(lines, space)
-    smaller = ([*above, compact, *below], [compact, *below], below or above)
+    smaller = ([*above, compact, *below, *more], [compact, *below, *more], [compact, *below], below or above)
     return next((rows for rows in smaller if len(rows) <= space.height), [])
 
 
@@ -88,12 +101,15 @@ def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
         return []
     digits = max(len(str(line.stats.rank)) for line in lines)
     numbers = [f"{line.stats.rank:>{digits}}" for line in lines]
+    shorts = _aligned([f"d{n}" if line.stats.draft else n for n, line in zip(numbers, lines, strict=True)], right=True)
     hosts = _aligned([_short(harmless(line.stats.host)) for line in lines])
     ranges = _aligned([layer_range(line.stats.layers) for line in lines], right=True)
     details = _aligned([line.detail for line in lines], right=True)
     notes = _aligned([line.note for line in lines], right=True, at_least=5)
     columns = {
-        "number": [f"rank {n}" for n in numbers],
+        "number": _aligned(
+            [f"{'draft' if line.stats.draft else 'rank'} {n}" for n, line in zip(numbers, lines, strict=True)]
+        ),
         "host": hosts,
         "layers": [f"layers {r}" for r in ranges],
         "bar": [],
@@ -102,7 +118,7 @@ def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
     }
     columns = {name: cells for name, cells in columns.items() if name == "bar" or any(cells)}
     less: list[tuple[str, list[str] | None]]
-    less = [("host", None), ("layers", ranges), ("number", numbers), ("detail", None), ("layers", None)]
+    less = [("host", None), ("layers", ranges), ("number", shorts), ("detail", None), ("layers", None)]
 
     def room() -> int:
         others = [cell_len(cells[0]) for name, cells in columns.items() if name != "bar"]
@@ -142,9 +158,15 @@ def _bar(share: float, width: int, style: Style, ascii_only: bool) -> Row:
 def _compact(lines: list[_RankLine], space: Space) -> Row:
     """All ranks in one row, a column's height for each share."""
     levels = "0123456789" if space.ascii_only else "▁▂▃▄▅▆▇█"
-    shares = [line.share for line in lines][: max(space.width - 8, 0)]
-    columns = "".join(levels[min(int(share * len(levels)), len(levels) - 1)] for share in shares)
-    return [Segment("ranks  ", DIM), Segment(columns, _BUSY)]
+    row: Row = []
+    for label, draft in (("ranks", False), ("draft", True)):
+        shares = [line.share for line in lines if line.stats.draft is draft]
+        if draft and not shares:
+            break
+        columns = "".join(levels[min(int(share * len(levels)), len(levels) - 1)] for share in shares)
+        row += [Segment(_GAP)] if row else []
+        row += [Segment(label + _GAP, DIM), Segment(columns, _BUSY)]
+    return list(Segment.adjust_line_length(row, max(space.width - 1, 0), pad=False))
 
 
 def _status(request: RequestStats, now: float, space: Space) -> Row:
@@ -164,6 +186,22 @@ def _status(request: RequestStats, now: float, space: Space) -> Row:
     return _fields(fields, (2, 1, 4, 3, 0), space)
 
 
+def _speculation(request: RequestStats, space: Space) -> Row:
+    counters = request.counters
+    acceptance = counters.acceptance
+    cancelled = f"{_counted(counters.cancelled_runs, 'run')}, {_counted(counters.cancelled_tokens, 'token')}"
+    fields: list[tuple[str, str, Style | None]] = [
+        ("", request.speculation.mode, _PHASE),
+        ("", f"{request.n_in_flight:>2} in flight", None),
+        ("acceptance ", f"{'-' if acceptance is None else percent(acceptance):>5}", None),
+        ("cancelled ", cancelled, None),
+        ("text: ", "guessed", Style.parse(_GUESSED)),
+        ("", "own", None),
+    ]
+    priority = (2, 1, 3, 4, 5, 0) if space.colours else (2, 1, 3, 0)
+    return _fields(fields, priority, space)
+
+
 def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[int], space: Space) -> Row:
     """(label, value, style) in one row; those that do not fit are left out, the last of `priority` first."""
     room = space.width - 1
@@ -180,6 +218,10 @@ def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[
         row += [Segment(_GAP)] if row else []
         row += [Segment(label, DIM), Segment(value, style)] if label else [Segment(value, style)]
     return row
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _short(host: str) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +14,11 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
+from ggpipe.display.files import check_writable as check_writable
+from ggpipe.display.files import write_text
 from ggpipe.display.terminal import Terminal
 from ggpipe.display.wording import harmless, human_bytes, human_rate, human_seconds, layer_range, percent
-from ggpipe.errors import UsageError
+from ggpipe.display.work import part, speculates, taking_part, wasted_s, with_work
 from ggpipe.runtime.stats import RankStats, RequestStats, percentile
 
 _LOG_WIDTH = 100
@@ -30,6 +31,7 @@ def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, w
     Who a rank is, its loading and its memory come from `ranks`, its work from `stats.ranks` (this request's)
     when that is filled in. `width`, in cells: columns that do not fit are left out.
     """
+    ranks = taking_part(stats, ranks)
     parts: list[Table | Padding] = [_request_table(stats, ranks, width)]
     if ranks:
         parts.append(Padding(_ranks_table(stats, ranks, now, width), (1, 0, 0, 0)))
@@ -51,34 +53,13 @@ def print_summary(terminal: Terminal | None, stats: RequestStats, ranks: Sequenc
     print("\n".join(line.rstrip() for line in plain.getvalue().splitlines()), file=sys.stderr)
 
 
-def check_writable(path: Path) -> None:
-    """To be called before a long run. Raises UsageError when the file cannot be written."""
-    try:
-        if path.is_dir():
-            raise UsageError(f"cannot write to {path}: it is a directory")
-        if path.exists():
-            ok = os.access(path, os.W_OK)
-        elif path.parent.is_dir():
-            ok = os.access(path.parent, os.W_OK | os.X_OK)
-        else:
-            raise UsageError(f"cannot write to {path}: there is no directory {path.parent}")
-    except OSError as e:
-        raise _cannot_write(path, e) from e
-    if not ok:
-        raise UsageError(f"cannot write to {path}: permission denied")
-
-
 def append_csv(path: Path, stats: RequestStats) -> None:
     """Append PipeInfer's line: prefill tokens/s, decode tokens/s, mean ITL in s, TTFT in s; `nan` for none.
 
     Raises UsageError when the file cannot be written.
     """
     numbers = (stats.prefill_tps, stats.decode_tps, _mean(stats.itl_s), stats.ttft_s)
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(",".join("nan" if n is None else f"{n:.6g}" for n in numbers) + "\n")
-    except OSError as e:
-        raise _cannot_write(path, e) from e
+    write_text(path, ",".join("nan" if n is None else f"{n:.6g}" for n in numbers) + "\n", "a")
 
 
 def write_json(
@@ -90,14 +71,18 @@ def write_json(
     Raises UsageError when the file cannot be written.
     """
     itl_s = stats.itl_s
+    counters = asdict(stats.counters)
+    wasted = wasted_s(stats)
     everything = {
         **(extra or {}),
+        "mode": stats.speculation.mode,
+        "speculation": asdict(stats.speculation),
         "n_prompt_tokens": stats.n_prompt,
         "n_generated_tokens": stats.n_generated,
         "finish": stats.finish,
         "seed": stats.seed,
         "load_s": _load_s(ranks),
-        "elapsed_s": None if stats.ended is None else stats.ended - stats.arrived,
+        "elapsed_s": _elapsed_s(stats),
         "prefill_tokens_per_s": stats.prefill_tps,
         "ttft_s": stats.ttft_s,
         "decode_s": stats.decode_s,
@@ -105,18 +90,22 @@ def write_json(
         "itl_mean_s": _mean(itl_s),
         "itl_p50_s": percentile(itl_s, 0.5),
         "itl_p99_s": percentile(itl_s, 0.99),
+        **{name: n for name, n in counters.items() if name != "wrong_rows"},
+        "acceptance": stats.counters.acceptance,
+        "accepted_tokens_per_run": stats.counters.accepted_per_run,
         "token_times_s": [t - stats.arrived for t in stats.token_times],
-        "ranks": [_rank_object(r, work) for r, work in _with_work(stats, ranks)],
+        "guessed": stats.guessed,
+        "ranks": [
+            _rank_object(r, work, _elapsed_s(stats), wasted.get(part(r), 0.0)) for r, work in with_work(stats, ranks)
+        ],
     }
-    try:
-        path.write_text(json.dumps(everything, indent=2, default=str) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise _cannot_write(path, e) from e
+    write_text(path, json.dumps(everything, indent=2, default=str) + "\n")
 
 
-def _rank_object(rank: RankStats, work: RankStats) -> dict[str, Any]:
+def _rank_object(rank: RankStats, work: RankStats, elapsed_s: float | None, wasted_s: float) -> dict[str, Any]:
     return {
         "rank": rank.rank,
+        "draft": rank.draft,
         "host": rank.host,
         "layers": list(rank.layers),
         "threads": list(rank.threads),
@@ -126,6 +115,8 @@ def _rank_object(rank: RankStats, work: RankStats) -> dict[str, Any]:
         "runs": work.runs,
         "compute_s": work.compute_s,
         "busy_s": work.busy_s,
+        "idle_s": None if elapsed_s is None else max(elapsed_s - work.busy_s, 0.0),
+        "wasted_s": wasted_s,
         "sent_bytes": work.sent_bytes,
     }
 
@@ -141,10 +132,12 @@ def _request_table(stats: RequestStats, ranks: Sequence[RankStats], width: int) 
         ("decode", human_rate(stats.decode_tps)),
         ("ITL p50", human_seconds(percentile(itl_s, 0.5))),
         ("ITL p99", human_seconds(percentile(itl_s, 0.99))),
+        *(_speculation_items(stats) if speculates(stats) else ()),
         ("ended", stats.finish or "-"),
         ("seed", f"{stats.seed}"),
     ]
-    n_pairs = 4 if width >= 86 else 2 if width >= 46 else 1
+    cells = [(len(name), len(value)) for name, value in items]
+    n_pairs = next((n for n in (4, 2) if _pairs_width(cells, n) <= width), 1)
     table = Table.grid(padding=(0, _GAP, 0, 0))
     for _ in range(n_pairs):
         table.add_column(style="dim", no_wrap=True)
@@ -152,6 +145,29 @@ def _request_table(stats: RequestStats, ranks: Sequence[RankStats], width: int) 
     for i in range(0, len(items), n_pairs):
         table.add_row(*(cell for item in items[i : i + n_pairs] for cell in item))
     return table
+
+
+def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
+    """Of a table with so many pairs in a row, in cells."""
+    columns = [cells[i::n_pairs] for i in range(n_pairs)]
+    return sum(max(a for a, _ in c) + max(b for _, b in c) for c in columns) + (2 * n_pairs - 1) * _GAP
+
+
+def _speculation_items(stats: RequestStats) -> list[tuple[str, str]]:
+    counters = stats.counters
+    acceptance, per_run = counters.acceptance, counters.accepted_per_run
+    return [
+        ("mode", stats.speculation.mode),
+        ("drafted", f"{counters.drafted_tokens} tokens"),
+        ("submitted", f"{counters.submitted_tokens} tokens"),
+        ("accepted", f"{counters.accepted_tokens} tokens"),
+        ("per run", "-" if per_run is None else f"{per_run:.2f} tokens"),
+        ("submitted", f"{counters.speculative_runs} runs"),
+        ("acceptance", "-" if acceptance is None else percent(acceptance)),
+        ("cancelled", f"{counters.cancelled_tokens} tokens"),
+        ("verified", f"{counters.verified_runs} runs"),
+        ("cancelled", f"{counters.cancelled_runs} runs"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -169,19 +185,24 @@ class _Column:
 
 def _ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int) -> Table:
     elapsed_s = max(stats.elapsed_s(now), 0.0)
-    both = _with_work(stats, ranks)
+    both = with_work(stats, ranks)
+    wasted = wasted_s(stats)
     columns = [
-        _Column("rank", [f"{r.rank}" for r in ranks], 0),
+        _Column("rank", [f"draft {r.rank}" if r.draft else f"{r.rank}" for r in ranks], 0),
         _Column("host", [harmless(r.host) for r in ranks], 3, "left"),
         _Column("layers", [layer_range(r.layers) for r in ranks], 1),
-        _Column("threads", [_threads(r) for r in ranks], 5),
-        _Column("compute", [human_seconds(w.compute_s) for _, w in both], 2),
-        _Column("waiting", [human_seconds(max(elapsed_s - w.busy_s, 0.0)) for _, w in both], 4),
-        _Column("busy", [percent(min(w.busy_s / elapsed_s, 1.0)) if elapsed_s else "-" for _, w in both], 0),
-        _Column("sent/run", [human_bytes(w.sent_bytes / w.runs) if w.runs else "-" for _, w in both], 6),
+        _Column("threads", [_threads(r) for r in ranks], 6),
+        _Column("compute", [human_seconds(w.compute_s) for _, w in both], 5),
+        _Column("busy", [human_seconds(w.busy_s) for _, w in both], 4),
+        _Column("idle", [human_seconds(max(elapsed_s - w.busy_s, 0.0)) for _, w in both], 4),
+        _Column("wasted", [human_seconds(wasted.get(part(r), 0.0)) for r in ranks], 2),
+        _Column("occupied", [percent(min(w.busy_s / elapsed_s, 1.0)) if elapsed_s else "-" for _, w in both], 0),
+        _Column("sent/run", [human_bytes(w.sent_bytes / w.runs) if w.runs else "-" for _, w in both], 7),
         _Column("sent", [human_bytes(w.sent_bytes) for _, w in both], 3),
-        _Column("memory", [human_bytes(r.resident_bytes) for r in ranks], 2),
+        _Column("memory", [human_bytes(r.resident_bytes) if r.resident_bytes else "-" for r in ranks], 2),
     ]
+    if not speculates(stats):
+        columns = [column for column in columns if column.title != "wasted"]
     while sum(c.width for c in columns) - _GAP > width:
         least = max(columns, key=lambda c: c.need)
         if least.need == 0:
@@ -195,12 +216,6 @@ def _ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, wi
     return table
 
 
-def _with_work(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[RankStats, RankStats]]:
-    """Each rank with what it did for the request."""
-    work = {r.rank: r for r in stats.ranks}
-    return [(r, work.get(r.rank, r)) for r in ranks]
-
-
 def _threads(rank: RankStats) -> str:
     single, batch = rank.threads
     return f"{single}" if single == batch else f"{single}/{batch}"
@@ -211,9 +226,9 @@ def _load_s(ranks: Sequence[RankStats]) -> float | None:
     return max((r.load_s for r in ranks), default=None)
 
 
+def _elapsed_s(stats: RequestStats) -> float | None:
+    return None if stats.ended is None else stats.ended - stats.arrived
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _cannot_write(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write to {path}: {error.strerror or error}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from pathlib import Path
 
 import llama_cpp
 
 from ggpipe.engine.libllama import native
+
+_NICE = 10
 
 
 def cpu_features() -> tuple[str, ...]:
@@ -38,6 +42,12 @@ def cores() -> int:
         except OSError:
             return len(allowed)
     return len(seen)
+
+
+def yield_to_others() -> None:
+    """Let this thread, and those it starts, run on what others leave of the cores (Linux: nice 10)."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def sharpen_timers() -> None:

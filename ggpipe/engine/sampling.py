@@ -24,7 +24,9 @@ class Sampler:
     def __init__(self, config: SamplingConfig, vocab: Vocab, n_ctx: int) -> None:
         self._config = config
         self._n_vocab = vocab.n_tokens
-        self._banned = tuple(sorted({*vocab.suppressed_tokens, *(vocab.end_tokens if config.ignore_eos else ())}))
+        ends = vocab.end_tokens if config.ignore_eos else ()
+        self.banned = tuple(sorted({*vocab.suppressed_tokens, *ends}))
+        """Tokens that are never drawn."""
         self.seed = config.seed if config.seed >= 0 else secrets.randbelow(2**32 - 1)
         last_n = config.repeat_last_n if config.repeat_last_n >= 0 else n_ctx
         self._window: collections.deque[int] = collections.deque(maxlen=last_n)
@@ -58,8 +60,8 @@ class Sampler:
         if (config.penalizes and not config.only_lowers) or (not config.greedy and config.top_k <= 0):
             n = self._n_vocab
         if n >= self._n_vocab:
-            return Want(WantKind.FULL, banned=self._banned)
-        return Want(WantKind.TOP, n, self._banned)
+            return Want(WantKind.FULL, banned=self.banned)
+        return Want(WantKind.TOP, n, self.banned)
 
     def sample(self, row: RowLogits) -> int:
         """Draw from a row that was asked for by `want`."""

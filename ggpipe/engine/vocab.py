@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
+import zlib
 from typing import Any
 
 from ggpipe.config import ModelConfig
@@ -12,6 +13,9 @@ from ggpipe.engine.libllama import lib, logged_errors, start
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.model_params import model_params
 from ggpipe.errors import ModelError, UsageError
+
+_MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding
+_FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by converters
 
 
 class Vocab:
@@ -64,6 +68,46 @@ class Vocab:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+    @property
+    def rolls_back(self) -> bool:
+        """The model's memory can forget the end of a sequence; recurrent and hybrid models' cannot."""
+        return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+
+    def outline(self) -> dict[str, Any]:
+        """What a draft's vocabulary is compared by, fit for JSON: sizes, special tokens, a checksum of each text."""
+        vocab = self.pointer
+        return {
+            "type": int(lib.llama_vocab_type(vocab)),
+            "special": {
+                "BOS": int(lib.llama_vocab_bos(vocab)),
+                "EOS": int(lib.llama_vocab_eos(vocab)),
+                "add BOS": bool(lib.llama_vocab_get_add_bos(vocab)),
+                "add EOS": bool(lib.llama_vocab_get_add_eos(vocab)),
+            },
+            "texts": [zlib.crc32(lib.llama_vocab_get_text(vocab, token) or b"") for token in range(self.n_tokens)],
+            "rolls_back": self.rolls_back,
+        }
+
+    def check_draft(self, outline: dict[str, Any]) -> None:
+        """Does a draft's vocabulary, as `outline` tells it, name the same tokens? Raises ModelError where not."""
+        own = self.outline()
+        n_own, n_other = len(own["texts"]), len(outline["texts"])
+        if own["type"] != outline["type"]:
+            why = "their tokenizers are of different kinds"
+        elif abs(n_own - n_other) > _MOST_EXTRA_TOKENS:
+            why = f"the target has {n_own} tokens, the draft {n_other}; at most {_MOST_EXTRA_TOKENS} may be extra"
+        elif differ := [name for name, value in own["special"].items() if outline["special"][name] != value]:
+            name = differ[0]
+            why = f"{name} is {own['special'][name]} in the target, {outline['special'][name]} in the draft"
+        else:
+            pairs = enumerate(zip(own["texts"], outline["texts"], strict=False))
+            wrong = next((token for token, (a, b) in pairs if token >= _FIRST_COMPARED and a != b), None)
+            if wrong is None:
+                return
+            text = (lib.llama_vocab_get_text(self.pointer, wrong) or b"").decode("utf-8", "replace")
+            why = f"token {wrong} is {text!r} in the target and another text in the draft"
+        raise ModelError(f"-md does not fit -m: {why}; use a draft model of the same family")
 
     def close(self) -> None:
         """Free it. A second call does nothing."""

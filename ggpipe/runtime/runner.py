@@ -15,7 +15,7 @@ from ggpipe.runtime.inbox import Bell, poll_interval
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
 
-_LOOK_LEAST_S, _LOOK_MOST_S, _LOOK_QUIET_S = 1e-3, 10e-3, 50e-3
+_LOOK_QUIET_S = 50e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,18 @@ class Runner:
         notify: Callable[[Notice], None],
         deliver: Callable[[Outcome], None],
         pump: Callable[[], bool] | None = None,
+        look_s: tuple[float, float] = (1e-3, 10e-3),
     ) -> None:
         """`load` makes the stage and tells its progress. `notify`, and `deliver` for what comes of runs, are called
         from the thread. `pump` is called while the thread has nothing to do: it polls, and submits what came.
+        `look_s`: while a run is computed, the main thread polls after a quarter of a run, within these seconds.
         """
         self._rank = rank
         self._load = load
         self._notify = notify
         self._deliver = deliver
         self._pump = pump
+        self._look_s = look_s
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
         self._last_run_s = 0.0
@@ -173,24 +176,25 @@ class Runner:
             return None
         if self._computing is None and time.monotonic() - self._last_active > 1:
             return _LOOK_QUIET_S
-        return min(max(self._last_run_s / 4, _LOOK_LEAST_S), _LOOK_MOST_S)
+        least_s, most_s = self._look_s
+        return min(max(self._last_run_s / 4, least_s), most_s)
 
     def _compute(self, stage: Stage, job: _Job) -> Outcome:
-        start = time.perf_counter()
+        start = time.monotonic()
         run = job.run
         if run.id in self._cancelled:
             run = replace(run, cancelled=True)
         header = b"" if stage.is_last else (job.header or codec.run_header(run))
-        span = Span(self._rank, 0.0, 0.0, 0)
+        span = Span(self._rank, start, 0.0, 0.0, 0)
         headroom = 0 if stage.is_last else len(codec.header_with(header, (*job.spans, span), False))
         outcome = stage.decode(run, job.incoming, headroom)
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
         if stage.is_last:
-            span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, 0)
+            span = Span(self._rank, start, outcome.compute_s, time.monotonic() - start, 0)
             return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))
         message = outcome.outgoing
-        span = Span(self._rank, outcome.compute_s, time.perf_counter() - start, len(message))
+        span = Span(self._rank, start, outcome.compute_s, time.monotonic() - start, len(message))
         message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
         return Passed(message)

@@ -8,7 +8,6 @@ from typing import Any
 
 import ggpipe
 from ggpipe.config import EngineConfig
-from ggpipe.core.layout import Layout, lay_out
 from ggpipe.engine import machine
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.stage import Cut, Progress, Stage
@@ -18,22 +17,34 @@ from ggpipe.transport.base import Transport
 
 def check_ranks(config: EngineConfig, n_ranks: int) -> None:
     """Settings that name ranks against the ranks there are. Raises UsageError, the same one on every rank."""
-    pipeline = config.pipeline
+    pipeline, n_draft = config.pipeline, config.n_draft_ranks
     for flag, values in (("-t", pipeline.threads), ("-tb", pipeline.threads_batch)):
         if len(values) not in (1, n_ranks):
             raise UsageError(
                 f"{flag} has {len(values)} values for {n_ranks} ranks: give one for all, or one for each rank"
             )
-    if pipeline.shares is not None and len(pipeline.shares) != n_ranks:
-        lay_out(n_ranks, n_ranks, pipeline.shares)  # says how they differ
+    if pipeline.shares is not None and len(pipeline.shares) + n_draft != n_ranks:
+        n = len(pipeline.shares) + n_draft
+        raise LaunchError(
+            f"--mpi-layer-split names {n} ranks, but {n_ranks} were started: "
+            f"use mpirun -n {n}, or give {n_ranks} shares"
+        )
 
 
-def hello(transport: Transport, model_file: ModelFile) -> dict[str, Any]:
+def is_draft(config: EngineConfig, transport: Transport) -> bool:
+    """This rank holds nothing but the draft model."""
+    return transport.rank >= transport.size - config.n_draft_ranks
+
+
+def hello(transport: Transport, model_file: ModelFile, draft: bool) -> dict[str, Any]:
     """What a rank says of itself."""
     return {
         "rank": transport.rank,
         "host": transport.host,
+        "draft": draft,
         "model": model_file.fingerprint,
+        "architecture": model_file.architecture,
+        "n_layer": model_file.n_layer,
         "ggpipe": ggpipe.__version__,
         "libllama": machine.libllama_version(),
         "features": sorted(machine.cpu_features()),
@@ -48,8 +59,12 @@ def compare(hellos: list[dict[str, Any]]) -> list[str]:
     head, warnings = hellos[0], []
     for other in hellos[1:]:
         where = f"rank {other['rank']} ({other['host']})"
-        if other["model"] != head["model"]:
-            raise ModelError(f"{where} has another model than rank 0 ({head['host']}) under -m: copy it there again")
+        first = next(hello for hello in hellos if hello["draft"] == other["draft"])
+        if other["model"] != first["model"]:
+            raise ModelError(
+                f"{where} has another model than rank {first['rank']} ({first['host']}) under "
+                f"{'-md' if other['draft'] else '-m'}: copy it there again"
+            )
         for package in ("ggpipe", "libllama"):
             if other[package] != head[package]:
                 raise LaunchError(
@@ -71,25 +86,38 @@ def check_cuts(cuts: list[Cut], architecture: str) -> None:
             )
 
 
-def layout_of(config: EngineConfig, model_file: ModelFile, n_ranks: int) -> Layout:
-    """Which rank holds which layers."""
-    return lay_out(model_file.n_layer, n_ranks, config.pipeline.shares)
-
-
-def threads_of(config: EngineConfig, transport: Transport) -> tuple[int, int]:
-    """This rank's threads for single tokens and for batches."""
+def threads_of(config: EngineConfig, transport: Transport, draft: bool) -> tuple[int, int]:
+    """This rank's threads for single tokens and for batches, of the target or of the draft."""
     own_cores = max(machine.cores() // transport.ranks_on_host, 1)
-    return config.pipeline.threads_of(transport.rank, own_cores)
+    single, batch = config.pipeline.threads_of(transport.rank, own_cores)
+    if draft and config.draft is not None:
+        if config.draft.threads > 0:
+            single = batch = config.draft.threads
+        if config.draft.threads_batch > 0:
+            batch = config.draft.threads_batch
+    return single, batch
+
+
+def look_s(config: EngineConfig) -> tuple[float, float]:
+    """How often a rank looks for messages while it computes: seconds, at least and at most.
+
+    With speculation a cancel or a correction may be among them, which are worth an early look.
+    """
+    return (0.2e-3, 0.4e-3) if config.draft is not None else (1e-3, 10e-3)
 
 
 def stage_loader(
-    config: EngineConfig, transport: Transport, model_file: ModelFile, layers: tuple[int, int]
+    config: EngineConfig, transport: Transport, model_file: ModelFile, layers: tuple[int, int], draft: bool
 ) -> Callable[[Progress], Stage]:
-    """A function that makes this rank's stage, given whom to tell its progress."""
-    threads = threads_of(config, transport)
+    """A function that makes this rank's stage, of the target or of the draft, given whom to tell its progress."""
+    threads = threads_of(config, transport, draft)
+    part = config.draft if draft and config.draft is not None else config
+    shares_cores = draft and transport.ranks_on_host > config.n_draft_ranks
 
     def load(progress: Progress) -> Stage:
-        return Stage(model_file, layers, config.model, config.context, threads, progress)
+        if shares_cores:
+            machine.yield_to_others()
+        return Stage(model_file, layers, part.model, part.context, threads, progress)
 
     return load
 

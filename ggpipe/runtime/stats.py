@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.core.events import Counters
-from ggpipe.core.messages import Span
+from ggpipe.core.messages import RunRecord, Span
 
 
 @dataclass(slots=True)
@@ -49,19 +49,6 @@ class RankStats:
         self.compute_s += span.compute_s
         self.busy_s += span.busy_s
         self.sent_bytes += span.sent_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """A run that ended."""
-
-    id: int
-    n_rows: int
-    n_guesses: int
-    """Of its rows, the ones that were guesses."""
-    cancelled: bool
-    spans: tuple[Span, ...]
-    """Its time in each stage."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,8 @@ class Kind(enum.IntEnum):
     RESULT = 2  # a run's end, from the last rank to the head
     CANCEL = 3  # ids of runs that nobody needs, from the head to a stage
     CONTROL = 4  # everything that is not on the way of a token, as JSON
+    STEER = 5  # what the text is so far, from the head to the draft's head
+    GUESS = 6  # guesses, from the draft's head to the head
 
 
 @dataclass(frozen=True, slots=True)

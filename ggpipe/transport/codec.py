@@ -1,4 +1,4 @@
-"""Runs and results as bytes. Little-endian; runs and results start with the format's version.
+"""Runs, results and guesses as bytes. Little-endian; all start with the format's version.
 
 A run's header sits in front of its activations in one buffer, so a hop is one message. Each stage appends its Span to
 the header's end and hands the rest on as it came. All fields have fixed sizes, so the stage knows the header's length
@@ -14,25 +14,53 @@ import itertools
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Span, Want, WantKind
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.messages import (
+    Accepted,
+    Begin,
+    Done,
+    Expansion,
+    KvKind,
+    KvOp,
+    MicroBatch,
+    Row,
+    RowLogits,
+    Run,
+    RunRecord,
+    RunResult,
+    Span,
+    Steering,
+    Want,
+    WantKind,
+)
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 1
+VERSION = 2
 # version, flags, spans, wants, run, epoch, rows, operations, sequence ids of all rows, banned ids of all wants,
 # bytes of a row mask (for rows that died in flight; 0 so far)
 _RUN = struct.Struct("<BBBBqiIIIII")
 _OP = struct.Struct("<Biiii")
 _WANT = struct.Struct("<BII")
-_SPAN = struct.Struct("<iddq")
+_SPAN = struct.Struct("<idddq")
 # version, flags, spans, unused, run, rows
 _RESULT = struct.Struct("<BBBBqI")
 # row, kind, count, log-sum-exp
 _ROW = struct.Struct("<iiId")
+# version, kind, request, epoch, tokens
+_STEER = struct.Struct("<BBqqI")
+_BEGIN, _ACCEPTED, _DONE = 1, 2, 3
+# version, complete, request, epoch, expansions, runs
+_GUESS = struct.Struct("<BBqqII")
+_EXPANSION = struct.Struct("<iiII")
+_CANDIDATE = struct.Struct("<id")
+# run, rows, guesses, cancelled, spans
+_RECORD = struct.Struct("<qIIBB")
 _CANCELLED = 1
 _FLAGS_AT, _SPANS_AT = 1, 2
 
@@ -54,7 +82,7 @@ def run_header(run: Run) -> bytes:
 
 def header_with(header: bytes, spans: tuple[Span, ...], cancelled: bool) -> bytes:
     """A header as `run_header` made it, with spans, padded to 8 bytes; its length does not depend on their values."""
-    parts = [header, *(_SPAN.pack(s.rank, s.compute_s, s.busy_s, s.sent_bytes) for s in spans)]
+    parts = [header, _spans(spans)]
     padding = -sum(map(len, parts)) % 8
     full = bytearray().join((*parts, bytes(padding)))
     full[_FLAGS_AT] = _CANCELLED if cancelled else 0
@@ -103,7 +131,7 @@ def result_message(result: RunResult) -> Payload:
         _RESULT.pack(
             VERSION, _CANCELLED if result.cancelled else 0, len(result.spans), 0, result.run, len(result.rows)
         ),
-        *(_SPAN.pack(s.rank, s.compute_s, s.busy_s, s.sent_bytes) for s in result.spans),
+        _spans(result.spans),
     ]
     for row in result.rows:
         if row.ids is None:
@@ -146,6 +174,72 @@ def read_ids(payload: Payload) -> tuple[int, ...]:
     return struct.unpack(f"<{len(payload) // 8}q", payload)
 
 
+def steering_message(message: Steering) -> Payload:
+    """What the draft is told, as one message."""
+    match message:
+        case Accepted(request, epoch, tokens):
+            return _STEER.pack(VERSION, _ACCEPTED, request, epoch, len(tokens)) + _ints(tokens)
+        case Done(request):
+            return _STEER.pack(VERSION, _DONE, request, 0, 0)
+        case Begin():
+            rest = asdict(message) | {"prompt": None, "ends": sorted(message.ends)}
+            head = _STEER.pack(VERSION, _BEGIN, message.request, 0, len(message.prompt))
+            return head + _ints(message.prompt) + json.dumps(rest).encode()
+
+
+def read_steering(payload: Payload) -> Steering:
+    """The inverse of `steering_message`."""
+    view = memoryview(payload)
+    _check_version(view)
+    _, kind, request, epoch, n = _STEER.unpack_from(view)
+    tokens = _read_ints(view, _STEER.size, n)
+    if kind == _ACCEPTED:
+        return Accepted(request, epoch, tokens)
+    if kind == _DONE:
+        return Done(request)
+    rest = json.loads(bytes(view[_STEER.size + 4 * n :]))
+    rest |= {
+        "prompt": tokens,
+        "ends": frozenset(rest["ends"]),
+        "banned": tuple(rest["banned"]),
+        "speculation": SpeculationConfig(**rest["speculation"]),
+    }
+    return Begin(**rest)
+
+
+def guess_message(batch: MicroBatch, records: Sequence[RunRecord]) -> Payload:
+    """Guesses as one message; with the draft's runs that ended since the last one, for the head's books."""
+    parts = [_GUESS.pack(VERSION, batch.complete, batch.request, batch.epoch, len(batch.expansions), len(records))]
+    for expansion in batch.expansions:
+        parts.append(_EXPANSION.pack(expansion.parent, expansion.first, expansion.n, len(expansion.candidates)))
+        parts += [_CANDIDATE.pack(token, prob) for token, prob in expansion.candidates]
+    for record in records:
+        head = _RECORD.pack(record.id, record.n_rows, record.n_guesses, record.cancelled, len(record.spans))
+        parts += [head, _spans(record.spans)]
+    return b"".join(parts)
+
+
+def read_guesses(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...]]:
+    """The inverse of `guess_message`."""
+    view = memoryview(payload)
+    _check_version(view)
+    _, complete, request, epoch, n_expansions, n_records = _GUESS.unpack_from(view)
+    at = _GUESS.size
+    expansions = []
+    for _ in range(n_expansions):
+        parent, first, n, n_candidates = _EXPANSION.unpack_from(view, at)
+        at += _EXPANSION.size
+        end = at + n_candidates * _CANDIDATE.size
+        expansions.append(Expansion(parent, first, n, tuple(_CANDIDATE.iter_unpack(view[at:end]))))
+        at = end
+    records = []
+    for _ in range(n_records):
+        run, n_rows, n_guesses, cancelled, n_spans = _RECORD.unpack_from(view, at)
+        spans, at = _read_spans(view, at + _RECORD.size, n_spans)
+        records.append(RunRecord(run, n_rows, n_guesses, bool(cancelled), spans))
+    return MicroBatch(request, epoch, tuple(expansions), bool(complete)), tuple(records)
+
+
 def control_message(kind: str, **fields: Any) -> Payload:
     """A control message: JSON with its kind under "kind"."""
     return json.dumps({"kind": kind, **fields}).encode()
@@ -155,6 +249,10 @@ def read_control(payload: Payload) -> dict[str, Any]:
     """The inverse of `control_message`."""
     content: dict[str, Any] = json.loads(bytes(payload))
     return content
+
+
+def _spans(spans: Sequence[Span]) -> bytes:
+    return b"".join(_SPAN.pack(s.rank, s.start_s, s.compute_s, s.busy_s, s.sent_bytes) for s in spans)
 
 
 def _ints(values: Sequence[int]) -> bytes:

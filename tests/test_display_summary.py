@@ -1,0 +1,129 @@
+"""The numbers of a finished request, on the terminal and in files."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from screen import Rig, finished_request, two_ranks
+
+from ggpipe.display import files, summary
+from ggpipe.display.terminal import Terminal
+from ggpipe.errors import UsageError
+from ggpipe.runtime.stats import RequestStats
+
+
+def test_summary_has_the_numbers() -> None:
+    ranks = two_ranks()
+    ranks[0].load_s, ranks[1].load_s = 1.5, 3.125
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary.summary_table(finished_request(), ranks, 99.0, 120))
+    rows = [re.split(r" {2,}", row.strip()) for row in out.getvalue().splitlines() if row.strip()]
+    assert rows[0] == ["prompt", "100 tokens", "prefill", "50.0 t/s", "TTFT", "2.00 s", "load", "3.12 s"]
+    assert rows[1] == ["answer", "5 tokens", "decode", "4.00 t/s", "ITL p50", "250 ms", "ITL p99", "250 ms"]
+    assert rows[2] == ["ended", "end of text", "seed", "42"]
+    assert rows[3] == ["rank", "host", "layers", "threads", "compute", "waiting", "busy", "sent/run", "sent", "memory"]
+    work = ["1.25 s", "1.50 s", "50 %", "16.4 kB", "98.4 kB"]
+    assert rows[4] == ["0", "node-a.example.org", "0-7", "8/16", *work, "4.2 GB"]
+    assert rows[5] == ["1", "10.0.0.23", "8-15", "4", *work, "5.2 GB"]
+
+
+def test_summary_of_nothing() -> None:
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary.summary_table(RequestStats(arrived=5.0), two_ranks(), 5.0))
+    Console(file=out, width=100).print(summary.summary_table(RequestStats(), [], 5.0))
+    assert "ITL p50   -" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+def test_summary_fits(width: int) -> None:
+    out = io.StringIO()
+    table = summary.summary_table(finished_request(), two_ranks(), 99.0, width)
+    Console(file=out, width=width).print(table)
+    assert "…" not in out.getvalue()
+    assert "50 %" in out.getvalue()
+    assert all(len(row) <= width for row in out.getvalue().splitlines())
+
+
+def test_summary_without_a_terminal_is_plain(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    summary.print_summary(None, finished_request(), two_ranks(), 99.0)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.isascii()
+    assert "\x1b" not in err
+    assert "decode    4.00 t/s" in err
+    assert all(row == row.rstrip() and len(row) <= 100 for row in err.splitlines())
+
+
+def test_summary_on_the_terminal() -> None:
+    rig = Rig(100, 30)
+    summary.print_summary(Terminal(rig.console, True), finished_request(), two_ranks(), 99.0)
+    assert "\x1b[" in rig.screen.raw
+    assert "node-a.example.org" in rig.screen.text
+
+
+def test_csv_lines_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    summary.append_csv(path, finished_request())
+    summary.append_csv(path, RequestStats())
+    first, second = ([float(x) for x in line.split(",")] for line in path.read_text().splitlines())
+    assert first == [50.0, 4.0, 0.25, 2.0]
+    assert len(second) == 4
+    assert all(math.isnan(x) for x in second)
+
+
+def test_json_has_everything(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    ranks = two_ranks()
+    ranks[1].load_s = 3.0
+    summary.write_json(path, finished_request(), ranks, {"model": Path("m.gguf"), "seed": "ours wins"})
+    read = json.loads(path.read_text())
+    assert read["model"] == "m.gguf"
+    assert (read["seed"], read["finish"], read["n_prompt_tokens"], read["n_generated_tokens"]) == (
+        42,
+        "end of text",
+        100,
+        5,
+    )
+    assert read["token_times_s"] == [2.0, 2.25, 2.5, 2.75, 3.0]
+    assert (read["ttft_s"], read["itl_p50_s"], read["itl_mean_s"], read["decode_s"]) == (2.0, 0.25, 0.25, 1.0)
+    assert (read["prefill_tokens_per_s"], read["decode_tokens_per_s"], read["load_s"]) == (50.0, 4.0, 3.0)
+    assert read["elapsed_s"] == 3.0
+    assert read["ranks"][1] == {
+        "rank": 1,
+        "host": "10.0.0.23",
+        "layers": [8, 16],
+        "threads": [4, 4],
+        "load_bytes": 5 * 10**9,
+        "load_s": 3.0,
+        "resident_bytes": 52 * 10**8,
+        "runs": 6,
+        "compute_s": 1.25,
+        "busy_s": 1.5,
+        "sent_bytes": 98400,
+    }
+    summary.write_json(path, RequestStats(), [], None)
+    assert json.loads(path.read_text())["ttft_s"] is None
+
+
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    summary.check_writable(tmp_path / "new.csv")
+    summary.check_writable(Path(os.devnull))
+    missing = tmp_path / "no" / "such.csv"
+    for path in (missing, tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(UsageError, match="cannot write to"):
+            summary.check_writable(path)
+    assert not (tmp_path / "new.csv").exists()
+    with pytest.raises(UsageError, match="No such file"):
+        summary.append_csv(missing, finished_request())
+    with pytest.raises(UsageError, match="No such file"):
+        summary.write_json(missing, finished_request(), [], {})
