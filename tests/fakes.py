@@ -53,17 +53,17 @@ class FakeModel:
     draws: bool = False
     """The next token is drawn, from the best three: by the request and the number of its tokens, as a sampler does."""
 
-    def ranking(self, history: Tokens) -> Tokens:
-        """All tokens, best first."""
+    def ranking(self, history: Tokens, n: int) -> Tokens:
+        """The best `n` tokens."""
         best = chance(self.seed, history)
-        return tuple((best + i) % self.n_vocab for i in range(self.n_vocab))
+        return tuple((best + i) % self.n_vocab for i in range(min(n, self.n_vocab)))
 
     def rank(self, request: int, n_accepted: int) -> int:
         """Which of the best tokens is drawn."""
         return chance(self.seed, request, n_accepted) % min(3, self.n_vocab) if self.draws else 0
 
     def next(self, request: int, history: Tokens, n_prompt: int) -> int:
-        return self.ranking(history)[self.rank(request, len(history) - n_prompt)]
+        return self.ranking(history, 3)[self.rank(request, len(history) - n_prompt)]
 
     def text(self, request: int, prompt: Tokens, n_predict: int, n_ctx: int) -> tuple[list[int], Finish]:
         """What plain decoding gives, one token after the other, and why it ends. The end token is not part of it."""
@@ -87,13 +87,12 @@ class FakeDraftModel:
 
     def candidates(self, history: Tokens, n: int) -> list[tuple[int, float]]:
         """The best `n` tokens with their probabilities."""
-        ranking = self.target.ranking(history)
+        ranking = self.target.ranking(history, n)
         roll = chance("draft", self.target.seed, history)
         if roll % 1000 >= 1000 * self.agreement:
             ranking = ranking[1 + roll % 2 :] + ranking[: 1 + roll % 2]
         best = 0.2 + 0.75 * (roll // 1000 % 100) / 100
-        probs = [best * (1 - best) ** i for i in range(len(ranking))]
-        return list(zip(ranking, probs, strict=True))[:n]
+        return [(token, best * (1 - best) ** i) for i, token in enumerate(ranking)]
 
 
 @dataclass(eq=False)

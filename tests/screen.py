@@ -165,5 +165,46 @@ def finished_request() -> RequestStats:
     return stats
 
 
+def speculating_ranks() -> list[RankStats]:
+    """The two, the second's clock 100 s behind, and a draft in the head's process."""
+    first, second = two_ranks()
+    second.clock_offset_s = 100.0
+    return [first, second, RankStats(0, True, "node-a.example.org", (0, 4), (8, 8))]
+
+
+def speculated_request() -> RequestStats:
+    """A second of speculation: a prompt, a run with one wrong guess of three, a cancelled one, a lone token."""
+    counters = Counters(6, 5, 2, 2, speculative_runs=2, verified_runs=1, cancelled_runs=1, wrong_rows={2: 1})
+    runs = [
+        RunRecord(1, 100, 0, False, (Span(0, 10.1, 0.08, 0.1, 1000), Span(1, -89.78, 0.1, 0.12, 0))),
+        RunRecord(2, 4, 3, False, (Span(0, 10.2, 0.08, 0.1, 40), Span(1, -89.65, 0.1, 0.1, 0))),
+        RunRecord(3, 2, 2, True, (Span(0, 10.3, 0.05, 0.1, 20), Span(1, -89.55, 0.0, 0.001, 0))),
+        RunRecord(4, 1, 0, False, (Span(0, 10.5, 0.1, 0.1, 10), Span(1, -89.38, 0.1, 0.1, 0))),
+    ]
+    draft_runs = [
+        RunRecord(1, 100, 0, False, (Span(0, 10.05, 0.04, 0.05, 0),)),
+        RunRecord(2, 2, 2, True, (Span(0, 10.2, 0.02, 0.02, 0),)),
+    ]
+    stats = RequestStats(
+        n_prompt=100,
+        arrived=10.0,
+        token_times=[10.35, 10.46, 10.47, 10.75],
+        ended=11.0,
+        finish="length",
+        ranks=[RankStats(0), RankStats(1), RankStats(0, True)],
+        runs=runs,
+        draft_runs=draft_runs,
+        guessed=[False, True, True, False],
+        speculation=SpeculationConfig(n_draft=3),
+        counters=counters,
+    )
+    for run in runs:
+        for span in run.spans:
+            stats.ranks[span.rank].add(span)
+    for run in draft_runs:
+        stats.ranks[2].add(run.spans[0])
+    return stats
+
+
 def texts(rows: list[Row]) -> list[str]:
     return ["".join(segment.text for segment in row) for row in rows]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from screen import Rig, texts
+from screen import Rig, speculating_ranks, texts
 
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.events import Counters
 from ggpipe.display import live
+from ggpipe.display.panel import origin_style
 from ggpipe.display.stream import TextStream
 from ggpipe.runtime.stats import RankStats, RequestStats
 
@@ -27,7 +31,7 @@ def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
         join = start
 
-    monkeypatch.setattr(live.threading, "Thread", NoThread)
+    monkeypatch.setattr(threading, "Thread", NoThread)
 
 
 @pytest.mark.usefixtures("no_thread")
@@ -202,3 +206,44 @@ def test_region_stays_below_the_screens_height(width: int, height: int) -> None:
     assert len(rig.display._region.rows) < max(height, 2)
     rig.display.stop()
     assert rig.screen.text == "x" * 5000 + "\n"
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_text_is_coloured_by_origin_and_the_panel_says_how() -> None:
+    rig = Rig(120, 30, ranks=speculating_ranks())
+    stats = RequestStats(n_prompt=3, arrived=rig.now)
+    rig.display.request(stats)
+    stats.speculation, stats.counters, stats.n_in_flight = SpeculationConfig(), Counters(6, 5, 2, 2, 2, 1, 1), 3
+    for piece, guessed in (("its own ", False), ("and two ", True), ("guesses", True)):
+        rig.display.text(piece, origin_style(guessed))
+    rows = rig.frame()
+    assert rows[0] == "its own and two guesses"
+    assert rig.screen.raw.count("its own \x1b[32mand two guesses\x1b[0m") == 1
+    assert re.fullmatch(r"rank 0   node-a     layers  0-7  ─+    0 %", rows[2])
+    assert re.fullmatch(r"draft 0  node-a     layers  0-3  ─+    0 %", rows[4])
+    assert rows[6] == "async   3 in flight  acceptance  40 %  cancelled 1 run, 2 tokens  text: guessed  own"
+    assert "\x1b[32mguessed\x1b[0m" in rig.screen.raw
+    rig.display.stop()
+    assert "its own \x1b[32mand two \x1b[0m\x1b[32mguesses\x1b[0m\n" in rig.screen.raw, "and stays so"
+    assert rig.screen.text == "its own and two guesses\n"
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_without_colours_there_is_no_legend() -> None:
+    rig = Rig(120, 30)
+    rig.console.no_color = True
+    rig.display.request(RequestStats(speculation=SpeculationConfig("speculative")))
+    rig.display.text("guess", origin_style(True))
+    rows = rig.frame()
+    assert rows[5] == "speculative   0 in flight  acceptance     -  cancelled 0 runs, 0 tokens"
+    assert "[32m" not in rig.screen.raw
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_draft_that_is_not_used_is_not_shown() -> None:
+    rig = Rig(120, 30, ranks=speculating_ranks())
+    rig.display.loading()
+    rig.now += 1
+    assert sum("draft 0" in row for row in rig.frame()) == 1
+    rig.display.request(RequestStats(n_prompt=3, arrived=rig.now))
+    assert [row.split()[0] for row in rig.frame() if row] == ["rank", "rank", "prompt"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from screen import texts
+from dataclasses import replace
 
+import pytest
+from screen import speculated_request, speculating_ranks, texts
+
+from ggpipe.config import SpeculationConfig
 from ggpipe.display.occupancy import Occupancy
 from ggpipe.display.panel import Space, generating_panel, loading_panel
 from ggpipe.display.wording import harmless, human_bytes, human_rate, human_seconds, layer_range
@@ -24,13 +27,41 @@ def test_panels_fit(n_ranks: int, width: int, height: int) -> None:
         prompt = generating_panel(ranks, [0.5] * n_ranks, stats, 5000.0, space)
         stats.token_times = [float(i) for i in range(99)]
         generating = generating_panel(ranks, [0.5] * n_ranks, stats, 5000.0, space)
-        for rows in map(texts, (loading, prompt, generating)):
+        guessing = generating_panel(ranks, [0.5] * n_ranks, replace(stats, speculation=SpeculationConfig()), 5e3, space)
+        for rows in map(texts, (loading, prompt, generating, guessing)):
             assert len(rows) <= height
             if width >= 20:
                 assert all(len(row) < width for row in rows)
             assert not ascii_only or all(row.isascii() for row in rows)
     if n_ranks == 4 and height >= 15:
-        assert sum("rank" in row for row in texts(generating)) == 4
+        assert sum("rank" in row or "draft" in row for row in texts(generating)) == 4
+
+
+def test_less_room_leaves_the_least_needed_out() -> None:
+    stats = speculated_request()
+    stats.n_in_flight = 2
+    ranks = speculating_ranks()
+
+    def panel(width: int, height: int) -> list[str]:
+        return texts(generating_panel(ranks, [0.5, 1.0, 0.0], stats, 11.0, Space(width, height)))
+
+    full = panel(100, 20)
+    assert full[-1] == "async   2 in flight  acceptance  40 %  cancelled 1 run, 2 tokens  text: guessed  own"
+    assert panel(100, 6) == full
+    assert panel(100, 5) == full[:-1]
+    assert panel(100, 4) == ["", "ranks  ▅█  draft  ▁", *full[-2:]]
+    assert panel(100, 3) == ["ranks  ▅█  draft  ▁", *full[-2:]]
+    assert panel(100, 2) == ["ranks  ▅█  draft  ▁", full[-2]]
+    assert panel(100, 1) == [full[-2]]
+    assert [panel(width, 6)[-1] for width in (84, 76, 70, 60, 38, 28)] == [
+        "2 in flight  acceptance  40 %  cancelled 1 run, 2 tokens  text: guessed  own",
+        "2 in flight  acceptance  40 %  cancelled 1 run, 2 tokens  text: guessed",
+        "2 in flight  acceptance  40 %  cancelled 1 run, 2 tokens",
+        "2 in flight  acceptance  40 %  cancelled 1 run, 2 tokens",
+        "2 in flight  acceptance  40 %",
+        "acceptance  40 %",
+    ]
+    assert [row.split()[0] for row in panel(24, 6)[1:4]] == ["0", "1", "d0"]
 
 
 def test_occupancy_is_of_the_last_second() -> None:
@@ -56,6 +87,14 @@ def test_occupancy_waits_for_long_runs() -> None:
     assert all(0.3 <= share <= 0.8 for share in shares[70:])
     rank.busy_s = 0.0
     assert occupancy.sample([rank], 20.0) == [0.0]
+
+
+def test_occupancy_tells_a_rank_from_the_draft_in_its_process() -> None:
+    occupancy, ranks = Occupancy(), [RankStats(0), RankStats(0, True)]
+    occupancy.sample(ranks, 0.0)
+    ranks[0].busy_s = 0.75
+    ranks[1].busy_s = 0.25
+    assert occupancy.sample(ranks, 1.0) == [0.75, 0.25]
 
 
 def test_words() -> None:

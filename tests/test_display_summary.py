@@ -7,14 +7,18 @@ import json
 import math
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from screen import Rig, finished_request, two_ranks
+from screen import Rig, finished_request, speculated_request, speculating_ranks, two_ranks
 
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.messages import RunRecord
 from ggpipe.display import files, summary
 from ggpipe.display.terminal import Terminal
+from ggpipe.display.work import wasted_s
 from ggpipe.errors import UsageError
 from ggpipe.runtime.stats import RequestStats
 
@@ -28,10 +32,48 @@ def test_summary_has_the_numbers() -> None:
     assert rows[0] == ["prompt", "100 tokens", "prefill", "50.0 t/s", "TTFT", "2.00 s", "load", "3.12 s"]
     assert rows[1] == ["answer", "5 tokens", "decode", "4.00 t/s", "ITL p50", "250 ms", "ITL p99", "250 ms"]
     assert rows[2] == ["ended", "end of text", "seed", "42"]
-    assert rows[3] == ["rank", "host", "layers", "threads", "compute", "waiting", "busy", "sent/run", "sent", "memory"]
-    work = ["1.25 s", "1.50 s", "50 %", "16.4 kB", "98.4 kB"]
+    names = ["compute", "busy", "idle", "occupied", "sent/run", "sent", "memory"]
+    assert rows[3] == ["rank", "host", "layers", "threads", *names]
+    work = ["1.25 s", "1.50 s", "1.50 s", "50 %", "16.4 kB", "98.4 kB"]
     assert rows[4] == ["0", "node-a.example.org", "0-7", "8/16", *work, "4.2 GB"]
     assert rows[5] == ["1", "10.0.0.23", "8-15", "4", *work, "5.2 GB"]
+
+
+def test_summary_of_speculation() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary.summary_table(speculated_request(), speculating_ranks(), 99.0, 120))
+    rows = [re.split(r" {2,}", row.strip()) for row in out.getvalue().splitlines() if row.strip()]
+    assert rows[2:5] == [
+        ["mode", "async", "drafted", "6 tokens", "submitted", "5 tokens", "accepted", "2 tokens"],
+        ["per run", "2.00 tokens", "submitted", "2 runs", "acceptance", "40 %", "cancelled", "2 tokens"],
+        ["verified", "1 run", "cancelled", "1 run", "ended", "length", "seed", "0"],
+    ]
+    assert rows[5][4:9] == ["compute", "busy", "idle", "wasted", "occupied"]
+    assert rows[6][:3] == ["0", "node-a.example.org", "0-7"]
+    assert rows[6][4:9] == ["310 ms", "400 ms", "600 ms", "70 ms", "40 %"]
+    assert rows[7][:3] == ["1", "10.0.0.23", "8-15"]
+    assert rows[7][4:9] == ["300 ms", "321 ms", "679 ms", "25 ms", "32 %"]
+    assert rows[8][:3] == ["draft 0", "node-a.example.org", "0-3"]
+    assert rows[8][4:9] == ["60 ms", "70 ms", "930 ms", "20 ms", "7 %"]
+
+
+def test_nothing_of_speculation_when_there_was_none() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary.summary_table(finished_request(), speculating_ranks(), 99.0, 120))
+    for word in ("mode", "draft", "accept", "cancelled", "wasted"):
+        assert word not in out.getvalue()
+
+
+def test_wasted_is_what_was_cancelled_and_the_wrong_rows_share() -> None:
+    stats = speculated_request()
+    wasted = wasted_s(stats)
+    assert wasted[0, False] == pytest.approx(0.08 / 4 + 0.05)
+    assert wasted[1, False] == pytest.approx(0.1 / 4)
+    assert wasted[0, True] == pytest.approx(0.02)
+    stats.counters.wrong_rows = {1: 7, 2: 4, 3: 2}  # more rows than it had are all of them
+    stats.runs[0] = RunRecord(1, 0, 0, False, stats.runs[0].spans)
+    assert wasted_s(stats)[1, False] == pytest.approx(0.1)
+    assert wasted_s(finished_request()) == {}
 
 
 def test_summary_of_nothing() -> None:
@@ -42,12 +84,13 @@ def test_summary_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
-def test_summary_fits(width: int) -> None:
+@pytest.mark.parametrize(("stats", "share"), [(finished_request(), "50 %"), (speculated_request(), "40 %")])
+def test_summary_fits(width: int, stats: RequestStats, share: str) -> None:
     out = io.StringIO()
-    table = summary.summary_table(finished_request(), two_ranks(), 99.0, width)
+    table = summary.summary_table(stats, speculating_ranks(), 99.0, width)
     Console(file=out, width=width).print(table)
     assert "…" not in out.getvalue()
-    assert "50 %" in out.getvalue()
+    assert share in out.getvalue()
     assert all(len(row) <= width for row in out.getvalue().splitlines())
 
 
@@ -100,6 +143,7 @@ def test_json_has_everything(tmp_path: Path) -> None:
     assert read["elapsed_s"] == 3.0
     assert read["ranks"][1] == {
         "rank": 1,
+        "draft": False,
         "host": "10.0.0.23",
         "layers": [8, 16],
         "threads": [4, 4],
@@ -109,19 +153,40 @@ def test_json_has_everything(tmp_path: Path) -> None:
         "runs": 6,
         "compute_s": 1.25,
         "busy_s": 1.5,
+        "idle_s": 1.5,
+        "wasted_s": 0.0,
         "sent_bytes": 98400,
     }
     summary.write_json(path, RequestStats(), [], None)
     assert json.loads(path.read_text())["ttft_s"] is None
 
 
+def test_json_has_everything_of_speculation(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    summary.write_json(path, speculated_request(), speculating_ranks())
+    read = json.loads(path.read_text())
+    assert read["mode"] == "async"
+    assert read["speculation"] == asdict(SpeculationConfig(n_draft=3))
+    assert read["guessed"] == [False, True, True, False]
+    tokens = [read[f"{what}_tokens"] for what in ("drafted", "submitted", "accepted", "cancelled")]
+    runs = [read[f"{what}_runs"] for what in ("speculative", "verified", "cancelled")]
+    assert (tokens, runs) == ([6, 5, 2, 2], [2, 1, 1])
+    assert (read["acceptance"], read["accepted_tokens_per_run"]) == (0.4, 2.0)
+    assert [(r["rank"], r["draft"]) for r in read["ranks"]] == [(0, False), (1, False), (0, True)]
+    assert [r["wasted_s"] for r in read["ranks"]] == pytest.approx([0.07, 0.025, 0.02])
+    assert [r["idle_s"] for r in read["ranks"]] == pytest.approx([0.6, 0.679, 0.93])
+    summary.write_json(path, finished_request(), speculating_ranks())
+    read = json.loads(path.read_text())
+    assert (read["mode"], read["drafted_tokens"], read["acceptance"]) == ("iterative", 0, None)
+
+
 def test_files_that_cannot_be_written(tmp_path: Path) -> None:
-    summary.check_writable(tmp_path / "new.csv")
-    summary.check_writable(Path(os.devnull))
+    files.check_writable(tmp_path / "new.csv")
+    files.check_writable(Path(os.devnull))
     missing = tmp_path / "no" / "such.csv"
     for path in (missing, tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(UsageError, match="cannot write to"):
-            summary.check_writable(path)
+            files.check_writable(path)
     assert not (tmp_path / "new.csv").exists()
     with pytest.raises(UsageError, match="No such file"):
         summary.append_csv(missing, finished_request())

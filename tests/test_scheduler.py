@@ -77,7 +77,7 @@ class Head:
         self.now = 0.0
 
     def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
-        ids = self.model.ranking(history)[: want.n]
+        ids = self.model.ranking(history, want.n)
         return RowLogits(i, ids, want.n, 0.0)
 
     # What the outside does

@@ -24,12 +24,14 @@ from ggpipe.config import (
     SamplingConfig,
     SpeculationConfig,
 )
+from ggpipe.core.events import Finish
 from ggpipe.core.layout import parse_shares
-from ggpipe.display.live import LiveDisplay
 from ggpipe.display.files import check_writable
+from ggpipe.display.live import LiveDisplay
 from ggpipe.display.panel import origin_style
 from ggpipe.display.summary import append_csv, print_summary, write_json
 from ggpipe.display.terminal import launcher_environment, open_answer, open_terminal, restore_terminal
+from ggpipe.display.trace import write_trace
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.runtime import launch
 
@@ -238,6 +240,8 @@ def _head(
                 if display:
                     display.text(token.text, origin_style(token.guessed))
             session.measure()
+            if output.trace is not None:
+                session.align_clocks()
         except GgpipeError as e:
             if not stats.token_times:
                 raise
@@ -251,6 +255,10 @@ def _head(
             append_csv(output.csv, stats)
         if output.json is not None:
             write_json(output.json, stats, session.ranks, {})
+        if output.trace is not None:
+            write_trace(output.trace, stats, session.ranks)
+        if stats.finish == Finish.CONTEXT_FULL.value:
+            print(f"ggpipe: the context of {session.n_ctx} tokens is full; raise -c for a longer text", file=sys.stderr)
         if failure is not None:
             raise failure
         return 0

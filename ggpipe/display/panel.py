@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from ggpipe.display.stream import Row
-from ggpipe.display.wording import harmless, human_bytes, human_rate, human_seconds, layer_range, percent
+from ggpipe.display.wording import counted, harmless, human_bytes, human_rate, human_seconds, layer_range, percent
 from ggpipe.display.work import speculates
 from ggpipe.runtime.stats import RankStats, RequestStats, percentile
 
@@ -189,7 +189,7 @@ def _status(request: RequestStats, now: float, space: Space) -> Row:
 def _speculation(request: RequestStats, space: Space) -> Row:
     counters = request.counters
     acceptance = counters.acceptance
-    cancelled = f"{_counted(counters.cancelled_runs, 'run')}, {_counted(counters.cancelled_tokens, 'token')}"
+    cancelled = f"{counted(counters.cancelled_runs, 'run')}, {counted(counters.cancelled_tokens, 'token')}"
     fields: list[tuple[str, str, Style | None]] = [
         ("", request.speculation.mode, _PHASE),
         ("", f"{request.n_in_flight:>2} in flight", None),
@@ -218,10 +218,6 @@ def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[
         row += [Segment(_GAP)] if row else []
         row += [Segment(label, DIM), Segment(value, style)] if label else [Segment(value, style)]
     return row
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _short(host: str) -> str:

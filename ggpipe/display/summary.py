@@ -14,10 +14,9 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
-from ggpipe.display.files import check_writable as check_writable
 from ggpipe.display.files import write_text
 from ggpipe.display.terminal import Terminal
-from ggpipe.display.wording import harmless, human_bytes, human_rate, human_seconds, layer_range, percent
+from ggpipe.display.wording import counted, harmless, human_bytes, human_rate, human_seconds, layer_range, percent
 from ggpipe.display.work import part, speculates, taking_part, wasted_s, with_work
 from ggpipe.runtime.stats import RankStats, RequestStats, percentile
 
@@ -158,15 +157,15 @@ def _speculation_items(stats: RequestStats) -> list[tuple[str, str]]:
     acceptance, per_run = counters.acceptance, counters.accepted_per_run
     return [
         ("mode", stats.speculation.mode),
-        ("drafted", f"{counters.drafted_tokens} tokens"),
-        ("submitted", f"{counters.submitted_tokens} tokens"),
-        ("accepted", f"{counters.accepted_tokens} tokens"),
+        ("drafted", counted(counters.drafted_tokens, "token")),
+        ("submitted", counted(counters.submitted_tokens, "token")),
+        ("accepted", counted(counters.accepted_tokens, "token")),
         ("per run", "-" if per_run is None else f"{per_run:.2f} tokens"),
-        ("submitted", f"{counters.speculative_runs} runs"),
+        ("submitted", counted(counters.speculative_runs, "run")),
         ("acceptance", "-" if acceptance is None else percent(acceptance)),
-        ("cancelled", f"{counters.cancelled_tokens} tokens"),
-        ("verified", f"{counters.verified_runs} runs"),
-        ("cancelled", f"{counters.cancelled_runs} runs"),
+        ("cancelled", counted(counters.cancelled_tokens, "token")),
+        ("verified", counted(counters.verified_runs, "run")),
+        ("cancelled", counted(counters.cancelled_runs, "run")),
     ]
 
 
@@ -189,16 +188,16 @@ def _ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, wi
     wasted = wasted_s(stats)
     columns = [
         _Column("rank", [f"draft {r.rank}" if r.draft else f"{r.rank}" for r in ranks], 0),
-        _Column("host", [harmless(r.host) for r in ranks], 3, "left"),
+        _Column("host", [harmless(r.host) for r in ranks], 4, "left"),
         _Column("layers", [layer_range(r.layers) for r in ranks], 1),
-        _Column("threads", [_threads(r) for r in ranks], 6),
+        _Column("threads", [_threads(r) for r in ranks], 7),
         _Column("compute", [human_seconds(w.compute_s) for _, w in both], 5),
-        _Column("busy", [human_seconds(w.busy_s) for _, w in both], 4),
+        _Column("busy", [human_seconds(w.busy_s) for _, w in both], 3),
         _Column("idle", [human_seconds(max(elapsed_s - w.busy_s, 0.0)) for _, w in both], 4),
-        _Column("wasted", [human_seconds(wasted.get(part(r), 0.0)) for r in ranks], 2),
+        _Column("wasted", [human_seconds(wasted.get(part(r), 0.0)) for r in ranks], 1),
         _Column("occupied", [percent(min(w.busy_s / elapsed_s, 1.0)) if elapsed_s else "-" for _, w in both], 0),
-        _Column("sent/run", [human_bytes(w.sent_bytes / w.runs) if w.runs else "-" for _, w in both], 7),
-        _Column("sent", [human_bytes(w.sent_bytes) for _, w in both], 3),
+        _Column("sent/run", [human_bytes(w.sent_bytes / w.runs) if w.runs else "-" for _, w in both], 8),
+        _Column("sent", [human_bytes(w.sent_bytes) for _, w in both], 6),
         _Column("memory", [human_bytes(r.resident_bytes) if r.resident_bytes else "-" for r in ranks], 2),
     ]
     if not speculates(stats):

@@ -25,7 +25,7 @@ from typing import Any
 
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.files import write_text
-from ggpipe.display.wording import layer_range
+from ggpipe.display.wording import counted, layer_range
 from ggpipe.display.work import Part, part
 from ggpipe.runtime.stats import RankStats, RequestStats
 
@@ -116,7 +116,7 @@ def _slices(
 
 def _work(piece: _Slice) -> Iterator[Event]:
     run, span = piece.run, piece.span
-    words = [piece.name, f"{run.n_rows} token{'' if run.n_rows == 1 else 's'}"]
+    words = [piece.name, counted(run.n_rows, "token")]
     outer: Event = {**piece.track, "ph": "X", "ts": piece.start, "dur": piece.end - piece.start, "cat": "run"}
     if run.cancelled:
         words.append("cancelled")
@@ -202,7 +202,7 @@ def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[Part]) 
         host = next((rank.host for rank in own if rank.host), "")
         roles = [_role(rank) for rank in own if part(rank) in at_work or rank.layers[0] < rank.layers[1]]
         words = [f"rank {number}", host, "head" if number == _HEAD else "", *roles]
-        process = _track(number, _TARGET)
+        process = _track(number, _DRAFT if own and own[0].draft else _TARGET)
         yield _name("process_name", process, name=" · ".join(filter(None, words)))
         yield _name("process_sort_index", process, sort_index=number)
         for rank in own:

@@ -49,6 +49,11 @@ def percent(share: float) -> str:
     return f"{share * 100:.0f} %"
 
 
+def counted(n: int, what: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def layer_range(layers: tuple[int, int]) -> str:
     """First to last layer, both included: `0-7`, `7`; `-` for none."""
     first, end = layers

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -54,6 +55,7 @@ from ggpipe.runtime.stats import RankStats, RequestStats
 from ggpipe.transport import codec
 from ggpipe.transport.base import Kind, Message, Transport
 
+_PINGS = 9
 _TICK_S = 0.1  # how often a wait looks whether the user wants to stop
 
 
@@ -460,6 +462,21 @@ class Session:
         own = {"rank": 0, "cpu_s": time.process_time(), "resident_bytes": machine.resident_bytes()}
         for rank, content in {0: own, **self._gather("stats", timeout_s=5)}.items():
             self.ranks[rank].cpu_s, self.ranks[rank].resident_bytes = content["cpu_s"], content["resident_bytes"]
+
+    def align_clocks(self) -> None:
+        """Fill in `clock_offset_s` of all ranks, from the quickest of some pings. One machine's ranks share a clock."""
+        for stats in self.ranks:
+            if stats.host == self.ranks[0].host:
+                continue
+            best_s = math.inf
+            for _ in range(_PINGS):
+                sent = time.monotonic()
+                self._tell(stats.rank, "clock")
+                while not (isinstance(event := self._next_event(), dict) and event["kind"] == "clock"):
+                    self._attend(event)
+                took_s = time.monotonic() - sent
+                if took_s < best_s:
+                    best_s, stats.clock_offset_s = took_s, sent + took_s / 2 - event["now"]
 
     def idle(self, seconds: float) -> None:
         """Stay ready without a request. Raises when a rank breaks."""

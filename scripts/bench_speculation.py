@@ -1,0 +1,154 @@
+"""Measures what speculation gains; run it as `scripts/bench_speculation`.
+
+Two target ranks and a draft rank under mpirun, one thread each, on random pairs of a 0.75 B Q4_0 target and a draft of
+one of its layers, at several agreements, and on the demo pair. All modes take turns in one session, so each round
+compares them on the same machine at the same time. Tables show medians over the rounds; ratios are of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ggpipe
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.runtime import launch
+from ggpipe.runtime.rank import run_rank
+from ggpipe.runtime.session import Session
+from ggpipe.runtime.stats import RequestStats
+
+N_CTX = 512
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+MODELS = Path(ggpipe.__file__).parent / "models"
+SETTINGS = {
+    "iterative": SpeculationConfig("iterative"),
+    **{f"speculative --draft {n}": SpeculationConfig("speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
+    **{f"async --draft {n}": SpeculationConfig("async", n_draft=n) for n in (1, 2, 3, 4)},
+}
+
+
+def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
+    """Those whose names contain one of these; all for none."""
+    return {key: value for key, value in SETTINGS.items() if not names or any(name in key for name in names)}
+
+
+def job(target: Path, draft: Path, rounds: int, n_predict: int, names: list[str]) -> int:
+    """One rank's part. The head prints all numbers as JSON."""
+    rank = launch.rank_in_environment() or 0
+    cores = sorted(os.sched_getaffinity(0))
+    if rank < 2:  # the draft goes where there is room
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    config = EngineConfig(
+        ModelConfig(target),
+        ContextConfig(N_CTX),
+        PipelineConfig((0.5, 0.5), (1,)),
+        DraftConfig(ModelConfig(draft), ContextConfig(N_CTX), (1.0,)),
+    )
+
+    def head(session: Session) -> int:
+        session.load()
+        results: list[dict[str, Any]] = []
+        for i in range(rounds + 1):
+            for name, speculation in settings_named(names).items():
+                stats = RequestStats()
+                prompt = tuple(300 + 7 * (k + 11 * i) % 700 for k in range(64))
+                tokens = [t.id for t in session.generate(prompt, GREEDY, n_predict, stats, speculation)]
+                counters = stats.counters
+                results.append({
+                    "round": i, "name": name, "text": tokens, "tps": stats.decode_tps, "ttft": stats.ttft_s,
+                    "acceptance": counters.acceptance, "per_run": counters.accepted_per_run,
+                    "runs": counters.speculative_runs, "cancelled": counters.cancelled_runs,
+                })  # fmt: skip
+        print(json.dumps(results))
+        return 0
+
+    return run_rank(config, head)
+
+
+def bench(title: str, target: Path, draft: Path, rounds: int, n_predict: int, names: list[str]) -> None:
+    """One pair of models, all settings."""
+    command = launch.mpirun_command(launch.find_mpirun(), 3, None, [])
+    command += [sys.executable, __file__, "--job", str(target), str(draft), "--rounds", str(rounds)]
+    command += ["-n", str(n_predict), *names]
+    environment = {**os.environ, **launch.mpi_environment()}
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+    results = [r for r in json.loads(done.stdout) if r["round"] > 0]  # the first round warms up
+    of = {(r["name"], r["round"]): r for r in results}
+    shown = list(dict.fromkeys(r["name"] for r in results))
+    print(f"\n{title}: {n_predict} tokens, {rounds} rounds")
+    print("  setting                  t/s   x iterative [quartiles]     TTFT x   accepted   a run   cancelled   differ")
+    for name in shown:
+        rows = [of[name, i] for i in range(1, rounds + 1)]
+        base = [of["iterative", i] for i in range(1, rounds + 1)]
+        gain = [r["tps"] / b["tps"] for r, b in zip(rows, base, strict=True)]
+        ttft = statistics.median(r["ttft"] / b["ttft"] for r, b in zip(rows, base, strict=True))
+        low, middle, high = statistics.quantiles(gain, n=4) if len(gain) > 1 else gain * 3
+        line = f"  {name:22s} {statistics.median(r['tps'] for r in rows):6.2f}"
+        line += f"   {middle:5.2f}  [{low:.2f} … {high:.2f}] {ttft:12.2f}"
+        if rows[0]["acceptance"] is not None:
+            runs, cancelled = sum(r["runs"] for r in rows), sum(r["cancelled"] for r in rows)
+            line += f"   {statistics.median(r['acceptance'] for r in rows):8.0%}"
+            line += f"   {statistics.median(r['per_run'] for r in rows):5.2f}   {cancelled / runs:9.0%}"
+            line += f"   {sum(r['text'] != b['text'] for r, b in zip(rows, base, strict=True)):6d}"
+        print(line, flush=True)
+
+
+def make_pair(target: Path, draft: Path, s: float, seed: int = 7) -> None:
+    """A random pair; the smaller `s`, the more they agree."""
+    spec = importlib.util.spec_from_file_location("make_pair", Path(__file__).with_name("make_pair.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_pair"] = module
+    spec.loader.exec_module(module)
+    module.make_pair(target, draft, module.Shape(), s=s, seed=seed)
+
+
+def main() -> int:
+    """Parse the command line and bench all pairs, or run one rank's part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", help="only settings whose names contain one of these")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("-n", type=int, default=64, help="tokens to generate")
+    parser.add_argument("-s", type=float, nargs="*", default=[0.03, 0.06, 0.12], help="how the pairs differ")
+    parser.add_argument("--pair", type=Path, nargs=2, help="a pair to use instead")
+    parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        return job(args.job[0], args.job[1], args.rounds, args.n, args.settings)
+    if args.settings and "iterative" not in args.settings:
+        args.settings.append("iterative")
+    if args.pair:
+        bench(args.pair[0].name, args.pair[0], args.pair[1], args.rounds, args.n, args.settings)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
+        target, draft, other = (Path(folder) / f"{name}.gguf" for name in ("target", "draft", "other"))
+        for s in args.s:
+            make_pair(target, draft, s)
+            bench(f"0.75 B pair, s = {s}", target, draft, args.rounds, args.n, args.settings)
+        make_pair(other, draft, args.s[0], seed=8)
+        other.unlink()
+        bench("0.75 B, a draft that is always wrong", target, draft, args.rounds, args.n, args.settings)
+        pair = MODELS / "tales-target.gguf", MODELS / "tales-draft.gguf"
+        bench("demo pair", *pair, args.rounds, 256, args.settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
