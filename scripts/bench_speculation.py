@@ -3,18 +3,24 @@
 Two target ranks and a draft rank under mpirun, one thread each, on random pairs of a 0.75 B Q4_0 target and a draft of
 one of its layers, at several agreements, and on the demo pair. All modes take turns in one session, so each round
 compares them on the same machine at the same time. Tables show medians over the rounds; ratios are of one round.
+
+asleep  2, 4 and 8 target ranks and a draft rank whose stages sleep instead of computing: what scheduling, messages and
+        cancelling are worth where every rank has a machine of its own
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib.util
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,10 @@ from ggpipe.config import (
     SamplingConfig,
     SpeculationConfig,
 )
-from ggpipe.runtime import launch
+from ggpipe.core.messages import Row, RowLogits, Run
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.engine.stage import Cut, Outcome
+from ggpipe.runtime import launch, startup
 from ggpipe.runtime.rank import run_rank
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.stats import RequestStats
@@ -43,21 +52,73 @@ SETTINGS = {
 }
 
 
+class SleepingStage:
+    """A stage that takes its time without taking a core. Its model's next token follows from the last and its position;
+    the draft says the same for a share `agreement` of the positions."""
+
+    def __init__(self, n_layer: int, layers: tuple[int, int], token_s: float, agreement: float) -> None:
+        self.is_first, self.is_last = layers[0] == 0, layers[1] == n_layer
+        self.cut = Cut(collections.Counter(), collections.Counter())
+        self.n_ctx = N_CTX
+        self._run_s = token_s * (layers[1] - layers[0]) / n_layer
+        self._agreement = agreement
+        self._cancelled: set[int] = set()
+
+    def decode(self, run: Run, _incoming: object, headroom: int) -> Outcome:
+        """Each row beyond the first takes a tenth of the first one's time, as where memory is the limit."""
+        if run.cancelled or not run.rows:
+            return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
+        start = time.monotonic()
+        end = start + self._run_s * (1 + 0.1 * (len(run.rows) - 1))
+        while (left := end - time.monotonic()) > 0 and run.id not in self._cancelled:
+            time.sleep(min(left, 1e-3))
+        if run.id in self._cancelled:
+            return Outcome(bytearray(headroom), (), time.monotonic() - start, True)
+        rows = tuple(self._answer(i, row, run.wants[row.want].n) for i, row in enumerate(run.rows) if row.want >= 0)
+        return Outcome(bytearray(headroom + 8192), rows if self.is_last else (), time.monotonic() - start, False)
+
+    def _answer(self, i: int, row: Row, n: int) -> RowLogits:
+        right = random.Random(row.pos).random() < self._agreement
+        token = 300 + (31 * row.token + 7 * row.pos + (not right)) % 1000
+        return RowLogits(i, tuple(token + k for k in range(n)), (-0.1, *[-5.0 - k for k in range(n - 1)]), 0.0)
+
+    def cancel(self, run_id: int) -> None:
+        """As a stage's."""
+        self._cancelled.add(run_id)
+
+    def close(self) -> None:
+        """As a stage's."""
+
+
+def sleep_instead(agreement: float) -> None:
+    """From now on this rank's stages sleep: 80 ms a token all together, the draft 8 ms."""
+
+    def loader(_config: object, _transport: object, file: ModelFile, layers: tuple[int, int], draft: bool) -> Any:
+        seconds, agrees = (0.008, agreement) if draft else (0.08, 1.0)
+        return lambda _progress: SleepingStage(file.n_layer, layers, seconds, agrees)
+
+    startup.stage_loader = loader  # type: ignore[assignment]
+
+
 def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
     """Those whose names contain one of these; all for none."""
     return {key: value for key, value in SETTINGS.items() if not names or any(name in key for name in names)}
 
 
-def job(target: Path, draft: Path, rounds: int, n_predict: int, names: list[str]) -> int:
+def job(
+    target: Path, draft: Path, n_target: int, agreement: float | None, rounds: int, n_predict: int, names: list[str]
+) -> int:
     """One rank's part. The head prints all numbers as JSON."""
     rank = launch.rank_in_environment() or 0
     cores = sorted(os.sched_getaffinity(0))
-    if rank < 2:  # the draft goes where there is room
+    if agreement is not None:
+        sleep_instead(agreement)
+    elif rank < n_target:  # the draft goes where there is room
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     config = EngineConfig(
         ModelConfig(target),
         ContextConfig(N_CTX),
-        PipelineConfig((0.5, 0.5), (1,)),
+        PipelineConfig((1 / n_target,) * n_target, (1,)),
         DraftConfig(ModelConfig(draft), ContextConfig(N_CTX), (1.0,)),
     )
 
@@ -81,11 +142,21 @@ def job(target: Path, draft: Path, rounds: int, n_predict: int, names: list[str]
     return run_rank(config, head)
 
 
-def bench(title: str, target: Path, draft: Path, rounds: int, n_predict: int, names: list[str]) -> None:
-    """One pair of models, all settings."""
-    command = launch.mpirun_command(launch.find_mpirun(), 3, None, [])
-    command += [sys.executable, __file__, "--job", str(target), str(draft), "--rounds", str(rounds)]
-    command += ["-n", str(n_predict), *names]
+def bench(
+    title: str,
+    target: Path,
+    draft: Path,
+    rounds: int,
+    n_predict: int,
+    names: list[str],
+    n_target: int = 2,
+    agreement: float | None = None,
+) -> None:
+    """One pair of models, all settings. With an `agreement`, stages only sleep."""
+    command = launch.mpirun_command(launch.find_mpirun(), n_target + 1, None, [])
+    command += [sys.executable, __file__, *names, "--job", str(target), str(draft), "--rounds", str(rounds)]
+    command += ["-n", str(n_predict), "--targets", str(n_target)]
+    command += [] if agreement is None else ["--agreement", str(agreement)]
     environment = {**os.environ, **launch.mpi_environment()}
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
     results = [r for r in json.loads(done.stdout) if r["round"] > 0]  # the first round warms up
@@ -104,7 +175,7 @@ def bench(title: str, target: Path, draft: Path, rounds: int, n_predict: int, na
         if rows[0]["acceptance"] is not None:
             runs, cancelled = sum(r["runs"] for r in rows), sum(r["cancelled"] for r in rows)
             line += f"   {statistics.median(r['acceptance'] for r in rows):8.0%}"
-            line += f"   {statistics.median(r['per_run'] for r in rows):5.2f}   {cancelled / runs:9.0%}"
+            line += f"   {statistics.median(r['per_run'] or 0 for r in rows):5.2f}   {cancelled / runs:9.0%}"
             line += f"   {sum(r['text'] != b['text'] for r, b in zip(rows, base, strict=True)):6d}"
         print(line, flush=True)
 
@@ -128,12 +199,22 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=64, help="tokens to generate")
     parser.add_argument("-s", type=float, nargs="*", default=[0.03, 0.06, 0.12], help="how the pairs differ")
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to use instead")
+    parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")
     parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--targets", type=int, default=2, help=argparse.SUPPRESS)
+    parser.add_argument("--agreement", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
-        return job(args.job[0], args.job[1], args.rounds, args.n, args.settings)
+        return job(args.job[0], args.job[1], args.targets, args.agreement, args.rounds, args.n, args.settings)
     if args.settings and "iterative" not in args.settings:
         args.settings.append("iterative")
+    demo = MODELS / "tales-target.gguf", MODELS / "tales-draft.gguf"
+    if args.asleep:
+        for n in (2, 4, 8):
+            for agreement in (0.0, 0.5, 0.75, 0.9):
+                title = f"asleep: {n} target ranks, agreement {agreement:.0%}"
+                bench(title, *demo, args.rounds, args.n, args.settings, n, agreement)
+        return 0
     if args.pair:
         bench(args.pair[0].name, args.pair[0], args.pair[1], args.rounds, args.n, args.settings)
         return 0
@@ -145,8 +226,7 @@ def main() -> int:
         make_pair(other, draft, args.s[0], seed=8)
         other.unlink()
         bench("0.75 B, a draft that is always wrong", target, draft, args.rounds, args.n, args.settings)
-        pair = MODELS / "tales-target.gguf", MODELS / "tales-draft.gguf"
-        bench("demo pair", *pair, args.rounds, 256, args.settings)
+        bench("demo pair", *demo, args.rounds, 256, args.settings)
     return 0
 
 

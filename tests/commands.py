@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,3 +76,41 @@ def wait_for(condition: object, timeout: float = 30) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
+
+
+class Endless:
+    """A generation on three ranks that goes on until something ends it. `arguments` instead of the usual split."""
+
+    def __init__(self, marker: str, *arguments: object) -> None:
+        self.marker = f"endless-{marker}-{os.getpid()}.json"
+        self.text = ""
+        command = ["generate", "-m", str(TARGET), "-f", "prompts/tale.txt", "-n", "1000000", "-c", "300000"]
+        command += ["--ignore-eos", "-t", "1", "--json", f"/tmp/{self.marker}", *map(str, arguments or SPLITS[3])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ggpipe", *command],
+            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            wait_for(lambda: len(self.text) > 200, 60)
+            self.ranks = ranks_of(self.marker)
+            assert sorted(self.ranks) == [0, 1, 2]
+        except AssertionError:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        while data := os.read(self.process.stdout.fileno(), 4096):
+            self.text += data.decode(errors="replace")
+
+    def ends(self, within_s: float) -> tuple[int, str]:
+        before = self.text
+        code = self.process.wait(timeout=within_s)
+        wait_for(lambda: not processes_with(self.marker), 2)
+        assert self.process.stderr is not None
+        error = self.process.stderr.read().decode()
+        assert self.text.startswith(before)
+        assert "Traceback" not in error
+        Path("/tmp", self.marker).unlink(missing_ok=True)
+        return code, error

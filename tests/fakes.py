@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ggpipe.core.drafting import DraftEvent, Drafter, Send, Tick
+from ggpipe.core.drafting import Drafter, DraftEvent, Send, Tick
 from ggpipe.core.events import Cancel, Finish, Limits, RunEnded, Submit
 from ggpipe.core.messages import (
     ROOT,
@@ -37,6 +37,11 @@ END = 0  # the token that ends a text
 Tokens = tuple[int, ...]
 Move = tuple[str, Callable[[], None]]
 """Something that may happen next: what it is, and how to let it happen."""
+
+
+def is_below(path: Tokens, text: Tokens) -> bool:
+    """It begins with the text, and goes on."""
+    return len(path) > len(text) and path[: len(text)] == text
 
 
 def chance(*what: object) -> int:
@@ -348,6 +353,8 @@ class RealDraft:
         self.text: dict[int, Tokens] = {}
         """Of each request, as far as the drafter was told."""
         self.begun: dict[int, Begin] = {}
+        self.paths: dict[tuple[int, int], Tokens] = {}
+        """(request, number of a guess) -> all tokens up to it."""
         self.now = 0.0
 
     def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
@@ -420,7 +427,18 @@ class RealDraft:
         n = sum(expansion.n for expansion in batch.expansions)
         assert n <= speculation.n_draft
         assert n or batch.complete, "nothing in it"
-        assert all(0 < e.n <= speculation.n_parallel for e in batch.expansions)
+        n_text = len(self.begun[batch.request].prompt) + batch.epoch
+        text = self.text[batch.request][:n_text]
+        assert len(text) == n_text
+        for expansion in batch.expansions:
+            assert 0 < expansion.n <= speculation.n_parallel
+            path = text if expansion.parent == ROOT else self.paths[batch.request, expansion.parent]
+            assert path[: len(text)] == text, "a guess that is known to be wrong"
+            for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
+                self.paths[batch.request, expansion.first + i] = (*path, token)
+        paths = [path for (request, _), path in self.paths.items() if request == batch.request and is_below(path, text)]
+        leaves = set(paths) - {path[:-1] for path in paths}
+        assert len(leaves) <= speculation.n_parallel
         self.batches.append(batch)
 
     def check_empty(self) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, SPLITS, TARGET, ggpipe, mpirun
+from zoo import make
 
+DRAFT = TARGET.with_name("tales-draft.gguf")
 RANKS = (1, 2, 3)
 
 
@@ -102,6 +104,31 @@ def test_different_models_on_different_ranks(n: int, tmp_path: Path) -> None:
     assert "another model" in ours[0]
 
 
+DRAFT_SPLITS = {1: (), 2: ("--mpi-layer-split", "1.0/1.0"), 3: ("--mpi-layer-split", "0.5,0.5/1.0")}
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_unknown_draft_file(n: int) -> None:
+    result = ggpipe("generate", "-m", TARGET, "-md", "nowhere.gguf", "-p", "x", *DRAFT_SPLITS[n])
+    fails(result, "nowhere.gguf", "No such file")
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_a_draft_of_another_family(n: int, tmp_path: Path) -> None:
+    draft = make("llama-tied", tmp_path / "draft.gguf")
+    fails(ggpipe("generate", "-m", TARGET, "-md", draft, "-p", "x", *DRAFT_SPLITS[n]), "-md does not fit -m")
+
+
+def test_thread_lists_count_draft_ranks() -> None:
+    result = ggpipe("generate", "-m", TARGET, "-md", DRAFT, "-p", "x", "-t", "1,1", *DRAFT_SPLITS[3])
+    fails(result, "-t", "2 values", "3 ranks")
+
+
+def test_a_draft_rank_without_a_layer() -> None:
+    split = ("--mpi-layer-split", "0.5,0.5/0.8,0.1,0.1")
+    fails(ggpipe("generate", "-m", TARGET, "-md", DRAFT, "-p", "x", *split), "rank 3", "no layer")
+
+
 def test_foreign_mpirun_is_named() -> None:
     """What a rank sees under an mpirun of another MPI: it is told of many, and alone."""
     result = ggpipe("generate", "-m", TARGET, "-p", "x", PMI_RANK="0", PMI_SIZE="3")
@@ -136,6 +163,13 @@ def test_foreign_mpirun_is_named() -> None:
         ("-p", "x", "--hostfile", "nowhere", "--mpi-layer-split", "0.5,0.5"),
         ("-p", "x", "--mpi-layer-split", "0.5,0.5/1.0"),
         ("-p", "x", "-b", "0"),
+        ("-p", "x", "--trace", "/nowhere/trace.json"),
+        ("-p", "x", "--mode", "psychic"),
+        ("-p", "x", "--draft", "0"),
+        ("-p", "x", "-np", "0"),
+        ("-p", "x", "-pa", "1.5"),
+        ("-p", "x", "-pr", "-1"),
+        ("-p", "x", "-md", str(DRAFT), "-td", "0"),
     ],
 )
 def test_settings_that_make_no_sense(arguments: tuple[str, ...]) -> None:

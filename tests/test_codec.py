@@ -9,7 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Span, Want, WantKind
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.messages import (
+    Accepted,
+    Begin,
+    Done,
+    Expansion,
+    KvKind,
+    KvOp,
+    MicroBatch,
+    Row,
+    RowLogits,
+    Run,
+    RunRecord,
+    RunResult,
+    Span,
+    Steering,
+    Want,
+    WantKind,
+)
 from ggpipe.errors import RunError
 from ggpipe.transport import codec
 
@@ -19,7 +37,7 @@ UINT32 = st.integers(0, 2**32 - 1)
 SECONDS = st.floats(0, 1e6)
 FLOAT32 = st.floats(width=32, allow_nan=False)
 
-SPANS = st.lists(st.builds(Span, INT32, SECONDS, SECONDS, INT64), max_size=5).map(tuple)
+SPANS = st.lists(st.builds(Span, INT32, SECONDS, SECONDS, SECONDS, INT64), max_size=5).map(tuple)
 OPS = st.lists(st.builds(KvOp, st.sampled_from(KvKind), INT32, INT32, INT32, INT32), max_size=4).map(tuple)
 BANNED = st.lists(INT32, max_size=5).map(tuple)
 WANTS = st.lists(st.builds(Want, st.sampled_from(WantKind), UINT32, BANNED), max_size=4).map(tuple)
@@ -38,6 +56,30 @@ def row_logits(draw: st.DrawFn) -> RowLogits:
     return RowLogits(row, tuple(ids), tuple(values), log_sum_exp)
 
 
+TOKENS = st.lists(INT32, max_size=9).map(tuple)
+CHANCE = st.floats(0, 1)
+SPECULATIONS = st.builds(
+    SpeculationConfig,
+    st.sampled_from(["speculative", "async"]),
+    st.integers(8, 99),
+    st.integers(0, 8),
+    CHANCE,
+    CHANCE,
+    CHANCE,
+    CHANCE,
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+)
+STEERING = st.one_of(
+    st.builds(Begin, INT64, TOKENS, INT32, INT32, TOKENS.map(frozenset), TOKENS, SPECULATIONS),
+    st.builds(Accepted, INT64, INT64, TOKENS),
+    st.builds(Done, INT64),
+)
+CANDIDATES = st.lists(st.tuples(INT32, CHANCE), max_size=5).map(tuple)
+EXPANSIONS = st.lists(st.builds(Expansion, INT32, INT32, UINT32, CANDIDATES), max_size=4).map(tuple)
+BATCHES = st.builds(MicroBatch, INT64, INT64, EXPANSIONS, st.booleans())
+RECORDS = st.lists(st.builds(RunRecord, INT64, UINT32, UINT32, st.booleans(), SPANS), max_size=3)
 RESULTS = st.builds(RunResult, INT64, st.lists(row_logits(), max_size=4).map(tuple), SPANS, st.booleans())
 
 
@@ -102,7 +144,7 @@ def test_a_branching_run() -> None:
     ops = (KvOp(KvKind.RM, 3, p0=4), KvOp(KvKind.CP, 0, 1, 0, 10), KvOp(KvKind.KEEP, 2))
     wants = (Want(WantKind.TOP, 40, (2, 3)), Want(WantKind.FULL, 1, (0,)))
     run = Run(2**40, 123, rows, ops, wants)
-    spans = (Span(0, 0.25, 0.5, 4096), Span(1, 1e-6, 2e-6, 2**33))
+    spans = (Span(0, 7.5, 0.25, 0.5, 4096), Span(1, 8.0, 1e-6, 2e-6, 2**33))
     read, _, read_spans, _ = codec.read_run(header(run, spans))
     assert (read, read_spans) == (run, spans)
     assert [type(op.kind) for op in read.ops] == [KvKind] * 3
@@ -154,3 +196,19 @@ def test_another_version_is_refused_in_one_line(version: int) -> None:
             f"a message of format {version} arrived, this rank speaks {codec.VERSION}: use one ggpipe everywhere"
         )
         assert caught.value.exit_code == 1
+
+
+@given(STEERING)
+def test_steering(message: Steering) -> None:
+    assert codec.read_steering(codec.steering_message(message)) == message
+
+
+@given(BATCHES, RECORDS)
+def test_guesses(batch: MicroBatch, records: list[RunRecord]) -> None:
+    assert codec.read_guesses(codec.guess_message(batch, records)) == (batch, tuple(records))
+
+
+def test_a_greedy_result_is_small() -> None:
+    rows = tuple(RowLogits(i, (i,), (0.5,), math.nan) for i in range(64))
+    spans = tuple(Span(i, 1.0, 2.0, 3.0, 4) for i in range(8))
+    assert len(codec.result_message(RunResult(1, rows, spans))) < 4096

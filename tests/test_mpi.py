@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, processes_with, ranks_of, wait_for
+from commands import ROOT, SPLITS, TARGET, Endless, ggpipe, mpirun
 
 GREEDY = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--temp", 0)
 
@@ -73,44 +72,6 @@ def test_the_text_ends_where_the_context_does() -> None:
 def test_no_tokens_are_asked_for() -> None:
     result = ggpipe(*GREEDY[:5], "-n", 0, *SPLITS[2])
     assert (result.returncode, result.stdout) == (0, "")
-
-
-class Endless:
-    """A generation that goes on until something ends it."""
-
-    def __init__(self, marker: str) -> None:
-        self.marker = f"endless-{marker}-{os.getpid()}.json"
-        self.text = ""
-        command = ["generate", "-m", str(TARGET), "-f", "prompts/tale.txt", "-n", "1000000", "-c", "300000"]
-        command += ["--ignore-eos", "-t", "1", "--json", f"/tmp/{self.marker}", *SPLITS[3]]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ggpipe", *command],
-            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        threading.Thread(target=self._read, daemon=True).start()
-        try:
-            wait_for(lambda: len(self.text) > 200, 60)
-            self.ranks = ranks_of(self.marker)
-            assert sorted(self.ranks) == [0, 1, 2]
-        except AssertionError:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        while data := os.read(self.process.stdout.fileno(), 4096):
-            self.text += data.decode(errors="replace")
-
-    def ends(self, within_s: float) -> tuple[int, str]:
-        before = self.text
-        code = self.process.wait(timeout=within_s)
-        wait_for(lambda: not processes_with(self.marker), 2)
-        assert self.process.stderr is not None
-        error = self.process.stderr.read().decode()
-        assert self.text.startswith(before)
-        assert "Traceback" not in error
-        Path("/tmp", self.marker).unlink(missing_ok=True)
-        return code, error
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -8,8 +8,8 @@ import os
 import random
 from dataclasses import dataclass, field
 
-from fakes import END, Adversary, FakeDraftModel, FakeModel, FakePipeline, Move, RealDraft, Tokens
-from hypothesis import HealthCheck, event, given, note, settings
+from fakes import END, Adversary, FakeDraftModel, FakeModel, FakePipeline, Move, RealDraft, Tokens, is_below
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ggpipe.config import SpeculationConfig
@@ -113,7 +113,18 @@ class Head:
 
     def _hear_guesses(self) -> None:
         assert self.draft is not None
-        self.handle(Guessed(self.draft.batches.popleft()))
+        batch = self.draft.batches.popleft()
+        self.handle(Guessed(batch))
+        active = self.scheduler._active.get(batch.request)
+        if active is None or active.ending is not None or isinstance(self.draft, Adversary):
+            return
+        tokens = self.seen[batch.request].tokens
+        for expansion in batch.expansions:
+            for guess in range(expansion.first, expansion.first + expansion.n):
+                if is_below(path := self.draft.paths[batch.request, guess], tokens):
+                    node = active.tree.root
+                    for token in path[len(tokens) :]:
+                        node = node.children[token]
 
     def _sample(self) -> None:
         sample = self.to_sample.popleft()
@@ -275,8 +286,32 @@ SPECULATIONS = st.builds(
 )
 
 
+PACES = st.fixed_dictionaries(
+    {
+        name: st.sampled_from([1, 5, 50])
+        for name in ("target stage", "target cancel", "target result", "sample", "draft", "guesses", "steering")
+    }
+)
+
+
+@st.composite
+def requests(
+    draw: st.DrawFn, number: int, speculations: st.SearchStrategy[SpeculationConfig], n_predict: tuple[int, ...]
+) -> Request:
+    n = draw(st.integers(1, 14))
+    return Request(
+        number,
+        tuple(range(number * 100, number * 100 + n)),
+        draw(st.sampled_from(n_predict)),
+        draw(speculations),
+        draw(st.sampled_from([frozenset({END}), frozenset()])),
+        want_grows=draw(st.booleans()),
+    )
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
+    """Anything."""
     n_requests = draw(st.integers(1, 2))
 
     def limits(n_ctx: int) -> Limits:
@@ -289,35 +324,39 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             n_requests=n_requests,
         )
 
-    target, draft = limits(draw(st.sampled_from([20, 30, 60, 60]))), limits(draw(st.sampled_from([15, 30, 60, 60])))
-    requests = []
-    for i in range(draw(st.integers(1, 3))):
-        n = draw(st.integers(1, 14))
-        requests.append(
-            Request(
-                i + 1,
-                tuple(range(i * 100 + 1, i * 100 + 1 + n)),
-                draw(st.sampled_from([-1, 0, 1, 5, 15, 25])),
-                draw(SPECULATIONS),
-                draw(st.sampled_from([frozenset({END}), frozenset()])),
-                want_grows=draw(st.booleans()),
-            )
-        )
-    paces = {
-        name: st.sampled_from([1, 5, 50])
-        for name in ("target stage", "target cancel", "target result", "sample", "draft", "guesses", "steering")
-    }
     return Scenario(
-        target,
-        draft,
+        limits(draw(st.sampled_from([20, 30, 60, 60]))),
+        limits(draw(st.sampled_from([15, 30, 60, 60]))),
         n_stages=draw(st.integers(1, 3)),
         n_draft_stages=draw(st.integers(1, 2)),
         model=FakeModel(draw(st.sampled_from([3, 20, 100, 1000, 1000])), draw(st.integers(0, 99)), draw(st.booleans())),
         agreement=draw(st.sampled_from([0.0, 0.5, 0.8, 0.9, 1.0])),
         adversary=draw(st.booleans()),
-        requests=requests,
+        requests=[draw(requests(i + 1, SPECULATIONS, (-1, 0, 1, 5, 15, 25))) for i in range(draw(st.integers(1, 3)))],
         stops=draw(st.dictionaries(st.integers(1, 3), st.integers(0, 200), max_size=1)),
-        pace=draw(st.fixed_dictionaries(paces)),
+        pace=draw(PACES),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+@st.composite
+def thickets(draw: st.DrawFn) -> Scenario:
+    """Many branches in many small runs, and ids that are scarce."""
+    speculations = st.builds(
+        SpeculationConfig, mode=st.just("async"), n_draft=st.integers(1, 3), n_parallel=st.integers(2, 4)
+    )
+    n = draw(st.integers(1, 2))
+    return Scenario(
+        Limits(90, 12, 12, draw(st.integers(3, 6)), draw(st.integers(n, 12)), n),
+        Limits(90, 12, 12, 2, draw(st.integers(n, 12)), n),
+        n_stages=draw(st.integers(1, 3)),
+        n_draft_stages=1,
+        model=FakeModel(1000, draw(st.integers(0, 99)), draws=True),
+        agreement=draw(st.sampled_from([0.5, 0.9])),
+        adversary=draw(st.booleans()),
+        requests=[draw(requests(i + 1, speculations, (4, 10, 15))) for i in range(n + 1)],
+        stops={},
+        pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
     )
 
@@ -348,5 +387,10 @@ def arrive_next(head: Head, to_come: collections.deque[Request]) -> None:
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_any_interleaving_gives_the_targets_own_text(scenario: Scenario) -> None:
-    head = play(scenario)
-    head.check_end()
+    play(scenario).check_end()
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(thickets())
+def test_branches_in_any_interleaving_give_the_targets_own_text(scenario: Scenario) -> None:
+    play(scenario).check_end()

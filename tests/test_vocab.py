@@ -1,7 +1,8 @@
 """Text to tokens and back: as llama.cpp does it, and never with half a character."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
@@ -12,7 +13,7 @@ from zoo import N_VOCAB_SPM, make
 from ggpipe.config import ModelConfig
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.vocab import TextDecoder, Vocab
-from ggpipe.errors import UsageError
+from ggpipe.errors import ModelError, UsageError
 
 TALES = Path(__file__).parents[1] / "ggpipe" / "models" / "tales-target.gguf"
 TEXTS = (
@@ -154,3 +155,30 @@ def test_a_text_too_long_to_tokenize_is_a_usage_error(tales: Vocab, monkeypatch:
     monkeypatch.setattr("ggpipe.engine.vocab.lib.llama_tokenize", lambda *_: -(2**31))
     with pytest.raises(UsageError, match="cannot tokenize"):
         tales.tokenize("text")
+
+
+def test_a_draft_with_the_same_tokens_fits(tales: Vocab) -> None:
+    draft = Vocab(ModelFile.open(TALES.with_name("tales-draft.gguf")), ModelConfig(TALES))
+    outline = draft.outline()
+    draft.close()
+    tales.check_draft(outline)
+    padded = outline | {"texts": [*outline["texts"], *[0] * 128]}
+    tales.check_draft(padded)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda o: {"type": o["type"] + 1}, "different kinds"),
+        (lambda o: {"texts": [*o["texts"], *[0] * 129]}, "2048 tokens, the draft 2177"),
+        (lambda o: {"special": o["special"] | {"BOS": 77}}, "BOS is 0 in the target, 77 in the draft"),
+        (lambda o: {"special": o["special"] | {"add BOS": not o["special"]["add BOS"]}}, "add BOS"),
+        (lambda o: {"texts": [*o["texts"][:100], 1, *o["texts"][101:]]}, "token 100 is"),
+    ],
+)
+def test_a_draft_that_does_not_fit(
+    tales: Vocab, change: Callable[[dict[str, Any]], dict[str, Any]], words: str
+) -> None:
+    outline = tales.outline()
+    with pytest.raises(ModelError, match=words):
+        tales.check_draft(outline | change(outline))

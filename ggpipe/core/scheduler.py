@@ -221,9 +221,7 @@ class Scheduler:
         last = active.reserve - 1
         if active.request.n_predict >= 0:  # the last token of all is sampled from the row before it
             last = min(last, root.pos + active.request.n_predict - active.epoch - 1)
-        nodes = [node for node in root.below() if not node.submitted and node.pos <= last]
-        nodes.sort(key=lambda node: (-node.path_prob, node.pos))
-        return nodes
+        return [node for node in active.tree.waiting if node.pos <= last]
 
     def _most(self, active: _Active) -> int:
         """Guesses that may go into a run now."""

@@ -100,6 +100,7 @@ class Tree:
         """The id of the accepted text."""
         self.root = Node(token, pos)
         self._tips: dict[int, Node] = {self.own: self.root}
+        self._waiting: list[Node] = []
         self.n_submitted = 0
         """Live nodes below the root that are in a run, or were: each holds a cell."""
 
@@ -109,7 +110,15 @@ class Tree:
             return there
         node = Node(token, parent.pos + 1, parent, prob, parent.path_prob * prob, drafted=True, guess=guess)
         parent.children[token] = node
+        self._waiting.append(node)
         return node
+
+    @property
+    def waiting(self) -> list[Node]:
+        """Guesses that are in no run so far, the most probable path first; parents before their children."""
+        self._waiting = [node for node in self._waiting if node.run < 0 and not node.dead and node is not self.root]
+        self._waiting.sort(key=lambda node: (-node.path_prob, node.pos))
+        return self._waiting
 
     def place(self, nodes: Iterable[Node], run: int, most: int) -> list[Node]:
         """Give up to `most` nodes their ids and put them into a run; parents come first or are submitted already.
