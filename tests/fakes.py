@@ -400,6 +400,12 @@ class RealDraft:
                     self.pipeline.cancel(runs)
                 case Send(batch):
                     self._sent(batch)
+        for run in self.pipeline.live:
+            assert any(self._lives(*row) for row in self.pipeline.rows_of[run.id]), "a hopeless run goes on"
+
+    def _lives(self, request: int, history: Tokens) -> bool:
+        text = self.text.get(request)
+        return text is not None and history[: len(text)] == text[: len(history)]
 
     def _submitted(self, run: Run) -> None:
         guessing = [other for other in self.pipeline.live if self._guesses(other)]
@@ -410,8 +416,7 @@ class RealDraft:
         begin, text = self.begun[request], self.text[request]
         assert run.epoch == len(text) - len(begin.prompt)
         for _, history in self.pipeline.rows_of[run.id]:
-            n = min(len(history), len(text))
-            assert history[:n] == text[:n], "a token that is known to be wrong"
+            assert self._lives(request, history), "a token that is known to be wrong"
             assert len(history) <= len(text) + begin.lead - 1, "deeper than allowed"
         if self._guesses(run):
             assert not guessing, "two runs of guesses in flight"
@@ -434,6 +439,9 @@ class RealDraft:
             assert 0 < expansion.n <= speculation.n_parallel
             path = text if expansion.parent == ROOT else self.paths[batch.request, expansion.parent]
             assert path[: len(text)] == text, "a guess that is known to be wrong"
+            assert [token for token, _ in expansion.candidates] == [
+                token for token, _ in self.model.candidates(path, len(expansion.candidates))
+            ]
             for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
                 self.paths[batch.request, expansion.first + i] = (*path, token)
         paths = [path for (request, _), path in self.paths.items() if request == batch.request and is_below(path, text)]

@@ -227,7 +227,7 @@ class Drafter:
         root = draft.tree.root
         n_tips = sum(not node.children for node in (root, *root.below()))
         policy, speculation = draft.policy, draft.begin.speculation
-        draft.open.sort(key=lambda node: -node.path_prob)
+        draft.open.sort(key=lambda node: -node.log_path)
         waiting, draft.open = draft.open, []
         for node in waiting:
             best = node.answer[0]
@@ -309,8 +309,7 @@ class Drafter:
 
     def _tips(self, draft: _Draft) -> list[Node]:
         """Guesses to decode, the most probable path first."""
-        tips = [node for node in draft.tree.root.below() if not node.submitted and draft.may_grow(node)]
-        return sorted(tips, key=lambda node: -node.path_prob)
+        return [node for node in draft.tree.waiting if draft.may_grow(node)]
 
     def _free_cells(self, draft: _Draft) -> int:
         others = (max(other.reserve, other.n_used) for other in self._drafts.values() if other is not draft)

@@ -193,7 +193,7 @@ class Scheduler:
 
     def _push(self, active: _Active, actions: list[Action]) -> None:
         """Submit what this request has to submit and the pipeline has room for."""
-        if active.ending is not None:
+        if active.ending is not None or active.sampling:  # the token that is being drawn says which guesses live
             return
         root, speculation = active.tree.root, active.request.speculation
         while active.chunks and self.n_in_flight < self._limits.n_in_flight:
@@ -344,6 +344,7 @@ class Scheduler:
                 active.ready = False
                 self._push(active, actions)
                 self._steer(active, actions)
+        self._admit(actions)  # wrong guesses may have held the cells that the next request needs
 
     def _bury(self, active: _Active, dead: list[Node], actions: list[Action]) -> None:
         """Forget guesses that turned out wrong, and cancel the runs that have no others."""

@@ -16,11 +16,14 @@ The target's scheduler and the draft's keep one each: for both, `root` is the la
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ggpipe.core.messages import KvKind, KvOp
+
+_LEAST = 1e-30  # a probability that counts as none, but has a logarithm
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +35,8 @@ class Node:
     parent: Node | None = None
     prob: float = 1.0
     """The draft's probability of this token after its parent; 1 for accepted ones."""
-    path_prob: float = 1.0
-    """Of all tokens from the root to this one."""
+    log_path: float = 0.0
+    """Logarithm of the probability of all guesses up to this one. Those that became text are the same to all."""
     drafted: bool = False
     """The draft named it before the target did."""
     guess: int = -1
@@ -108,7 +111,8 @@ class Tree:
         """A guess; the one that is there when it was guessed before."""
         if (there := parent.children.get(token)) is not None:
             return there
-        node = Node(token, parent.pos + 1, parent, prob, parent.path_prob * prob, drafted=True, guess=guess)
+        log_path = parent.log_path + math.log(max(prob, _LEAST))
+        node = Node(token, parent.pos + 1, parent, prob, log_path, drafted=True, guess=guess)
         parent.children[token] = node
         self._waiting.append(node)
         return node
@@ -116,8 +120,8 @@ class Tree:
     @property
     def waiting(self) -> list[Node]:
         """Guesses that are in no run so far, the most probable path first; parents before their children."""
-        self._waiting = [node for node in self._waiting if node.run < 0 and not node.dead and node is not self.root]
-        self._waiting.sort(key=lambda node: (-node.path_prob, node.pos))
+        self._waiting = [node for node in self._waiting if node.run < 0 and not node.dead and node.parent]
+        self._waiting.sort(key=lambda node: (-node.log_path, node.pos))
         return self._waiting
 
     def place(self, nodes: Iterable[Node], run: int, most: int) -> list[Node]:
