@@ -131,8 +131,8 @@ class SpeculationConfig:
 
     mode: Mode = "async"
     """`iterative`: no guesses. `speculative`: draft, verify, repeat. `async`: drafting and verifying overlap."""
-    n_draft: int = 16
-    """Guesses in a micro-batch, at most; also in a run."""
+    n_draft: int = 8
+    """Guesses in a micro-batch, at most; also in a run, where `async` takes fewer when that pays."""
     n_min: int = 0
     """Micro-batches with fewer guesses are not sent."""
     p_accept: float = 0.0

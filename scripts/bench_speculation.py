@@ -48,7 +48,7 @@ MODELS = Path(ggpipe.__file__).parent / "models"
 SETTINGS = {
     "iterative": SpeculationConfig("iterative"),
     **{f"speculative --draft {n}": SpeculationConfig("speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
-    **{f"async --draft {n}": SpeculationConfig("async", n_draft=n) for n in (1, 2, 3, 4)},
+    **{f"async --draft {n}": SpeculationConfig("async", n_draft=n) for n in (1, 3, 8)},
 }
 
 
@@ -126,7 +126,8 @@ def job(
         session.load()
         results: list[dict[str, Any]] = []
         for i in range(rounds + 1):
-            for name, speculation in settings_named(names).items():
+            settings = list(settings_named(names).items())
+            for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
                 prompt = tuple(300 + 7 * (k + 11 * i) % 700 for k in range(64))
                 tokens = [t.id for t in session.generate(prompt, GREEDY, n_predict, stats, speculation)]
@@ -161,7 +162,7 @@ def bench(
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
     results = [r for r in json.loads(done.stdout) if r["round"] > 0]  # the first round warms up
     of = {(r["name"], r["round"]): r for r in results}
-    shown = list(dict.fromkeys(r["name"] for r in results))
+    shown = list(settings_named(names))
     print(f"\n{title}: {n_predict} tokens, {rounds} rounds")
     print("  setting                  t/s   x iterative [quartiles]     TTFT x   accepted   a run   cancelled   differ")
     for name in shown:

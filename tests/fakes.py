@@ -375,7 +375,7 @@ class RealDraft:
             case Begin(request, prompt):
                 self.text[request] = prompt
                 self.begun[request] = message
-            case Accepted(request, epoch, tokens):
+            case Accepted(request, epoch, tokens, _):
                 self.text[request] += tokens
                 assert len(self.text[request]) == len(self.begun[request].prompt) + epoch
             case Done(request):
@@ -479,7 +479,7 @@ class Adversary:
             case Begin(request, prompt) as begin:
                 self._begun[request], self._text[request], self._paths[request] = begin, prompt, {}
                 self._to_send[request] = self.random.randint(1, 5)
-            case Accepted(request, _, tokens):
+            case Accepted(request, _, tokens, _):
                 self._text[request] += tokens
                 self._to_send[request] = self.random.randint(1, 5)
             case Done(request):

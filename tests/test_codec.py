@@ -73,7 +73,7 @@ SPECULATIONS = st.builds(
 )
 STEERING = st.one_of(
     st.builds(Begin, INT64, TOKENS, INT32, INT32, TOKENS.map(frozenset), TOKENS, SPECULATIONS),
-    st.builds(Accepted, INT64, INT64, TOKENS),
+    st.builds(Accepted, INT64, INT64, TOKENS, INT32),
     st.builds(Done, INT64),
 )
 CANDIDATES = st.lists(st.tuples(INT32, CHANCE), max_size=5).map(tuple)

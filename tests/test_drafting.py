@@ -41,10 +41,11 @@ class Draft:
 
     def begin(self, request: int = 1, lead: int = 9, n_left: int = 50, **settings: Any) -> None:
         speculation = SpeculationConfig(**settings)
+        self.lead = lead
         self.say(Begin(request, PROMPT, n_left, lead, frozenset({END}), (7,), speculation))
 
     def accept(self, epoch: int, *tokens: int) -> None:
-        self.say(Accepted(1, epoch, tokens))
+        self.say(Accepted(1, epoch, tokens, self.lead))
 
     def answer(self, *rows: Candidates) -> None:
         """The oldest run comes back: what follows each row that asked."""
@@ -328,7 +329,7 @@ def test_the_end_cancels_and_empties() -> None:
     draft.say(Done(1))
     assert draft.cancelled == [draft.runs[0].id]
     assert (draft.runs[1].rows, draft.runs[1].ops) == ((), (KvOp(KvKind.RM, 0),))
-    draft.say(Accepted(1, 1, (5,)))
+    draft.say(Accepted(1, 1, (5,), 9))
     assert draft.decoding() == [[]]
 
 

@@ -63,6 +63,8 @@ class _Draft:
     policy: PipeInferPolicy
     text: list[int]
     """Prompt and accepted tokens; the root is the last."""
+    lead: int
+    """How much deeper than the root the deepest guess may be."""
     n_decoded: int = 0
     """Of these, the ones that are submitted."""
     epoch: int = 0
@@ -89,7 +91,7 @@ class _Draft:
     @property
     def deepest(self) -> int:
         """Position of the last guess that is of use now."""
-        return self.tree.root.pos + min(self.begin.lead, self.begin.n_left - self.epoch - 1)
+        return self.tree.root.pos + min(self.lead, self.begin.n_left - self.epoch - 1)
 
     @property
     def reserve(self) -> int:
@@ -135,8 +137,9 @@ class Drafter:
         match event:
             case Begin():
                 self._begin(event)
-            case Accepted(request, epoch, tokens):
+            case Accepted(request, epoch, tokens, lead):
                 if (draft := self._drafts.get(request)) is not None:
+                    draft.lead = lead
                     self._accepted(draft, epoch, tokens, actions)
             case Done(request):
                 self._done(request, actions)
@@ -167,7 +170,7 @@ class Drafter:
         tree = Tree(self._ids, self._ops, begin.prompt[-1], len(begin.prompt) - 1)
         want = Want(WantKind.TOP, n, begin.banned)
         policy = PipeInferPolicy(begin.speculation)
-        self._drafts[begin.request] = _Draft(begin, tree, want, policy, list(begin.prompt))
+        self._drafts[begin.request] = _Draft(begin, tree, want, policy, list(begin.prompt), begin.lead)
 
     def _accepted(self, draft: _Draft, epoch: int, tokens: tuple[int, ...], actions: list[DraftAction]) -> None:
         if draft.held:  # they are numbered from this epoch's root

@@ -100,10 +100,11 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A run's result is back, or its marker when it was cancelled."""
+    """A run's result is back, or its marker when it was cancelled. `compute_s`: seconds in its slowest stage."""
 
     run: int
     rows: tuple[RowLogits, ...] = ()
+    compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,11 +168,15 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Tokens that the target added to the text since the last such message; `epoch` counts all so far."""
+    """Tokens that the target added to the text since the last such message; `epoch` counts all so far.
+
+    `lead` replaces the one that the request began with.
+    """
 
     request: int
     epoch: int
     tokens: tuple[int, ...]
+    lead: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ggpipe.config import SpeculationConfig
 from ggpipe.core.events import (
     Action,
     Arrived,
@@ -41,6 +42,7 @@ from ggpipe.core.events import (
     Submit,
 )
 from ggpipe.core.messages import ROOT, Accepted, Begin, Done, KvOp, MicroBatch, Row, RowLogits, Run, Want, WantKind
+from ggpipe.core.policy import RunWidth
 from ggpipe.core.tree import Node, SequenceIds, Tree
 
 
@@ -84,6 +86,7 @@ class _Active:
     flights: set[int] = field(default_factory=set)
     ending: Finish | None = None
     counters: Counters = field(default_factory=Counters)
+    width: RunWidth = field(default_factory=RunWidth)
 
     @property
     def epoch(self) -> int:
@@ -118,8 +121,8 @@ class Scheduler:
                     raise ValueError(f"a prompt of {len(request.prompt)} tokens in {self._limits.n_ctx} cells")
                 self._waiting.append((request, want))
                 self._admit(actions)
-            case RunEnded(run, rows):
-                self._run_ended(run, rows, actions)
+            case RunEnded(run, rows, compute_s):
+                self._run_ended(run, rows, compute_s, actions)
             case Sampled(request_id, token, end, want):
                 self._sampled(request_id, token, end, want, actions)
             case Guessed(batch):
@@ -153,12 +156,15 @@ class Scheduler:
             self._push(active, actions)
 
     def _begin(self, request: Request, reserve: int) -> Begin:
-        speculation = request.speculation
-        lead = speculation.n_draft
-        if speculation.mode == "async" and speculation.continuous:
-            lead *= self._limits.n_in_flight + 1
+        lead = self._lead(request.speculation, RunWidth())
         n_left = reserve - len(request.prompt)
-        return Begin(request.id, request.prompt, n_left, lead, request.ends, request.banned, speculation)
+        return Begin(request.id, request.prompt, n_left, lead, request.ends, request.banned, request.speculation)
+
+    def _lead(self, speculation: SpeculationConfig, width: RunWidth) -> int:
+        """How far the draft may run ahead: to fill the pipeline, and one run more."""
+        if speculation.mode == "async" and speculation.continuous:
+            return width.usual(speculation.n_draft) * (self._limits.n_in_flight + 1)
+        return speculation.n_draft
 
     def _cells_of_others(self, own: _Active | None) -> int:
         return sum(max(active.reserve, active.n_used) for active in self._active.values() if active is not own)
@@ -212,7 +218,8 @@ class Scheduler:
         if not root.submitted:  # waits for nothing
             self._submit(active, (), (root,), 1, actions)
         while self.n_in_flight < self._limits.n_in_flight and (speculation.continuous or not self._guessing(active)):
-            if not self._submit(active, (), self._best(active), self._most(active), actions):
+            guesses = self._best(active)
+            if not self._submit(active, (), guesses, self._worth(active, guesses), actions):
                 return
 
     def _best(self, active: _Active) -> list[Node]:
@@ -227,6 +234,15 @@ class Scheduler:
         """Guesses that may go into a run now."""
         free = self._limits.n_ctx - self._cells_of_others(active) - active.n_used
         return max(min(free, active.request.speculation.n_draft, self._limits.n_rows), 0)
+
+    def _worth(self, active: _Active, guesses: Sequence[Node]) -> int:
+        """How many of these to put into one run."""
+        most = self._most(active)
+        chances: dict[Node, float] = {}
+        for node in guesses[:most]:
+            before = chances.get(node.parent, 1.0) if node.parent is not None else 1.0
+            chances[node] = before * active.width.chance(node.prob)
+        return min(active.width.best(chances.values()), most)
 
     @property
     def n_in_flight(self) -> int:
@@ -274,7 +290,7 @@ class Scheduler:
         actions.append(Submit(run, guesses))
         return run.id
 
-    def _run_ended(self, run: int, rows: tuple[RowLogits, ...], actions: list[Action]) -> None:
+    def _run_ended(self, run: int, rows: tuple[RowLogits, ...], compute_s: float, actions: list[Action]) -> None:
         flight = self._flights.pop(run, None)
         if flight is None:
             raise ValueError(f"run {run} is not in flight")
@@ -283,6 +299,8 @@ class Scheduler:
             active.flights.remove(run)
             for row in rows:
                 flight.nodes[row.row - flight.n_prompt].answer = row
+            if rows and flight.n_prompt == 0 and compute_s > 0:
+                active.width.ended(len(flight.nodes), compute_s)
             if rows and not flight.cancelled:
                 active.counters.verified_runs += flight.n_guesses > 0
             if active.ending is not None:
@@ -326,6 +344,8 @@ class Scheduler:
             self._end(active, Finish.END_OF_TEXT, actions)
             return
         active.text.append(token)
+        for guess in active.tree.root.children.values():
+            active.width.judged(guess.prob, guess.token == token)
         dead = active.tree.advance(token)
         root = active.tree.root
         if root.guess >= 0:
@@ -373,7 +393,8 @@ class Scheduler:
         if active.request.speculation.mode != "iterative":
             tokens = tuple(active.text[active.n_told :])
             active.n_told = active.epoch
-            actions.append(Steer(Accepted(active.request.id, active.epoch, tokens)))
+            lead = self._lead(active.request.speculation, active.width)
+            actions.append(Steer(Accepted(active.request.id, active.epoch, tokens, lead)))
 
     def _guessed(self, batch: MicroBatch, actions: list[Action]) -> None:
         active = self._active.get(batch.request)

@@ -193,7 +193,8 @@ class Session:
                 if n_rows:
                     self._stats.runs.append(RunRecord(run, n_rows, n_guesses, cancelled, spans))
                     self._count(spans, draft=False)
-                return self._handle(RunEnded(run, rows))
+                compute_s = max((span.compute_s for span in spans), default=0.0)
+                return self._handle(RunEnded(run, rows, compute_s))
             case DraftNews(batch, records):
                 self._stats.draft_runs += records
                 for record in records:

@@ -52,8 +52,8 @@ _SPAN = struct.Struct("<idddq")
 _RESULT = struct.Struct("<BBBBqI")
 # row, kind, count, log-sum-exp
 _ROW = struct.Struct("<iiId")
-# version, kind, request, epoch, tokens
-_STEER = struct.Struct("<BBqqI")
+# version, kind, request, epoch, lead, tokens
+_STEER = struct.Struct("<BBqqiI")
 _BEGIN, _ACCEPTED, _DONE = 1, 2, 3
 # version, complete, request, epoch, expansions, runs
 _GUESS = struct.Struct("<BBqqII")
@@ -177,13 +177,13 @@ def read_ids(payload: Payload) -> tuple[int, ...]:
 def steering_message(message: Steering) -> Payload:
     """What the draft is told, as one message."""
     match message:
-        case Accepted(request, epoch, tokens):
-            return _STEER.pack(VERSION, _ACCEPTED, request, epoch, len(tokens)) + _ints(tokens)
+        case Accepted(request, epoch, tokens, lead):
+            return _STEER.pack(VERSION, _ACCEPTED, request, epoch, lead, len(tokens)) + _ints(tokens)
         case Done(request):
-            return _STEER.pack(VERSION, _DONE, request, 0, 0)
+            return _STEER.pack(VERSION, _DONE, request, 0, 0, 0)
         case Begin():
             rest = asdict(message) | {"prompt": None, "ends": sorted(message.ends)}
-            head = _STEER.pack(VERSION, _BEGIN, message.request, 0, len(message.prompt))
+            head = _STEER.pack(VERSION, _BEGIN, message.request, 0, 0, len(message.prompt))
             return head + _ints(message.prompt) + json.dumps(rest).encode()
 
 
@@ -191,10 +191,10 @@ def read_steering(payload: Payload) -> Steering:
     """The inverse of `steering_message`."""
     view = memoryview(payload)
     _check_version(view)
-    _, kind, request, epoch, n = _STEER.unpack_from(view)
+    _, kind, request, epoch, lead, n = _STEER.unpack_from(view)
     tokens = _read_ints(view, _STEER.size, n)
     if kind == _ACCEPTED:
-        return Accepted(request, epoch, tokens)
+        return Accepted(request, epoch, tokens, lead)
     if kind == _DONE:
         return Done(request)
     rest = json.loads(bytes(view[_STEER.size + 4 * n :]))
