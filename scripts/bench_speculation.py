@@ -42,7 +42,7 @@ from ggpipe.runtime.rank import run_rank
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.stats import RequestStats
 
-N_CTX = 512
+N_CTX, N_PROMPT = 512, 128
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 MODELS = Path(ggpipe.__file__).parent / "models"
 SETTINGS = {
@@ -129,7 +129,7 @@ def job(
             settings = list(settings_named(names).items())
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
-                prompt = tuple(300 + 7 * (k + 11 * i) % 700 for k in range(64))
+                prompt = tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT))
                 tokens = [t.id for t in session.generate(prompt, GREEDY, n_predict, stats, speculation)]
                 counters = stats.counters
                 results.append({
@@ -212,7 +212,7 @@ def main() -> int:
     demo = MODELS / "tales-target.gguf", MODELS / "tales-draft.gguf"
     if args.asleep:
         for n in (2, 4, 8):
-            for agreement in (0.0, 0.5, 0.75, 0.9):
+            for agreement in (0.0, 0.5, 0.7, 0.9):
                 title = f"asleep: {n} target ranks, agreement {agreement:.0%}"
                 bench(title, *demo, args.rounds, args.n, args.settings, n, agreement)
         return 0

@@ -165,6 +165,7 @@ def test_foreign_mpirun_is_named() -> None:
         ("-p", "x", "-b", "0"),
         ("-p", "x", "--trace", "/nowhere/trace.json"),
         ("-p", "x", "--mode", "psychic"),
+        ("-p", "x", "--mode", "speculative"),
         ("-p", "x", "--draft", "0"),
         ("-p", "x", "-np", "0"),
         ("-p", "x", "-pa", "1.5"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import TARGET, Endless, ggpipe, mpirun
+from zoo import make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 PAIR = ("generate", "-m", TARGET, "-md", DRAFT, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1)
@@ -73,3 +74,12 @@ def test_ctrl_c_ends_cleanly() -> None:
     code, error = job.ends(within_s=5)
     assert code == 0
     assert "stopped" in error
+
+
+def test_a_model_that_cannot_take_tokens_back(tmp_path: Path) -> None:
+    model = make("mamba", tmp_path / "mamba.gguf")
+    arguments = ("generate", "-m", model, "-p", "Once", "-n", 8, "--ignore-eos", "--temp", 0, "-t", 1, "-c", 256)
+    result = ggpipe(*arguments, "-md", model)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ggpipe(*arguments).stdout
+    assert result.stderr.count("cannot take tokens back") == 2  # a line for each of the models

@@ -18,7 +18,7 @@ COMMANDS = [line for line in LINES if re.match(r"(\.venv/bin/)?ggpipe generate "
 
 
 def test_the_readme_shows_commands() -> None:
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 4
     for script in ("./scripts/demo", "./scripts/test"):
         assert script in LINES
         assert (ROOT / script).stat().st_mode & 0o111
@@ -30,7 +30,12 @@ def test_a_command(command: str, tmp_path: Path) -> None:
     is_hydra = "--map-by" not in launch.mpirun_command(launch.find_mpirun(), 1, None, ())
     hosts.write_text("localhost:3\n" if is_hydra else "localhost slots=3\n")
     words = shlex.split(command)[1:]
-    places = {"-m": TARGET, "-f": ROOT / "prompts" / "tale.txt", "--hostfile": hosts}
+    places = {
+        "-m": TARGET,
+        "-md": TARGET.with_name("tales-draft.gguf"),
+        "-f": ROOT / "prompts" / "tale.txt",
+        "--hostfile": hosts,
+    }
     words = [str(places.get(before, word)) for before, word in zip(["", *words], words, strict=False)]
     result = ggpipe(*words, "-n", 8, "-t", 1)
     assert result.returncode == 0, result.stderr
@@ -39,7 +44,7 @@ def test_a_command(command: str, tmp_path: Path) -> None:
 
 
 def test_options_that_the_readme_names_exist() -> None:
-    table = README.partition("## Flags")[2].partition("##")[0]
+    table = README.partition("## Guessing ahead")[2].partition("## Exactness")[0]
     help_text = ggpipe("generate", "--help", COLUMNS="200").stdout
     for option in re.findall(r"`(-{1,2}[a-z][a-z-]*)", table):
         assert option.rstrip("-") in help_text, option

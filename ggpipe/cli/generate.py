@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, cast, get_args
@@ -75,7 +75,7 @@ def generate(
     exact: Annotated[bool, _option("--exact", panel=_COMPUTE, help="Reference kernels: the same bits for every split, mode and number of threads. Slower.")] = False,
     mpi_layer_split: Annotated[str | None, _option("--mpi-layer-split", panel=_RANKS, metavar="LIST", help="Share of the layers for each rank, head first (0.1,0.4,0.5). Without mpirun, that many ranks are started. Default: even.")] = None,
     model_draft: Annotated[Path | None, _option("-md", "--model-draft", "--spec-draft-model", panel=_DRAFT, metavar="FILE", help="A smaller model of the same family that guesses ahead. It runs on the ranks behind the / of --mpi-layer-split, else inside the first rank.")] = None,
-    mode: Annotated[str, _option("--mode", panel=_DRAFT, metavar="MODE", help="async: drafting and verifying overlap. speculative: draft, verify, repeat. iterative: no guesses.")] = _SPECULATION.mode,
+    mode: Annotated[str | None, _option("--mode", panel=_DRAFT, metavar="MODE", help="async: drafting and verifying overlap (default with -md). speculative: draft, verify, repeat. iterative: no guesses.")] = None,
     draft: Annotated[int, _option("--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", panel=_DRAFT, metavar="N", help="Guesses in a micro-batch, at most.")] = _SPECULATION.n_draft,
     draft_min: Annotated[int, _option("--draft-min", "--spec-draft-n-min", panel=_DRAFT, metavar="N", help="Send no micro-batch with fewer guesses.")] = _SPECULATION.n_min,
     p_accept: Annotated[float, _option("-pa", "--p-accept", "--draft-p-min", "--spec-draft-p-min", panel=_DRAFT, metavar="P", help="Guess no further than the draft's probability of a token is this.")] = _SPECULATION.p_accept,
@@ -136,8 +136,10 @@ def generate(
         raise UsageError(f"--numa {numa}: known strategies are {', '.join(get_args(Numa))}")
     if flash_attn not in ("on", "off", "auto") or color not in ("on", "off", "auto"):
         raise UsageError("-fa and --color take on, off or auto")
-    if mode not in get_args(Mode):
+    if mode is not None and mode not in get_args(Mode):
         raise UsageError(f"--mode {mode}: known modes are {', '.join(get_args(Mode))}")
+    if mode in ("async", "speculative") and model_draft is None:
+        raise UsageError(f"--mode {mode} guesses with a draft model: name one with -md")
     loading = modes[load_mode]
     if mlock:
         loading = {"mmap": "mmap+mlock", "none": "mlock"}.get(loading, loading)
@@ -147,7 +149,7 @@ def generate(
             f"--mpi-layer-split {mpi_layer_split}: ranks behind the / run a draft model; name one with -md"
         )
     speculation = SpeculationConfig(
-        cast(Mode, mode), draft, min(draft_min, draft), p_accept, p_split, p_recovery, p_decay,
+        cast(Mode, mode or _SPECULATION.mode), draft, min(draft_min, draft), p_accept, p_split, p_recovery, p_decay,
         1 if exact else parallel, cancel, continuous,
     )  # fmt: skip
     context = ContextConfig(
@@ -184,6 +186,7 @@ def generate(
         ignore_eos,
     )
     text = _read_prompt(prompt, file, escape)
+    warnings = ["with --exact guesses are chains: -np 1 is used"] if exact and model_draft and parallel > 1 else []
     output = _Output(color, csv, json, trace, display_prompt)
     n_ranks = len(shares or ()) + len(draft_shares)
     if launch.rank_in_environment() is None and (hostfile is not None or n_ranks > 1):
@@ -195,7 +198,7 @@ def generate(
         if code != 0:
             restore_terminal()
         return code
-    return _run(config, _head(text, sampling, n_predict, speculation, output), verbose)
+    return _run(config, _head(text, sampling, n_predict, speculation, output, warnings), verbose)
 
 
 def _run(config: EngineConfig, head: Callable[[Session], int], verbose: bool) -> int:
@@ -207,7 +210,12 @@ def _run(config: EngineConfig, head: Callable[[Session], int], verbose: bool) ->
 
 
 def _head(
-    text: str, sampling: SamplingConfig, n_predict: int, speculation: SpeculationConfig, output: _Output
+    text: str,
+    sampling: SamplingConfig,
+    n_predict: int,
+    speculation: SpeculationConfig,
+    output: _Output,
+    warnings: Sequence[str],
 ) -> Callable[[Session], int]:
     def head(session: Session) -> int:
         import time
@@ -226,7 +234,7 @@ def _head(
             if display:
                 display.loading()
             session.load()
-            for warning in session.warnings:
+            for warning in (*warnings, *session.warnings):
                 print(f"ggpipe: warning: {warning}", file=sys.stderr)
             prompt = session.vocab.tokenize(text)
             session.check_prompt(prompt)
