@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib.util
 import json
 import os
 import random
@@ -23,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from make_pair import Shape, make_pair
 
 import ggpipe
 from ggpipe.config import (
@@ -181,17 +182,6 @@ def bench(
         print(line, flush=True)
 
 
-def make_pair(target: Path, draft: Path, s: float, seed: int = 7) -> None:
-    """A random pair; the smaller `s`, the more they agree."""
-    spec = importlib.util.spec_from_file_location("make_pair", Path(__file__).with_name("make_pair.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_pair"] = module
-    spec.loader.exec_module(module)
-    module.make_pair(target, draft, module.Shape(), s=s, seed=seed)
-
-
 def main() -> int:
     """Parse the command line and bench all pairs, or run one rank's part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,9 +212,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
         target, draft, other = (Path(folder) / f"{name}.gguf" for name in ("target", "draft", "other"))
         for s in args.s:
-            make_pair(target, draft, s)
+            make_pair(target, draft, Shape(), s=s)
             bench(f"0.75 B pair, s = {s}", target, draft, args.rounds, args.n, args.settings)
-        make_pair(other, draft, args.s[0], seed=8)
+        make_pair(other, draft, Shape(), s=args.s[0], seed=8)
         other.unlink()
         bench("0.75 B, a draft that is always wrong", target, draft, args.rounds, args.n, args.settings)
         bench("demo pair", *demo, args.rounds, 256, args.settings)

@@ -12,7 +12,6 @@ measured in turn, A B A B, in one run; tables show medians of the pairs' ratios 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -24,6 +23,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from make_pair import Shape, make_pair
 
 from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
 from ggpipe.core.messages import Row, Run, Want, WantKind
@@ -42,13 +43,7 @@ GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 
 def make_model(path: Path, n_vocab: int) -> Path:
     """A random target of 16 layers, width 2048, Q4_0."""
-    spec = importlib.util.spec_from_file_location("make_pair", Path(__file__).with_name("make_pair.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_pair"] = module
-    spec.loader.exec_module(module)
-    module.make_pair(path, path.with_suffix(".draft"), module.Shape(n_vocab=n_vocab))
+    make_pair(path, path.with_suffix(".draft"), Shape(n_vocab=n_vocab))
     path.with_suffix(".draft").unlink()
     return path
 
