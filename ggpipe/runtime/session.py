@@ -121,6 +121,8 @@ class Session:
         speculation = speculation or SpeculationConfig()
         if not self.can_speculate:
             speculation = replace(speculation, mode="iterative")
+        if self._hub.config.context.exact:  # branches would change the order of the cells
+            speculation = replace(speculation, n_parallel=1)
         request = Request(
             next(self._request_ids), prompt, n_predict, speculation, self._ends, sampler.banned, sampling.penalizes
         )
