@@ -353,6 +353,7 @@ class RealDraft:
         self.text: dict[int, Tokens] = {}
         """Of each request, as far as the drafter was told."""
         self.begun: dict[int, Begin] = {}
+        self.lead: dict[int, int] = {}
         self.paths: dict[tuple[int, int], Tokens] = {}
         """(request, number of a guess) -> all tokens up to it."""
         self.now = 0.0
@@ -375,8 +376,10 @@ class RealDraft:
             case Begin(request, prompt):
                 self.text[request] = prompt
                 self.begun[request] = message
-            case Accepted(request, epoch, tokens, _):
+                self.lead[request] = message.lead
+            case Accepted(request, epoch, tokens, lead):
                 self.text[request] += tokens
+                self.lead[request] = lead
                 assert len(self.text[request]) == len(self.begun[request].prompt) + epoch
             case Done(request):
                 del self.text[request]
@@ -417,7 +420,7 @@ class RealDraft:
         assert run.epoch == len(text) - len(begin.prompt)
         for _, history in self.pipeline.rows_of[run.id]:
             assert self._lives(request, history), "a token that is known to be wrong"
-            assert len(history) <= len(text) + begin.lead - 1, "deeper than allowed"
+            assert len(history) <= len(text) + self.lead[request] - 1, "deeper than allowed"
         if self._guesses(run):
             assert not guessing, "two runs of guesses in flight"
             assert len(run.rows) <= begin.speculation.n_parallel
