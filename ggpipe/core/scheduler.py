@@ -286,8 +286,7 @@ class Scheduler:
         self._next_run += 1
         self._ops.clear()
         self._flights[run.id] = _Flight(active, nodes, len(rows) - len(nodes), n_guesses, len(rows))
-        guesses = sum(node is not active.tree.root for node in nodes) if active else 0
-        actions.append(Submit(run, guesses))
+        actions.append(Submit(run, n_guesses))
         return run.id
 
     def _run_ended(self, run: int, rows: tuple[RowLogits, ...], compute_s: float, actions: list[Action]) -> None:

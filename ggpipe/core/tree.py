@@ -61,11 +61,11 @@ class Node:
 
     def below(self) -> Iterator[Node]:
         """All its descendants, parents before children."""
-        todo = list(self.children.values())
-        while todo:
-            node = todo.pop()
+        rest = list(self.children.values())
+        while rest:
+            node = rest.pop()
             yield node
-            todo += node.children.values()
+            rest += node.children.values()
 
 
 class SequenceIds:
