@@ -34,6 +34,7 @@ from ggpipe.core.messages import (
 from ggpipe.core.policy import PipeInferPolicy
 from ggpipe.core.tree import Node, SequenceIds, Tree
 
+_SHORTEST_ATTEMPT_S = 1e-3  # before any run of guesses has told how long one takes
 _MIN_CANDIDATES = 4  # of each answer; some more than are guessed, for whoever records what the draft thought
 
 
@@ -267,7 +268,7 @@ class Drafter:
         may_retry = draft.overlaps and draft.retry_at is None and draft.policy.relents
         if not waits and may_retry and any(draft.may_grow(node) for node in draft.open):
             draft.policy.n_rejected += 1
-            draft.retry_at = now + self._attempt_s
+            draft.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
         enough = draft.n_batch >= draft.begin.speculation.n_min
         complete = not waits and not draft.overlaps and not draft.complete
         if complete or (enough and draft.held):
