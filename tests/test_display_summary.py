@@ -163,9 +163,12 @@ def test_json_has_everything(tmp_path: Path) -> None:
 
 def test_json_has_everything_of_speculation(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    summary.write_json(path, speculated_request(), speculating_ranks())
+    stats = speculated_request()
+    stats.counters.by_lead = {2: [1, 0], 1: [4, 2]}
+    summary.write_json(path, stats, speculating_ranks())
     read = json.loads(path.read_text())
     assert read["mode"] == "async"
+    assert [tuple(entry.values()) for entry in read["by_lead"]] == [(1, 4, 2), (2, 1, 0)]
     assert read["speculation"] == asdict(SpeculationConfig(n_draft=3))
     assert read["guessed"] == [False, True, True, False]
     tokens = [read[f"{what}_tokens"] for what in ("drafted", "submitted", "accepted", "cancelled")]

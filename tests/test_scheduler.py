@@ -230,6 +230,11 @@ class Head:
         assert counters.accepted_tokens == seen.n_guessed
         assert counters.accepted_tokens <= counters.submitted_tokens <= counters.drafted_tokens
         assert counters.verified_runs <= counters.speculative_runs
+        by_lead = counters.by_lead
+        assert all(lead > 0 and accepted <= submitted for lead, (submitted, accepted) in by_lead.items())
+        assert sum(submitted for submitted, _ in by_lead.values()) == counters.submitted_tokens
+        assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
+        assert sum(counters.wrong_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
         assert counters.cancelled_tokens <= counters.submitted_tokens
         if seen.request.speculation.cancel and not self._is_over(seen):
             kept: list[int] = []
@@ -627,6 +632,25 @@ def test_wrong_guesses_are_cancelled_in_one_message() -> None:
     assert list(head.pipeline.stages[0].cancels) == [(2, 3, 4)]
     counters = head.scheduler.counters(1)
     assert (counters.cancelled_runs, counters.cancelled_tokens) == (3, 3)
+
+
+def test_guesses_are_counted_by_how_far_ahead_they_were() -> None:
+    head = opened(n_in_flight=4)
+    head.arrive(guessing())
+    a, b = right(head, 2)
+    guess(head, ROOT, 1, a)
+    guess(head, 1, 2, b)
+    guess(head, 2, 3, 998)
+    counters = head.scheduler.counters(1)
+    assert counters.by_lead == {1: [1, 0], 2: [1, 0], 3: [1, 0]}
+    come_back(head)  # the prompt: a is right
+    assert counters.by_lead == {1: [1, 1], 2: [1, 0], 3: [1, 0]}
+    guess(head, 3, 4, 997)
+    assert counters.by_lead[3] == [2, 0], "one ahead fewer, now that a is text"
+    come_back(head)
+    come_back(head)
+    assert counters.by_lead == {1: [1, 1], 2: [1, 1], 3: [2, 0]}
+    assert counters.wrong_rows == {4: 1, 5: 1}
 
 
 def test_a_dead_run_is_computed_for_a_live_one_that_hangs_on_it() -> None:

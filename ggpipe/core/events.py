@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ggpipe.config import SpeculationConfig
@@ -75,6 +76,24 @@ class Counters:
     cancelled_runs: int = 0
     wrong_rows: dict[int, int] = field(default_factory=dict)
     """For each run with guesses that turned out wrong, how many of its rows that were."""
+    by_lead: dict[int, list[int]] = field(default_factory=dict)
+    """[submitted, accepted] guesses, by how far ahead of the last accepted token they were when they were submitted."""
+
+    def submitted(self, leads: Iterable[int]) -> None:
+        """A run with these guesses, each so far ahead, went into the pipeline."""
+        for lead in leads:
+            self.submitted_tokens += 1
+            self.by_lead.setdefault(lead, [0, 0])[0] += 1
+
+    def accepted(self, lead: int) -> None:
+        """The target confirmed a guess that was submitted so far ahead."""
+        self.accepted_tokens += 1
+        self.by_lead[lead][1] += 1
+
+    def found_wrong(self, runs: Iterable[int]) -> None:
+        """Rows of these runs turned out wrong."""
+        for run in runs:
+            self.wrong_rows[run] = self.wrong_rows.get(run, 0) + 1
 
     @property
     def acceptance(self) -> float | None:

@@ -272,7 +272,7 @@ class Scheduler:
             place = wants.setdefault(want, len(wants))
             rows.append(Row(node.token, node.pos, tuple(sorted(node.seqs)), request.id, place))
         guesses = len(placed) - (tree.root in placed)
-        counters.submitted_tokens += guesses
+        counters.submitted(node.lead for node in placed if node is not tree.root)
         counters.speculative_runs += guesses > 0
         run = self._put(active, placed, rows, tuple(wants), actions, guesses)
         active.flights.add(run)
@@ -350,7 +350,9 @@ class Scheduler:
         if root.guess >= 0:
             active.passed[root.guess] = active.epoch
             active.guesses.pop(root.guess, None)
-        active.counters.accepted_tokens += root.submitted
+        if root.submitted:
+            active.counters.accepted(root.lead)
+        active.counters.found_wrong(node.run for node in dead if node.submitted)
         actions.append(Emit(request_id, token, root.submitted))
         if active.epoch == active.request.n_predict:
             self._end(active, Finish.LENGTH, actions)

@@ -46,6 +46,8 @@ class Node:
     """Ids whose path goes through it; empty until it is submitted."""
     run: int = -1
     """The run that carries it; -1 before it is submitted."""
+    lead: int = 0
+    """So far ahead of the root it was when it was submitted."""
     answer: Any = None
     """What its run brought back for it."""
     dead: bool = False
@@ -138,7 +140,7 @@ class Tree:
                 node.seqs = {self.own}
             elif not parent.submitted or not self._branch(parent, node, run):
                 continue
-            node.run = run
+            node.run, node.lead = run, node.pos - self.root.pos
             for seq in node.seqs:
                 self._tips[seq] = node
             self.n_submitted += node is not self.root

@@ -69,10 +69,17 @@ def write_json(
     `extra` is merged in at the top, below our own keys. What JSON does not know becomes a string.
     Raises UsageError when the file cannot be written.
     """
+    write_text(path, json.dumps(request_object(stats, ranks, extra), indent=2, default=str) + "\n")
+
+
+def request_object(
+    stats: RequestStats, ranks: Sequence[RankStats], extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """All that was measured, as `write_json` writes it."""
     itl_s = stats.itl_s
     counters = asdict(stats.counters)
     wasted = wasted_s(stats)
-    everything = {
+    return {
         **(extra or {}),
         "mode": stats.speculation.mode,
         "speculation": asdict(stats.speculation),
@@ -89,16 +96,19 @@ def write_json(
         "itl_mean_s": _mean(itl_s),
         "itl_p50_s": percentile(itl_s, 0.5),
         "itl_p99_s": percentile(itl_s, 0.99),
-        **{name: n for name, n in counters.items() if name != "wrong_rows"},
+        **{name: n for name, n in counters.items() if name not in ("wrong_rows", "by_lead")},
         "acceptance": stats.counters.acceptance,
         "accepted_tokens_per_run": stats.counters.accepted_per_run,
+        "by_lead": [
+            {"lead": lead, "submitted_tokens": submitted, "accepted_tokens": accepted}
+            for lead, (submitted, accepted) in sorted(stats.counters.by_lead.items())
+        ],
         "token_times_s": [t - stats.arrived for t in stats.token_times],
         "guessed": stats.guessed,
         "ranks": [
             _rank_object(r, work, _elapsed_s(stats), wasted.get(part(r), 0.0)) for r, work in with_work(stats, ranks)
         ],
     }
-    write_text(path, json.dumps(everything, indent=2, default=str) + "\n")
 
 
 def _rank_object(rank: RankStats, work: RankStats, elapsed_s: float | None, wasted_s: float) -> dict[str, Any]:
