@@ -1,0 +1,51 @@
+"""A command's ranks: start them when nobody did, and run one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ggpipe.config import EngineConfig
+from ggpipe.display.terminal import launcher_environment, restore_terminal
+from ggpipe.errors import UsageError
+from ggpipe.runtime import launch
+
+if TYPE_CHECKING:
+    from ggpipe.runtime.session import Session
+
+
+def start_ranks(config: EngineConfig, hostfile: Path | None) -> int | None:
+    """Start this command line as the ranks that the config names, and wait; the exit code.
+
+    None when there is nothing to start: this process is a rank already, or one rank is all there is. Raises UsageError
+    for a hostfile without shares, LaunchError when there is no mpirun or no such hostfile.
+    """
+    shares = config.pipeline.shares
+    n_ranks = len(shares or ()) + config.n_draft_ranks
+    if launch.rank_in_environment() is not None or (hostfile is None and n_ranks <= 1):
+        return None
+    if shares is None:
+        raise UsageError("--hostfile needs --mpi-layer-split, which says how many ranks to start and what each gets")
+    return start_n_ranks(n_ranks, hostfile)
+
+
+def start_n_ranks(n_ranks: int, hostfile: Path | None) -> int:
+    """Start this command line as `n_ranks` ranks, wait, and leave the terminal as it was; the exit code.
+
+    Only for a process that is no rank itself (`launch.rank_in_environment`). Raises LaunchError.
+    """
+    code = launch.launch(sys.argv[1:], n_ranks, hostfile, launcher_environment())
+    if code != 0:
+        restore_terminal()
+    return code
+
+
+def run_this_rank(config: EngineConfig, head: Callable[[Session], int], verbose: bool) -> int:
+    """Be one of the ranks: the first one runs `head` on a session that is not loaded yet; the exit code."""
+    from ggpipe.engine import libllama
+    from ggpipe.runtime.rank import run_rank
+
+    libllama.set_log_level(2 if verbose else 5)
+    return run_rank(config, head)
