@@ -9,6 +9,7 @@ import typer
 import ggpipe
 from ggpipe.cli.demo import demo
 from ggpipe.cli.generate import generate
+from ggpipe.cli.record import record
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +19,7 @@ app = typer.Typer(
     help="Run one large GGUF model over several CPU-only machines, and get a single answer fast.",
 )
 app.command()(generate)
+app.command()(record)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo)
 
 
