@@ -331,9 +331,28 @@ def test_refuses_what_cannot_run(folder: Path) -> None:
         with pytest.raises(RunError, match="20 rows is longer than -ub 16"):
             first.decode(run_of(1, range(20), 0), None)
         with pytest.raises(RunError, match="out of step"):
-            last.decode(run_of(2, range(3), 0), None)
+            last.decode(run_of(2, range(3), 0), b"")
         with pytest.raises(RunError, match="cannot decode run 3"):
             first.decode(run_of(3, [384], 0), None)  # no such token
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "bloom", "deepseek2", "jamba"])
+def test_nothing_comes_in(name: str, folder: Path) -> None:
+    """For timing: a later stage without the one before it computes on noise, and what it computes are numbers."""
+    path, n_layer = model_of(folder, name), LAYERS[name]
+    file = ModelFile.open(path)
+    middle = Stage(file, (1, 2), ModelConfig(path), ContextConfig(n_ctx=64), (1, 1))
+    last = Stage(file, (n_layer - 1, n_layer), ModelConfig(path), ContextConfig(n_ctx=64), (1, 1))
+    run = run_of(1, range(5), 0)
+    outcome = middle.decode(run, None)
+    width = int(file.metadata[f"{file.architecture}.embedding_length"])
+    rows = np.frombuffer(outcome.outgoing[-5 * width * 4 :], np.float32).reshape(5, width)
+    assert np.isfinite(rows).all()
+    assert len(np.unique(rows, axis=0)) == 5
+    for row in last.decode(run, None).rows:
+        assert np.isfinite(row.logits).all()
+    middle.close()
+    last.close()
 
 
 def test_refuses_a_context_that_cannot_be(folder: Path) -> None:

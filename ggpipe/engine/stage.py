@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from ggpipe.engine.model_params import context_params, model_params, place_layer
 from ggpipe.errors import ModelError, RunError, UsageError
 
 _INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
+_FRAME = struct.Struct("<IIQ")  # native/wire.cpp: bytes of the name, how often it came before, bytes of data
+_N_NOISES = 256
 
 Progress = Callable[[int, int], bool]
 """Called while loading with bytes done and bytes in all; False stops the loading."""
@@ -75,6 +78,7 @@ class Stage:
         self._keep: list[object] = []
         self._model: Any = None
         self._context: Any = None
+        self._noises: Any = None
         self._native = native.Stage(first=self.is_first, repack=model.repack, exact=context.exact)
         try:
             self._load(model, progress)
@@ -193,14 +197,16 @@ class Stage:
     def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
         """Apply the run's operations and decode its rows.
 
-        `incoming`: what the stage before this one put out, behind its headroom. `headroom`: bytes to leave free at
-        the start of what goes out. Raises RunError when libllama refuses the run.
+        `incoming`: what the stage before this one put out, behind its headroom; on a later stage None is for timing
+        only, and computes on noise. `headroom`: bytes to leave free at the start of what goes out. Raises RunError when
+        libllama refuses the run.
         """
         self.apply(run.ops)
         if run.cancelled or not run.rows:
             return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
         self._batch.fill(run.rows, self.is_last)
-        self._native.begin_run(run.id, incoming, headroom)
+        timing_only = incoming is None and not self.is_first
+        self._native.begin_run(run.id, self._noise(run) if timing_only else incoming, headroom)
         start_s = time.perf_counter()
         status = lib.llama_decode(self._context, self._batch.struct)
         compute_s = time.perf_counter() - start_s
@@ -212,10 +218,33 @@ class Stage:
             raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise -c")
         if status != 0:
             raise RunError(f"libllama cannot decode run {run.id} (status {status}): {_last_error()}")
-        if self._native.missing or self._native.misplaced:
+        if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
         rows = self._extract(run) if self.is_last else ()
         return Outcome(outgoing, rows, compute_s, False)
+
+    def _noise(self, run: Run) -> bytes:
+        """What could come in for a run: numbers that differ from row to row, so that the rows' experts do too.
+
+        As large as a layer's output for each row; where something else crosses the border, it is taken for zeros.
+        """
+        if self._noises is None:
+            n_embd = int(lib.llama_model_n_embd(self._model))
+            self._noises = np.random.default_rng(0).standard_normal((_N_NOISES, n_embd), np.float32)
+        chosen = (run.id * 37 + np.arange(len(run.rows))) % _N_NOISES
+        data = self._noises[chosen].tobytes()
+        parts = []
+        for name, count in self.cut.wanted.items():
+            encoded = name.encode()
+            for i in range(count):
+                parts.append(_FRAME.pack(len(encoded), i, len(data)))
+                parts += [part + bytes(-len(part) % 8) for part in (encoded, data)]
+        return b"".join(parts)
+
+    @property
+    def rolls_back(self) -> bool:
+        """The model's memory can forget the end of a sequence; recurrent and hybrid models' cannot."""
+        return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
 
     def cancel(self, run_id: int) -> None:
         """Stop the run with this id if it is being computed. From any thread."""
