@@ -35,5 +35,13 @@ def write_text(path: Path, text: str, mode: Literal["w", "a"] = "w") -> None:
         raise _cannot_write(path, e) from e
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write the file. Raises UsageError when it cannot be written."""
+    try:
+        path.write_bytes(data)
+    except OSError as e:
+        raise _cannot_write(path, e) from e
+
+
 def _cannot_write(path: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot write to {path}: {error.strerror or error}")
