@@ -83,6 +83,7 @@ def takes_flags(
     return decorate
 
 
+@functools.cache  # evaluating annotations takes milliseconds, for each command
 def _options_of(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     return [
