@@ -55,11 +55,12 @@ def takes_flags(
         flat: dict[str, inspect.Parameter] = {}
         known: set[str] = set()
         for parameter in inspect.signature(command, eval_str=True).parameters.values():
-            group = parameter.annotation
-            fields = _options_of(group) if dataclasses.is_dataclass(group) else [parameter]
+            group: Any = parameter.annotation
+            is_group = dataclasses.is_dataclass(group)
+            fields = _options_of(group) if is_group else [parameter]
             kept = [f for f in fields if f.name not in leave_out]
-            if dataclasses.is_dataclass(group):
-                groups[parameter.name] = (group, [f.name for f in kept])  # type: ignore[assignment]
+            if is_group:
+                groups[parameter.name] = (group, [f.name for f in kept])
             for f in fields:
                 if f.name in known or (f not in kept and f.default is f.empty):
                     raise TypeError(f"{command.__name__}: {f.name} is there twice, or left out without a default")
@@ -83,7 +84,7 @@ def takes_flags(
     return decorate
 
 
-@functools.cache  # evaluating annotations takes milliseconds, for each command
+@functools.cache  # evaluating annotations takes a while, and every command would do it again
 def _options_of(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     return [
