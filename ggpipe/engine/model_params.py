@@ -72,7 +72,8 @@ def context_params(config: ContextConfig, threads: int, threads_batch: int) -> A
     """`llama_context_params` for a stage: unified KV cells, full-size sliding windows, so that rollback works."""
     params = lib.llama_context_default_params()
     params.n_ctx = config.n_ctx
-    params.n_batch = params.n_ubatch = min(config.n_batch, config.n_ubatch)  # a run is one decode of one ubatch
+    # A run is one decode of one ubatch. libllama aborts where that has fewer rows than there are sequences.
+    params.n_batch = params.n_ubatch = max(min(config.n_batch, config.n_ubatch), config.n_seq)
     params.n_seq_max = config.n_seq
     params.n_threads = threads
     params.n_threads_batch = threads_batch
