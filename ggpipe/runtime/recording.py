@@ -13,7 +13,7 @@ from ggpipe.engine.model_file import ModelFile
 from ggpipe.engine.sampling import Sampler
 from ggpipe.engine.stage import Stage
 from ggpipe.engine.vocab import Vocab
-from ggpipe.errors import UsageError
+from ggpipe.errors import ModelError
 from ggpipe.runtime.session import Session
 
 _N_BRANCHES = 16  # wrong guesses that are looked behind together
@@ -44,7 +44,7 @@ def check_pair(target: ModelConfig, draft: ModelConfig) -> tuple[int, ...]:
         target_vocab.check_draft(outline)
         for flag, able in (("-m", target_vocab.rolls_back), ("-md", outline["rolls_back"])):
             if not able:
-                raise UsageError(f"the model of {flag} cannot take tokens back: no guesses can be made with it")
+                raise ModelError(f"the model of {flag} cannot take tokens back: no guesses can be made with it")
         return tuple(range(target_vocab.n_tokens, len(outline["texts"])))
     finally:
         target_vocab.close()
