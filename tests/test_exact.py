@@ -68,7 +68,7 @@ Texts = Mapping[Case, tuple[list[int], list[Logits]]]
 @cache
 def tokens_of_file(name: str) -> tuple[int, ...]:
     with Reference(TARGET, 64) as reference:
-        return reference.tokenize((ROOT / "prompts" / name).read_text())
+        return reference.tokenize((ROOT / "prompts" / name).read_text().removesuffix("\n"))
 
 
 @cache
