@@ -11,10 +11,15 @@ def ggml_version() -> str:
 def cpu_features() -> list[str]:
     """Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE."""
 
-def gguf_header(path: bytes) -> tuple[dict[str, int | float | str | bool], dict[str, int], list[tuple[str, int, int, str]], int] | None:
+def gguf_header(path: bytes) -> tuple[dict[str, int | float | str | bool | tuple[int, ...]], dict[str, int], list[tuple[str, int, int, str]], int] | None:
     """
-    Scalar metadata, lengths of array metadata, tensors (name, offset in the file, bytes, type), and where the
-    tensors' data begin. None when the file cannot be read; ggml logs why.
+    Metadata (scalars, and short arrays of whole numbers), lengths of array metadata, tensors (name, offset in the
+    file, bytes, type), and where the tensors' data begin. None when the file cannot be read; ggml logs why.
+    """
+
+def type_sizes() -> dict[str, tuple[int, int]]:
+    """
+    Of each type that tensors may have: numbers in a block, and bytes of a block.
     """
 
 def lock_memory() -> str | None:

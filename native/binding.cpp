@@ -83,6 +83,23 @@ nb::object gguf_value(const gguf_context * g, int64_t key) {
     }
 }
 
+// An array of whole numbers or truth values, as per-layer settings are; None for others, and for those of a vocabulary.
+nb::object gguf_numbers(const gguf_context * g, int64_t key) {
+    constexpr size_t kMost = 1024;  // twice libllama's most layers
+    const size_t n = gguf_get_arr_n(g, key);
+    if (n > kMost) return nb::none();
+    nb::list values;
+    for (size_t i = 0; i < n; i++) {
+        switch (gguf_get_arr_type(g, key)) {
+            case GGUF_TYPE_INT32: values.append(((const int32_t *) gguf_get_arr_data(g, key))[i]); break;
+            case GGUF_TYPE_UINT32: values.append(((const uint32_t *) gguf_get_arr_data(g, key))[i]); break;
+            case GGUF_TYPE_BOOL: values.append(((const int8_t *) gguf_get_arr_data(g, key))[i] != 0); break;
+            default: return nb::none();
+        }
+    }
+    return nb::tuple(values);
+}
+
 nb::object gguf_header(nb::bytes path) {
     gguf_context * g = nullptr;
     {
@@ -92,8 +109,14 @@ nb::object gguf_header(nb::bytes path) {
     if (!g) return nb::none();
     nb::dict metadata, lengths;
     for (int64_t i = 0; i < gguf_get_n_kv(g); i++) {
-        if (gguf_get_kv_type(g, i) == GGUF_TYPE_ARRAY) lengths[text(gguf_get_key(g, i))] = gguf_get_arr_n(g, i);
-        else metadata[text(gguf_get_key(g, i))] = gguf_value(g, i);
+        const nb::object key = text(gguf_get_key(g, i));
+        if (gguf_get_kv_type(g, i) != GGUF_TYPE_ARRAY) {
+            metadata[key] = gguf_value(g, i);
+            continue;
+        }
+        lengths[key] = gguf_get_arr_n(g, i);
+        const nb::object numbers = gguf_numbers(g, i);
+        if (!numbers.is_none()) metadata[key] = numbers;
     }
     nb::list tensors;
     for (int64_t i = 0; i < gguf_get_n_tensors(g); i++) {
@@ -103,6 +126,15 @@ nb::object gguf_header(nb::bytes path) {
     nb::object result = nb::make_tuple(metadata, lengths, tensors, gguf_get_data_offset(g));
     gguf_free(g);
     return result;
+}
+
+nb::dict type_sizes() {
+    nb::dict sizes;
+    for (int i = 0; i < GGML_TYPE_COUNT; i++) {
+        const auto type = (ggml_type) i;
+        if (ggml_type_size(type) > 0) sizes[ggml_type_name(type)] = nb::make_tuple(ggml_blck_size(type), ggml_type_size(type));
+    }
+    return sizes;
 }
 
 std::vector<std::string> cpu_features() {
@@ -132,10 +164,12 @@ NB_MODULE(_native, m) {
     m.def("ggml_version", [] { return std::string(ggml_version()); }, "The loaded ggml's version.");
     m.def("cpu_features", cpu_features, "Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE.");
     m.def("gguf_header", gguf_header, "path"_a,
-          nb::sig("def gguf_header(path: bytes) -> tuple[dict[str, int | float | str | bool], dict[str, int], "
-                  "list[tuple[str, int, int, str]], int] | None"),
-          "Scalar metadata, lengths of array metadata, tensors (name, offset in the file, bytes, type), and where the\n"
-          "tensors' data begin. None when the file cannot be read; ggml logs why.");
+          nb::sig("def gguf_header(path: bytes) -> tuple[dict[str, int | float | str | bool | tuple[int, ...]], "
+                  "dict[str, int], list[tuple[str, int, int, str]], int] | None"),
+          "Metadata (scalars, and short arrays of whole numbers), lengths of array metadata, tensors (name, offset in the\n"
+          "file, bytes, type), and where the tensors' data begin. None when the file cannot be read; ggml logs why.");
+    m.def("type_sizes", type_sizes, nb::sig("def type_sizes() -> dict[str, tuple[int, int]]"),
+          "Of each type that tensors may have: numbers in a block, and bytes of a block.");
     m.def("lock_memory", lock_memory, "Keep in RAM whatever this process touches. Returns why not, or None.");
     m.def("set_timer_slack", [](unsigned long ns) { prctl(PR_SET_TIMERSLACK, ns, 0, 0, 0); }, "nanoseconds"_a,
           "How late the kernel may end this thread's timed waits, and those of threads it starts.");

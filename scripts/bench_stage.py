@@ -35,6 +35,7 @@ from ggpipe.runtime import launch
 from ggpipe.runtime.rank import run_rank
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.stats import RequestStats
+from ggpipe.sim.model_shape import shape_of
 from ggpipe.transport.local import LocalWorld
 
 N_PROMPT, N_DECODE, N_CTX = 128, 24, 1024
@@ -233,8 +234,7 @@ def job_memory(path: Path, layers: tuple[int, int], mode: str) -> int:
         share += sum(t.size for name, t in file.tensors.items() if name.startswith("token_embd"))
     if layers[1] == file.n_layer:
         share += sum(t.size for name, t in file.tensors.items() if name.startswith("output"))
-    n_embd, heads = int(file.metadata["llama.embedding_length"]), int(file.metadata["llama.attention.head_count"])
-    kv = 2 * 2 * N_CTX * (layers[1] - layers[0]) * n_embd // heads * int(file.metadata["llama.attention.head_count_kv"])
+    kv = int(shape_of(file).cell_bytes(layers)) * N_CTX
     resident = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines()

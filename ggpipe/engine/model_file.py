@@ -13,6 +13,9 @@ from pathlib import Path
 from ggpipe.engine.libllama import logged_errors, native, start
 from ggpipe.errors import ModelError
 
+Value = int | float | str | bool | tuple[int, ...]
+"""Of metadata."""
+
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
@@ -31,8 +34,8 @@ class ModelFile:
     """One model, in one file or in several (`NAME-00001-of-0000N.gguf`)."""
 
     paths: tuple[Path, ...]
-    metadata: Mapping[str, int | float | str | bool]
-    """The first file's scalar values; arrays are left out."""
+    metadata: Mapping[str, Value]
+    """The first file's; long arrays, and those of texts, are left out."""
     array_lengths: Mapping[str, int]
     tensors: Mapping[str, TensorInfo]
     header_bytes: tuple[int, ...]
@@ -102,7 +105,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class _Header:
-    metadata: dict[str, int | float | str | bool]
+    metadata: dict[str, Value]
     array_lengths: dict[str, int]
     tensors: list[tuple[str, int, int, str]]
     data_offset: int

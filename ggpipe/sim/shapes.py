@@ -1,0 +1,72 @@
+"""What a model costs to hold and to run, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model without its weights. All of it can be read from a GGUF's header."""
+
+    name: str
+    layer_bytes: tuple[int, ...]
+    """Weights of each layer."""
+    embedding_bytes: int
+    """The input embedding: the first stage holds it, and reads a row of it for each token."""
+    head_bytes: int
+    """The output layer: the last stage's. A tied one counts here as well."""
+    parameters_per_byte: float
+    """Weights in a byte: about 1.8 in 4-bit quantizations."""
+    width: int
+    """Of the embedding, in numbers."""
+    layer_cell_bytes: tuple[float, ...]
+    """KV cache of a token in each layer."""
+    n_vocab: int = 32000
+    layer_expert_bytes: tuple[int, ...] = ()
+    """Of each layer's weights, those of experts, of which a token uses only some. None: no layer has experts."""
+    n_experts: int = 0
+    n_experts_used: int = 0
+
+    @property
+    def n_layer(self) -> int:
+        """Layers."""
+        return len(self.layer_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """All of it."""
+        return self.embedding_bytes + sum(self.layer_bytes) + self.head_bytes
+
+    def cell_bytes(self, layers: tuple[int, int]) -> float:
+        """KV cache of a token in layers [a, b)."""
+        return sum(self.layer_cell_bytes[slice(*layers)])
+
+    def expert_bytes(self, layers: tuple[int, int]) -> int:
+        """Experts in layers [a, b)."""
+        return sum(self.layer_expert_bytes[slice(*layers)])
+
+    def read_bytes(self, layers: tuple[int, int], n_rows: int = 1) -> float:
+        """What a run of `n_rows` tokens reads of layers [a, b), and of the output layer behind the last."""
+        a, b = layers
+        dense = sum(self.layer_bytes[a:b]) + (self.head_bytes if b == self.n_layer else 0)
+        if self.n_experts_used == 0:
+            return dense
+        untouched = (1 - self.n_experts_used / self.n_experts) ** n_rows
+        return dense - self.expert_bytes(layers) * untouched
+
+    def token_flop(self, layers: tuple[int, int]) -> float:
+        """Additions and multiplications for a token in these layers."""
+        return 2 * self.parameters_per_byte * self.read_bytes(layers)
+
+
+def even_shape(
+    name: str, n_layer: int, weight_bytes: float, parameters: float, width: int, cell_bytes: float, n_vocab: int
+) -> ModelShape:
+    """A model whose layers are all alike. `cell_bytes`: KV cache of a token in all layers."""
+    edge = min(weight_bytes * n_vocab * width / parameters, weight_bytes / 4)  # embedding, and output layer
+    layer = (weight_bytes - 2 * edge) / n_layer
+    per_byte = parameters / weight_bytes
+    return ModelShape(
+        name, (int(layer),) * n_layer, int(edge), int(edge), per_byte, width, (cell_bytes / n_layer,) * n_layer, n_vocab
+    )
