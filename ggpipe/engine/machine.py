@@ -32,6 +32,41 @@ def resident_bytes() -> int:
     return 0
 
 
+def available_bytes() -> int:
+    """RAM that this process could take: free, or holding what can be read again; at most what its cgroup leaves."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _left_of_limit())
+    return _left_of_limit()
+
+
+def _left_of_limit() -> int:
+    """Of the limits of this process's cgroups (version 2, and 1); files that are held in memory can be dropped."""
+    left = 2**62
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        limit, used = ("memory.max", "anon") if controllers == "" else ("memory.limit_in_bytes", "total_rss")
+        root = Path("/sys/fs/cgroup", controllers)
+        inner = Path(path.lstrip("/"))
+        for folder in (root / part for part in (inner, *inner.parents)):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or none shown to this process
+                usage = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                left = min(left, int((folder / limit).read_text()) - int(usage[used]))
+    return max(left, 0)
+
+
+def cache_bytes() -> int:
+    """All last-level caches of this machine; 0 where it does not say."""
+    caches = set()
+    for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        with contextlib.suppress(OSError, ValueError):
+            size = int((folder / "size").read_text().strip().removesuffix("K")) * 1024
+            caches.add(((folder / "shared_cpu_list").read_text(), size))
+    return sum(size for _, size in caches)
+
+
 def cores() -> int:
     """Physical cores that this process may run on; two hardware threads of a core count once."""
     allowed = os.sched_getaffinity(0)
