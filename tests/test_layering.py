@@ -27,7 +27,7 @@ LAYERS = (  # the lowest first
     {"cli"},
     {"__main__"},
 )
-EXCEPTIONS = {("display", "runtime.stats")}  # (part, module): across one layer
+EXCEPTIONS = {("display", "runtime.stats"), ("runtime", "sim.profile")}  # (part, module): across one layer
 
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "sched",

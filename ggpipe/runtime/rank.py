@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from ggpipe.config import EngineConfig
 from ggpipe.engine import machine
-from ggpipe.errors import Terminated
+from ggpipe.errors import RunError, Terminated
 from ggpipe.runtime import launch, startup
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.worker import Worker
@@ -26,22 +27,58 @@ def run_rank(config: EngineConfig, head: Callable[[Session], int]) -> int:
     `head` gets a session that is not loaded yet, and returns the exit code for all ranks. Errors of any rank are
     raised on the head.
     """
+    with _connected(config) as transport:
+        if transport.rank == 0:
+            return _run_head(transport, config, head)
+        _leave_signals_to_the_head()
+        return Worker(transport, config).serve()
+
+
+def run_alike(config: EngineConfig, work: Callable[[Transport, Callable[[], None]], int]) -> int:
+    """As `run_rank` for work that all ranks do together: `work` gets the transport and a function that it calls while
+    it waits, which raises RunError on the first rank when the user wants an end, or mpirun does."""
+    with _connected(config) as transport:
+        ends: list[RunError] = []
+        if transport.rank == 0:
+
+            def on_stop(_number: int, _frame: FrameType | None) -> None:
+                ends.append(RunError("stopped before all was measured"))
+
+            def on_terminate(_number: int, _frame: FrameType | None) -> None:
+                ends.append(Terminated("terminated from outside, or because another rank is gone"))
+
+            signal.signal(signal.SIGINT, on_stop)
+            signal.signal(signal.SIGUSR1, on_stop)
+            signal.signal(signal.SIGTERM, on_terminate)
+        else:
+            _leave_signals_to_the_head()
+
+        def attend() -> None:
+            if ends:
+                raise ends[-1]
+
+        return work(transport, attend)
+
+
+@contextlib.contextmanager
+def _connected(config: EngineConfig) -> Iterator[Transport]:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     machine.sharpen_timers()
     transport = connect()
     patience_s = _LEAVE_S
     try:
         startup.check_ranks(config, transport.size)
-        if transport.rank == 0:
-            return _run_head(transport, config, head)
-        for number in (signal.SIGINT, signal.SIGUSR1):  # the head decides
-            signal.signal(number, signal.SIG_IGN)
-        return Worker(transport, config).serve()
+        yield transport
     except Terminated:
         patience_s = 0.0
         raise
     finally:
         transport.close(patience_s)
+
+
+def _leave_signals_to_the_head() -> None:
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def connect() -> Transport:

@@ -138,17 +138,10 @@ class RankProfile:
     run_s: float
     """What a run takes beside the decode: from giving it to the stage's thread until its outcome is back."""
     change_s: float
-    """What a decode takes longer when the run before had another number of rows: its graph is built anew."""
-
-    @property
-    def fixed_s(self) -> float:
-        """What a run of one row takes however few the layers: with `half`, where a straight line over the weights'
-        bytes meets none; else 0."""
-        whole_s, half_s = seconds_at(self.alone, 1), seconds_at(self.half.alone, 1) if self.half else None
-        if self.half is None or whole_s is None or half_s is None or self.half.weight_bytes >= self.weight_bytes:
-            return 0.0
-        byte_s = (whole_s - half_s) / (self.weight_bytes - self.half.weight_bytes)
-        return min(max(half_s - byte_s * self.half.weight_bytes, 0.0), half_s)
+    """What a decode of few rows takes longer when the run before had another number: its graph is built anew."""
+    fixed_s: float
+    """What a decode of one row takes however few the layers: where a straight line through the fastest ones of `half`
+    and of all layers meets no weights. 0 where a single layer was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,248 @@
+"""What one rank measures of itself: how long its stage takes for runs, and how fast its memory is read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.engine import machine
+from ggpipe.engine.stage import Progress, Stage
+from ggpipe.runtime.inbox import Inbox
+from ggpipe.runtime.runner import Ended, Loaded, Notice, Passed, Runner
+from ggpipe.sim.profile import Point
+from ggpipe.transport import codec
+
+ROWS = (1, 2, 4, 8, 16, 32)
+FEW_ROWS = (1, 2, 4, 8)
+CHUNK_ROWS = 128
+SHORT_CELLS, LONG_CELLS = 32, 512
+_TOP = Want(WantKind.TOP, 40)  # what sampling asks for by default
+_MOST_ROUNDS = 15
+
+
+class TimedStage:
+    """A stage in its runner, on sequence 0."""
+
+    def __init__(
+        self,
+        rank: int,
+        load: Callable[[Progress], Stage],
+        n_vocab: int,
+        inbox: Inbox[Notice],
+        wait: Callable[[], Notice],
+        look_s: tuple[float, float],
+    ) -> None:
+        """Loads it. `wait` brings the next notice of the inbox, and raises what a `Broke` holds."""
+        self._n_vocab = max(n_vocab, 1)
+        self._inbox = inbox
+        self._wait = wait
+        self._runner = Runner(rank, load, inbox.put, inbox.put, look_s=look_s)
+        try:
+            notice = wait()
+            while not isinstance(notice, Loaded):
+                notice = wait()
+        except BaseException:
+            self._runner.close()
+            raise
+        self.stage = notice.stage
+        inbox.relieved = self._runner.relief_s
+        self.n_past = 0
+        """Cells that runs find in use."""
+        self._id = 0
+        self._last_rows = 0
+        self._rolls_back = self.stage.rolls_back
+
+    def run(self, n_rows: int, keep: bool = False) -> Timing:
+        """Compute so many rows behind `n_past` others; with `keep` they stay.
+
+        With models that cannot take rows back they always stay, as long as the context has room for them.
+        """
+        stays = keep or not self._rolls_back
+        ops: tuple[KvOp, ...] = (KvOp(KvKind.RM, 0, p0=self.n_past),) if self._rolls_back and self.n_past else ()
+        if self.n_past + n_rows > self.stage.n_ctx or not self.n_past:
+            self.n_past, ops = 0, (KvOp(KvKind.RM, 0),)
+        self._id += 1
+        wanting = range(n_rows) if n_rows <= ROWS[-1] else (n_rows - 1,)
+        rows = tuple(
+            Row((17 * self._id + 7 * i) % self._n_vocab, self.n_past + i, (0,), 0, 0 if i in wanting else -1)
+            for i in range(n_rows)
+        )
+        run = Run(self._id, 0, rows, ops, (_TOP,))
+        start = time.perf_counter()
+        self._runner.submit(run)
+        outcome = self._wait()
+        total_s = time.perf_counter() - start
+        assert isinstance(outcome, Passed | Ended)
+        spans = outcome.result.spans if isinstance(outcome, Ended) else codec.read_run(outcome.message)[2]
+        changed, self._last_rows = self._last_rows != n_rows, n_rows
+        self.n_past += n_rows if stays else 0
+        return Timing(spans[-1].compute_s, total_s - spans[-1].compute_s, changed)
+
+    def fill(self, n_cells: int, chunk_rows: int) -> None:
+        """Bring `n_past` to `n_cells`, up or down."""
+        if n_cells < self.n_past:
+            self.n_past = n_cells if self._rolls_back else 0
+        while self.n_past < n_cells:
+            self.run(min(chunk_rows, n_cells - self.n_past), keep=True)
+
+    def close(self) -> None:
+        """Free it."""
+        self._inbox.relieved = lambda: None
+        self._runner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run."""
+
+    compute_s: float
+    rest_s: float
+    """From giving it to the runner until its outcome was there, without `compute_s`."""
+    changed: bool
+    """The run before had another number of rows."""
+
+
+@dataclass
+class Samples:
+    """Runs of one stage, by their number of rows."""
+
+    same_s: dict[int, list[float]] = field(default_factory=dict)
+    """Decode seconds of runs like the one before; of many rows, of all runs."""
+    change_s: list[float] = field(default_factory=list)
+    """How much longer a decode of few rows took that was not."""
+    rest_s: list[float] = field(default_factory=list)
+    """Of single rows."""
+
+    def measure(self, timed: TimedStage, n_rows: int) -> None:
+        """A few runs of so many rows."""
+        timings = [timed.run(n_rows) for _ in range(_runs_of(n_rows))]
+        alike = [t.compute_s for t in timings if not t.changed] or [timings[-1].compute_s]
+        self.same_s.setdefault(n_rows, []).extend(alike)
+        if len(timings) > 1 and timings[0].changed:
+            self.change_s.append(timings[0].compute_s - statistics.median(alike))
+        if n_rows == 1:
+            self.rest_s += [t.rest_s for t in timings]
+
+    @property
+    def fastest_s(self) -> float:
+        """Of single rows."""
+        return min(self.same_s[1])
+
+    def seconds(self, n_rows: int) -> float:
+        """What a run of so many rows takes; from the nearest number of rows below that was measured."""
+        known = [n for n in self.same_s if n <= n_rows]
+        return statistics.median(self.same_s[max(known)]) * n_rows / max(known) if known else 0.0
+
+    def points(self, n_past: int) -> list[Point]:
+        """Medians."""
+        return [Point(n, n_past, statistics.median(self.same_s[n])) for n in sorted(self.same_s)]
+
+
+def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], until: float) -> Samples:
+    """Measure these numbers of rows in turn, until a point in time (`time.monotonic`): the `needed` ones once whatever
+    they take, all others as long as they can be expected to be done by then."""
+    samples, sizes = Samples(), tuple(dict.fromkeys(rows))
+    for _ in range(_MOST_ROUNDS):
+        n_done = 0
+        for n in sizes:
+            known = samples.same_s.get(n, ())
+            ends = time.monotonic() + samples.seconds(n) * _runs_of(n)
+            if (n in needed and not known) or (ends < until and len(known) < _most_runs_of(n)):
+                samples.measure(timed, n)
+                n_done += 1
+        if not n_done:
+            break
+    return samples
+
+
+def _runs_of(n_rows: int) -> int:
+    """In a row."""
+    return 2 if n_rows <= FEW_ROWS[-1] else 1
+
+
+def _most_runs_of(n_rows: int) -> int:
+    return _MOST_ROUNDS if n_rows <= FEW_ROWS[-1] else 3
+
+
+def cells_before(n_ctx: int) -> int:
+    """Cells in use in what counts as a short context."""
+    return max(min(SHORT_CELLS, n_ctx // 4), 1)
+
+
+def fitting(rows: Iterable[int], timed: TimedStage, n_ubatch: int) -> tuple[int, ...]:
+    """Numbers of rows that a run may have."""
+    n_ctx = timed.stage.n_ctx
+    return tuple(n for n in rows if n <= min(n_ubatch, n_ctx - cells_before(n_ctx)))
+
+
+def measure_short(timed: TimedStage, n_ubatch: int, budget_s: float, needed: Collection[int] = FEW_ROWS) -> Samples:
+    """Runs in a short context: few and many rows, and a chunk of a prompt; `needed` as `sample` has it."""
+    until = time.monotonic() + budget_s
+    chunk = _chunk(timed, n_ubatch)
+    timed.fill(cells_before(timed.stage.n_ctx), chunk)
+    return sample(timed, (*fitting(ROWS, timed, n_ubatch), chunk), needed, until)
+
+
+def measure_long(timed: TimedStage, n_ubatch: int, short: Samples, budget_s: float) -> list[Point]:
+    """The same in a long context; how long it gets, if at all, follows from the time that filling it takes."""
+    until, n_ctx = time.monotonic() + budget_s, timed.stage.n_ctx
+    chunk, rows = _chunk(timed, n_ubatch), fitting(ROWS, timed, n_ubatch)
+    affordable = int(0.6 * budget_s / (short.seconds(chunk) / chunk))
+    n_cells = min(LONG_CELLS, n_ctx - max(rows), cells_before(n_ctx) + affordable) // 32 * 32
+    if n_cells < 2 * cells_before(n_ctx):
+        return []
+    timed.fill(n_cells, n_ubatch)
+    return sample(timed, (n for n in (*rows, chunk) if n_cells + n <= n_ctx), (1, 8), until).points(n_cells)
+
+
+def measure_together(
+    timed: TimedStage, n_ubatch: int, budget_s: float, ready: Callable[[], None], enough: Callable[[], bool]
+) -> list[Point]:
+    """Runs of few rows, again and again, until `enough` says so; `ready` is told when we have what we need."""
+    until, n_cells, samples = time.monotonic() + budget_s, cells_before(timed.stage.n_ctx), Samples()
+    rows = fitting(FEW_ROWS, timed, n_ubatch)
+    timed.fill(n_cells, _chunk(timed, n_ubatch))
+    told = False
+    while True:
+        for n in rows:
+            samples.measure(timed, n)
+            if told and enough():
+                return samples.points(n_cells)
+        if not told and time.monotonic() >= until:
+            ready()
+            told = True
+
+
+def where_nothing_is(small: tuple[int, float], large: tuple[int, float]) -> float:
+    """Seconds of no bytes, by a straight line through two points (bytes, seconds); between 0 and the small one's."""
+    (a, a_s), (b, b_s) = small, large
+    return min(max(a_s - (b_s - a_s) * a / (b - a), 0.0), a_s) if b > a else 0.0
+
+
+def _chunk(timed: TimedStage, n_ubatch: int) -> int:
+    return max(fitting((*ROWS, CHUNK_ROWS), timed, n_ubatch))
+
+
+def memory_speed(threads: int, budget_s: float) -> float:
+    """Bytes a second that so many threads together read from memory: each looks for the largest byte of an array of its
+    own, again and again (numpy does so with vector instructions, without the GIL). Together the arrays are four times
+    as large as the caches."""
+    n_bytes = min(max(4 * machine.cache_bytes(), 64 << 20), 1 << 30, max(machine.available_bytes() // 8, 1 << 20))
+
+    def read(part: NDArray[np.uint8]) -> float:
+        start, n = time.perf_counter(), 0
+        while n < 3 or time.perf_counter() - start < budget_s:
+            part.max()
+            n += 1
+        return n * part.size / (time.perf_counter() - start)
+
+    with ThreadPoolExecutor(threads) as pool:
+        parts = list(pool.map(lambda _: np.ones(n_bytes // threads, np.uint8), range(threads)))
+        return sum(pool.map(read, parts))
