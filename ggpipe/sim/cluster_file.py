@@ -14,6 +14,7 @@
     width = 8192
     kv_kb = 328                              # KV cache of a token, all layers
     vocabulary = 128256                      # default 32000
+    tied = false                             # the output layer is the input embedding; default false
 
     [draft]                                  # as [target], or -md FILE
 
@@ -190,6 +191,7 @@ def _shape(file: Table, name: str) -> ModelShape | None:
         table.whole("width"),
         table.number("kv_kb") * 1e3,
         table.whole("vocabulary", 32000),
+        table.truth("tied"),
     )
     table.close()
     return shape

@@ -61,11 +61,22 @@ class ModelShape:
 
 
 def even_shape(
-    name: str, n_layer: int, weight_bytes: float, parameters: float, width: int, cell_bytes: float, n_vocab: int
+    name: str,
+    n_layer: int,
+    weight_bytes: float,
+    parameters: float,
+    width: int,
+    cell_bytes: float,
+    n_vocab: int,
+    tied: bool = False,
 ) -> ModelShape:
-    """A model whose layers are all alike. `cell_bytes`: KV cache of a token in all layers."""
-    edge = min(weight_bytes * n_vocab * width / parameters, weight_bytes / 4)  # embedding, and output layer
-    layer = (weight_bytes - 2 * edge) / n_layer
+    """A model whose layers are all alike, and all weights of one type.
+
+    `weight_bytes`, `parameters`: of the whole file. `cell_bytes`: KV cache of a token in all layers. `tied`: the output
+    layer is the input embedding, and in the file once.
+    """
+    edge = weight_bytes * min(n_vocab * width / parameters, 0.9 if tied else 0.45)  # embedding, or output layer
+    layer = (weight_bytes - (edge if tied else 2 * edge)) / n_layer
     per_byte = parameters / weight_bytes
     return ModelShape(
         name, (int(layer),) * n_layer, int(edge), int(edge), per_byte, width, (cell_bytes / n_layer,) * n_layer, n_vocab

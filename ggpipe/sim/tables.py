@@ -56,6 +56,13 @@ class Table:
             raise self.wrong(key, f"is a whole number, not {_shown(value)}")
         return int(self.number(key, default, zero=zero, most=most))
 
+    def truth(self, key: str) -> bool:
+        """true or false; false where it is missing."""
+        value = self._value(key, False)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"is true or false, not {_shown(value)}")
+        return value
+
     def text(self, key: str, default: str | None = None) -> str:
         """A text."""
         value = self._value(key, default)
