@@ -26,6 +26,16 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"cannot write to {path}: permission denied")
 
 
+def make_folder(path: Path) -> None:
+    """To be called before a long run: the folder is there afterwards. Raises UsageError when that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise _cannot_write(path, e) from e
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write to {path}: permission denied")
+
+
 def write_text(path: Path, text: str, mode: Literal["w", "a"] = "w") -> None:
     """Write the file, or append to it. Raises UsageError when it cannot be written."""
     try:

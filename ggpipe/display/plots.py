@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from ggpipe.display.canvas import BLUE, GREEN, INK, MUTED, ORANGE, RED, colours_of, figure, short
 from ggpipe.display.wording import layer_range, percent
-from ggpipe.display.work import taking_part
+from ggpipe.display.work import speculates, taking_part
 from ggpipe.runtime.stats import RankStats, RequestStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Value = float | tuple[float, float, float] | None
 """A number, or (lower quartile, median, upper quartile), or nothing."""
@@ -103,7 +104,7 @@ def lines(
             if name in bounds:
                 axes.plot(at, middle, color=colour, linewidth=1, linestyle=(0, (5, 3)))
             else:
-                axes.plot(at, middle, color=colour, linewidth=1.8, marker=next(markers), markersize=4.5)
+                axes.plot(at, middle, color=colour, linewidth=1.8, marker=next(markers), markersize=4.5, clip_on=False)
             if low != high:
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
             ends.append((at[-1], middle[-1], name, colour))
@@ -170,7 +171,7 @@ def occupancy_timeline(
     lanes = taking_part(stats, ranks)
     end_s = stats.ended - stats.arrived if stats.ended is not None else _last_s(stats)
     start_s, end_s = window_s or (0.0, end_s)
-    with figure(path, 9.0, 1.3 + min(0.42, 7 / max(len(lanes), 1)) * (len(lanes) + 1)) as canvas:
+    with figure(path, 9.0, 1.4 + min(0.42, 7 / max(len(lanes), 1)) * (len(lanes) + 1)) as canvas:
         axes = canvas.add_subplot()
         for y, rank in enumerate(lanes, start=1):
             pieces = _pieces(stats, rank)
@@ -188,9 +189,9 @@ def occupancy_timeline(
         axes.set_xlim(start_s, end_s)
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.spines["left"].set_visible(False)
-        axes.set_xlabel("seconds since the request arrived")
+        axes.set_xlabel("seconds since the request arrived", loc="left")
         axes.set_title(title)
-        _key(axes, stats)
+        _key(canvas, stats)
 
 
 def acceptance_by_position(
@@ -252,16 +253,16 @@ def _lane_name(rank: RankStats) -> str:
     return f"rank {rank.rank}: {what}"
 
 
-def _key(axes: Axes, stats: RequestStats) -> None:
+def _key(canvas: Figure, stats: RequestStats) -> None:
     from matplotlib.patches import Patch
 
     kinds = {"useful": BLUE}
-    if stats.speculation.mode != "iterative":
+    if speculates(stats):
         kinds |= {"wrong guesses": ORANGE, "cancelled": RED, "draft": GREEN}
     patches = [Patch(color=colour, label=name) for name, colour in kinds.items()]
-    axes.legend(
-        handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), frameon=False,
-        handlelength=1, handleheight=0.8, columnspacing=1.2, borderaxespad=0.2,
+    canvas.legend(
+        handles=patches, loc="outside lower right", ncols=len(patches), frameon=False, handlelength=1,
+        handleheight=0.8, columnspacing=1.2, borderaxespad=0.2,
     )  # fmt: skip
 
 

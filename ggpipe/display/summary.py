@@ -6,14 +6,15 @@ import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
+from ggpipe.display.columns import Column, columns_table
 from ggpipe.display.files import write_text
 from ggpipe.display.terminal import Terminal
 from ggpipe.display.wording import counted, harmless, human_bytes, human_rate, human_seconds, layer_range, percent
@@ -57,8 +58,13 @@ def append_csv(path: Path, stats: RequestStats) -> None:
 
     Raises UsageError when the file cannot be written.
     """
+    write_text(path, ",".join(csv_numbers(stats)) + "\n", "a")
+
+
+def csv_numbers(stats: RequestStats) -> list[str]:
+    """PipeInfer's four."""
     numbers = (stats.prefill_tps, stats.decode_tps, _mean(stats.itl_s), stats.ttft_s)
-    write_text(path, ",".join("nan" if n is None else f"{n:.6g}" for n in numbers) + "\n", "a")
+    return ["nan" if n is None else f"{n:.6g}" for n in numbers]
 
 
 def write_json(
@@ -179,50 +185,27 @@ def _speculation_items(stats: RequestStats) -> list[tuple[str, str]]:
     ]
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cells: list[str]
-    need: int
-    """The least needed are left out first; 0 never."""
-    justify: Literal["left", "right"] = "right"
-
-    @property
-    def width(self) -> int:
-        return max(len(self.title), *map(len, self.cells)) + _GAP
-
-
 def _ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int) -> Table:
     elapsed_s = max(stats.elapsed_s(now), 0.0)
     both = with_work(stats, ranks)
     wasted = wasted_s(stats)
     columns = [
-        _Column("rank", [f"draft {r.rank}" if r.draft else f"{r.rank}" for r in ranks], 0),
-        _Column("host", [harmless(r.host) for r in ranks], 4, "left"),
-        _Column("layers", [layer_range(r.layers) for r in ranks], 1),
-        _Column("threads", [_threads(r) for r in ranks], 7),
-        _Column("compute", [human_seconds(w.compute_s) for _, w in both], 5),
-        _Column("busy", [human_seconds(w.busy_s) for _, w in both], 3),
-        _Column("idle", [human_seconds(max(elapsed_s - w.busy_s, 0.0)) for _, w in both], 4),
-        _Column("wasted", [human_seconds(wasted.get(part(r), 0.0)) for r in ranks], 1),
-        _Column("occupied", [percent(min(w.busy_s / elapsed_s, 1.0)) if elapsed_s else "-" for _, w in both], 0),
-        _Column("sent/run", [human_bytes(w.sent_bytes / w.runs) if w.runs else "-" for _, w in both], 8),
-        _Column("sent", [human_bytes(w.sent_bytes) for _, w in both], 6),
-        _Column("memory", [human_bytes(r.resident_bytes) if r.resident_bytes else "-" for r in ranks], 2),
+        Column("rank", [f"draft {r.rank}" if r.draft else f"{r.rank}" for r in ranks], 0),
+        Column("host", [harmless(r.host) for r in ranks], 4, "left"),
+        Column("layers", [layer_range(r.layers) for r in ranks], 1),
+        Column("threads", [_threads(r) for r in ranks], 7),
+        Column("compute", [human_seconds(w.compute_s) for _, w in both], 5),
+        Column("busy", [human_seconds(w.busy_s) for _, w in both], 3),
+        Column("idle", [human_seconds(max(elapsed_s - w.busy_s, 0.0)) for _, w in both], 4),
+        Column("wasted", [human_seconds(wasted.get(part(r), 0.0)) for r in ranks], 1),
+        Column("occupied", [percent(min(w.busy_s / elapsed_s, 1.0)) if elapsed_s else "-" for _, w in both], 0),
+        Column("sent/run", [human_bytes(w.sent_bytes / w.runs) if w.runs else "-" for _, w in both], 8),
+        Column("sent", [human_bytes(w.sent_bytes) for _, w in both], 6),
+        Column("memory", [human_bytes(r.resident_bytes) if r.resident_bytes else "-" for r in ranks], 2),
     ]
     if not speculates(stats):
         columns = [column for column in columns if column.title != "wasted"]
-    while sum(c.width for c in columns) - _GAP > width:
-        least = max(columns, key=lambda c: c.need)
-        if least.need == 0:
-            break
-        columns.remove(least)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column.title, justify=column.justify, no_wrap=True)
-    for cells in zip(*(c.cells for c in columns), strict=True):
-        table.add_row(*cells)
-    return table
+    return columns_table(columns, width, _GAP)
 
 
 def _threads(rank: RankStats) -> str:

@@ -36,12 +36,12 @@ def human_seconds(seconds: float | None) -> str:
         return "-"
     if seconds < 0.9995:
         return f"{seconds * 1e3:.1f} ms" if 0 < seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
-    return f"{_three_digits(seconds)} s"
+    return f"{three_digits(seconds)} s"
 
 
 def human_rate(per_s: float | None) -> str:
     """Tokens a second: `4.31 t/s`; `-` for None."""
-    return "-" if per_s is None else f"{_three_digits(per_s)} t/s"
+    return "-" if per_s is None else f"{three_digits(per_s)} t/s"
 
 
 def percent(share: float) -> str:
@@ -60,5 +60,6 @@ def layer_range(layers: tuple[int, int]) -> str:
     return "-" if end <= first else f"{first}" if end == first + 1 else f"{first}-{end - 1}"
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """`1.25`, `31.2`, `312`."""
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.core.events import Counters
@@ -114,3 +116,34 @@ def percentile(values: Iterable[float], q: float) -> float | None:
     """The q-quantile (0 to 1) by the nearest rank; None of nothing."""
     ordered = sorted(values)
     return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else None
+
+
+class Spread(NamedTuple):
+    """Lower quartile, median, upper quartile."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def quartiles(values: Iterable[float]) -> Spread | None:
+    """The spread of what was measured several times; None of nothing."""
+    known = sorted(values)
+    if len(known) < 2:
+        return Spread(known[0], known[0], known[0]) if known else None
+    return Spread(*statistics.quantiles(known, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A request of a bench."""
+
+    mode: str
+    """`iterative`, `speculative`, `async`, or `single`: the whole model in one process."""
+    round: int
+    prompt: str
+    """Its name."""
+    tokens: tuple[int, ...]
+    stats: RequestStats
+    ranks: Sequence[RankStats]
+    """Who worked on it."""
