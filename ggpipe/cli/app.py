@@ -7,9 +7,12 @@ from typing import Annotated
 import typer
 
 import ggpipe
+from ggpipe.cli.bench import bench
 from ggpipe.cli.demo import demo
 from ggpipe.cli.generate import generate
+from ggpipe.cli.profile import profile
 from ggpipe.cli.record import record
+from ggpipe.cli.simulate import simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +23,9 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(record)
+app.command()(simulate)
+app.command()(profile)
+app.command()(bench)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo)
 
 
