@@ -101,7 +101,7 @@ def simulate(
     _check_files(result, len(axes))
     setup = _setup(cluster, model, text, compute, ranks, draft, speculation)
     modes = _modes(setup, speculation)
-    heading = _heading(setup)
+    heading = _heading(setup, [axis.name for axis in axes])
     if axes:
         lines = _sweep(setup, axes, modes)
         print_sweep(heading, lines, modes, modes[-1])
@@ -242,7 +242,8 @@ def _line(values: Mapping[str, float], by_mode: Mapping[str, Figures], modes: Se
     return Line(values, {mode: compared[mode] for mode in modes})
 
 
-def _heading(setup: Setup) -> list[str]:
+def _heading(setup: Setup, swept: Sequence[str]) -> list[str]:
+    """What is simulated, but for what is swept."""
     from ggpipe.sim.setup import MadeUp
 
     n_target, n_draft = len(setup.placement.target_on), len(setup.placement.draft_on)
@@ -250,15 +251,19 @@ def _heading(setup: Setup) -> list[str]:
     if setup.draft is not None:
         where = f"on {counted(n_draft, 'rank')}" if n_draft else "inside the head"
         models += f"; draft {_model(setup.draft)} {where}"
-    tokens, n_predict = setup.tokens, setup.n_predict
+    tokens, n_predict, request = setup.tokens, setup.n_predict, []
     if isinstance(tokens, MadeUp):
-        text = f"prompt of {counted(tokens.n_prompt, 'token')}, text of {n_predict}"
-        right = f"{percent(tokens.acceptance)} of the time, {tokens.confidence}"
+        if "prompt-tokens" not in swept:
+            request.append(f"prompt of {counted(tokens.n_prompt, 'token')}")
+        request.append(f"text of {n_predict}")
+        if "acceptance" not in swept:
+            request.append(f"draft right {percent(tokens.acceptance)} of the time, {tokens.confidence}")
     else:
+        request.append(counted(len(tokens.takes), "recorded prompt"))
         lengths = [len(take.text) if n_predict < 0 else n_predict for take in tokens.takes]
-        text = f"{counted(len(lengths), 'recorded prompt')}, texts of {' + '.join(map(str, lengths))} tokens"
-        right = f"{percent(tokens.agreement)} of the time"
-    return [setup.spec.title, models, f"{text}; the draft's best candidate is right {right}"]
+        request.append(f"texts of {' + '.join(map(str, lengths))} tokens")
+        request.append(f"draft right {percent(tokens.agreement)} of the time")
+    return [setup.spec.title, models, ", ".join(request)]
 
 
 def _model(shape: ModelShape) -> str:

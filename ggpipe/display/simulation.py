@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -250,4 +251,6 @@ def _print(heading: Sequence[str], table: RenderableType, console: Console | Non
     console.print()
     console.print(table)
     if isinstance(console.file, io.StringIO):
-        print("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.write("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n")
+            sys.stdout.flush()

@@ -101,7 +101,9 @@ def _parse_piece(text: str, whole: bool, piece: str) -> list[float]:
     if not dots:
         return [low]
     high = _number(text, whole, high_text)
-    step = _number(text, whole, step_text) if slash else 1 if whole else (high - low) / _STEPS
+    if not (slash or whole):
+        return [float(f"{low + i * (high - low) / _STEPS:.3g}") for i in range(_STEPS + 1)]
+    step = _number(text, whole, step_text) if slash else 1
     if low > high:
         raise UsageError(f"--sweep {text}: {piece} is empty; write the smaller number first")
     if low == high:
