@@ -144,7 +144,8 @@ class Stage:
         self._memory = lib.llama_get_memory(self._context)
         self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self.n_ctx = int(lib.llama_n_ctx(self._context))
-        self._batch = _Batch(int(lib.llama_n_ubatch(self._context)), config.n_seq)
+        self.n_ubatch = int(lib.llama_n_ubatch(self._context))
+        self._batch = _Batch(self.n_ubatch, config.n_seq)
 
     def _apply_loras(self, config: ModelConfig) -> None:
         adapters, scales = [], []

@@ -176,46 +176,47 @@ def cells_before(n_ctx: int) -> int:
     return max(min(SHORT_CELLS, n_ctx // 4), 1)
 
 
-def fitting(rows: Iterable[int], timed: TimedStage, n_ubatch: int) -> tuple[int, ...]:
+def fitting(rows: Iterable[int], timed: TimedStage) -> tuple[int, ...]:
     """Numbers of rows that a run may have."""
     n_ctx = timed.stage.n_ctx
-    return tuple(n for n in rows if n <= min(n_ubatch, n_ctx - cells_before(n_ctx)))
+    return tuple(n for n in rows if n <= min(timed.stage.n_ubatch, n_ctx - cells_before(n_ctx)))
 
 
-def measure_short(timed: TimedStage, n_ubatch: int, budget_s: float, needed: Collection[int] = FEW_ROWS) -> Samples:
+def measure_short(timed: TimedStage, budget_s: float, needed: Collection[int] = FEW_ROWS) -> Samples:
     """Runs in a short context: few and many rows, and a chunk of a prompt; `needed` as `sample` has it."""
     until = time.monotonic() + budget_s
-    chunk = _chunk(timed, n_ubatch)
+    chunk = _chunk(timed)
     timed.fill(cells_before(timed.stage.n_ctx), chunk)
-    return sample(timed, (*fitting(ROWS, timed, n_ubatch), chunk), needed, until)
+    return sample(timed, (*fitting(ROWS, timed), chunk), needed, until)
 
 
-def measure_long(timed: TimedStage, n_ubatch: int, short: Samples, budget_s: float) -> list[Point]:
+def measure_long(timed: TimedStage, short: Samples, budget_s: float) -> list[Point]:
     """The same in a long context; how long it gets, if at all, follows from the time that filling it takes."""
     until, n_ctx = time.monotonic() + budget_s, timed.stage.n_ctx
-    chunk, rows = _chunk(timed, n_ubatch), fitting(ROWS, timed, n_ubatch)
+    chunk, rows = _chunk(timed), fitting(ROWS, timed)
     affordable = int(0.6 * budget_s / (short.seconds(chunk) / chunk))
     n_cells = min(LONG_CELLS, n_ctx - max(rows), cells_before(n_ctx) + affordable) // 32 * 32
     if n_cells < 2 * cells_before(n_ctx):
         return []
-    timed.fill(n_cells, n_ubatch)
+    timed.fill(n_cells, timed.stage.n_ubatch)
     return sample(timed, (n for n in (*rows, chunk) if n_cells + n <= n_ctx), (1, 8), until).points(n_cells)
 
 
 def measure_together(
-    timed: TimedStage, n_ubatch: int, budget_s: float, ready: Callable[[], None], enough: Callable[[], bool]
+    timed: TimedStage, budget_s: float, ready: Callable[[], None], enough: Callable[[], bool]
 ) -> list[Point]:
     """Runs of few rows, again and again, until `enough` says so; `ready` is told when we have what we need."""
     until, n_cells, samples = time.monotonic() + budget_s, cells_before(timed.stage.n_ctx), Samples()
-    rows = fitting(FEW_ROWS, timed, n_ubatch)
-    timed.fill(n_cells, _chunk(timed, n_ubatch))
-    told = False
+    rows = fitting(FEW_ROWS, timed)
+    timed.fill(n_cells, _chunk(timed))
+    n_rounds, told = 0, False
     while True:
         for n in rows:
             samples.measure(timed, n)
             if told and enough():
                 return samples.points(n_cells)
-        if not told and time.monotonic() >= until:
+        n_rounds += 1
+        if not told and (time.monotonic() >= until or n_rounds == 2 * _MOST_ROUNDS):
             ready()
             told = True
 
@@ -226,8 +227,8 @@ def where_nothing_is(small: tuple[int, float], large: tuple[int, float]) -> floa
     return min(max(a_s - (b_s - a_s) * a / (b - a), 0.0), a_s) if b > a else 0.0
 
 
-def _chunk(timed: TimedStage, n_ubatch: int) -> int:
-    return max(fitting((*ROWS, CHUNK_ROWS), timed, n_ubatch))
+def _chunk(timed: TimedStage) -> int:
+    return max(fitting((*ROWS, CHUNK_ROWS), timed))
 
 
 def memory_speed(threads: int, budget_s: float) -> float:

@@ -29,6 +29,8 @@ _STAGE_BYTES_PER_S = 100 << 20  # of a rank's own time
 _N_CTX = measuring.LONG_CELLS + 2 * measuring.CHUNK_ROWS
 _ALL_PAIRS = 8
 
+_MEMORY_S = 0.5
+
 # Shares of the budget
 _TOGETHER, _LINKS = 0.15, 0.15
 _MEMORY, _HALF, _SHORT, _LONG = 0.05, 0.2, 0.4, 0.35  # of what is left for each rank alone
@@ -95,7 +97,7 @@ def _lead(
     if layers is None:
         layers = default_layers(model, alone_s, max(hello["cache_bytes"] for hello in hellos))
     if not 0 <= layers[0] < layers[1] <= model.n_layer:
-        raise UsageError(f"--layers: the model has layers 0 to {model.n_layer - 1}")
+        raise UsageError(f"--layers {layers[0]}-{layers[1] - 1}: the model has layers 0 to {model.n_layer - 1}")
     say(_announced(model, layers, n_ranks))
 
     def ask(ranks: Iterable[int], kind: str, **fields: Any) -> list[dict[str, Any]]:
@@ -142,7 +144,7 @@ def _announced(model: ModelFacts, layers: tuple[int, int], n_ranks: int) -> str:
     a, b = layers
     which = f"layer {a}" if b == a + 1 else f"layers {a}-{b - 1}"
     where = f" on {n_ranks} ranks" if n_ranks > 1 else ""
-    return f"measuring {which} of 0-{model.n_layer - 1} ({model.weight_bytes(layers) / 1e6:.0f} MB){where}"
+    return f"measuring {which} of 0-{model.n_layer - 1} ({model.weight_bytes(layers) / 1e6:.3g} MB){where}"
 
 
 def _rank_profile(
@@ -239,20 +241,16 @@ class _Rank:
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> dict[str, Any]:
         single, _ = startup.threads_of(self.config, self._line.transport, False)
-        speed = measuring.memory_speed(single, budget_s * _MEMORY)
-        n_ubatch, (a, b), half, fixed_s = self.config.context.n_ubatch, layers, None, 0.0
-        if b - a > 1:
-            some = (a, a + (b - a) // 2)
-            timed = self._load(some)
-            fewer = measuring.measure_short(timed, n_ubatch, budget_s * _HALF, (1, 8))
-            half = {"layers": some, "points": _told(fewer.points(measuring.cells_before(timed.stage.n_ctx)))}
+        speed = measuring.memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
+        half, half_s = self._half(layers, budget_s * _HALF)
         timed = self._load(layers)
-        short = measuring.measure_short(timed, n_ubatch, budget_s * _SHORT)
+        short = measuring.measure_short(timed, budget_s * _SHORT)
         points = short.points(measuring.cells_before(timed.stage.n_ctx))
-        points += measuring.measure_long(timed, n_ubatch, short, budget_s * _LONG)
-        if b - a > 1:
-            weights = self.model.weight_bytes(some), self.model.weight_bytes(layers)
-            fixed_s = measuring.where_nothing_is(*zip(weights, (fewer.fastest_s, short.fastest_s), strict=True))
+        points += measuring.measure_long(timed, short, budget_s * _LONG)
+        fixed_s = 0.0
+        if half is not None:
+            few, all_bytes = self.model.weight_bytes(half["layers"]), self.model.weight_bytes(layers)
+            fixed_s = measuring.where_nothing_is((few, half_s), (all_bytes, short.fastest_s))
         return {
             "layers": layers,
             "points": _told(points),
@@ -262,6 +260,22 @@ class _Rank:
             "change_s": max(statistics.median(short.change_s), 0.0) if short.change_s else 0.0,
             "fixed_s": fixed_s,
         }
+
+    def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[dict[str, Any] | None, float]:
+        """The first half of the layers, and its fastest run of one row; None where there is none."""
+        (a, b), n = layers, self.model.n_layer
+        if b - a == 1:
+            return None, 0.0
+        some = (a, a + (b - a) // 2)
+        try:
+            timed = self._load(some)
+        except ModelError:
+            if layers != (0, n):
+                raise
+            return None, 0.0  # a model that cannot be cut; what else there is shows when all is loaded
+        samples = measuring.measure_short(timed, budget_s, (1, 8))
+        points = samples.points(measuring.cells_before(timed.stage.n_ctx))
+        return {"layers": some, "points": _told(points)}, samples.fastest_s
 
     def _together(self, budget_s: float) -> dict[str, Any]:
         assert self._timed is not None
@@ -280,7 +294,7 @@ class _Rank:
             line.tell_all("enough")
             return True
 
-        points = measuring.measure_together(self._timed, self.config.context.n_ubatch, budget_s, ready, enough)
+        points = measuring.measure_together(self._timed, budget_s, ready, enough)
         line.forget("ready" if leads else "enough")
         self.close()
         return {"points": _told(points)}

@@ -1,0 +1,415 @@
+"""Profiles: as data, measured inside one process and over MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import TARGET, ggpipe, mpirun
+from zoo import make
+
+from ggpipe.cli import run
+from ggpipe.cli.profile import slots_of
+from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.errors import GgpipeError, LaunchError, RankError, RunError, UsageError
+from ggpipe.runtime import measuring
+from ggpipe.runtime.profiling import default_layers, pairs_of, profile_ranks
+from ggpipe.runtime.session import Session
+from ggpipe.runtime.stats import RequestStats
+from ggpipe.runtime.worker import Worker
+from ggpipe.sim.profile import (
+    Kernels,
+    LinkProfile,
+    ModelFacts,
+    Part,
+    Point,
+    Profile,
+    RankProfile,
+    as_text,
+    read,
+    seconds_at,
+    write,
+)
+from ggpipe.transport.base import Transport
+from ggpipe.transport.local import LocalWorld
+
+BUDGET_S = 0.3
+MODEL = ModelFacts("some", "llama", "0123456789abcdef", 4, 64, 128, 0, 0, (10, 10, 10, 10), 5, 5)
+POINTS = (Point(1, 32, 0.01), Point(8, 32, 0.03), Point(1, 512, 0.012))
+HALF = Part((1, 2), 10, POINTS[:1])
+RANKS = tuple(
+    RankProfile(i, f"node{i}", 8, 8, 16, 2**34, 2e10, (1, 3), 20, POINTS, POINTS[:2], HALF, 3e-4, 2e-4, 1e-4)
+    for i in range(2)
+)
+PROFILE = Profile(MODEL, Kernels(), RANKS, (LinkProfile(0, 1, 5e-5, 1e9), LinkProfile(1, 0, 6e-5, 9e8)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profile")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return make("llama", folder / "llama.gguf", n_layer=8)
+
+
+# Data
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write(path, PROFILE)
+    assert read(path) == PROFILE
+    assert path.read_text() == as_text(PROFILE)
+    without = dataclasses.replace(PROFILE, ranks=(dataclasses.replace(RANKS[0], half=None),), links=())
+    write(path, without)
+    assert read(path) == without
+    content = json.loads(path.read_text()) | {"note": "from a later version"}
+    path.write_text(json.dumps(content))
+    assert read(path) == without
+
+
+def test_lookups() -> None:
+    assert seconds_at(POINTS, 1) == 0.01
+    assert seconds_at(POINTS, 2) is None
+    assert PROFILE.link(1, 0) == LinkProfile(1, 0, 6e-5, 9e8)
+    assert PROFILE.link(1, 1) is None
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, object]], object], str]] = {
+    "version": (lambda p: p.update(version=99), "format 99"),
+    "format": (lambda p: p.update(format="other"), "is no profile"),
+    "missing": (lambda p: p.pop("links"), "links is missing"),
+    "ranks": (lambda p: p.update(ranks=[]), "not numbered"),
+    "type": (lambda p: p["ranks"][1].update(threads="8"), r"ranks\.1\.threads is not of type int"),  # type: ignore[index]
+    "negative": (lambda p: p["ranks"][0]["alone"][2].update(seconds=-1), r"alone\.2\.seconds is below 0"),  # type: ignore[index]
+    "nan": (lambda p: p["ranks"][0].update(run_s=float("nan")), "or no number"),  # type: ignore[index]
+    "list": (lambda p: p["ranks"][0].update(layers=[1]), "no list of 2"),  # type: ignore[index]
+    "object": (lambda p: p.update(model=3), "model is no object"),
+    "layers": (lambda p: p["ranks"][0].update(layers=[3, 5]), "layers that the model has not"),  # type: ignore[index]
+    "no single row": (lambda p: p["ranks"][0].update(alone=p["ranks"][0]["alone"][1:2]), "single row"),  # type: ignore[index]
+    "no time": (lambda p: p["ranks"][0]["together"][0].update(seconds=0), "a time of 0"),  # type: ignore[index]
+    "threads": (lambda p: p["ranks"][0].update(threads=0), "no threads"),  # type: ignore[index]
+    "link": (lambda p: p["links"][0].update(target=2), "leads nowhere"),  # type: ignore[index]
+    "layer_bytes": (lambda p: p["model"].update(n_layer=5), "layer_bytes"),  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_profiles(what: str, tmp_path: Path) -> None:
+    spoil, why = BROKEN[what]
+    content = json.loads(as_text(PROFILE))
+    spoil(content)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=why) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"GGUF", b'{"version": 1}'])
+def test_no_profile_at_all(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=r"is no profile; write one with `ggpipe profile"):
+        read(path)
+
+
+def test_files_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the profile .*: No such file"):
+        read(tmp_path / "none.json")
+    with pytest.raises(UsageError, match=r"cannot write the profile .*: No such file"):
+        write(tmp_path / "none" / "profile.json", PROFILE)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3moe"])
+def test_facts_of_a_model(name: str, folder: Path) -> None:
+    file = ModelFile.open(make(name, folder / f"{name}-facts.gguf"))
+    facts = ModelFacts.of(file)
+    embedding = file.tensors["token_embd.weight"].size
+    assert (
+        sum(facts.layer_bytes) + facts.input_bytes + facts.output_bytes == file.n_bytes + file.tied_output * embedding
+    )
+    assert facts.input_bytes >= embedding
+    assert facts.weight_bytes((0, 3)) == sum(facts.layer_bytes) + facts.output_bytes
+    assert facts.weight_bytes((0, 2)) == sum(facts.layer_bytes[:2])
+    assert facts.weight_bytes((3, 3)) == 0
+    assert (facts.n_layer, facts.n_expert) == (3, 4 if name == "qwen3moe" else 0)
+    assert facts.n_vocab == file.array_lengths["tokenizer.ggml.tokens"]
+
+
+def test_which_layers() -> None:
+    def layers(n_layer: int, layer_bytes: int, alone_s: float, cache_bytes: int = 0) -> tuple[int, int]:
+        model = dataclasses.replace(MODEL, n_layer=n_layer, layer_bytes=(layer_bytes,) * n_layer)
+        return default_layers(model, alone_s, cache_bytes)
+
+    assert layers(1, 100, 10) == (0, 1)
+    assert layers(3, 100, 10) == (1, 2)
+    assert layers(32, 100, 10) == (12, 20)
+    assert layers(80, 500 << 20, 100) == (39, 41)  # about 1 GB
+    assert layers(80, 100 << 20, 1) == (39, 40)
+    assert layers(80, 3 << 30, 1) == (39, 40)
+    assert layers(80, 20 << 20, 0.1, 64 << 20) == (35, 44)  # a cache must not hold them
+
+
+def test_which_links() -> None:
+    assert pairs_of(1) == []
+    assert pairs_of(3) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    many = pairs_of(32)
+    assert len(many) == len(set(many)) < 32 * 4
+    assert {(i, (i + 1) % 32) for i in range(32)} <= set(many)
+    assert {(0, i) for i in range(1, 32)} | {(i, 0) for i in range(1, 32)} <= set(many)
+
+
+def test_a_line_through_two_points() -> None:
+    assert measuring.where_nothing_is((10, 3.0), (20, 5.0)) == pytest.approx(1.0)
+    assert measuring.where_nothing_is((10, 3.0), (20, 7.0)) == 0.0
+    assert measuring.where_nothing_is((10, 3.0), (20, 2.0)) == 3.0
+    assert measuring.where_nothing_is((10, 3.0), (10, 4.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [
+        ("node1 slots=1\nnode2 slots=3\n", 4),
+        ("a:2\nb:4  # two sockets\n\n# c:9\n", 6),
+        ("one\ntwo max_slots=9\n", 2),
+        ("one slots = 2 max_slots=4\n", 2),
+    ],
+)
+def test_slots_of_a_hostfile(text: str, n: int, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert slots_of(path) == n
+
+
+def test_hostfiles_that_name_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    for write_it, why in (
+        (lambda: None, "No such file"),
+        (lambda: path.write_text("# nobody\n"), "names no machines"),
+        (lambda: path.write_bytes(b"\xff\xfe"), "no text"),
+    ):
+        write_it()  # type: ignore[no-untyped-call]
+        with pytest.raises(LaunchError, match=why):
+            slots_of(path)
+
+
+# Inside one process
+
+
+def measure(
+    configs: list[EngineConfig],
+    layers: tuple[int, int] | None = None,
+    attend: Callable[[], None] = lambda: None,
+    transports: list[Transport] | None = None,
+    budget_s: float = BUDGET_S,
+) -> tuple[Profile | None, list[GgpipeError]]:
+    """A rank for each config, the first one in this thread; its profile, or what each rank raised."""
+    transports = transports or list(LocalWorld(len(configs)).transports)
+    raised: list[GgpipeError] = []
+
+    def work(i: int) -> Profile | None:
+        try:
+            only = {"attend": attend} if i == 0 else {}
+            return profile_ranks(transports[i], configs[i], layers, budget_s, **only)
+        except GgpipeError as e:
+            raised.append(e)
+            return None
+
+    others = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(1, len(configs))]
+    for other in others:
+        other.start()
+    profile = work(0)
+    for other in others:
+        other.join(20)
+        assert not other.is_alive()
+    return profile, raised
+
+
+def config_of(model: Path, n_ctx: int = 0, **context: object) -> EngineConfig:
+    return EngineConfig(ModelConfig(model), ContextConfig(n_ctx, **context), PipelineConfig(threads=(1,)))  # type: ignore[arg-type]
+
+
+def check(profile: Profile, model: Path, layers: tuple[int, int]) -> None:
+    """What holds for any profile."""
+    facts = ModelFacts.of(ModelFile.open(model))
+    assert profile.model == facts
+    for rank in profile.ranks:
+        assert rank.layers == layers
+        assert rank.weight_bytes == facts.weight_bytes(layers)
+        assert (rank.threads, rank.threads_batch) == (1, 1)
+        assert rank.cores >= 1
+        assert rank.memory_bytes > 1 << 20
+        assert rank.memory_bytes_per_s > 0
+        assert rank.run_s > 0
+        assert {1, 2, 4, 8} <= {point.rows for point in rank.alone}
+        assert {point.rows for point in rank.together} == {1, 2, 4, 8}
+        shortest = min(point.n_past for point in rank.alone)
+        assert {point.n_past for point in rank.together} == {shortest}
+        assert (rank.half is None) == (layers[1] - layers[0] == 1)
+        if rank.half is not None:
+            assert rank.half.layers == (layers[0], (layers[0] + layers[1]) // 2)
+            assert rank.half.weight_bytes == facts.weight_bytes(rank.half.layers)
+            assert 0 <= rank.fixed_s <= max(point.seconds for point in rank.half.alone)
+    n = len(profile.ranks)
+    assert {(link.source, link.target) for link in profile.links} == {
+        (a, b) for a in range(n) for b in range(n) if a != b
+    }
+    assert all(link.latency_s > 0 for link in profile.links)
+
+
+def test_one_rank(model: Path, tmp_path: Path) -> None:
+    profile, _ = measure([config_of(model, cache_type_k="q8_0")], budget_s=60)  # as many runs as ever
+    assert profile is not None
+    check(profile, model, (3, 5))
+    (rank,) = profile.ranks
+    assert rank.together == tuple(p for p in rank.alone if p.rows <= 8 and p.n_past == 32)
+    assert {p.n_past for p in rank.alone} == {32, 512}
+    assert {p.rows for p in rank.alone} == {1, 2, 4, 8, 16, 32, 128}
+    assert profile.kernels == Kernels(cache_type_k="q8_0")
+    write(tmp_path / "profile.json", profile)
+    assert read(tmp_path / "profile.json") == profile
+
+
+def test_two_ranks_then_a_session(model: Path) -> None:
+    """The ranks are ready for something else afterwards."""
+    config = config_of(model)
+    transports = list(LocalWorld(2).transports)
+    profile, _ = measure([config, config], (2, 6), transports=list(transports))
+    assert profile is not None
+    check(profile, model, (2, 6))
+    worker = threading.Thread(target=Worker(transports[1], config).serve, daemon=True)
+    worker.start()
+    with Session(transports[0], config) as session:
+        session.load()
+        tokens = list(session.generate((1, 5, 9), SamplingConfig(temp=0, ignore_eos=True), 4, RequestStats()))
+    assert len(tokens) == 4
+    worker.join(10)
+    assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (7, 8), (0, 8)], ids=str)
+def test_the_ends(layers: tuple[int, int], model: Path) -> None:
+    profile, _ = measure([config_of(model)], layers)
+    assert profile is not None
+    check(profile, model, layers)
+
+
+def test_a_small_context(model: Path) -> None:
+    profile, _ = measure([config_of(model, n_ctx=64, n_ubatch=16)])
+    assert profile is not None
+    (rank,) = profile.ranks
+    assert {p.rows for p in rank.alone} == {1, 2, 4, 8, 16}
+    assert max(p.n_past + p.rows for p in rank.alone) <= 256  # libllama makes it no smaller
+
+
+@pytest.mark.parametrize("name", ["jamba", "mamba"])
+def test_models_that_cannot_take_rows_back(name: str, folder: Path) -> None:
+    path = make(name, folder / f"{name}.gguf")
+    n_layer = ModelFile.open(path).n_layer
+    profile, _ = measure([config_of(path)], (0, n_layer))
+    assert profile is not None
+    assert (profile.ranks[0].half is None) == (name == "mamba")
+
+
+def refused(configs: list[EngineConfig], layers: tuple[int, int] | None = None) -> str:
+    """What the first rank raises; all others end as well."""
+    profile, raised = measure(configs, layers)
+    assert profile is None
+    assert len(raised) == len(configs)
+    others = [error for error in raised if not isinstance(error, RankError) or "another rank" not in str(error)]
+    assert len(others) == 1
+    assert "\n" not in str(others[0])
+    return str(others[0])
+
+
+def test_errors_end_all_ranks(model: Path, folder: Path) -> None:
+    good, missing = config_of(model), config_of(folder / "no.gguf")
+    other = config_of(make("llama", folder / "other.gguf", n_layer=4))
+    adapter = ModelConfig(model, loras=((folder / "no.lora", 1.0),))
+    no_lora = dataclasses.replace(good, model=adapter)
+    assert "cannot open model file" in refused([missing, good])
+    assert refused([good, missing, good]).startswith("rank 1 ")
+    assert "another model than rank 0" in refused([good, good, other])
+    assert "--lora" in refused([no_lora, good])
+    assert "--lora" in refused([good, no_lora])
+    assert refused([good, good], (7, 9)) == "--layers 7-8: the model has layers 0 to 7"
+    mamba = config_of(make("mamba", folder / "mamba.gguf"))
+    assert refused([mamba, mamba]).endswith("'mamba' models cannot be cut: profile all layers, with --layers 0-2")
+
+
+def test_the_user_has_enough(model: Path) -> None:
+    n = 0
+
+    def attend() -> None:
+        nonlocal n
+        n += 1
+        if n > 50:
+            raise RunError("enough")
+
+    profile, raised = measure([config_of(model)] * 2, attend=attend)
+    assert profile is None
+    assert sorted(map(str, raised)) == ["another rank ended the profile", "enough"]
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--layers", "5-3"), "--layers 5-3: write the first and the last layer"),
+        (("--layers", "a"), "--layers a: "),
+        (("--layers", "1-"), "--layers 1-: "),
+        (("--seconds", "0"), "--seconds"),
+        (("--seconds", "nan"), "--seconds"),
+        (("-r", "0"), "-r is a number of ranks"),
+        (("-t", "x"), "-t x: "),
+        (("-ctk", "f8"), "-ctk f8: "),
+        (("--hostfile", "/nonexistent"), "--hostfile /nonexistent: "),
+        (("--mpi-layer-split", "0.5,0.5"), "No such option"),
+    ],
+)
+def test_bad_command_lines(arguments: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "-m", str(TARGET), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert error.startswith("ggpipe: error: ")
+    assert why in error
+
+
+def test_one_rank_from_the_command_line(tmp_path: Path) -> None:
+    done = ggpipe("profile", "-m", TARGET, "-t", 1, "--seconds", 0.3, "--layers", "2-3", "-o", "-")
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "profile.json"
+    path.write_text(done.stdout)
+    check(read(path), TARGET, (2, 4))
+    assert "measuring layers 2-3 of 0-7" in done.stderr
+    assert "32 rows" in done.stderr
+    assert "link" not in done.stderr
+
+
+def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    done = ggpipe("profile", "-m", TARGET, "-r", 2, "-t", 1, "--seconds", 0.6, "-o", path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    check(read(path), TARGET, (3, 5))
+    assert "0 to 1" in done.stderr
+    assert "together" in done.stderr
+
+
+def test_a_file_that_cannot_be_written_under_mpirun(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "profile.json"
+    done = mpirun(2, "profile", "-m", TARGET, "-t", 1, "--seconds", 0.3, "-o", path)
+    assert done.returncode != 0
+    assert done.stderr.count("ggpipe: error: ") == 1
+    assert f"cannot write to {path}" in done.stderr
