@@ -1,0 +1,134 @@
+"""A node's cores, and what happens when more threads want them than there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ggpipe.sim.clock import Clock
+
+NICE_WEIGHT = 110 / 1024
+"""What a thread at nice 10 gets of a core for each part that an ordinary one gets (Linux' scheduler)."""
+
+
+class Task:
+    """Work on one node."""
+
+    __slots__ = ("begun_at", "done", "left_s", "rate", "since", "threads", "version", "weight")
+
+    def __init__(self, work_s: float, threads: int, weight: float, done: Callable[[], None]) -> None:
+        """`work_s`: seconds with a core for each thread and nothing beside. `done` is called when it is through."""
+        self.left_s = work_s
+        self.threads = threads
+        self.weight = weight
+        self.done = done
+        self.rate = 0.0
+        self.since = 0.0
+        self.begun_at = 0.0
+        self.version = 0
+
+
+class Cores:
+    """Tasks get cores by their weights, at most one for each thread; all of them progress at the same time.
+
+    `crowd`: how fast a core is while all others are busy, as a share of its speed alone: cores share memory, caches,
+    and sometimes the very core.
+    """
+
+    def __init__(self, clock: Clock, n: int, crowd: float = 1.0) -> None:
+        self._clock = clock
+        self._n = n
+        self._crowd = crowd
+        self._tasks: list[Task] = []
+        self._wanted = 0
+
+    def start(self, task: Task) -> None:
+        """Begin to work on it."""
+        task.since = task.begun_at = self._clock.now
+        self._tasks.append(task)
+        self._wanted += task.threads
+        if self._crowd == 1.0 and self._wanted <= self._n:  # as nearly always on clusters: nobody is in the way
+            self._set_rate(task, 1.0)
+        else:
+            self._share(task)
+
+    def stop(self, task: Task) -> None:
+        """Give it up before it is through."""
+        task.version += 1
+        self._remove(task)
+
+    def _remove(self, task: Task) -> None:
+        crowded = self._crowd != 1.0 or self._wanted > self._n
+        self._tasks.remove(task)
+        self._wanted -= task.threads
+        if crowded:
+            self._share(None)
+
+    def _share(self, new: Task | None) -> None:
+        """Set all rates anew, and plan the ends of tasks whose rate changed."""
+        if self._crowd == 1.0 and self._wanted <= self._n:
+            for task in self._tasks:
+                if task.rate != 1.0:
+                    self._set_rate(task, 1.0)
+            return
+        cores = self._spread()
+        busy = sum(cores)
+        for task, own in zip(self._tasks, cores, strict=True):
+            others = self._n - own
+            crowding = (busy - own) / others if others > 0 else 0.0
+            rate = own / task.threads * (1 - (1 - self._crowd) * min(crowding, 1.0))
+            if rate != task.rate or task is new:
+                self._set_rate(task, rate)
+
+    def _spread(self) -> list[float]:
+        """Cores for each task: by weight, and none more than its threads can use."""
+        cores = [0.0] * len(self._tasks)
+        hungry, free = list(range(len(self._tasks))), float(self._n)
+        while hungry and free > 1e-12:
+            weight = sum(self._tasks[i].weight * self._tasks[i].threads for i in hungry)
+            full = [
+                i for i in hungry
+                if free * self._tasks[i].weight * self._tasks[i].threads / weight >= self._tasks[i].threads
+            ]  # fmt: skip
+            if not full:
+                for i in hungry:
+                    cores[i] = free * self._tasks[i].weight * self._tasks[i].threads / weight
+                break
+            for i in full:
+                cores[i] = float(self._tasks[i].threads)
+                free -= cores[i]
+                hungry.remove(i)
+        return cores
+
+    def _set_rate(self, task: Task, rate: float) -> None:
+        now = self._clock.now
+        task.left_s -= (now - task.since) * task.rate
+        task.since, task.rate = now, rate
+        task.version += 1
+        version = task.version
+
+        def end() -> None:
+            if task.version == version:
+                task.version += 1
+                self._remove(task)
+                task.done()
+
+        if rate > 0:
+            self._clock.after(max(task.left_s, 0.0) / rate, end)
+
+
+class OwnCores(Cores):
+    """As Cores, for a node that does one thing at a time: most nodes of a cluster, so it is kept short."""
+
+    def start(self, task: Task) -> None:
+        """See Cores."""
+        task.begun_at = self._clock.now
+
+        def end() -> None:
+            if task.version == 0:
+                task.done()
+
+        self._clock.after(task.left_s, end)
+
+    def stop(self, task: Task) -> None:
+        """See Cores."""
+        task.version = 1

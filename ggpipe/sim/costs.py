@@ -1,0 +1,90 @@
+"""How long a stage takes for a run: from what its node can do, or from what was measured on it."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ggpipe.sim.profile import Point
+
+
+class Cost(Protocol):
+    """Seconds in the decode of a run, with cores of its own."""
+
+    def seconds(self, n_rows: int, n_past: int) -> float:
+        """For `n_rows` tokens behind `n_past` tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Memory or arithmetic, whichever takes longer (Williams et al., 2009), and what an empty run takes."""
+
+    weight_bytes: float
+    """Read once in a run."""
+    cell_bytes: float
+    """Of KV cache, for each token of the context, read once in a run."""
+    token_flop: float
+    """For each token of the run."""
+    bytes_per_s: float
+    flop_per_s: float
+    fixed_s: float = 0.0
+    expert_bytes: float = 0.0
+    """Of the weights, those of experts."""
+    untouched: float = 0.0
+    """Share of the experts that a token does not use."""
+
+    def seconds(self, n_rows: int, n_past: int) -> float:
+        """See Cost."""
+        n_bytes = self.weight_bytes - self.expert_bytes * self.untouched**n_rows + self.cell_bytes * (n_past + n_rows)
+        reading_s = n_bytes / self.bytes_per_s
+        return self.fixed_s + max(reading_s, n_rows * self.token_flop / self.flop_per_s)
+
+
+class Measured:
+    """Between what was measured, and on in straight lines beyond it."""
+
+    def __init__(self, points: Sequence[Point], scale: float = 1.0, fixed_s: float = 0.0) -> None:
+        """`scale`: so much larger is the stage than the measured one, not counting `fixed_s`."""
+        by_past: dict[int, dict[int, float]] = {}
+        for point in points:
+            seconds = fixed_s + (point.seconds - fixed_s) * scale
+            by_past.setdefault(point.n_past, {})[point.rows] = seconds
+        if not by_past:
+            raise ValueError("a cost needs at least one point")
+        self._lines = [(past, _Line(sorted(by_past[past].items()))) for past in sorted(by_past)]
+
+    def seconds(self, n_rows: int, n_past: int) -> float:
+        """See Cost."""
+        lines = self._lines
+        if len(lines) == 1:
+            return lines[0][1].at(n_rows)
+        i = min(max(bisect.bisect_left(lines, n_past, key=lambda line: line[0]), 1), len(lines) - 1)
+        (a, low), (b, high) = lines[i - 1 : i + 1]
+        rows = min(n_rows, low.last, high.last)
+        rise = max(high.at(rows) - low.at(rows), 0.0) / (b - a) * n_rows / rows
+        return max(low.at(n_rows) + rise * (n_past - a), low.at(n_rows) / 2)
+
+
+class _Line:
+    """Straight from point to point; a single point is proportional beyond itself."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        self._x = [x for x, _ in points]
+        self._y = [y for _, y in points]
+        self.last = self._x[-1]
+        self._known: dict[int, float] = {}
+
+    def at(self, x: int) -> float:
+        """The value there; at least half of the first point's."""
+        if x not in self._known:
+            self._known[x] = self._work_out(x)
+        return self._known[x]
+
+    def _work_out(self, x: int) -> float:
+        if len(self._x) == 1:
+            return self._y[0] * max(x / self._x[0], 1.0)
+        i = min(max(bisect.bisect_left(self._x, x), 1), len(self._x) - 1)
+        (x0, x1), (y0, y1) = self._x[i - 1 : i + 1], self._y[i - 1 : i + 1]
+        return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), self._y[0] / 2)

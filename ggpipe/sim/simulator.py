@@ -1,0 +1,353 @@
+"""A request on a virtual cluster: core's scheduler and drafter, as they are, over virtual stages."""
+
+from __future__ import annotations
+
+import collections
+import math
+from dataclasses import dataclass, replace
+
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.drafting import Drafter, DraftEvent, Send
+from ggpipe.core.events import (
+    Action,
+    Arrived,
+    Cancel,
+    Emit,
+    Event,
+    Finished,
+    Guessed,
+    Limits,
+    Request,
+    RunEnded,
+    Sample,
+    Sampled,
+    Steer,
+    Submit,
+    Tick,
+)
+from ggpipe.core.messages import (
+    KvKind,
+    KvOp,
+    MicroBatch,
+    Row,
+    RowLogits,
+    Run,
+    RunRecord,
+    Span,
+    Steering,
+    Want,
+    WantKind,
+)
+from ggpipe.core.scheduler import Scheduler
+from ggpipe.runtime.stats import RankStats, RequestStats
+from ggpipe.sim.clock import Clock
+from ggpipe.sim.cluster import Cluster
+from ggpipe.sim.cores import Cores, OwnCores
+from ggpipe.sim.pipeline import Network, Process, VirtualPipeline
+from ggpipe.sim.tokens import Tokens
+
+_HEAD = 0
+_STEER_BYTES, _GUESS_BYTES = 200, 400
+_ONE = Want(WantKind.TOP, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the context and the batches hold, as `-c`, `-b` and `-ub`."""
+
+    n_ctx: int = 4096
+    n_batch: int = 2048
+    n_ubatch: int = 512
+
+
+def simulate(
+    cluster: Cluster,
+    tokens: Tokens,
+    speculation: SpeculationConfig,
+    n_predict: int,
+    sizes: Sizes | None = None,
+) -> RequestStats:
+    """One request from arrival to end. Times in the result are virtual seconds since it arrived.
+
+    Raises ValueError when the text is shorter than `n_predict`, or the context too small for it.
+    """
+    sizes = sizes or Sizes()
+    if len(tokens.text) < n_predict:
+        raise ValueError(f"the text has {len(tokens.text)} tokens, fewer than {n_predict}")
+    if len(tokens.prompt) + n_predict > sizes.n_ctx:
+        raise ValueError(f"{len(tokens.prompt)} + {n_predict} tokens do not fit a context of {sizes.n_ctx}")
+    if cluster.draft is None:
+        speculation = replace(speculation, mode="iterative")
+    return _Simulation(cluster, tokens, speculation, n_predict, sizes).run()
+
+
+class _Simulation:
+    def __init__(
+        self, cluster: Cluster, tokens: Tokens, speculation: SpeculationConfig, n_predict: int, sizes: Sizes
+    ) -> None:
+        clock = self._clock = Clock()
+        self._overheads = cluster.overheads
+        cores = [_cores(clock, cluster, number) for number in range(len(cluster.nodes))]
+        processes = [Process(clock, cores[node], cluster.overheads.look_s) for node in cluster.node_of]
+        network = self._network = Network(clock, cluster)
+        n_stages = len(cluster.target.layout.stages)
+        self._tokens = tokens
+        self._process = processes[_HEAD]
+        self._scheduler = Scheduler(_limits(sizes, n_stages, speculation))
+        self._pipeline = VirtualPipeline(
+            clock, network, cores, processes, cluster, cluster.target, _HEAD, self._result_arrived
+        )
+        self._draft: _VirtualDraft | None = None
+        if cluster.draft is not None and speculation.mode != "iterative":
+            self._draft = _VirtualDraft(clock, network, cores, processes, cluster, tokens, sizes, speculation, self)
+        self._request = Request(1, tokens.prompt, n_predict, speculation)
+        self.stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation)
+        self.stats.ranks = _ranks(cluster)
+        self._parts = {(rank.rank, rank.draft): rank for rank in self.stats.ranks}
+        self._runs: dict[int, tuple[int, int]] = {}
+        self._wakes_at = math.inf
+        self._finished = False
+
+    def run(self) -> RequestStats:
+        self._process.do(self._overheads.event_s, self._begin)
+        while not self._finished and self._clock.step():
+            pass
+        if not self._finished:
+            raise RuntimeError("the simulated request stands still: a bug of the scheduler")
+        return self.stats
+
+    def _begin(self) -> None:
+        actions = self._scheduler.handle(Arrived(self._request, _ONE), self._clock.now)
+        self.stats.counters = self._scheduler.counters(self._request.id)
+        self._perform(actions)
+
+    def _handle(self, event: Event) -> None:
+        self._perform(self._scheduler.handle(event, self._clock.now))
+
+    def _perform(self, first: list[Action]) -> None:
+        actions, n_messages = collections.deque(first), 0
+        while actions:
+            match actions.popleft():
+                case Submit(run, n_guesses):
+                    self._runs[run.id] = len(run.rows), n_guesses
+                    n_messages += self._pipeline.submit(run)
+                case Cancel(runs):
+                    n_messages += self._pipeline.cancel(runs)
+                case Sample(request, _):
+                    token = self._tokens.text[self.stats.n_generated]
+                    actions.extend(self._scheduler.handle(Sampled(request, token, False, _ONE), self._clock.now))
+                case Emit(_, _, guessed):
+                    self.stats.token_times.append(self._clock.now)
+                    self.stats.guessed.append(guessed)
+                case Steer(message):
+                    assert self._draft is not None
+                    n_messages += self._draft.steer(message)
+                case Finished(_, reason):
+                    self.stats.finish = reason.value
+                    self.stats.ended = self._clock.now
+                    self._finished = True
+        if n_messages:
+            self._process.do(n_messages * self._overheads.send_s, _nothing)
+        wake_at = self._scheduler.wake_at
+        if wake_at is not None and wake_at != self._wakes_at:
+            self._wakes_at = wake_at
+            self._clock.at(wake_at, self._tick)
+
+    def _tick(self) -> None:
+        wake_at = self._scheduler.wake_at
+        if wake_at is not None and self._clock.now >= wake_at:
+            self._handle(Tick())
+
+    def _result_arrived(self, run: Run, spans: tuple[Span, ...]) -> None:
+        def ended() -> None:
+            n_rows, n_guesses = self._runs.pop(run.id)
+            if n_rows:
+                self.stats.runs.append(RunRecord(run.id, n_rows, n_guesses, run.cancelled, spans))
+                self._count(spans, False)
+            rows = () if run.cancelled else tuple(_answer(i) for i, row in enumerate(run.rows) if row.want >= 0)
+            slowest_s = max((span.compute_s for span in spans), default=0.0)
+            self._handle(RunEnded(run.id, rows, slowest_s, sum(span.busy_s for span in spans)))
+
+        self._process.hear(self._overheads.event_s, ended)
+
+    def guesses_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
+        """The draft's message is there."""
+
+        def guessed() -> None:
+            self.stats.draft_runs += records
+            for record in records:
+                self._count(record.spans, True)
+            self._handle(Guessed(batch))
+
+        self._process.hear(self._overheads.event_s, guessed)
+
+    def _count(self, spans: tuple[Span, ...], draft: bool) -> None:
+        for span in spans:
+            self._parts[span.rank, draft].add(span)
+
+
+class _VirtualDraft:
+    """The draft's head and its pipeline."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        cores: list[Cores],
+        processes: list[Process],
+        cluster: Cluster,
+        tokens: Tokens,
+        sizes: Sizes,
+        speculation: SpeculationConfig,
+        simulation: _Simulation,
+    ) -> None:
+        assert cluster.draft is not None
+        self._clock = clock
+        self._network = network
+        self._overheads = cluster.overheads
+        self._simulation = simulation
+        self._rank = cluster.draft.layout.head
+        self._process = processes[self._rank]
+        self._drafter = Drafter(_limits(sizes, len(cluster.draft.layout.stages), speculation))
+        self._paths = _Paths(tokens)
+        self._pipeline = VirtualPipeline(
+            clock, network, cores, processes, cluster, cluster.draft, self._rank, self._result_arrived
+        )
+        self._rows: dict[int, tuple[int, int]] = {}
+        self._answers: dict[int, tuple[RowLogits, ...]] = {}
+        self._records: list[RunRecord] = []
+
+    def steer(self, message: Steering) -> int:
+        """The head says this; returns the number of messages that it takes."""
+
+        def arrive() -> None:
+            self._process.hear(self._overheads.event_s, lambda: self._handle(message))
+
+        if self._rank == _HEAD:
+            self._handle(message)
+            return 0
+        self._network.send(_HEAD, self._rank, _STEER_BYTES, arrive)
+        return 1
+
+    def _handle(self, event: DraftEvent) -> None:
+        n_messages = 0
+        for action in self._drafter.handle(event, self._clock.now):
+            match action:
+                case Submit(run, n_guesses):
+                    self._rows[run.id] = len(run.rows), n_guesses
+                    self._answers[run.id] = self._paths.answers(run)
+                    n_messages += self._pipeline.submit(run)
+                case Cancel(runs):
+                    n_messages += self._pipeline.cancel(runs)
+                case Send(batch):
+                    n_messages += self._rank != _HEAD
+                    self._send(batch, tuple(self._records))
+                    self._records = []
+        if n_messages:
+            self._process.do(n_messages * self._overheads.send_s, _nothing)
+        wake_at = self._drafter.wake_at
+        if wake_at is not None:
+            self._clock.at(wake_at, self._tick)
+
+    def _send(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
+        self._network.send(self._rank, _HEAD, _GUESS_BYTES, lambda: self._simulation.guesses_arrived(batch, records))
+
+    def _tick(self) -> None:
+        wake_at = self._drafter.wake_at
+        if wake_at is not None and self._clock.now >= wake_at:
+            self._process.do(self._overheads.event_s, lambda: self._handle(Tick()))
+
+    def _result_arrived(self, run: Run, spans: tuple[Span, ...]) -> None:
+        def ended() -> None:
+            n_rows, n_guesses = self._rows.pop(run.id)
+            answers = self._answers.pop(run.id)
+            if n_rows:
+                self._records.append(RunRecord(run.id, n_rows, n_guesses, run.cancelled, spans))
+            self._handle(RunEnded(run.id, () if run.cancelled else answers))
+
+        self._process.hear(self._overheads.event_s, ended)
+
+
+class _Paths:
+    """Which of the draft's sequences have left the text, and what it therefore says of a row."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._n_prompt = len(tokens.prompt)
+        self._left: dict[int, int] = {}
+        """By sequence: the position of its first token that is not the text's."""
+        self._known: dict[tuple[int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+
+    def answers(self, run: Run) -> tuple[RowLogits, ...]:
+        """For the rows of a run that want something, as if it were computed now."""
+        for op in run.ops:
+            self._apply(op)
+        for row in run.rows:
+            self._follow(row)
+        return tuple(self._answer(i, row) for i, row in enumerate(run.rows) if row.want >= 0)
+
+    def _apply(self, op: KvOp) -> None:
+        at = self._left.get(op.seq)
+        match op.kind:
+            case KvKind.RM:
+                if at is not None and max(op.p0, 0) <= at:
+                    del self._left[op.seq]
+            case KvKind.CP:
+                self._left.pop(op.dst, None)
+                if at is not None and (op.p1 < 0 or at < op.p1):
+                    self._left[op.dst] = at
+
+    def _follow(self, row: Row) -> None:
+        i, text = row.pos - self._n_prompt, self._tokens.text
+        if i >= 0 and (i >= len(text) or text[i] != row.token):
+            for seq in row.seqs:
+                self._left[seq] = min(self._left.get(seq, row.pos), row.pos)
+
+    def _answer(self, i: int, row: Row) -> RowLogits:
+        left = self._left
+        lost = bool(left) and all(left.get(seq, row.pos + 1) <= row.pos for seq in row.seqs)
+        ids, logits = self._said(row.pos + 1 - self._n_prompt, lost)
+        return RowLogits(i, ids, logits, 0.0)
+
+    def _said(self, place: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        if (place, lost) not in self._known:
+            found = self._tokens.candidates(place, lost)
+            self._known[place, lost] = tuple(t for t, _ in found), tuple(math.log(max(p, 1e-30)) for _, p in found)
+        return self._known[place, lost]
+
+
+def _answer(row: int) -> RowLogits:
+    return RowLogits(row, (0,), (0.0,), 0.0)
+
+
+def _cores(clock: Clock, cluster: Cluster, number: int) -> Cores:
+    node = cluster.nodes[number]
+    ranks = [rank for rank, place in enumerate(cluster.node_of) if place == number]
+    heads = (_HEAD, cluster.draft.layout.head if cluster.draft else _HEAD)
+    if len(ranks) == 1 and ranks[0] not in heads:
+        stage = cluster.target.stages.get(ranks[0]) or (cluster.draft.stages.get(ranks[0]) if cluster.draft else None)
+        if stage is not None and stage.threads <= node.cores:
+            return OwnCores(clock, node.cores)
+    return Cores(clock, node.cores, node.crowd)
+
+
+def _limits(sizes: Sizes, n_stages: int, speculation: SpeculationConfig) -> Limits:
+    return Limits(sizes.n_ctx, sizes.n_batch, sizes.n_ubatch, n_stages + 1, speculation.n_parallel)
+
+
+def _ranks(cluster: Cluster) -> list[RankStats]:
+    """All ranks, the target's first; a draft inside the head's process comes last."""
+    parts = []
+    for pipeline, draft in ((cluster.target, False), (cluster.draft, True)):
+        if pipeline is None:
+            continue
+        for rank in pipeline.layout.ranks:
+            stage = pipeline.stages.get(rank)
+            threads = stage.threads if stage else 0
+            host = cluster.nodes[cluster.node_of[rank]].name
+            parts.append(RankStats(rank, draft, host, pipeline.layout.layers_of(rank), (threads, threads)))
+    return parts
+
+
+def _nothing() -> None:
+    pass
