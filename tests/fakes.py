@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ggpipe.core.drafting import Drafter, DraftEvent, Send, Tick
-from ggpipe.core.events import Cancel, Finish, Limits, RunEnded, Submit
+from ggpipe.core.drafting import Drafter, DraftEvent, Send
+from ggpipe.core.events import Cancel, Finish, Limits, RunEnded, Submit, Tick
 from ggpipe.core.messages import (
     ROOT,
     Accepted,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ggpipe.config import SpeculationConfig
-from ggpipe.core.drafting import Drafter, DraftEvent, Send, Tick, candidates
-from ggpipe.core.events import Cancel, Limits, RunEnded, Submit
+from ggpipe.core.drafting import Drafter, DraftEvent, Send, candidates
+from ggpipe.core.events import Cancel, Limits, RunEnded, Submit, Tick
 from ggpipe.core.messages import ROOT, Accepted, Begin, Done, KvKind, KvOp, MicroBatch, RowLogits, Run, WantKind
 from ggpipe.core.policy import PipeInferPolicy
 

@@ -36,6 +36,7 @@ from ggpipe.core.events import (
     Steer,
     Stop,
     Submit,
+    Tick,
 )
 from ggpipe.core.messages import (
     ROOT,
@@ -112,7 +113,10 @@ class Head:
 
     def moves(self) -> list[Move]:
         """All that could happen next."""
-        moves = self.pipeline.moves("target", self._hear_result)
+        moves: list[Move] = []
+        if self.scheduler.wake_at is not None:
+            moves.append(("tick", self._tick))
+        moves += self.pipeline.moves("target", self._hear_result)
         if self.to_sample:
             moves.append(("sample", self._sample))
         if self.draft is not None:
@@ -128,9 +132,13 @@ class Head:
 
     def _hear_result(self) -> None:
         run, rows = self.pipeline.take_result()
-        self.handle(
-            RunEnded(run, rows, compute_s=0.01 * (1 + run * 7919 % 13))
-        )  # times that say anything of run lengths
+        seconds = 0.01 * (1 + run * 7919 % 13)  # times that say anything of run lengths
+        self.handle(RunEnded(run, rows, seconds, seconds * (1 + run % 4)))
+
+    def _tick(self) -> None:
+        assert self.scheduler.wake_at is not None
+        self.now = max(self.now, self.scheduler.wake_at)
+        self.handle(Tick())
 
     def _hear_guesses(self) -> None:
         assert self.draft is not None

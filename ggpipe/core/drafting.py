@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ggpipe.core.events import Cancel, Limits, RunEnded, Submit
+from ggpipe.core.events import Cancel, Limits, RunEnded, Submit, Tick
 from ggpipe.core.messages import (
     ROOT,
     Accepted,
@@ -36,11 +36,6 @@ from ggpipe.core.tree import Node, SequenceIds, Tree
 
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of guesses has told how long one takes
 _MIN_CANDIDATES = 4  # of each answer; some more than are guessed, for whoever records what the draft thought
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """The time has come that `wake_at` named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,11 +119,14 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A run's result is back, or its marker when it was cancelled. `compute_s`: seconds in its slowest stage."""
+    """A run's result is back, or its marker when it was cancelled."""
 
     run: int
     rows: tuple[RowLogits, ...] = ()
     compute_s: float = 0.0
+    """Of its slowest stage."""
+    all_s: float = 0.0
+    """Of all stages together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,12 @@ class Stop:
     request: int
 
 
-Event = Arrived | RunEnded | Sampled | Guessed | Stop
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The time has come that `wake_at` named: the scheduler's, or the drafter's."""
+
+
+Event = Arrived | RunEnded | Sampled | Guessed | Stop | Tick
 
 
 # Actions

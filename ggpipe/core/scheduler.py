@@ -40,10 +40,16 @@ from ggpipe.core.events import (
     Steer,
     Stop,
     Submit,
+    Tick,
 )
-from ggpipe.core.messages import ROOT, Accepted, Begin, Done, KvOp, MicroBatch, Row, RowLogits, Run, Want, WantKind
+from ggpipe.core.messages import ROOT, Accepted, Begin, Done, KvOp, MicroBatch, Row, Run, Want, WantKind
 from ggpipe.core.policy import RunWidth
 from ggpipe.core.tree import Node, SequenceIds, Tree
+
+_PATIENCE = 2.0  # times the draft's usual pace: so long a fresh root waits for guesses
+_EARLY = 0.2  # of a run's time: so long before the slowest stage is free the next guesses go in,
+_EARLY_S = 1e-3  # and at least so many seconds: messages take their time
+_TIMED = 4  # guesses below a fresh root by which that pace is known
 
 
 @dataclass(slots=True)
@@ -87,6 +93,14 @@ class _Active:
     ending: Finish | None = None
     counters: Counters = field(default_factory=Counters)
     width: RunWidth = field(default_factory=RunWidth)
+    held_until: float | None = None
+    """A fresh root waits so long for guesses to ride with it."""
+    gate_at: float | None = None
+    """When the next run of guesses may go in."""
+    guess_due: float | None = None
+    """When the draft learned of a fresh root, or sent its last guess below it."""
+    n_below: int = 0
+    """Guesses that it sent below it since."""
 
     @property
     def epoch(self) -> int:
@@ -111,27 +125,40 @@ class Scheduler:
         self._waiting: collections.deque[tuple[Request, Want]] = collections.deque()
         self._active: dict[int, _Active] = {}
         self._flights: dict[int, _Flight] = {}
+        self._now = 0.0
+        self._free_at = 0.0
+        """When the slowest stage is through with all that is submitted."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back)."""
         actions: list[Action] = []
+        self._now = now
         match event:
             case Arrived(request, want):
                 if not 0 < len(request.prompt) < self._limits.n_ctx:
                     raise ValueError(f"a prompt of {len(request.prompt)} tokens in {self._limits.n_ctx} cells")
                 self._waiting.append((request, want))
                 self._admit(actions)
-            case RunEnded(run, rows, compute_s):
-                self._run_ended(run, rows, compute_s, actions)
+            case RunEnded():
+                self._run_ended(event, actions)
             case Sampled(request_id, token, end, want):
                 self._sampled(request_id, token, end, want, actions)
             case Guessed(batch):
                 self._guessed(batch, actions)
             case Stop(request_id):
                 self._stop(request_id, actions)
+            case Tick():
+                for active in self._active.values():
+                    self._push(active, actions)
         if self._ops and not self._active:  # no run is coming that could carry them
             self._put(None, [], (), (), actions)
         return actions
+
+    @property
+    def wake_at(self) -> float | None:
+        """When to say `Tick`, by the clock of `now`; None when only other events matter."""
+        times = (time for active in self._active.values() for time in (active.held_until, active.gate_at))
+        return min((time for time in times if time is not None), default=None)
 
     def counters(self, request: int) -> Counters:
         """A request's numbers, kept up to date until it is finished. Raises KeyError when it is not being served."""
@@ -182,6 +209,7 @@ class Scheduler:
 
     def _end(self, active: _Active, reason: Finish, actions: list[Action]) -> None:
         active.ending = reason
+        active.held_until = active.gate_at = None
         active.tree.close()
         if active.request.speculation.mode != "iterative":
             actions.append(Steer(Done(active.request.id)))
@@ -201,6 +229,7 @@ class Scheduler:
         """Submit what this request has to submit and the pipeline has room for."""
         if active.ending is not None or active.sampling:  # the token that is being drawn says which guesses live
             return
+        active.gate_at = None
         root, speculation = active.tree.root, active.request.speculation
         while active.chunks and self.n_in_flight < self._limits.n_in_flight:
             chunk = active.chunks.popleft()
@@ -215,12 +244,37 @@ class Scheduler:
                 most = min(self._most(active) + 1, self._limits.n_rows)
                 self._submit(active, (), [root, *self._best(active)], most, actions)
             return
-        if not root.submitted:  # waits for nothing
-            self._submit(active, (), (root,), 1, actions)
+        if not root.submitted and not self._launch(active, actions):
+            return
         while self.n_in_flight < self._limits.n_in_flight and (speculation.continuous or not self._guessing(active)):
             guesses = self._best(active)
+            early_s = max(active.width.seconds(1) * _EARLY, _EARLY_S)
+            if guesses and self._now < self._free_at - early_s:  # until then more of them may come
+                active.gate_at = self._free_at - early_s
+                return
             if not self._submit(active, (), guesses, self._worth(active, guesses), actions):
                 return
+
+    def _launch(self, active: _Active, actions: list[Action]) -> bool:
+        """Put a fresh root in, with the guesses that are to ride along; False while these are waited for.
+
+        It waits for no other reason, and not for a draft that is late.
+        """
+        n, guesses = 0, self._best(active)
+        speculation = active.request.speculation
+        if speculation.mode == "async" and speculation.continuous:
+            most = max(min(self._most(active), self._limits.n_rows - 1), 0)
+            chances = self._chances(active, guesses[:most])
+            n, wait_s = active.width.riders(chances, most)
+            if n > len(guesses):
+                if active.held_until is None:
+                    active.held_until = self._now + _PATIENCE * wait_s
+                if self._now < active.held_until:
+                    return False
+                n, _ = active.width.riders(chances, len(chances))
+        active.held_until = None
+        self._submit(active, (), (active.tree.root, *guesses), 1 + n, actions)
+        return True
 
     def _best(self, active: _Active) -> list[Node]:
         """Guesses that are worth a row, the most probable path first, so parents before their children."""
@@ -238,11 +292,15 @@ class Scheduler:
     def _worth(self, active: _Active, guesses: Sequence[Node]) -> int:
         """How many of these to put into one run."""
         most = self._most(active)
+        return min(active.width.best(self._chances(active, guesses[:most])), most)
+
+    def _chances(self, active: _Active, guesses: Sequence[Node]) -> list[float]:
+        """How probable each of these is, from the first parent on that is in the pipeline."""
         chances: dict[Node, float] = {}
-        for node in guesses[:most]:
+        for node in guesses:
             before = chances.get(node.parent, 1.0) if node.parent is not None else 1.0
             chances[node] = before * active.width.chance(node.prob)
-        return min(active.width.best(chances.values()), most)
+        return list(chances.values())
 
     @property
     def n_in_flight(self) -> int:
@@ -276,6 +334,8 @@ class Scheduler:
         counters.speculative_runs += guesses > 0
         run = self._put(active, placed, rows, tuple(wants), actions, guesses)
         active.flights.add(run)
+        before = self._now if tree.root in placed else max(self._free_at, self._now)  # what a fresh root meets is dead
+        self._free_at = before + active.width.seconds(len(rows))
         return True
 
     def _put(
@@ -289,7 +349,8 @@ class Scheduler:
         actions.append(Submit(run, n_guesses))
         return run.id
 
-    def _run_ended(self, run: int, rows: tuple[RowLogits, ...], compute_s: float, actions: list[Action]) -> None:
+    def _run_ended(self, event: RunEnded, actions: list[Action]) -> None:
+        run, rows = event.run, event.rows
         flight = self._flights.pop(run, None)
         if flight is None:
             raise ValueError(f"run {run} is not in flight")
@@ -298,8 +359,8 @@ class Scheduler:
             active.flights.remove(run)
             for row in rows:
                 flight.nodes[row.row - flight.n_prompt].answer = row
-            if rows and flight.n_prompt == 0 and compute_s > 0:
-                active.width.ended(len(flight.nodes), compute_s)
+            if rows and flight.n_prompt == 0 and event.compute_s > 0:
+                active.width.ended(len(flight.nodes), event.compute_s, event.all_s)
             if rows and not flight.cancelled:
                 active.counters.verified_runs += flight.n_guesses > 0
             if active.ending is not None:
@@ -346,7 +407,7 @@ class Scheduler:
         for guess in active.tree.root.children.values():
             active.width.judged(guess.prob, guess.token == token)
         dead = active.tree.advance(token)
-        root = active.tree.root
+        root, active.held_until, active.gate_at = active.tree.root, None, None
         if root.guess >= 0:
             active.passed[root.guess] = active.epoch
             active.guesses.pop(root.guess, None)
@@ -395,12 +456,15 @@ class Scheduler:
             tokens = tuple(active.text[active.n_told :])
             active.n_told = active.epoch
             lead = self._lead(active.request.speculation, active.width)
+            active.guess_due, active.n_below = (self._now if active.tree.root.guess < 0 else None), 0
             actions.append(Steer(Accepted(active.request.id, active.epoch, tokens, lead)))
 
     def _guessed(self, batch: MicroBatch, actions: list[Action]) -> None:
         active = self._active.get(batch.request)
         if active is None or active.ending is not None:
             return
+        if batch.epoch == active.epoch and batch.expansions and active.guess_due is not None:
+            self._time_guess(active, len(batch.expansions))
         for expansion in batch.expansions:
             active.counters.drafted_tokens += expansion.n
             at = batch.epoch if expansion.parent == ROOT else active.passed.get(expansion.parent)
@@ -410,6 +474,13 @@ class Scheduler:
         if batch.complete and batch.epoch == active.epoch:
             active.ready = True
         self._push(active, actions)
+
+    def _time_guess(self, active: _Active, n: int) -> None:
+        """The draft sent `n` guesses below a root that it had not guessed."""
+        assert active.guess_due is not None
+        active.width.guessed(active.n_below == 0, (self._now - active.guess_due) / n)
+        active.n_below += n
+        active.guess_due = self._now if active.n_below < _TIMED else None  # later it may wait for us
 
     def _graft(self, active: _Active, at: int | None, parent: Node | None, guess: int, token: int, prob: float) -> None:
         """Take a guess over. It hangs on `parent`, or on the text's token `at` (which the draft knew as the last)."""

@@ -6,8 +6,8 @@ import collections
 import time
 from collections.abc import Callable, Sequence
 
-from ggpipe.core.drafting import Drafter, DraftEvent, Send, Tick
-from ggpipe.core.events import Cancel, Limits, RunEnded, Submit
+from ggpipe.core.drafting import Drafter, DraftEvent, Send
+from ggpipe.core.events import Cancel, Limits, RunEnded, Submit, Tick
 from ggpipe.core.messages import MicroBatch, RunRecord, RunResult
 from ggpipe.runtime.pipe import Pipe
 

@@ -139,14 +139,20 @@ class Hub:
         """Give up waiting for anything. From any thread or a signal handler."""
         self._terminate = True
 
-    def next(self) -> News:
-        """Wait for something to happen, at most a tick. Raises what another rank, or a stage of ours, failed with."""
+    def next(self, wake_at: float | None = None) -> News:
+        """Wait for something to happen, at most a tick, and not beyond `wake_at` (`time.monotonic`).
+
+        Raises what another rank, or a stage of ours, failed with.
+        """
         if self._terminate:
             raise Terminated("terminated from outside, or because another rank is gone")
         if self._news:
             return self._news.popleft()
         wait_s = self._draft_head.wait_s() if self._draft_head is not None else None
-        event = self._inbox.next(_TICK_S if wait_s is None else min(wait_s, _TICK_S))
+        waits_s = [_TICK_S, *(w for w in (wait_s,) if w is not None)]
+        if wake_at is not None:
+            waits_s.append(max(wake_at - time.monotonic(), 0.0))
+        event = self._inbox.next(min(waits_s))
         match event:
             case Message():
                 return self._read(event)

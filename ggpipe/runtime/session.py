@@ -34,6 +34,7 @@ from ggpipe.core.events import (
     Steer,
     Stop,
     Submit,
+    Tick,
 )
 from ggpipe.core.messages import RunRecord, RunResult, Span
 from ggpipe.core.scheduler import Scheduler
@@ -186,7 +187,7 @@ class Session:
                 stats.finish = Finish.STOPPED.value
                 actions.extend(self._handle(Stop(request.id)))
                 continue
-            actions.extend(self._on_event(self._hub.next()))
+            actions.extend(self._on_event(self._hub.next(self._scheduler.wake_at)))
 
     def _on_event(self, event: News) -> list[Action]:
         match event:
@@ -196,12 +197,14 @@ class Session:
                     self._stats.runs.append(RunRecord(run, n_rows, n_guesses, cancelled, spans))
                     self._count(spans, draft=False)
                 compute_s = max((span.compute_s for span in spans), default=0.0)
-                return self._handle(RunEnded(run, rows, compute_s))
+                return self._handle(RunEnded(run, rows, compute_s, sum(span.busy_s for span in spans)))
             case DraftNews(batch, records):
                 self._stats.draft_runs += records
                 for record in records:
                     self._count(record.spans, draft=True)
                 return self._handle(Guessed(batch))
+            case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
+                return self._handle(Tick())
         return []
 
     def _count(self, spans: Sequence[Span], draft: bool) -> None:
