@@ -1,0 +1,128 @@
+"""Virtual clusters whose times can be worked out by hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from unittest import mock
+
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.events import Action, Event, RunEnded, Submit
+from ggpipe.core.layout import lay_out
+from ggpipe.core.scheduler import Scheduler
+from ggpipe.runtime.stats import RequestStats
+from ggpipe.sim import simulator
+from ggpipe.sim.cluster import Cluster, Link, Node, Overheads, Pipeline, Stage
+from ggpipe.sim.simulator import Sizes, simulate
+from ggpipe.sim.tokens import SyntheticTokens, Tokens
+
+ITERATIVE, SPECULATIVE, ASYNC = (SpeculationConfig(mode) for mode in ("iterative", "speculative", "async"))
+NO_OVERHEADS = Overheads(*(0.0,) * len(Overheads.__dataclass_fields__))
+FAST = Link(1e-6, 1e15)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """So many seconds for a run, and so many for each row beyond the first."""
+
+    run_s: float
+    row_s: float = 0.0
+
+    def seconds(self, n_rows: int, n_past: int) -> float:
+        return self.run_s + self.row_s * (n_rows - 1)
+
+
+def cluster(
+    stages_s: Sequence[float],
+    draft_s: float | None = None,
+    *,
+    row_share: float = 0.0,
+    draft_rank: bool = True,
+    cores: int | None = None,
+    crowd: float = 1.0,
+    link: Link = FAST,
+    overheads: Overheads = NO_OVERHEADS,
+) -> Cluster:
+    """A stage for each time, then the draft. `cores`: all ranks are on one node with so many; None: each has its own.
+
+    A row beyond the first takes `row_share` of a run's time. `draft_rank`: the draft has a rank of its own.
+    """
+    n_target, n_ranks = len(stages_s), len(stages_s) + (draft_s is not None and draft_rank)
+    alone = cores is None
+    nodes = tuple(Node(f"node{i}", 1, crowd) for i in range(n_ranks)) if cores is None else (Node("one", cores, crowd),)
+    target = Pipeline(
+        lay_out(n_target, n_target, None),
+        {rank: Stage(1, Linear(s, s * row_share)) for rank, s in enumerate(stages_s)},
+        1000,
+    )
+    draft = None
+    if draft_s is not None:
+        head = n_target if draft_rank else 0
+        draft = Pipeline(lay_out(1, 1, None, head), {head: Stage(1, Linear(draft_s), not (alone and draft_rank))}, 0)
+    node_of = tuple(range(n_ranks)) if alone else (0,) * n_ranks
+    return Cluster("test", nodes, node_of, target, draft, {}, link, link, overheads)
+
+
+def tokens(acceptance: float = 0.7, n_text: int = 60, n_prompt: int = 20, seed: int = 0) -> SyntheticTokens:
+    return SyntheticTokens(acceptance, n_prompt, n_text, seed)
+
+
+def n_misses(text: SyntheticTokens) -> int:
+    """Places where the draft's best candidate is not the text's token."""
+    return sum(text.candidates(i, False)[0][0] != token for i, token in enumerate(text.text))
+
+
+@dataclass
+class Watched:
+    """What went into the target's pipeline, and came out of it."""
+
+    schedulers: list[Scheduler] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Watched]:
+    """The scheduler as it is, seen at work."""
+    seen = Watched()
+
+    class Seen(Scheduler):
+        def handle(self, event: Event, now: float) -> list[Action]:
+            if self not in seen.schedulers:
+                seen.schedulers.append(self)
+            if isinstance(event, RunEnded):
+                seen.ended.append(event.run)
+            actions = super().handle(event, now)
+            seen.submitted += [action.run.id for action in actions if isinstance(action, Submit)]
+            return actions
+
+    with mock.patch.object(simulator, "Scheduler", Seen):
+        yield seen
+
+
+def checked(own: Cluster, text: Tokens, speculation: SpeculationConfig, sizes: Sizes | None = None) -> RequestStats:
+    """Simulate all of the text. Whatever the times: it is all there, and every run ended exactly once."""
+    with watched() as seen:
+        stats = simulate(own, text, speculation, len(text.text), sizes)
+    (scheduler,) = seen.schedulers
+    assert scheduler.n_in_flight == 0
+    assert len(set(seen.submitted)) == len(seen.submitted)
+    last = [run for run in seen.submitted if run not in seen.ended]
+    assert len(last) <= 1, "only the last run, with nothing but operations, may be on its way when all is over"
+    assert sorted([*seen.ended, *last]) == sorted(seen.submitted)
+    assert {run.id for run in stats.runs} <= set(seen.ended)
+    assert stats.n_generated == len(text.text)
+    assert stats.finish == "length"
+    assert stats.ended is not None
+    assert 0 <= stats.arrived < stats.token_times[0]
+    assert stats.token_times == sorted(stats.token_times)
+    assert stats.token_times[-1] <= stats.ended
+    counters = stats.counters
+    assert counters.accepted_tokens == sum(stats.guessed) <= counters.submitted_tokens
+    assert counters.verified_runs + counters.cancelled_runs >= counters.speculative_runs
+    assert counters.cancelled_runs <= counters.speculative_runs
+    assert sum(run.n_guesses for run in stats.runs) == counters.submitted_tokens
+    for run in (*stats.runs, *stats.draft_runs):
+        assert all(0 <= span.compute_s <= span.busy_s + 1e-12 for span in run.spans)
+    return stats
