@@ -204,9 +204,9 @@ def _work(task: _Task, modes: Sequence[str], session: Session, own_choice: bool)
     prompts: dict[str, tuple[int, ...]] = {}
     for name, text in task.texts.items():
         prompt = session.vocab.tokenize(text)
-        session.check_prompt(prompt)
         try:
             check_room(name, prompt, task.n_predict, session.n_ctx)
+            session.check_prompt(prompt)
             prompts[name] = prompt
         except UsageError as e:
             if not own_choice:
