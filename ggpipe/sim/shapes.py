@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_ROW_BYTES = 58  # for each number of the width, where nothing else is known: with 3.5 times as many in feed-forward
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -27,6 +29,12 @@ class ModelShape:
     """Of each layer's weights, those of experts, of which a token uses only some. None: no layer has experts."""
     n_experts: int = 0
     n_experts_used: int = 0
+    n_ctx: int = 0
+    """Tokens of the context that it was trained with; 0: not known."""
+    row_bytes: float = 0.0
+    """Room to compute in, for each row of the longest run, on a rank with layers;"""
+    row_cell_bytes: float = 2.0
+    """and for each such row and each token of the context."""
 
     @property
     def n_layer(self) -> int:
@@ -79,5 +87,6 @@ def even_shape(
     layer = (weight_bytes - (edge if tied else 2 * edge)) / n_layer
     per_byte = parameters / weight_bytes
     return ModelShape(
-        name, (int(layer),) * n_layer, int(edge), int(edge), per_byte, width, (cell_bytes / n_layer,) * n_layer, n_vocab
-    )
+        name, (int(layer),) * n_layer, int(edge), int(edge), per_byte, width, (cell_bytes / n_layer,) * n_layer,
+        n_vocab, row_bytes=_ROW_BYTES * width,
+    )  # fmt: skip
