@@ -15,7 +15,8 @@ from ggpipe.runtime.runner import Broke, Loading, Notice
 from ggpipe.transport import codec
 from ggpipe.transport.base import Kind, Message, Transport
 
-_HEAD = 0
+HEAD = 0
+"""The rank that says what is measured."""
 _TICK_S = 0.1
 _SMALL = bytes(512)  # as a result with the best 40 tokens
 _LARGE_BYTES = (256 << 10, 4 << 20)

@@ -25,6 +25,7 @@ CHUNK_ROWS = 128
 SHORT_CELLS, LONG_CELLS = 32, 512
 _TOP = Want(WantKind.TOP, 40)  # what sampling asks for by default
 _MOST_ROUNDS = 15
+_SLICE_S, _SHARED_S = 5e-3, 0.5
 
 
 class TimedStage:
@@ -140,9 +141,9 @@ class Samples:
         known = [n for n in self.same_s if n <= n_rows]
         return statistics.median(self.same_s[max(known)]) * n_rows / max(known) if known else 0.0
 
-    def points(self, n_past: int) -> list[Point]:
-        """Medians."""
-        return [Point(n, n_past, statistics.median(self.same_s[n])) for n in sorted(self.same_s)]
+    def points(self, n_past: int, middle: Callable[[list[float]], float] = statistics.median) -> list[Point]:
+        """What these runs took, by default their medians."""
+        return [Point(n, n_past, middle(self.same_s[n])) for n in sorted(self.same_s)]
 
 
 def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], until: float) -> Samples:
@@ -206,17 +207,18 @@ def measure_together(
     timed: TimedStage, budget_s: float, ready: Callable[[], None], enough: Callable[[], bool]
 ) -> list[Point]:
     """Runs of few rows, again and again, until `enough` says so; `ready` is told when we have what we need."""
-    until, n_cells, samples = time.monotonic() + budget_s, cells_before(timed.stage.n_ctx), Samples()
+    n_cells, samples = cells_before(timed.stage.n_ctx), Samples()
     rows = fitting(FEW_ROWS, timed)
     timed.fill(n_cells, _chunk(timed))
-    n_rounds, told = 0, False
+    start, n_rounds, told = time.monotonic(), 0, False
     while True:
         for n in rows:
             samples.measure(timed, n)
             if told and enough():
-                return samples.points(n_cells)
+                return samples.points(n_cells, among_others)
         n_rounds += 1
-        if not told and (time.monotonic() >= until or n_rounds == 2 * _MOST_ROUNDS):
+        spent_s = time.monotonic() - start
+        if not told and (spent_s >= budget_s or (spent_s >= _SHARED_S and n_rounds >= _MOST_ROUNDS)):
             ready()
             told = True
 
@@ -225,6 +227,13 @@ def where_nothing_is(small: tuple[int, float], large: tuple[int, float]) -> floa
     """Seconds of no bytes, by a straight line through two points (bytes, seconds); between 0 and the small one's."""
     (a, a_s), (b, b_s) = small, large
     return min(max(a_s - (b_s - a_s) * a / (b - a), 0.0), a_s) if b > a else 0.0
+
+
+def among_others(seconds: list[float]) -> float:
+    """What runs took that share cores: the median, or the mean of runs so short that the kernel lets most of them
+    through at once, and makes a few wait for all."""
+    median_s = statistics.median(seconds)
+    return median_s if median_s > _SLICE_S else statistics.fmean(seconds)
 
 
 def _chunk(timed: TimedStage) -> int:

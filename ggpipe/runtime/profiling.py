@@ -8,32 +8,22 @@ links       one pair of ranks after the other; everybody else waits
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ggpipe.config import EngineConfig
-from ggpipe.engine import machine
-from ggpipe.engine.model_file import ModelFile
-from ggpipe.errors import GgpipeError, ModelError, RankError, UsageError
+from ggpipe.errors import GgpipeError, RankError, UsageError
 from ggpipe.runtime import measuring, startup
-from ggpipe.runtime.line import Line
-from ggpipe.runtime.measuring import TimedStage
+from ggpipe.runtime.line import HEAD, Line
+from ggpipe.runtime.profiled_rank import ProfiledRank
 from ggpipe.sim.profile import Kernels, LinkProfile, ModelFacts, Part, Point, Profile, RankProfile
 from ggpipe.transport.base import Transport
 
-_HEAD = 0
 _STAGE_BYTES = 1 << 30
 _STAGE_BYTES_PER_S = 100 << 20  # of a rank's own time
-_N_CTX = measuring.LONG_CELLS + 2 * measuring.CHUNK_ROWS
 _ALL_PAIRS = 8
 
-_MEMORY_S = 0.5
-
-# Shares of the budget
-_TOGETHER, _LINKS = 0.15, 0.15
-_MEMORY, _HALF, _SHORT, _LONG = 0.05, 0.2, 0.4, 0.35  # of what is left for each rank alone
+_TOGETHER, _LINKS = 0.15, 0.15  # shares of the budget; the rest is for ranks alone
 
 
 def profile_ranks(
@@ -53,9 +43,9 @@ def profile_ranks(
     Raises on the first rank what any rank met, and RankError on the others.
     """
     line = Line(transport, attend)
-    rank = _Rank(line, config)
+    rank = ProfiledRank(line, config)
     try:
-        if transport.rank != _HEAD:
+        if transport.rank != HEAD:
             _serve(line, rank)
             return None
         try:
@@ -67,6 +57,20 @@ def profile_ranks(
         return profile
     finally:
         rank.close()
+
+
+def _serve(line: Line, rank: ProfiledRank) -> None:
+    """Do what the first rank says, until it says that all is done. Raises RankError when it gives up."""
+    try:
+        line.tell(HEAD, "hello", **rank.hello())
+        while (order := line.told())["kind"] != "leave":
+            line.tell(HEAD, "answer", rank=line.transport.rank, **rank.answer(order))
+    except RankError:
+        raise
+    except GgpipeError as e:
+        rank.close()
+        line.tell(HEAD, "failed", **startup.failure(line.transport, e))
+        line.wait_for_quit()
 
 
 def default_layers(model: ModelFacts, alone_s: float, cache_bytes: int) -> tuple[int, int]:
@@ -82,7 +86,7 @@ def default_layers(model: ModelFacts, alone_s: float, cache_bytes: int) -> tuple
 
 
 def _lead(
-    line: Line, own: _Rank, layers: tuple[int, int] | None, budget_s: float, say: Callable[[str], None]
+    line: Line, own: ProfiledRank, layers: tuple[int, int] | None, budget_s: float, say: Callable[[str], None]
 ) -> Profile:
     n_ranks = line.transport.size
     hellos = [own.hello(), *line.gather("hello", range(1, n_ranks))]
@@ -104,10 +108,10 @@ def _lead(
         """What these ranks answer, in order."""
         asked = sorted(ranks)
         for rank in asked:
-            if rank != _HEAD:
+            if rank != HEAD:
                 line.tell(rank, kind, **fields)
-        answers = [own.answer({"kind": kind, **fields})] if _HEAD in asked else []
-        return answers + line.gather("answer", [rank for rank in asked if rank != _HEAD])
+        answers = [own.answer({"kind": kind, **fields})] if HEAD in asked else []
+        return answers + line.gather("answer", [rank for rank in asked if rank != HEAD])
 
     measured: dict[int, dict[str, Any]] = {}
     for i in range(n_rounds):
@@ -136,7 +140,7 @@ def pairs_of(n_ranks: int) -> list[tuple[int, int]]:
     if n_ranks <= _ALL_PAIRS:
         return [(a, b) for a in range(n_ranks) for b in range(n_ranks) if a != b]
     ring = [(a, (a + 1) % n_ranks) for a in range(n_ranks)]
-    star = [pair for rank in range(1, n_ranks) for pair in ((_HEAD, rank), (rank, _HEAD))]
+    star = [pair for rank in range(1, n_ranks) for pair in ((HEAD, rank), (rank, HEAD))]
     return sorted({*ring, *star})
 
 
@@ -176,146 +180,3 @@ def _rank_profile(
 
 def _points(told: Iterable[Sequence[float]]) -> tuple[Point, ...]:
     return tuple(Point(int(rows), int(n_past), seconds) for rows, n_past, seconds in told)
-
-
-def _told(points: Iterable[Point]) -> list[tuple[int, int, float]]:
-    return [(p.rows, p.n_past, p.seconds) for p in points]
-
-
-# Every rank
-
-
-def _serve(line: Line, rank: _Rank) -> None:
-    """Do what the first rank says, until it says that all is done. Raises RankError when it gives up."""
-    try:
-        line.tell(_HEAD, "hello", **rank.hello())
-        while (order := line.told())["kind"] != "leave":
-            line.tell(_HEAD, "answer", rank=line.transport.rank, **rank.answer(order))
-    except RankError:
-        raise
-    except GgpipeError as e:
-        rank.close()
-        line.tell(_HEAD, "failed", **startup.failure(line.transport, e))
-        line.wait_for_quit()
-
-
-class _Rank:
-    """A rank's own part."""
-
-    def __init__(self, line: Line, config: EngineConfig) -> None:
-        self.config = config
-        self._line = line
-        self._timed: TimedStage | None = None
-
-    def hello(self) -> dict[str, Any]:
-        """What this rank says of itself. Raises ModelError for a model that cannot be read."""
-        self._file = ModelFile.open(self.config.model.path)
-        self.model = ModelFacts.of(self._file)
-        transport = self._line.transport
-        return {
-            **startup.hello(transport, self._file, False),
-            "cores": machine.cores(),
-            "threads": startup.threads_of(self.config, transport, False),
-            "memory_bytes": machine.available_bytes(),
-            "cache_bytes": machine.cache_bytes(),
-        }
-
-    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do what the order says."""
-        match order["kind"]:
-            case "alone":
-                return self._alone((order["layers"][0], order["layers"][1]), order["budget_s"])
-            case "together":
-                return self._together(order["budget_s"])
-            case "link":
-                self.close()
-                latency_s, bytes_per_s = self._line.measure(order["peer"], order["budget_s"])
-                return {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
-        raise RankError(f"the first rank asks for {order['kind']!r}: use one ggpipe everywhere")
-
-    def close(self) -> None:
-        """Free the stage."""
-        if self._timed is not None:
-            self._timed.close()
-            self._timed = None
-
-    def _alone(self, layers: tuple[int, int], budget_s: float) -> dict[str, Any]:
-        single, _ = startup.threads_of(self.config, self._line.transport, False)
-        speed = measuring.memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
-        half, half_s = self._half(layers, budget_s * _HALF)
-        timed = self._load(layers)
-        short = measuring.measure_short(timed, budget_s * _SHORT)
-        points = short.points(measuring.cells_before(timed.stage.n_ctx))
-        points += measuring.measure_long(timed, short, budget_s * _LONG)
-        fixed_s = 0.0
-        if half is not None:
-            few, all_bytes = self.model.weight_bytes(half["layers"]), self.model.weight_bytes(layers)
-            fixed_s = measuring.where_nothing_is((few, half_s), (all_bytes, short.fastest_s))
-        return {
-            "layers": layers,
-            "points": _told(points),
-            "half": half,
-            "memory_bytes_per_s": speed,
-            "run_s": statistics.median(short.rest_s),
-            "change_s": max(statistics.median(short.change_s), 0.0) if short.change_s else 0.0,
-            "fixed_s": fixed_s,
-        }
-
-    def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[dict[str, Any] | None, float]:
-        """The first half of the layers, and its fastest run of one row; None where there is none."""
-        (a, b), n = layers, self.model.n_layer
-        if b - a == 1:
-            return None, 0.0
-        some = (a, a + (b - a) // 2)
-        try:
-            timed = self._load(some)
-        except ModelError:
-            if layers != (0, n):
-                raise
-            return None, 0.0  # a model that cannot be cut; what else there is shows when all is loaded
-        samples = measuring.measure_short(timed, budget_s, (1, 8))
-        points = samples.points(measuring.cells_before(timed.stage.n_ctx))
-        return {"layers": some, "points": _told(points)}, samples.fastest_s
-
-    def _together(self, budget_s: float) -> dict[str, Any]:
-        assert self._timed is not None
-        line = self._line
-        leads = line.transport.rank == _HEAD
-
-        def ready() -> None:
-            if not leads:
-                line.tell(_HEAD, "ready")
-
-        def enough() -> bool:
-            if not leads:
-                return line.has_told("enough") > 0
-            if line.has_told("ready") < line.transport.size - 1:
-                return False
-            line.tell_all("enough")
-            return True
-
-        points = measuring.measure_together(self._timed, budget_s, ready, enough)
-        line.forget("ready" if leads else "enough")
-        self.close()
-        return {"points": _told(points)}
-
-    def _load(self, layers: tuple[int, int]) -> TimedStage:
-        self.close()
-        config, transport = self.config, self._line.transport
-        context = config.context
-        trained = self._file.metadata.get(f"{self._file.architecture}.context_length", _N_CTX)
-        limits = [n for n in (_N_CTX, context.n_ctx, trained) if isinstance(n, int) and n > 0]
-        config = replace(config, context=replace(context, n_ctx=min(limits)))
-        load = startup.stage_loader(config, transport, self._file, layers, False)
-        try:
-            self._timed = TimedStage(
-                transport.rank, load, self.model.n_vocab, self._line.inbox, self._line.notice, startup.look_s(config)
-            )
-        except ModelError as e:
-            n = self.model.n_layer
-            if "cannot be cut" not in str(e) or layers == (0, n):
-                raise
-            raise ModelError(
-                f"'{self.model.architecture}' models cannot be cut: profile all layers, with --layers 0-{n - 1}"
-            ) from e
-        return self._timed

@@ -132,7 +132,7 @@ class RankProfile:
     alone: tuple[Point, ...]
     """While no other rank of the same machine computes."""
     together: tuple[Point, ...]
-    """While all ranks of the cluster compute."""
+    """While all ranks of the cluster compute. Means where runs are shorter than a few milliseconds."""
     half: Part | None
     """Fewer of the layers, alone; None where a single one was measured."""
     run_s: float
