@@ -239,7 +239,7 @@ def _link(file: Table, name: str) -> Link | None:
     table = file.table(name)
     if table is None:
         return None
-    link = Link(table.number("latency_us", zero=True) * 1e-6, table.number("gbit_per_s") * 1e9 / 8)
+    link = Link(table.number("latency_us", zero=True) / 1e6, table.number("gbit_per_s") * 1e9 / 8)
     table.close()
     return link
 
@@ -253,6 +253,6 @@ def _overheads(file: Table, run_s: float | None) -> Overheads:
     for field in fields(Overheads):
         key = f"{field.name.removesuffix('_s')}_us"
         if key in table:
-            given[field.name] = table.number(key, zero=True) * 1e-6
+            given[field.name] = table.number(key, zero=True) / 1e6
     table.close()
     return replace(overheads, **given)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
 from ggpipe.runtime.stats import RequestStats
 from ggpipe.sim.build import Placement, build
 from ggpipe.sim.cluster import Link
+from ggpipe.sim.memory import process_memory, stage_memory
 from ggpipe.sim.recording import Recording
 from ggpipe.sim.shapes import ModelShape
 from ggpipe.sim.simulator import Sizes, simulate
@@ -67,10 +71,37 @@ class Setup:
     """A context of 0 tokens is as large as it has to be."""
 
     def check(self) -> None:
-        """Raises UsageError when the context cannot hold the text."""
+        """Raises UsageError when the context cannot hold the text, or a node's memory its ranks."""
         n_ctx, n_tokens = self.sizes.n_ctx, max(map(_n_tokens, self._requests()))
         if 0 < n_ctx < n_tokens:
             raise UsageError(f"a context of {n_ctx} tokens cannot hold {n_tokens}: raise -c, or lower -n")
+        needed_bytes = self._needed_bytes(n_ctx or n_tokens)
+        for number, node in enumerate(self.spec.nodes):
+            if needed_bytes[number] > node.memory_bytes:
+                raise UsageError(
+                    f"{node.name} has {node.memory_bytes / 1e9:.3g} GB of memory, and its ranks need "
+                    f"{needed_bytes[number] / 1e9:.3g} GB: give it a smaller share of the layers, or use more nodes"
+                )
+
+    def _needed_bytes(self, n_ctx: int) -> Counter[int]:
+        """By node."""
+        needed: Counter[int] = Counter()
+        place, n_ubatch = self.placement, self.sizes.n_ubatch
+        layout = place.layout or lay_out(self.target.n_layer, len(place.target_on), None)
+        for rank in layout.ranks:
+            own = stage_memory(self.target, layout.layers_of(rank), n_ctx, n_ubatch) + process_memory(
+                self.target, rank == layout.head
+            )
+            needed[place.node_of[rank]] += math.ceil(own.total)
+        if self.draft is None:
+            return needed
+        draft_layout = place.draft_layout or Layout(((0, self.draft.n_layer),))
+        for rank in draft_layout.ranks:
+            own = stage_memory(self.draft, draft_layout.layers_of(rank), n_ctx, n_ubatch)
+            if place.draft_on:
+                own += process_memory(self.draft, rank == draft_layout.head)
+            needed[place.node_of[rank]] += math.ceil(own.total)
+        return needed
 
     def changed(self, values: Mapping[str, float]) -> Setup:
         """With other values for some of `NAMES`. Raises UsageError where they make no sense."""
@@ -118,7 +149,7 @@ class Setup:
             raise UsageError(f"latency-us is 0 or more; {values['latency-us']:g} is not")
 
         def other(link: Link) -> Link:
-            latency_s = values["latency-us"] * 1e-6 if "latency-us" in values else link.latency_s
+            latency_s = values["latency-us"] / 1e6 if "latency-us" in values else link.latency_s
             return Link(latency_s, values["gbit"] * 1e9 / 8 if "gbit" in values else link.bytes_per_s)
 
         links = {(a, b): other(link) if node_of[a] != node_of[b] else link for (a, b), link in self.spec.links.items()}

@@ -1,0 +1,290 @@
+"""Cluster files: those that come along, all that one may say, and what each mistake is called."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_profile import PROFILE
+from virtual import ASYNC, tokens
+
+from ggpipe.errors import GgpipeError, UsageError
+from ggpipe.sim import cluster_file
+from ggpipe.sim.build import build, placement_of
+from ggpipe.sim.cluster import Link, Overheads
+from ggpipe.sim.cluster_file import read_cluster, shipped
+from ggpipe.sim.profile import write
+from ggpipe.sim.simulator import simulate
+
+NODES = """
+[[node]]
+name = "server"
+count = 2
+cores = 16
+memory_gb = 64
+memory_gb_per_s = 90
+core_gb_per_s = 12
+core_gflops = 60
+"""
+NETWORK = """
+[network]
+latency_us = 60
+gbit_per_s = 1
+"""
+TARGET = """
+[target]
+layers = 80
+weights_gb = 42.5
+parameters_b = 70.6
+width = 8192
+kv_kb = 328
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_those_that_come_along(name: str) -> None:
+    spec = read_cluster(Path(name))
+    assert spec.target is not None
+    assert spec.draft is not None
+    assert spec.title != name
+    first = (cluster_file.CLUSTERS / f"{name}.toml").read_text().splitlines()[0]
+    assert first.startswith("# "), "it says where its figures come from"
+    if match := re.match(r"nodes(\d+)-", name):
+        assert (len(spec.target_on), len(spec.draft_on)) == (int(match[1]), 1)
+        assert len({*spec.target_on, *spec.draft_on}) == len(spec.nodes)
+    cluster = build(spec, placement_of(spec, spec.target, spec.draft), spec.target, spec.draft)
+    stats = simulate(cluster, tokens(0.8, 12), ASYNC, 12)
+    assert stats.n_generated == 12
+
+
+def test_their_names_are_what_was_asked_for() -> None:
+    assert {"two-cores", "nodes4-gigabit", "nodes8-gigabit", "nodes4-100g", "nodes8-100g"} <= set(shipped())
+    assert {"office", "nodes15-gigabit", "nodes32-gigabit"} <= set(shipped())
+
+
+def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("office").write_text(NODES + NETWORK + TARGET)
+    assert read_cluster(Path("office")).title == "office"
+    assert read_cluster(Path("two-cores")).title != "two-cores"
+
+
+def test_the_example_is_read(tmp_path: Path) -> None:
+    """The one in the module's text, its draft and its office PC filled in."""
+    example = (cluster_file.__doc__ or "").split("\n\n", 1)[1].partition("\nInstead of the last four")[0]
+    example = example.replace("    [draft]                                  # as [target], or -md FILE\n", "")
+    office = NODES.replace('"server"\ncount = 2', '"office"')
+    spec = read_cluster(written(tmp_path, "\n".join(line[4:] for line in example.splitlines()) + office))
+    assert [node.name for node in spec.nodes] == ["server1", "server2", "office"]
+    assert (spec.target_on, spec.draft_on, spec.threads) == ((0, 1), (2,), (16, 16, 6))
+    assert (spec.shares, spec.draft_shares) == ((0.5, 0.5), (1.0,))
+    assert spec.network == Link(60e-6, 0.94e9 / 8)
+    node = spec.nodes[0]
+    assert (node.cores, node.memory_bytes, node.bytes_per_s) == (16, 64e9, 90e9)
+    assert (node.core_bytes_per_s, node.core_flop_per_s, node.crowd) == (12e9, 60e9, 0.9)
+    assert spec.overheads == replace(Overheads(), run_s=250e-6)
+    assert spec.target is not None
+    assert (spec.target.name, spec.target.n_layer, spec.target.width) == ("70B Q4_K_M", 80, 8192)
+    assert spec.target.weight_bytes == pytest.approx(42.5e9, rel=1e-6)
+    assert spec.target.cell_bytes((0, 80)) == pytest.approx(328e3)
+
+
+def test_what_need_not_be_said(tmp_path: Path) -> None:
+    spec = read_cluster(written(tmp_path, NODES.replace("core_gb_per_s = 12\n", "") + NETWORK))
+    assert spec.title == "own"
+    assert (spec.target_on, spec.draft_on, spec.target, spec.draft) == ((0, 1), (), None, None)
+    assert (spec.shares, spec.draft_shares, spec.threads, spec.links) == (None, (), (), {})
+    assert spec.nodes[0].core_bytes_per_s == spec.nodes[0].bytes_per_s
+    assert spec.nodes[0].crowd is None
+    assert spec.overheads == Overheads()
+    spec = read_cluster(written(tmp_path, 'draft_on = ["server2"]\n' + NODES + NETWORK))
+    assert (spec.target_on, spec.draft_on) == ((0,), (1,))
+    alone = read_cluster(written(tmp_path, NODES.replace("count = 2", "count = 1")))
+    assert alone.network == alone.local
+    assert [node.name for node in alone.nodes] == ["server"]
+
+
+def test_a_tied_output_is_held_once(tmp_path: Path) -> None:
+    own, tied = (
+        read_cluster(written(tmp_path, NODES + NETWORK + TARGET + more)).target for more in ("", "tied = true")
+    )
+    assert own is not None
+    assert tied is not None
+    assert tied.head_bytes == own.head_bytes > 0
+    assert sum(tied.layer_bytes) == pytest.approx(sum(own.layer_bytes) + own.head_bytes, rel=1e-6)
+
+
+# From profiles
+
+
+def profiled(tmp_path: Path, text: str) -> Path:
+    write(tmp_path / "measured.json", PROFILE)
+    return written(tmp_path, text)
+
+
+MEASURED = """
+[[node]]
+name = "a"
+profile = "measured.json"
+[[node]]
+name = "b"
+profile = "measured.json"
+profile_rank = 1
+"""
+
+
+def test_nodes_that_were_measured(tmp_path: Path) -> None:
+    spec = read_cluster(profiled(tmp_path, MEASURED))
+    assert [(node.name, node.cores, node.memory_bytes) for node in spec.nodes] == [("a", 8, 2**34), ("b", 8, 2**34)]
+    assert [node.profile for node in spec.nodes] == list(PROFILE.ranks)
+    assert spec.links == {(0, 1): Link(5e-5, 1e9), (1, 0): Link(6e-5, 9e8)}
+    assert spec.network == Link(5.5e-5, 9.5e8), "the median, for pairs that were not measured"
+    assert spec.overheads.run_s == PROFILE.ranks[0].run_s
+    swapped = read_cluster(profiled(tmp_path, 'target_on = ["b", "a"]\n' + MEASURED))
+    assert swapped.links == {(1, 0): Link(5e-5, 1e9), (0, 1): Link(6e-5, 9e8)}
+
+
+def test_what_the_file_says_comes_before_what_was_measured(tmp_path: Path) -> None:
+    more = "cores = 4\nmemory_gb = 8\ncrowd = 0.5\n[overheads]\nrun_us = 7\n"
+    spec = read_cluster(profiled(tmp_path, MEASURED + more + NETWORK))
+    assert spec.links == {}
+    assert spec.network == Link(6e-5, 1e9 / 8)
+    assert (spec.nodes[1].cores, spec.nodes[1].memory_bytes, spec.nodes[1].crowd) == (4, 8e9, 0.5)
+    assert spec.overheads.run_s == pytest.approx(7e-6)
+
+
+def test_measured_nodes_beside_others(tmp_path: Path) -> None:
+    spec = read_cluster(profiled(tmp_path, MEASURED + NODES + NETWORK))
+    assert [node.profile is None for node in spec.nodes] == [False, False, True, True]
+    many = read_cluster(profiled(tmp_path, MEASURED.replace('name = "b"', 'name = "b"\ncount = 3')))
+    assert [node.name for node in many.nodes] == ["a", "b1", "b2", "b3"]
+    assert set(many.links) == {(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (3, 0)}
+
+
+def test_a_profile_is_a_cluster(tmp_path: Path) -> None:
+    write(tmp_path / "measured.json", PROFILE)
+    spec = read_cluster(tmp_path / "measured.json")
+    assert (spec.title, spec.target_on, spec.threads) == ("measured", (0, 1), (8, 8))
+    assert set(spec.links) == {(0, 1), (1, 0)}
+
+
+def test_profiles_that_are_none(tmp_path: Path) -> None:
+    refused(tmp_path, MEASURED, "cannot read the profile", "measured.json")
+    (tmp_path / "measured.json").write_text(json.dumps({"format": "something else"}))
+    refused(tmp_path, MEASURED, "measured.json is no profile")
+    write(tmp_path / "measured.json", PROFILE)
+    text = MEASURED.replace("profile_rank = 1", "profile_rank = 2")
+    refused(tmp_path, text, "[[node]] 2 profile_rank is 2, and", "has ranks 0 to 1")
+    refused(tmp_path, MEASURED + "core_gflops = 3", "core_gflops is not known here")
+    one_host = replace(PROFILE, ranks=tuple(replace(rank, host="one") for rank in PROFILE.ranks))
+    write(tmp_path / "measured.json", one_host)
+    refused(tmp_path, MEASURED, "[network] is missing")
+
+
+# Mistakes
+
+
+def refused(tmp_path: Path, text: str, *words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(GgpipeError) as caught:
+        read_cluster(path)
+    message = str(caught.value)
+    assert isinstance(caught.value, UsageError)
+    assert "\n" not in message
+    assert len(message) < 400
+    for word in words:
+        assert word in message
+
+
+def changed(old: str, new: str) -> str:
+    text = NODES + NETWORK + TARGET
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("target_on = [", ("own.toml is no TOML file: Invalid value",)),
+        ("", ("[[node]] is missing",)),
+        ("node = []", ("[[node]] is missing",)),
+        ("[node]\ncores = 1", ("node is a list of tables: write each as [[node]]",)),
+        ("node = [1]", ("[[node]] 1 is a table",)),
+        (changed("cores = 16", "coers = 16"), ("[[node]] 1 cores is missing",)),
+        (changed("cores = 16", "cores = 16\ncoers = 16"), ("coers is not known here", "cores, memory_gb")),
+        (changed("cores = 16", "cores = 16.5"), ("cores is a whole number, not 16.5",)),
+        (changed("cores = 16", 'cores = "16"'), ("cores is a whole number, not '16'",)),
+        (changed("cores = 16", "cores = true"), ("cores is a whole number, not true",)),
+        (changed("cores = 16", "cores = 0"), ("cores is above 0",)),
+        (changed("cores = 16", "cores = 100000"), ("cores is above 0, and at most 4096; 100000 is not",)),
+        (changed("count = 2", "count = 100000"), ("count is above 0, and at most 1024",)),
+        (changed("memory_gb = 64", "memory_gb = -1"), ("memory_gb is above 0; -1 is not",)),
+        (changed("memory_gb = 64", "memory_gb = nan"), ("memory_gb is a number, not nan",)),
+        (changed("memory_gb = 64", "memory_gb = inf"), ("memory_gb is a number, not inf",)),
+        (changed("memory_gb = 64", "memory_gb = [64]"), ("memory_gb is a number, not [64]",)),
+        (changed("memory_gb = 64", "memory_gb = { a = 1 }"), ("memory_gb is a number, not a table",)),
+        (changed("core_gflops = 60", "core_gflops = 60\ncrowd = 1.5"), ("crowd is above 0, and at most 1; 1.5",)),
+        (changed("core_gflops = 60\n", ""), ("core_gflops is missing",)),
+        (changed('name = "server"', "name = 7"), ("[[node]] 1 name is a text in quotes, not 7",)),
+        (changed('name = "server"', 'name = ""'), ("name is a text in quotes",)),
+        (NODES + NODES + NETWORK, ("names server1 twice",)),
+        (NODES, ("[network] is missing: say latency_us and gbit_per_s",)),
+        (changed("latency_us = 60\n", ""), ("[network] latency_us is missing",)),
+        (changed("gbit_per_s = 1", "gbit_per_s = 0"), ("[network] gbit_per_s is above 0; 0 is not",)),
+        (changed("gbit_per_s = 1", "gbit_per_s = 1\nspeed = 3"), ("[network] speed is not known here",)),
+        ("network = [1]\n" + NODES, ("[network] is a table",)),
+        ("local = 5\n" + NODES + NETWORK, ("[local] is a table",)),
+        (changed("layers = 80", "layers = 0"), ("[target] layers is above 0",)),
+        (changed("kv_kb = 328\n", ""), ("[target] kv_kb is missing",)),
+        (changed("weights_gb = 42.5", "weights_gb = 42500"), ("weights_gb and parameters_b make 4.8e+03 bits",)),
+        (changed("kv_kb = 328", 'kv_kb = 328\ntied = "yes"'), ("[target] tied is true or false, not 'yes'",)),
+        ("target = 5\n" + NODES + NETWORK, ("[target] is a table",)),
+        ("draft = []\n" + NODES + NETWORK, ("[draft] is a table",)),
+        ("targets_on = []\n" + NODES + NETWORK, ("targets_on is not known here; known are title, node, draft_on",)),
+        ("title = 5\n" + NODES + NETWORK, ("title is a text in quotes, not 5",)),
+        ('target_on = "server1"\n' + NODES + NETWORK, ("target_on is a list of texts", "not 'server1'")),
+        ("target_on = [[1]]\n" + NODES + NETWORK, ("target_on is a list of texts",)),
+        ("target_on = []\n" + NODES + NETWORK, ("target_on names no node",)),
+        ('target_on = ["server"]\n' + NODES + NETWORK, ("names 'server', and the nodes are server1, server2",)),
+        ('draft_on = ["x"]\n' + NODES + NETWORK, ("draft_on names 'x'",)),
+        ('draft_on = ["server1", "server2"]\n' + NODES + NETWORK, ("target_on names no node",)),
+        ("threads = 4\n" + NODES + NETWORK, ("threads is a list of whole numbers", "not 4")),
+        ("threads = [4]\n" + NODES + NETWORK, ("threads is a list of 1 numbers for 2 ranks",)),
+        ("threads = [4, 0]\n" + NODES + NETWORK, ("threads is a list of whole numbers from 1 up",)),
+        ("threads = [4, true]\n" + NODES + NETWORK, ("threads is a list of whole numbers",)),
+        ("layer_split = 0.5\n" + NODES + NETWORK, ("layer_split is a text in quotes",)),
+        ('layer_split = "a,b"\n' + NODES + NETWORK, ("layer_split a,b: write a share for each rank",)),
+        ('layer_split = "0.9,0.9"\n' + NODES + NETWORK, ("layer_split 0.9,0.9: shares add up to 1.8",)),
+        ('layer_split = "1.0"\n' + NODES + NETWORK, ("1 shares for 2 target ranks, 0 for 0 draft ranks",)),
+        ('layer_split = "0.5,0.5/1"\n' + NODES + NETWORK, ("1 for 0 draft ranks",)),
+        ("[overheads]\nrun_us = -1\n" + NODES + NETWORK, ("[overheads] run_us is 0 or more; -1 is not",)),
+        ("[overheads]\nrun_s = 1\n" + NODES + NETWORK, ("[overheads] run_s is not known here", "run_us")),
+        ("overheads = 3\n" + NODES + NETWORK, ("[overheads] is a table",)),
+        (changed('name = "server"', f'name = {[*range(99)]}'), ("name is a text in quotes, not [0, 1,",)),
+    ],
+)  # fmt: skip
+def test_each_mistake_has_one_line(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(tmp_path, text, "own.toml", *words)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no cluster file .*nothing\.toml; clusters that come .* office"):
+        read_cluster(tmp_path / "nothing.toml")
+    with pytest.raises(UsageError, match=r"cannot read .*: Is a directory"):
+        read_cluster(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is no TOML file"):
+        read_cluster(tmp_path / "binary")
+    shutil.copy(cluster_file.CLUSTERS / "office.toml", tmp_path / "office.json")
+    with pytest.raises(UsageError, match="is no profile"):
+        read_cluster(tmp_path / "office.json")
