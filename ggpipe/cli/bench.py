@@ -139,8 +139,8 @@ def _modes(names: str | None, config: EngineConfig) -> tuple[str, ...] | None:
 def _texts(files: Sequence[Path] | None, flags: PromptFlags) -> dict[str, str]:
     if not files:
         package = Path(ggpipe.__file__).parent
-        folders = (package.parent / "prompts", package / "prompts")  # a checkout's, or an installed package's
-        found = {path for folder in folders for path in folder.glob("*.txt")}
+        folders = (package / "prompts", package.parent / "prompts")  # an installed package's, or a checkout's
+        found = next((paths for folder in folders if (paths := list(folder.glob("*.txt")))), [])
         files = sorted(found, key=lambda path: path.stat().st_size)
         if not files:
             raise UsageError("this installation has no prompts of its own: name some with -f")
