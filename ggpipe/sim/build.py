@@ -61,7 +61,9 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
         for rank in layout.stages:
             n_threads = min(threads[rank], nodes[rank].cores)  # more gain nothing
             cost = stage_cost(nodes[rank], shape, layout.layers_of(rank), n_threads)
-            stages[rank] = Stage(n_threads, cost, nice and _shared(placement, rank))
+            profile = nodes[rank].profile
+            change_s = profile.change_s if profile is not None else 0.0
+            stages[rank] = Stage(n_threads, cost, nice and _shared(placement, rank), change_s)
         return Pipeline(layout, stages, shape.width * _FLOAT_BYTES)
 
     target_pipeline, draft_pipeline = pipeline(target, layout, False), None

@@ -54,6 +54,8 @@ class Stage:
     cost: Cost
     nice: bool = False
     """It takes what others leave of the cores."""
+    change_s: float = 0.0
+    """What a run of another number of rows than the one before takes longer."""
 
 
 @dataclass(frozen=True, slots=True)

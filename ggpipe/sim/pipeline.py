@@ -128,6 +128,7 @@ class VirtualStage:
         self._current: _Job | None = None
         self._cancelled: set[int] = set()
         self._last_done = -1
+        self._last_rows = 0
 
     def take(self, run: Run, spans: tuple[Span, ...]) -> None:
         """A run arrived."""
@@ -160,7 +161,11 @@ class VirtualStage:
         if run.cancelled or not run.rows:
             work_s, threads = self._overheads.marker_s, 1
         else:
-            work_s = self._overheads.run_s + self._stage.cost.seconds(len(run.rows), run.rows[0].pos)
+            n_rows = len(run.rows)
+            work_s = self._overheads.run_s + self._stage.cost.seconds(n_rows, run.rows[0].pos)
+            if n_rows != self._last_rows:
+                self._last_rows = n_rows
+                work_s += self._stage.change_s
             threads = self._stage.threads
         job.task = Task(work_s, threads, self._weight, self._done)
         self._cores.start(job.task)
