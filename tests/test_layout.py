@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.core.layout import Layout, lay_out, parse_shares
+from ggpipe.core.layout import Layout, lay_out, parse_shares, shares_text
 from ggpipe.errors import LaunchError, UsageError
 
 
@@ -194,3 +194,45 @@ def test_ranges_are_contiguous_and_cover_all_layers(n_layer: int, data: st.DataO
             assert n <= share * n_layer + 1e-3
             assert n > share * n_layer - 1
         assert got[0] > shares[0] * n_layer - 1
+
+
+# Writing
+
+
+def layout_of(counts: list[int], head: int = 0) -> Layout:
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    return Layout(tuple((a, a + n) for a, n in zip(starts, counts, strict=True)), head)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ([8], "1.0"),
+        ([4, 4], "0.5,0.5"),
+        ([3, 5], "0.3,0.7"),
+        ([20, 20, 20, 20], "0.25,0.25,0.25,0.25"),
+        ([0, 4, 4], "0,0.5,0.5"),
+        ([0, 8], "0,1.0"),
+    ],
+)
+def test_shares_are_written_short(layers: list[int], text: str) -> None:
+    assert shares_text(layout_of(layers)) == text
+
+
+@given(st.integers(0, 9), st.lists(st.integers(1, 9), max_size=40), st.lists(st.integers(1, 5), max_size=3))
+def test_what_is_written_gives_the_same_layers(first: int, others: list[int], draft: list[int]) -> None:
+    if first + len(others) == 0:
+        return
+    layout = layout_of([first, *others])
+    draft_layout = layout_of(draft, len(layout.layers)) if draft else None
+    shares, draft_shares = parse_shares(shares_text(layout, draft_layout))
+    assert lay_out(first + sum(others), len(layout.layers), shares) == layout
+    if draft_layout is not None:
+        assert lay_out(sum(draft), len(draft), draft_shares, draft_layout.head) == draft_layout
+    else:
+        assert draft_shares == ()
+
+
+def test_what_no_shares_give() -> None:
+    with pytest.raises(ValueError, match="no shares give"):
+        shares_text(layout_of([3, 0, 3]))

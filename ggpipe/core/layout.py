@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ggpipe.errors import LaunchError, UsageError
@@ -60,6 +61,49 @@ def _parse_half(text: str, half: str) -> tuple[float, ...]:
     if sum(shares) == 0:
         raise UsageError(f"--mpi-layer-split {text}: no rank has a share")
     return shares
+
+
+def shares_text(layout: Layout, draft_layout: Layout | None = None) -> str:
+    """What to write for --mpi-layer-split to get these layers, with as few digits as that takes.
+
+    Raises ValueError for a layout that no shares give: a rank other than the first without layers.
+    """
+    halves = [_half_text(part) for part in (layout, draft_layout) if part is not None]
+    return "/".join(halves)
+
+
+def _half_text(layout: Layout) -> str:
+    counts = [b - a for a, b in layout.layers]
+    n_layer = sum(counts)
+    if 0 in counts[1:]:
+        raise ValueError(f"no shares give ranks {counts} layers")
+    for digits in range(1, 12):
+        for shares in _roundings(counts, digits):
+            text = ",".join(_number_text(share, digits) for share in shares)
+            if _gives(text, n_layer, layout):
+                return text
+    raise ValueError(f"no shares give ranks {counts} layers")
+
+
+def _roundings(counts: list[int], digits: int) -> Iterator[list[int]]:
+    """Shares in units of the last digit: rounded to the nearest, then up, with the rest for the head."""
+    unit, n_layer = 10**digits, sum(counts)
+    yield [round(count * unit / n_layer) for count in counts]
+    others = [-(-count * unit // n_layer) for count in counts[1:]]
+    yield [max(unit - sum(others), 0) if counts[0] else 0, *others]
+
+
+def _number_text(share: int, digits: int) -> str:
+    text = f"{share / 10**digits:.{digits}f}".rstrip("0")
+    return "0" if share == 0 else text + "0" if text.endswith(".") else text
+
+
+def _gives(text: str, n_layer: int, layout: Layout) -> bool:
+    try:
+        shares, _ = parse_shares(text)
+        return lay_out(n_layer, len(layout.layers), shares, layout.head) == layout
+    except UsageError:
+        return False
 
 
 def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, head: int = 0) -> Layout:
