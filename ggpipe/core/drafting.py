@@ -265,7 +265,8 @@ class Drafter:
             draft.policy.n_rejected += 1
             draft.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
         enough = draft.n_batch >= draft.begin.speculation.n_min
-        complete = not waits and not draft.overlaps and not draft.complete
+        stuck = not draft.overlaps or (not draft.tree.root.children and draft.retry_at is None)
+        complete = not waits and stuck and not draft.complete
         if complete or (enough and draft.held):
             self._send(draft, complete, enough, actions)
 

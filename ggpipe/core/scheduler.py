@@ -12,14 +12,16 @@ accepted token. When its logits are back, the next token is sampled. If a guess 
 root, be it in flight, back already, or not submitted yet; else the token goes in as a fresh root. What does not hang on
 the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice.
 
-Between roots, the pipeline is kept full of guesses, the most probable path first.
+Between roots, the pipeline is kept full of guesses, the most probable path first. They go in when the slowest stage is
+about to be free, and not before: until then more of them may come, and a run of several costs less than several runs.
+Where that pays, a fresh root waits a moment for the guesses that are to ride with it (`policy.RunWidth`).
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.core.events import (
@@ -42,74 +44,14 @@ from ggpipe.core.events import (
     Submit,
     Tick,
 )
-from ggpipe.core.messages import ROOT, Accepted, Begin, Done, KvOp, MicroBatch, Row, Run, Want, WantKind
+from ggpipe.core.messages import Accepted, Begin, Done, KvOp, MicroBatch, Row, Run, Want, WantKind
 from ggpipe.core.policy import RunWidth
+from ggpipe.core.serving import Active, Flight
 from ggpipe.core.tree import Node, SequenceIds, Tree
 
 _PATIENCE = 2.0  # times the draft's usual pace: so long a fresh root waits for guesses
 _EARLY = 0.2  # of a run's time: so long before the slowest stage is free the next guesses go in,
 _EARLY_S = 1e-3  # and at least so many seconds: messages take their time
-_TIMED = 4  # guesses below a fresh root by which that pace is known
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A run in the pipeline."""
-
-    active: _Active | None
-    """None: it only carries operations."""
-    nodes: list[Node]
-    n_prompt: int
-    """Rows in front of the nodes'."""
-    n_guesses: int
-    n_live: int
-    """Rows that are not known to be wrong."""
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Active:
-    """A request that is being served."""
-
-    request: Request
-    want: Want
-    tree: Tree
-    chunks: collections.deque[tuple[int, ...]]
-    reserve: int
-    """Cells that its text may take up."""
-    n_past: int = 0
-    text: list[int] = field(default_factory=list)
-    """Accepted tokens; their number is the epoch."""
-    n_told: int = 0
-    """Of these, the ones that the draft was told."""
-    sampling: bool = False
-    guesses: dict[int, Node] = field(default_factory=dict)
-    """Live guesses by their numbers."""
-    passed: dict[int, int] = field(default_factory=dict)
-    """Guesses that became text: number -> tokens accepted with it."""
-    ready: bool = False
-    """Synchronous mode: all guesses for this root are here."""
-    flights: set[int] = field(default_factory=set)
-    ending: Finish | None = None
-    counters: Counters = field(default_factory=Counters)
-    width: RunWidth = field(default_factory=RunWidth)
-    held_until: float | None = None
-    """A fresh root waits so long for guesses to ride with it."""
-    gate_at: float | None = None
-    """When the next run of guesses may go in."""
-    guess_due: float | None = None
-    """When the draft learned of a fresh root, or sent its last guess below it."""
-    n_below: int = 0
-    """Guesses that it sent below it since."""
-
-    @property
-    def epoch(self) -> int:
-        return len(self.text)
-
-    @property
-    def n_used(self) -> int:
-        """Cells in use."""
-        return self.tree.root.pos + 1 + self.tree.n_submitted
 
 
 class Scheduler:
@@ -123,8 +65,8 @@ class Scheduler:
         self._ops: list[KvOp] = []
         """To ride in front of the next run, whosoever it is."""
         self._waiting: collections.deque[tuple[Request, Want]] = collections.deque()
-        self._active: dict[int, _Active] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._active: dict[int, Active] = {}
+        self._flights: dict[int, Flight] = {}
         self._now = 0.0
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""
@@ -177,7 +119,7 @@ class Scheduler:
             self._waiting.popleft()
             tree = Tree(self._ids, self._ops, request.prompt[-1], len(request.prompt) - 1)
             chunks = collections.deque(cut_prompt(request.prompt, self._limits.n_batch, self._limits.n_ubatch))
-            active = self._active[request.id] = _Active(request, want, tree, chunks, reserve)
+            active = self._active[request.id] = Active(request, want, tree, chunks, reserve)
             if request.speculation.mode != "iterative":
                 actions.append(Steer(self._begin(request, reserve)))
             self._push(active, actions)
@@ -193,7 +135,7 @@ class Scheduler:
             return width.usual(speculation.n_draft) * (self._limits.n_in_flight + 1)
         return speculation.n_draft
 
-    def _cells_of_others(self, own: _Active | None) -> int:
+    def _cells_of_others(self, own: Active | None) -> int:
         return sum(max(active.reserve, active.n_used) for active in self._active.values() if active is not own)
 
     def _stop(self, request_id: int, actions: list[Action]) -> None:
@@ -207,7 +149,7 @@ class Scheduler:
             self._waiting = collections.deque(kept)
             actions.append(Finished(request_id, Finish.STOPPED))
 
-    def _end(self, active: _Active, reason: Finish, actions: list[Action]) -> None:
+    def _end(self, active: Active, reason: Finish, actions: list[Action]) -> None:
         active.ending = reason
         active.held_until = active.gate_at = None
         active.tree.close()
@@ -216,7 +158,7 @@ class Scheduler:
         self._cancel([run for run in active.flights if not self._flights[run].cancelled], actions)
         self._end_if_drained(active, actions)
 
-    def _end_if_drained(self, active: _Active, actions: list[Action]) -> None:
+    def _end_if_drained(self, active: Active, actions: list[Action]) -> None:
         if active.flights or active.ending is None:
             return
         del self._active[active.request.id]
@@ -225,7 +167,7 @@ class Scheduler:
 
     # The pipeline
 
-    def _push(self, active: _Active, actions: list[Action]) -> None:
+    def _push(self, active: Active, actions: list[Action]) -> None:
         """Submit what this request has to submit and the pipeline has room for."""
         if active.ending is not None or active.sampling:  # the token that is being drawn says which guesses live
             return
@@ -242,12 +184,12 @@ class Scheduler:
         if speculation.mode == "speculative":
             if not root.submitted and active.ready:
                 most = min(self._most(active) + 1, self._limits.n_rows)
-                self._submit(active, (), [root, *self._best(active)], most, actions)
+                self._submit(active, (), [root, *active.best_guesses()], most, actions)
             return
         if not root.submitted and not self._launch(active, actions):
             return
         while self.n_in_flight < self._limits.n_in_flight and (speculation.continuous or not self._guessing(active)):
-            guesses = self._best(active)
+            guesses = active.best_guesses()
             early_s = max(active.width.seconds(1) * _EARLY, _EARLY_S)
             if guesses and self._now < self._free_at - early_s:  # until then more of them may come
                 active.gate_at = self._free_at - early_s
@@ -255,65 +197,49 @@ class Scheduler:
             if not self._submit(active, (), guesses, self._worth(active, guesses), actions):
                 return
 
-    def _launch(self, active: _Active, actions: list[Action]) -> bool:
+    def _launch(self, active: Active, actions: list[Action]) -> bool:
         """Put a fresh root in, with the guesses that are to ride along; False while these are waited for.
 
-        It waits for no other reason, and not for a draft that is late.
+        It waits for no other reason, and not for a draft that is late, or has no more.
         """
-        n, guesses = 0, self._best(active)
+        n, guesses = 0, active.best_guesses()
         speculation = active.request.speculation
         if speculation.mode == "async" and speculation.continuous:
-            most = max(min(self._most(active), self._limits.n_rows - 1), 0)
-            chances = self._chances(active, guesses[:most])
+            most = max(min(self._most(active), self._limits.n_rows - 1, active.n_depths), 0)
+            chances = active.chances(guesses[:most])
             n, wait_s = active.width.riders(chances, most)
-            if n > len(guesses):
+            if n > len(guesses) and not active.ready:
                 if active.held_until is None:
                     active.held_until = self._now + _PATIENCE * wait_s
                 if self._now < active.held_until:
                     return False
-                n, _ = active.width.riders(chances, len(chances))
+            n = min(n, len(guesses))
         active.held_until = None
         self._submit(active, (), (active.tree.root, *guesses), 1 + n, actions)
         return True
 
-    def _best(self, active: _Active) -> list[Node]:
-        """Guesses that are worth a row, the most probable path first, so parents before their children."""
-        root = active.tree.root
-        last = active.reserve - 1
-        if active.request.n_predict >= 0:  # the last token of all is sampled from the row before it
-            last = min(last, root.pos + active.request.n_predict - active.epoch - 1)
-        return [node for node in active.tree.waiting if node.pos <= last]
-
-    def _most(self, active: _Active) -> int:
+    def _most(self, active: Active) -> int:
         """Guesses that may go into a run now."""
         free = self._limits.n_ctx - self._cells_of_others(active) - active.n_used
         return max(min(free, active.request.speculation.n_draft, self._limits.n_rows), 0)
 
-    def _worth(self, active: _Active, guesses: Sequence[Node]) -> int:
+    def _worth(self, active: Active, guesses: Sequence[Node]) -> int:
         """How many of these to put into one run."""
         most = self._most(active)
-        return min(active.width.best(self._chances(active, guesses[:most])), most)
-
-    def _chances(self, active: _Active, guesses: Sequence[Node]) -> list[float]:
-        """How probable each of these is, from the first parent on that is in the pipeline."""
-        chances: dict[Node, float] = {}
-        for node in guesses:
-            before = chances.get(node.parent, 1.0) if node.parent is not None else 1.0
-            chances[node] = before * active.width.chance(node.prob)
-        return list(chances.values())
+        return min(active.width.best(active.chances(guesses[:most])), most)
 
     @property
     def n_in_flight(self) -> int:
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
         return sum(flight.active is not None and not flight.cancelled for flight in self._flights.values())
 
-    def _guessing(self, active: _Active) -> bool:
+    def _guessing(self, active: Active) -> bool:
         """Guesses are in flight."""
         flights = (self._flights[run] for run in active.flights)
         return any(node is not active.tree.root for flight in flights if not flight.cancelled for node in flight.nodes)
 
     def _submit(
-        self, active: _Active, prompt: tuple[int, ...], nodes: Sequence[Node], most: int, actions: list[Action]
+        self, active: Active, prompt: tuple[int, ...], nodes: Sequence[Node], most: int, actions: list[Action]
     ) -> bool:
         """A run of prompt tokens and of up to `most` nodes. False when there is nothing to submit."""
         tree, request, counters = active.tree, active.request, active.counters
@@ -339,13 +265,13 @@ class Scheduler:
         return True
 
     def _put(
-        self, active: _Active | None, nodes: list[Node], rows: Sequence[Row], wants: tuple[Want, ...],
+        self, active: Active | None, nodes: list[Node], rows: Sequence[Row], wants: tuple[Want, ...],
         actions: list[Action], n_guesses: int = 0,
     ) -> int:  # fmt: skip
         run = Run(self._next_run, active.epoch if active else 0, tuple(rows), tuple(self._ops), wants)
         self._next_run += 1
         self._ops.clear()
-        self._flights[run.id] = _Flight(active, nodes, len(rows) - len(nodes), n_guesses, len(rows))
+        self._flights[run.id] = Flight(active, nodes, len(rows) - len(nodes), n_guesses, len(rows))
         actions.append(Submit(run, n_guesses))
         return run.id
 
@@ -383,7 +309,7 @@ class Scheduler:
 
     # The tree
 
-    def _ask(self, active: _Active, actions: list[Action]) -> None:
+    def _ask(self, active: Active, actions: list[Action]) -> None:
         """Sample the next token as soon as the root's logits are there."""
         root = active.tree.root
         if root.answer is None or active.sampling:
@@ -428,7 +354,7 @@ class Scheduler:
                 self._steer(active, actions)
         self._admit(actions)  # wrong guesses may have held the cells that the next request needs
 
-    def _bury(self, active: _Active, dead: list[Node], actions: list[Action]) -> None:
+    def _bury(self, active: Active, dead: list[Node], actions: list[Action]) -> None:
         """Forget guesses that turned out wrong, and cancel the runs that have no others."""
         hopeless = False
         for node in dead:
@@ -439,7 +365,7 @@ class Scheduler:
         if hopeless and active.request.speculation.cancel:
             self._cancel(self._hopeless(active), actions)
 
-    def _hopeless(self, active: _Active) -> list[int]:
+    def _hopeless(self, active: Active) -> list[int]:
         """Runs without a live row. Not those that a run which goes on needs: its dead rows must find their parents."""
         hopeless: list[int] = []
         needed: set[int] = set()
@@ -451,47 +377,22 @@ class Scheduler:
                 hopeless.append(run)
         return hopeless[::-1]
 
-    def _steer(self, active: _Active, actions: list[Action]) -> None:
+    def _steer(self, active: Active, actions: list[Action]) -> None:
         if active.request.speculation.mode != "iterative":
             tokens = tuple(active.text[active.n_told :])
             active.n_told = active.epoch
             lead = self._lead(active.request.speculation, active.width)
-            active.guess_due, active.n_below = (self._now if active.tree.root.guess < 0 else None), 0
+            active.told(self._now)
             actions.append(Steer(Accepted(active.request.id, active.epoch, tokens, lead)))
 
     def _guessed(self, batch: MicroBatch, actions: list[Action]) -> None:
         active = self._active.get(batch.request)
         if active is None or active.ending is not None:
             return
-        if batch.epoch == active.epoch and batch.expansions and active.guess_due is not None:
-            self._time_guess(active, len(batch.expansions))
-        for expansion in batch.expansions:
-            active.counters.drafted_tokens += expansion.n
-            at = batch.epoch if expansion.parent == ROOT else active.passed.get(expansion.parent)
-            parent = active.guesses.get(expansion.parent)
-            for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
-                self._graft(active, at, parent, expansion.first + i, token, prob)
+        active.take(batch, self._now)
         if batch.complete and batch.epoch == active.epoch:
             active.ready = True
         self._push(active, actions)
-
-    def _time_guess(self, active: _Active, n: int) -> None:
-        """The draft sent `n` guesses below a root that it had not guessed."""
-        assert active.guess_due is not None
-        active.width.guessed(active.n_below == 0, (self._now - active.guess_due) / n)
-        active.n_below += n
-        active.guess_due = self._now if active.n_below < _TIMED else None  # later it may wait for us
-
-    def _graft(self, active: _Active, at: int | None, parent: Node | None, guess: int, token: int, prob: float) -> None:
-        """Take a guess over. It hangs on `parent`, or on the text's token `at` (which the draft knew as the last)."""
-        if at is not None:
-            if at < active.epoch:  # the text went on: right or wrong is known already
-                if active.text[at] == token:
-                    active.passed[guess] = at + 1
-                return
-            parent = active.tree.root
-        if parent is not None and parent.within(active.tree.root) and token not in active.request.ends:
-            active.guesses[guess] = active.tree.add(parent, token, prob, guess)
 
 
 def cut_prompt(prompt: tuple[int, ...], n_batch: int, n_ubatch: int) -> list[tuple[int, ...]]:
