@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_profile import PROFILE
-from virtual import ASYNC, tokens
+from virtual import ASYNC, measured, tokens
 
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim import cluster_file
@@ -20,6 +19,7 @@ from ggpipe.sim.cluster_file import read_cluster, shipped
 from ggpipe.sim.profile import write
 from ggpipe.sim.simulator import simulate
 
+PROFILE = measured()
 NODES = """
 [[node]]
 name = "server"
@@ -147,11 +147,11 @@ def test_nodes_that_were_measured(tmp_path: Path) -> None:
     spec = read_cluster(profiled(tmp_path, MEASURED))
     assert [(node.name, node.cores, node.memory_bytes) for node in spec.nodes] == [("a", 8, 2**34), ("b", 8, 2**34)]
     assert [node.profile for node in spec.nodes] == list(PROFILE.ranks)
-    assert spec.links == {(0, 1): Link(5e-5, 1e9), (1, 0): Link(6e-5, 9e8)}
-    assert spec.network == Link(5.5e-5, 9.5e8), "the median, for pairs that were not measured"
+    assert spec.links == {(0, 1): Link(5e-5, 1e9), (1, 0): Link(6e-5, 1e9)}
+    assert spec.network == Link(5.5e-5, 1e9), "the median, for pairs that were not measured"
     assert spec.overheads.run_s == PROFILE.ranks[0].run_s
     swapped = read_cluster(profiled(tmp_path, 'target_on = ["b", "a"]\n' + MEASURED))
-    assert swapped.links == {(1, 0): Link(5e-5, 1e9), (0, 1): Link(6e-5, 9e8)}
+    assert swapped.links == {(1, 0): Link(5e-5, 1e9), (0, 1): Link(6e-5, 1e9)}
 
 
 def test_what_the_file_says_comes_before_what_was_measured(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ggpipe.core.scheduler import Scheduler
 from ggpipe.runtime.stats import RequestStats
 from ggpipe.sim import simulator
 from ggpipe.sim.cluster import Cluster, Link, Node, Overheads, Pipeline, Stage
+from ggpipe.sim.profile import Kernels, LinkProfile, ModelFacts, Part, Point, Profile, RankProfile
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.tokens import SyntheticTokens, Tokens
 
@@ -62,6 +63,25 @@ def cluster(
         draft = Pipeline(lay_out(1, 1, None, head), {head: Stage(1, Linear(draft_s), not (alone and draft_rank))}, 0)
     node_of = tuple(range(n_ranks)) if alone else (0,) * n_ranks
     return Cluster("test", nodes, node_of, target, draft, {}, link, link, overheads)
+
+
+def measured(hosts: Sequence[str] = ("node0", "node1"), slower: float = 1.0, threads: int = 8) -> Profile:
+    """What `ggpipe profile` could have found on these ranks' hosts of 8 cores: stages of 2 of 4 layers.
+
+    `slower`: how much longer runs took while all ranks computed.
+    """
+    model = ModelFacts("some", "llama", "0123456789abcdef", 4, 64, 128, 0, 0, (10, 10, 10, 10), 5, 5)
+    alone = (Point(1, 32, 0.010), Point(8, 32, 0.030), Point(1, 512, 0.012))
+    together = tuple(Point(p.rows, p.n_past, p.seconds * slower) for p in alone[:2])
+    half = Part((1, 2), 10, alone[:1])
+    ranks = tuple(
+        RankProfile(i, host, 8, threads, threads, 2**34, 2e10, (1, 3), 20, alone, together, half, 3e-4, 2e-4, 2e-3)
+        for i, host in enumerate(hosts)
+    )
+    links = tuple(
+        LinkProfile(a, b, 5e-5 + 1e-5 * a, 1e9) for a in range(len(hosts)) for b in range(len(hosts)) if a != b
+    )
+    return Profile(model, Kernels(), ranks, links)
 
 
 def tokens(acceptance: float = 0.7, n_text: int = 60, n_prompt: int = 20, seed: int = 0) -> SyntheticTokens:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ggpipe.sim.sweep import Axis
 
 _N_TEXT, _ACCEPTANCE = 256, 0.7
+_CONFIDENCES = ("calibrated", "overconfident", "underconfident")  # as sim.tokens.Confidence
 _TOKENS_SHOWN = 32  # in a plot of one simulation
 
 
@@ -54,6 +55,12 @@ class TextFlags:
     recording: Annotated[Path | None, option("--recording", panel=PROMPT, metavar="FILE", help="Instead: prompts, texts and candidates that `ggpipe record` wrote.")] = None
     seed: Annotated[int, option("-s", "--seed", panel=PROMPT, metavar="N", help="Seed of made-up text.")] = 0
     # fmt: on
+
+    def __post_init__(self) -> None:
+        if self.n_predict < 1 and self.n_predict != -1:
+            raise UsageError(f"-n is 1 or more, or -1; {self.n_predict} is neither")
+        if self.confidence not in _CONFIDENCES:
+            raise UsageError(f"--confidence {self.confidence}: known kinds are {', '.join(_CONFIDENCES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

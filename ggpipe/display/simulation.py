@@ -39,7 +39,7 @@ class Figures:
     ttft_s: float
     itl_mean_s: float | None
     itl_p99_s: float | None
-    acceptance: float | None
+    accepted_share: float | None
     """Accepted guesses of those submitted."""
     accepted_per_run: float | None
     """Of the runs with guesses that came back."""
@@ -115,7 +115,7 @@ def print_sweep(heading: Sequence[str], lines: Sequence[Line], modes: Sequence[s
     for mode in modes:
         speeds = [_rate(line.by_mode[mode].tokens_per_s) for line in lines]
         columns.append(Column(f"{mode} t/s" if len(modes) > 1 else "t/s", speeds, 0 if mode == main else 1))
-    needs = {"x iterative": 0, "TTFT": 3, "ITL p99": 5, "acceptance": 2, "per run": 6, "occupied": 4, "wasted": 4}
+    needs = {"x iterative": 0, "TTFT": 3, "ITL p99": 5, "accepted": 2, "per run": 6, "occupied": 4, "wasted": 4}
     for name, need in needs.items():
         cells = [_ROWS[name](line.by_mode[main]) for line in lines]
         if set(cells) != {"-"}:
@@ -148,7 +148,7 @@ def write_figures_json(
 ) -> None:
     """The same with what was simulated, and, by mode, all that is known of the requests. Raises UsageError."""
     results = [
-        {**line.values, "mode": mode, **asdict(own)} | ({"requests": requests[mode]} if requests else {})
+        {"values": dict(line.values), "mode": mode, **asdict(own)} | ({"requests": requests[mode]} if requests else {})
         for line in lines
         for mode, own in line.by_mode.items()
     ]
@@ -211,7 +211,7 @@ _ROWS: dict[str, Callable[[Figures], str]] = {
     "TTFT": lambda own: human_seconds(own.ttft_s),
     "ITL mean": lambda own: human_seconds(own.itl_mean_s),
     "ITL p99": lambda own: human_seconds(own.itl_p99_s),
-    "acceptance": lambda own: _percent(own.acceptance),
+    "accepted": lambda own: _percent(own.accepted_share),
     "per run": lambda own: "-" if own.accepted_per_run is None else f"{own.accepted_per_run:.2f}",
     "cancelled runs": lambda own: "-" if own.cancelled_runs is None else f"{own.cancelled_runs}",
     "occupied": lambda own: _percent(own.occupancy),

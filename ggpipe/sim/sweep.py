@@ -102,7 +102,7 @@ def _parse_piece(text: str, whole: bool, piece: str) -> list[float]:
         return [low]
     high = _number(text, whole, high_text)
     if not (slash or whole):
-        return [float(f"{low + i * (high - low) / _STEPS:.3g}") for i in range(_STEPS + 1)]
+        return [low, *(float(f"{low + i * (high - low) / _STEPS:.3g}") for i in range(1, _STEPS)), high]
     step = _number(text, whole, step_text) if slash else 1
     if low > high:
         raise UsageError(f"--sweep {text}: {piece} is empty; write the smaller number first")
