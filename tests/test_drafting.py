@@ -136,6 +136,17 @@ def test_a_branch_ends_below_the_cutoff() -> None:
     assert draft.drafter.wake_at is None
 
 
+def test_the_head_hears_when_there_is_no_guess_below_its_root() -> None:
+    draft = Draft()
+    draft.begin(p_accept=0.5)
+    draft.answer({5: 0.4})
+    assert [batch.complete for batch in draft.sent] == [True]
+    draft.accept(1, 9)
+    draft.answer({6: 0.9})
+    draft.answer({8: 0.4})
+    assert [batch.complete for batch in draft.sent] == [True, False], "there is one"
+
+
 def test_after_a_while_the_cutoff_falls() -> None:
     draft = Draft()
     draft.begin(p_accept=0.5, p_decay=0.1, p_split=1.0)

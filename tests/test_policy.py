@@ -59,3 +59,48 @@ def test_a_draft_that_is_too_sure_of_itself() -> None:
 
 def test_nothing_to_choose_from() -> None:
     assert RunWidth().best([]) == 1
+
+
+def timed(row_s: float, n_stages: int = 2, first_s: float = 0.05, next_s: float = 0.05) -> RunWidth:
+    """Knows that a run takes a second in each stage, and `row_s` more for each row; half of all guesses are right."""
+    width = RunWidth()
+    for n in range(1, 5):
+        for _ in range(50):
+            width.ended(n, 1 + row_s * (n - 1), (1 + row_s * (n - 1)) * n_stages)
+    for i in range(400):
+        width.judged(0.5, i % 2 == 0)
+    width.guessed(True, first_s)
+    width.guessed(False, next_s)
+    return width
+
+
+def test_a_row_more_is_dearer_where_a_run_passes_many_stages() -> None:
+    few, many = timed(0.2, 1), timed(0.2, 32)
+    assert few.usual(4) > many.usual(4) == 1
+
+
+def test_guesses_ride_with_a_root_where_rows_and_waiting_are_cheap() -> None:
+    assert timed(0.01).riders((), 3)[0] == 3
+    assert timed(0.01, n_stages=32).riders((), 3)[0] < 3, "each row makes 32 stages slower"
+    assert timed(0.9).riders((), 3) == (0, 0.0), "a row costs nearly a run"
+    assert timed(0.01, first_s=2.0).riders((), 3) == (0, 0.0), "the draft is slow"
+
+
+def test_only_guesses_that_are_still_to_come_are_waited_for() -> None:
+    width = timed(0.01)
+    n, wait_s = width.riders((), 3)
+    assert n == 3
+    assert wait_s == pytest.approx(0.15)
+    assert width.riders((0.5, 0.25), 3) == (3, pytest.approx(0.05))
+    assert width.riders((0.5, 0.25), 2) == (2, 0.0)
+    assert timed(0.01, next_s=9.0, first_s=9.0).riders((0.5,), 3) == (1, 0.0)
+
+
+def test_a_guess_that_is_hardly_right_does_not_ride() -> None:
+    assert timed(0.1).riders((0.01,), 1) == (0, 0.0)
+
+
+def test_nothing_rides_before_the_draft_was_timed() -> None:
+    width = RunWidth()
+    assert width.riders((0.9,), 4) == (0, 0.0)
+    assert width.seconds(3) == 0

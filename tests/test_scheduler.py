@@ -631,6 +631,69 @@ def test_the_root_does_not_wait_for_wrong_guesses() -> None:
     assert not head.pipeline.cancelled
 
 
+def settled(**limits: int) -> Head:
+    """A request whose runs take a second in each of two stages, however long, and its draft ten milliseconds a guess;
+    nothing is in flight but its root."""
+    head = opened(**limits)
+    head.arrive(guessing(n_draft=4))
+    come_back(head)
+    width = head.scheduler._active[1].width
+    for n in range(1, 6):
+        width.ended(n, 1.0, 2.0)
+    width.guessed(True, 0.01)
+    width.guessed(False, 0.01)
+    head.now += 10
+    return head
+
+
+def test_a_fresh_root_waits_for_guesses_where_that_pays() -> None:
+    head = settled()
+    (fresh,) = right(head, 1)
+    come_back(head)
+    assert tokens_in_flight(head) == []
+    assert head.scheduler.wake_at is not None
+    assert head.now < head.scheduler.wake_at < head.now + 0.1
+    sent: list[int] = []
+    while not tokens_in_flight(head):
+        sent.append(500 + len(sent))
+        guess(head, len(sent) - 1, len(sent), sent[-1])
+    assert len(sent) > 1
+    assert tokens_in_flight(head) == [[fresh, *sent]]
+    assert head.scheduler.wake_at is None
+
+
+def test_a_fresh_root_does_not_wait_for_a_draft_that_is_late() -> None:
+    head = settled()
+    (fresh,) = right(head, 1)
+    come_back(head)
+    guess(head, ROOT, 1, 500)
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh, 500]]
+
+
+def test_a_fresh_root_does_not_wait_for_a_draft_that_has_nothing() -> None:
+    head = settled()
+    (fresh,) = right(head, 1)
+    come_back(head)
+    guess(head, ROOT, 1, complete=True)
+    assert tokens_in_flight(head) == [[fresh]]
+
+
+def test_guesses_wait_until_a_stage_is_about_to_be_free() -> None:
+    head = settled(n_in_flight=4)
+    (fresh,) = right(head, 1)
+    come_back(head)
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh]]
+    guess(head, ROOT, 1, 500)
+    guess(head, 1, 2, 501)
+    assert tokens_in_flight(head) == [[fresh]]
+    assert head.scheduler.wake_at is not None
+    assert head.now + 0.5 < head.scheduler.wake_at < head.now + 1
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh], [500, 501]]
+
+
 def test_wrong_guesses_are_cancelled_in_one_message() -> None:
     head = opened(n_in_flight=4)
     head.arrive(guessing())
