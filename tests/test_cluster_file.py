@@ -277,6 +277,28 @@ def test_each_mistake_has_one_line(text: str, words: tuple[str, ...], tmp_path: 
     refused(tmp_path, text, "own.toml", *words)
 
 
+ODD = ("-1", "0", "0.5", "1e400", "true", '"x"', "[]", "[1]", "{}", "{ a = 1 }", "1979-05-27", "9" * 30)
+
+
+@pytest.mark.parametrize("name", ["office", "two-cores"])
+def test_any_value_anywhere(name: str, tmp_path: Path) -> None:
+    """It makes a cluster, or one line."""
+    lines = (cluster_file.CLUSTERS / f"{name}.toml").read_text().splitlines()
+    said = []
+    for i, line in enumerate(lines):
+        key, equals, _ = line.partition(" = ")
+        for odd in ODD if equals and not line.startswith("#") else ():
+            path = written(tmp_path, "\n".join([*lines[:i], f"{key} = {odd}", *lines[i + 1 :]]))
+            try:
+                spec = read_cluster(path)
+                assert spec.target is not None
+                build(spec, placement_of(spec, spec.target, spec.draft), spec.target, spec.draft)
+            except GgpipeError as e:
+                said.append(str(e))
+    assert len(said) > 100
+    assert not [message for message in said if "\n" in message]
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no cluster file .*nothing\.toml; clusters that come .* office"):
         read_cluster(tmp_path / "nothing.toml")
