@@ -124,7 +124,7 @@ def print_sweep(heading: Sequence[str], lines: Sequence[Line], modes: Sequence[s
     console = _console()
     table = columns_table(columns, console.width, 2)
     table.row_styles = ["bold" if line is best else "" for line in lines]
-    _print(heading, table, console)
+    _print([*heading, f"x iterative and what follows it: {main}"] if len(modes) > 1 else heading, table, console)
 
 
 def best_of(lines: Sequence[Line], mode: str) -> Line:
