@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ggpipe.core.layout import Layout
 from ggpipe.sim.shapes import ModelShape
 
 PROCESS_BYTES = 64_000_000
@@ -69,3 +70,25 @@ def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatc
 def process_memory(shape: ModelShape, is_head: bool) -> Memory:
     """A rank without its stages. `is_head`: it has a vocabulary of its own, to read and to write text."""
     return Memory(process=PROCESS_BYTES + is_head * _TOKEN_BYTES * shape.n_vocab)
+
+
+def memory_by_rank(
+    target: ModelShape,
+    layout: Layout,
+    draft: ModelShape | None,
+    draft_layout: Layout | None,
+    n_ctx: int,
+    n_ubatch: int,
+) -> list[Memory]:
+    """What each rank needs, the target's first. Without a layout of its own a draft is inside the head."""
+    needs = [
+        stage_memory(target, layout.layers_of(rank), n_ctx, n_ubatch) + process_memory(target, rank == layout.head)
+        for rank in layout.ranks
+    ]
+    if draft is not None and draft_layout is None:
+        needs[0] += stage_memory(draft, (0, draft.n_layer), n_ctx, n_ubatch)
+    elif draft is not None and draft_layout is not None:
+        for rank in draft_layout.ranks:
+            own = stage_memory(draft, draft_layout.layers_of(rank), n_ctx, n_ubatch)
+            needs.append(own + process_memory(draft, rank == draft_layout.head))
+    return needs

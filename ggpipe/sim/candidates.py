@@ -1,0 +1,229 @@
+"""Arrangements with splits that memory allows, the most promising first; or the line that says what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.core.layout import Layout
+from ggpipe.errors import UsageError
+from ggpipe.sim.arrangements import Arrangement, arrangements
+from ggpipe.sim.build import stage_cost
+from ggpipe.sim.judge import Candidate
+from ggpipe.sim.memory import Memory, memory_by_rank, process_memory, stage_memory
+from ggpipe.sim.shapes import ModelShape
+from ggpipe.sim.spec import ClusterSpec
+from ggpipe.sim.splits import good_splits
+
+USABLE = 0.95
+"""Of a machine's memory; the rest is for others."""
+_N_PAST = 160  # tokens before those that are timed
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the models need beside their weights, and who is to hold them."""
+
+    n_ctx: int
+    n_ubatch: int
+    n_ranks: int | None = None
+    """None: as many as are best."""
+    in_order: bool = False
+    """Ranks are there already, the last one may be for the draft."""
+    threads: int | None = None
+    """Of each rank; None: a part of its machine's cores."""
+    draft_threads: int | None = None
+    must_draft: bool = False
+    """Without a draft nothing is worth a look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A candidate by its stages' times alone."""
+
+    candidate: Candidate
+    slowest_s: float
+    """For a run of one row, in the slowest stage;"""
+    all_s: float
+    """in all stages, with the way between them;"""
+    draft_s: float
+    """in the draft; 0: there is none."""
+
+    def token_s(self, acceptance: float) -> float:
+        """About how long a token takes: behind a wrong guess all stages and a new guess, else the slowest stage."""
+        if not self.candidate.arrangement.drafts:
+            return self.all_s
+        return (1 - acceptance) * (self.all_s + self.draft_s) + acceptance * max(self.slowest_s, self.draft_s)
+
+
+class Candidates:
+    """Finds them for one cluster and its models."""
+
+    def __init__(self, spec: ClusterSpec, target: ModelShape, draft: ModelShape | None, needs: Needs) -> None:
+        self._spec = spec
+        self._target = target
+        self._draft = draft
+        self._needs = needs
+        own_kinds = [replace(node, name="") for node in spec.nodes]
+        self._kind = [own_kinds.index(kind) for kind in own_kinds]
+        self._seconds: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._memory = self._memory_table()
+
+    def all(self) -> list[Estimate]:
+        """Raises UsageError when nothing fits."""
+        needs = self._needs
+        speeds = [1 / self._seconds_table(node, spec.cores)[0, 1] for node, spec in enumerate(self._spec.nodes)]
+        possible = arrangements(
+            self._spec, self._draft is not None, speeds.__getitem__, n_ranks=needs.n_ranks, in_order=needs.in_order,
+            threads=needs.threads, draft_threads=needs.draft_threads,
+        )  # fmt: skip
+        possible = [arrangement for arrangement in possible if arrangement.drafts or not needs.must_draft]
+        found = [estimate for arrangement in possible for estimate in self._of(arrangement)]
+        if not found:
+            raise self._missing()
+        return found
+
+    def estimate(self, candidate: Candidate) -> Estimate | None:
+        """Of another split; None when it does not fit."""
+        if not self.fits(candidate):
+            return None
+        arrangement, end, times = candidate.arrangement, 0, []
+        for place, threads, count in zip(arrangement.target, arrangement.threads, candidate.counts, strict=True):
+            if count:
+                times.append(float(self._seconds_table(place.node, threads)[end, end + count]))
+            end += count
+        return Estimate(candidate, max(times), sum(times), self._draft_s(arrangement))
+
+    def fits(self, candidate: Candidate) -> bool:
+        """No machine has to hold more than it can."""
+        needed = [0.0] * len(self._spec.nodes)
+        for node, memory in self.memory(candidate):
+            needed[node] += memory.total
+        return all(need <= self._usable(node) for node, need in enumerate(needed))
+
+    def memory(self, candidate: Candidate) -> list[tuple[int, Memory]]:
+        """The node of each rank, and what it needs there."""
+        draft = self._draft if candidate.arrangement.drafts else None
+        _, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
+        layout = placement.layout or Layout(())
+        needs = memory_by_rank(
+            self._target, layout, draft, placement.draft_layout, self._needs.n_ctx, self._needs.n_ubatch
+        )
+        return list(zip(placement.node_of, needs, strict=True))
+
+    def _of(self, arrangement: Arrangement) -> Iterator[Estimate]:
+        rooms = [self._usable(node) for node in range(len(self._spec.nodes))]
+        if arrangement.draft is not None:
+            rooms[arrangement.draft.node] -= self._draft_memory(True)
+        inside = self._draft_memory(False) if arrangement.inside else 0.0
+        on = [place.node for place in arrangement.target]
+        if min(rooms) < 0:
+            return
+        places = []
+        for i, (place, threads) in enumerate(zip(arrangement.target, arrangement.threads, strict=True)):
+            room, memory = rooms[place.node] / on.count(place.node), self._memory
+            if inside and (i == 0 or arrangement.skips[0]):
+                memory = memory.copy()
+                memory[0] += inside
+            places.append(np.where(memory <= room, self._seconds_table(place.node, threads), np.inf))
+        for counts in good_splits(places, arrangement.skips):
+            estimate = self.estimate(Candidate(arrangement, counts))
+            if estimate is not None:
+                yield estimate
+
+    def _usable(self, node: int) -> float:
+        return self._spec.nodes[node].memory_bytes * USABLE
+
+    def _draft_memory(self, own_rank: bool) -> float:
+        assert self._draft is not None
+        memory = stage_memory(self._draft, (0, self._draft.n_layer), self._needs.n_ctx, self._needs.n_ubatch)
+        return (memory + process_memory(self._draft, True)).total if own_rank else memory.total
+
+    def _draft_s(self, arrangement: Arrangement) -> float:
+        if self._draft is None or not arrangement.drafts:
+            return 0.0
+        node = arrangement.draft.node if arrangement.draft is not None else arrangement.target[0].node
+        layers = (0, self._draft.n_layer)
+        cost = stage_cost(self._spec.nodes[node], self._draft, layers, arrangement.draft_threads)
+        return self._spec.overheads.run_s + cost.seconds(1, _N_PAST)
+
+    def _memory_table(self) -> NDArray[np.float64]:
+        """[a, b]: what a rank with these layers needs."""
+        n, needs = self._target.n_layer, self._needs
+        table = np.full((n + 1, n + 1), np.inf)
+        for a in range(n):
+            process = process_memory(self._target, a == 0).total
+            for b in range(a + 1, n + 1):
+                table[a, b] = stage_memory(self._target, (a, b), needs.n_ctx, needs.n_ubatch).total + process
+        return table
+
+    def _seconds_table(self, node: int, threads: int) -> NDArray[np.float64]:
+        """[a, b]: what a run of one row takes there, with the way on to the next rank."""
+        key = self._kind[node], threads
+        if key not in self._seconds:
+            spec, shape = self._spec, self._target
+            row_bytes = shape.width * _FLOAT_BYTES
+            on_way_s = spec.overheads.run_s + spec.network.latency_s + row_bytes / spec.network.bytes_per_s
+            n = shape.n_layer
+            known: dict[tuple[float, float, int], float] = {}
+            table = np.full((n + 1, n + 1), np.inf)
+            for a in range(n):
+                for b in range(a + 1, n + 1):
+                    alike = shape.read_bytes((a, b)), shape.cell_bytes((a, b)), b - a
+                    if alike not in known:
+                        known[alike] = stage_cost(spec.nodes[node], shape, (a, b), threads).seconds(1, _N_PAST)
+                    table[a, b] = on_way_s + known[alike]
+            self._seconds[key] = table
+        return self._seconds[key]
+
+    def _missing(self) -> UsageError:
+        """Fill machine after machine, and see what is left over."""
+        target, needs = self._target, self._needs
+        whole = stage_memory(target, (0, target.n_layer), needs.n_ctx, needs.n_ubatch)
+        what = f"weights of {_gb(whole.weights)}, a KV cache of {_gb(whole.kv)}"
+        draft_bytes = 0.0
+        if self._draft is not None:
+            draft_bytes = self._draft_memory(False)
+            what += f", a draft of {_gb(draft_bytes)}"
+        nodes, start, left = range(len(self._spec.nodes)), 0, 0.0
+        order = sorted(nodes, key=lambda node: -self._usable(node))
+        for node in order:
+            ends = np.flatnonzero(self._memory[start] <= self._usable(node))
+            start = int(ends[-1]) if len(ends) else start
+            if start == target.n_layer:
+                break
+        if start < target.n_layer:
+            rest = stage_memory(target, (start, target.n_layer), needs.n_ctx, needs.n_ubatch)
+            left = rest.weights + rest.kv
+        elif needs.must_draft:
+            left = draft_bytes
+        if left == 0:
+            return UsageError(
+                f"no way to divide {target.name}'s {target.n_layer} layers over {needs.n_ranks or len(nodes)} ranks "
+                f"fits their machines: {what}; use fewer ranks, lower -c or -ub, or name a split"
+            )
+        where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
+        return UsageError(
+            f"{target.name} does not fit: {what} and room to compute in, and the machines have {where}; "
+            f"{_gb(left)} are missing: add memory or machines, lower -c or -ub, or take a smaller model"
+        )
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.3g} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.3g} MB"
+
+
+def ranked(estimates: Sequence[Estimate], acceptance: float, n: int, n_each: int = 2) -> list[Estimate]:
+    """The `n` best, of each arrangement at most `n_each`."""
+    taken: dict[Arrangement, int] = {}
+    best: list[Estimate] = []
+    for estimate in sorted(estimates, key=lambda e: (e.token_s(acceptance), len(e.candidate.counts))):
+        arrangement = estimate.candidate.arrangement
+        if taken.get(arrangement, 0) < n_each:
+            taken[arrangement] = taken.get(arrangement, 0) + 1
+            best.append(estimate)
+    return best[:n]

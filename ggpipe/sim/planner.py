@@ -1,0 +1,263 @@
+"""The best way to spread a model over machines, and the best flags: searched with the simulator as the judge.
+
+1. Which machines in which order, the draft where (`arrangements`); for each of them the splits that memory allows and
+   that nothing beats in both a run's time in all stages and in the slowest one (`splits`).
+2. A formula tells the most promising ones (`candidates`), short simulations the best of these.
+3. Layers move between its ranks as long as that helps. Where there are few splits, each is simulated.
+4. Flags are tried one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.sim.arrangements import Place
+from ggpipe.sim.build import Placement
+from ggpipe.sim.candidates import Candidates, Estimate, Needs, ranked
+from ggpipe.sim.judge import Candidate, Judge
+from ggpipe.sim.memory import Memory
+from ggpipe.sim.recording import Recording
+from ggpipe.sim.setup import MadeUp
+from ggpipe.sim.shapes import ModelShape
+from ggpipe.sim.simulator import Sizes
+from ggpipe.sim.spec import ClusterSpec
+
+_SEARCH_TOKENS, _FINAL_TOKENS = 64, 128
+_WORTH = 1.02  # a flag beside its default, or another layout, has to be so much faster
+_FEW_SPLITS = 24
+_MOST_SHIFTS = 3  # layers that move at once
+_FLAGS: dict[Mode, tuple[tuple[str, tuple[float, ...]], ...]] = {
+    "iterative": (),
+    "speculative": (("n_draft", (1, 2, 3, 4, 5, 6, 8)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
+    "async": (("n_draft", (2, 4, 16)), ("p_accept", (0.15, 0.3, 0.5)), ("n_parallel", (2,))),
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be fast."""
+
+    needs: Needs
+    tokens: MadeUp | Recording
+    sizes: Sizes = field(default_factory=Sizes)
+    mode: Mode | None = None
+    """None: whichever is fastest."""
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    """Flags to begin with."""
+    tunes: bool = True
+    """Look for better ones."""
+    effort: float = 1.0
+    """Simulations, as a share of the usual number."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank."""
+
+    node: str
+    drafts: bool
+    """It holds the draft and nothing else."""
+    layers: tuple[int, int]
+    threads: int
+    memory: Memory
+    """With a draft inside."""
+    has_bytes: float
+    """Memory of its machine."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A mode with its flags."""
+
+    mode: Mode
+    speculation: SpeculationConfig
+    tokens_per_s: float
+    ttft_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ranks, and how fast they are."""
+
+    placement: Placement
+    places: tuple[Place, ...]
+    """Of each rank."""
+    ranks: tuple[RankPlan, ...]
+    best: Prediction
+    predictions: Mapping[Mode, Prediction]
+    """In each mode, with these ranks."""
+    faster: Mapping[Mode, tuple[Placement, Prediction]]
+    """Modes that would be clearly faster with other ranks, and these."""
+    n_simulations: int
+
+    @property
+    def draft_inside(self) -> bool:
+        """The head's process holds the draft as well."""
+        return self.placement.draft_threads is not None
+
+
+def make_plan(
+    spec: ClusterSpec,
+    target: ModelShape,
+    draft: ModelShape | None,
+    wish: Wish,
+    on_run: Callable[[int], None] = lambda n: None,
+) -> Plan:
+    """Search. `on_run` is called after each simulation, with their number so far.
+
+    Raises UsageError when nothing fits.
+    """
+    return _Search(spec, target, draft, wish, on_run).plan()
+
+
+class _Search:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        target: ModelShape,
+        draft: ModelShape | None,
+        wish: Wish,
+        on_run: Callable[[int], None],
+    ) -> None:
+        self._spec = spec
+        self._draft = draft if wish.mode != "iterative" or wish.needs.must_draft else None
+        self._target = target
+        self._wish = wish
+        self._candidates = Candidates(spec, target, self._draft, wish.needs)
+        self._judge = Judge(spec, target, self._draft, wish.tokens, wish.sizes, _SEARCH_TOKENS, on_run)
+        tokens = wish.tokens
+        self._acceptance = tokens.agreement if isinstance(tokens, Recording) else tokens.acceptance
+
+    def plan(self) -> Plan:
+        estimates = self._candidates.all()
+        modes: tuple[Mode, ...] = (self._wish.mode,) if self._wish.mode else ("iterative", "speculative", "async")
+        found: dict[Mode, tuple[Candidate, Prediction]] = {}
+        for mode in modes:
+            candidate = self._best_candidate(estimates, mode)
+            if candidate is not None:
+                found[mode] = candidate, self._predict(candidate, mode, self._tuned(candidate, mode))
+        best = max(found, key=lambda mode: self._worth(*found[mode]))
+        candidate, prediction = found[best]
+        predictions = {best: prediction}
+        faster: dict[Mode, tuple[Placement, Prediction]] = {}
+        for mode, (other, own) in found.items():
+            if mode != best and (candidate.arrangement.drafts or mode == "iterative"):
+                predictions[mode] = self._predict(candidate, mode, own.speculation)
+                if own.tokens_per_s > _WORTH * predictions[mode].tokens_per_s:
+                    faster[mode] = self._placement(other), own
+        places = candidate.arrangement.places(candidate.counts)
+        ranks = self._ranks(candidate)
+        return Plan(self._placement(candidate), places, ranks, prediction, predictions, faster, self._judge.n_runs)
+
+    def _worth(self, candidate: Candidate, prediction: Prediction) -> float:
+        """Its speed; of two that are about as fast the one with fewer ranks is better."""
+        n_ranks = len(self._placement(candidate).node_of)
+        return prediction.tokens_per_s * (1 - 0.001 * n_ranks)
+
+    def _best_candidate(self, estimates: Sequence[Estimate], mode: Mode) -> Candidate | None:
+        drafts = mode != "iterative"
+        own = [e for e in estimates if e.candidate.arrangement.drafts == drafts]
+        if not drafts and not own:  # with ranks that draft in any case
+            own = list(estimates)
+        if not own:
+            return None
+        # All wait for one another in the other modes: there only the time in all stages counts.
+        acceptance = self._acceptance if mode == "async" else 0.0
+        most = self._most_runs(own)
+        first = ranked(own, acceptance, max(round(most * 0.5), 2))
+        speeds = {e.candidate: self._speed(e.candidate, mode) for e in first}
+        for arrangement in list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]:
+            speeds |= self._all_splits(next(c for c in speeds if c.arrangement == arrangement), mode)
+        best = max(speeds, key=lambda c: (speeds[c], -len(c.counts)))
+        return self._climbed(best, mode, max(round(most * 0.3), 2))
+
+    def _most_runs(self, estimates: Sequence[Estimate]) -> int:
+        """Simulations that the search for one mode may take: the more ranks, the longer is each."""
+        n_stages = max(sum(count > 0 for count in e.candidate.counts) for e in estimates)
+        return max(round(self._wish.effort * min(max(400 / n_stages, 24), 48)), 2)
+
+    def _speed(self, candidate: Candidate, mode: Mode) -> float:
+        return self._judge.ask(candidate, mode, self._wish.speculation).tokens_per_s
+
+    def _all_splits(self, candidate: Candidate, mode: Mode) -> dict[Candidate, float]:
+        """All ways to divide the layers over the same ranks, where these are few."""
+        used = [i for i, count in enumerate(candidate.counts) if count]
+        n_layer = sum(candidate.counts)
+        if math.comb(n_layer - 1, len(used) - 1) > _FEW_SPLITS * self._wish.effort:
+            return {}
+        speeds = {}
+        for cuts in itertools.combinations(range(1, n_layer), len(used) - 1):
+            counts = [0] * len(candidate.counts)
+            for i, (a, b) in zip(used, itertools.pairwise((0, *cuts, n_layer)), strict=True):
+                counts[i] = b - a
+            other = replace(candidate, counts=tuple(counts))
+            if self._candidates.fits(other):
+                speeds[other] = self._speed(other, mode)
+        return speeds
+
+    def _climbed(self, candidate: Candidate, mode: Mode, most: int) -> Candidate:
+        """Layers move between ranks as long as that helps, for at most so many simulations."""
+        end = self._judge.n_runs + most
+        better = True
+        while better and self._judge.n_runs < end:
+            better = False
+            speed = self._speed(candidate, mode)
+            for other in self._neighbours(candidate, mode):
+                if self._judge.n_runs >= end:
+                    break
+                if self._candidates.fits(other) and self._speed(other, mode) > speed * 1.003:
+                    candidate, better = other, True
+                    break
+        return candidate
+
+    def _neighbours(self, candidate: Candidate, mode: Mode) -> Iterator[Candidate]:
+        """From the ranks that were busiest to those that were least busy, some layers, then one."""
+        used = [i for i, count in enumerate(candidate.counts) if count]
+        busy_s = dict(zip(used, self._judge.ask(candidate, mode, self._wish.speculation).busy_s, strict=True))
+        by_work = sorted(used, key=lambda i: -busy_s[i])
+        n_layer = sum(candidate.counts)
+        large = min(max(n_layer // (8 * len(used)), 1), _MOST_SHIFTS)
+        for n in dict.fromkeys((large, 1)):
+            for giver, taker in itertools.product(by_work[:2], reversed(by_work)):
+                if giver != taker and candidate.counts[giver] > n:
+                    counts = list(candidate.counts)
+                    counts[giver] -= n
+                    counts[taker] += n
+                    yield replace(candidate, counts=tuple(counts))
+
+    def _tuned(self, candidate: Candidate, mode: Mode) -> SpeculationConfig:
+        best = replace(self._wish.speculation, mode=mode)
+        if not self._wish.tunes:
+            return best
+        most = self._judge.ask(candidate, mode, best, _FINAL_TOKENS).tokens_per_s
+        for name, values in _FLAGS[mode]:
+            for value in values:
+                other = replace(best, **{name: value})  # type: ignore[arg-type]
+                speed = self._judge.ask(candidate, mode, other, _FINAL_TOKENS).tokens_per_s
+                if speed > most * _WORTH:
+                    best, most = other, speed
+        return best
+
+    def _predict(self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig) -> Prediction:
+        verdict = self._judge.ask(candidate, mode, speculation, _FINAL_TOKENS)
+        return Prediction(mode, speculation, verdict.tokens_per_s, verdict.ttft_s)
+
+    def _placement(self, candidate: Candidate) -> Placement:
+        n_draft = self._draft.n_layer if self._draft and candidate.arrangement.drafts else None
+        return candidate.arrangement.placed(self._spec, candidate.counts, n_draft)[1]
+
+    def _ranks(self, candidate: Candidate) -> tuple[RankPlan, ...]:
+        placement = self._placement(candidate)
+        n_target = len(placement.target_on)
+        ranks = []
+        for rank, (node, memory) in enumerate(self._candidates.memory(candidate)):
+            layout = placement.draft_layout if rank >= n_target else placement.layout
+            assert layout is not None
+            own = self._spec.nodes[node]
+            layers, threads = layout.layers_of(rank), placement.threads[rank]
+            ranks.append(RankPlan(own.name, rank >= n_target, layers, threads, memory, own.memory_bytes))
+        return tuple(ranks)

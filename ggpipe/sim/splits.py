@@ -1,0 +1,75 @@
+"""Ways to divide a model's layers over places in a row that are worth a simulation.
+
+A way takes some time in all stages together, and some in its slowest stage. Runs one after the other take the first, a
+full pipeline gives something each time the second has passed. Between the two ends, all layers on the fastest places
+and all stages equally slow, this finds the ways that nothing beats in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+"""[a, b]: seconds that a place takes for layers [a, b); infinite where a >= b, or where these do not fit."""
+
+_BOUNDS = (1.0, 1.03, 1.08, 1.15, 1.3, 1.6, 2.0, 3.0, math.inf)
+
+
+def times_of(n_layer: int, seconds: Callable[[int, int], float], fits: Callable[[int, int], bool]) -> Times:
+    """The table of one place."""
+    times = np.full((n_layer + 1, n_layer + 1), np.inf)
+    for a in range(n_layer):
+        for b in range(a + 1, n_layer + 1):
+            if fits(a, b):
+                times[a, b] = seconds(a, b)
+    return times
+
+
+def good_splits(places: Sequence[Times], may_skip: Sequence[bool]) -> list[tuple[int, ...]]:
+    """Layers of each place, in order, for each way that is worth a look; none when the layers fit nowhere.
+
+    `may_skip`: places that may get no layers. The first way has the fastest slowest stage, the last one the shortest
+    time in all stages.
+    """
+    least = _least_bound(places, may_skip)
+    if math.isinf(least):
+        return []
+    found = (shortest(places, may_skip, least * factor * (1 + 1e-9)) for factor in _BOUNDS)
+    return list(dict.fromkeys(split for split in found if split is not None))
+
+
+def shortest(places: Sequence[Times], may_skip: Sequence[bool], bound_s: float) -> tuple[int, ...] | None:
+    """The way with the shortest time in all stages, none of which takes longer than `bound_s`."""
+    n_layer = len(places[0]) - 1
+    best = np.full(n_layer + 1, np.inf)
+    best[0] = 0.0
+    taken: list[NDArray[np.int64]] = []
+    for times, skip in zip(places, may_skip, strict=True):
+        sums = best[:, None] + np.where(times <= bound_s, times, np.inf)
+        starts, ends = sums.argmin(0), sums.min(0)
+        if skip:
+            kept = best <= ends
+            starts, ends = np.where(kept, np.arange(n_layer + 1), starts), np.where(kept, best, ends)
+        taken.append(starts)
+        best = ends
+    if math.isinf(best[-1]):
+        return None
+    counts, end = [], n_layer
+    for starts in reversed(taken):
+        counts.append(end - int(starts[end]))
+        end = int(starts[end])
+    return tuple(reversed(counts))
+
+
+def _least_bound(places: Sequence[Times], may_skip: Sequence[bool]) -> float:
+    """The time of the slowest stage where that is least."""
+    best = np.full(len(places[0]), np.inf)
+    best[0] = 0.0
+    for times, skip in zip(places, may_skip, strict=True):
+        ends = np.maximum(best[:, None], times).min(0)
+        best = np.minimum(best, ends) if skip else ends
+    return float(best[-1])
