@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -19,12 +18,12 @@ from rich.text import Text
 
 from ggpipe.display.columns import Column, columns_table
 from ggpipe.display.files import write_text
+from ggpipe.display.page import page_console, print_page
 from ggpipe.display.wording import harmless, human_bytes, human_seconds, percent, three_digits
 from ggpipe.display.work import speculates, wasted_s
 from ggpipe.runtime.stats import RankStats, RequestStats, percentile
 
 _GAP = 3
-_LOG_WIDTH = 120
 _BEST = "best"
 
 
@@ -121,7 +120,7 @@ def print_sweep(heading: Sequence[str], lines: Sequence[Line], modes: Sequence[s
         if set(cells) != {"-"}:
             columns.append(Column(name, cells, need))
     columns.append(Column("", [_BEST if line is best else "" for line in lines], 0, "left"))
-    console = _console()
+    console = page_console()
     table = columns_table(columns, console.width, 2)
     table.row_styles = ["bold" if line is best else "" for line in lines]
     _print([*heading, f"x iterative and what follows it: {main}"] if len(modes) > 1 else heading, table, console)
@@ -239,18 +238,6 @@ def _exact(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _console() -> Console:
-    if sys.stdout.isatty():
-        return Console(highlight=False)
-    return Console(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False, highlight=False)
-
-
 def _print(heading: Sequence[str], table: RenderableType, console: Console | None = None) -> None:
-    console = console or _console()
-    console.print(Group(*(Text(harmless(line), style="dim" if i else "bold") for i, line in enumerate(heading))))
-    console.print()
-    console.print(table)
-    if isinstance(console.file, io.StringIO):
-        with contextlib.suppress(BrokenPipeError):
-            sys.stdout.write("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n")
-            sys.stdout.flush()
+    lines = Group(*(Text(harmless(line), style="dim" if i else "bold") for i, line in enumerate(heading)))
+    print_page(console or page_console(), lines, Text(), table)
