@@ -13,7 +13,7 @@ from commands import TARGET, ggpipe, mpirun
 from zoo import make
 
 from ggpipe.cli import run
-from ggpipe.cli.profile import slots_of
+from ggpipe.cli.hosts import hosts_of
 from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
 from ggpipe.engine.model_file import ModelFile
 from ggpipe.errors import GgpipeError, LaunchError, RankError, RunError, UsageError
@@ -187,7 +187,7 @@ def test_a_line_through_two_points() -> None:
 def test_slots_of_a_hostfile(text: str, n: int, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    assert slots_of(path) == n
+    assert len(hosts_of(path)) == n
 
 
 def test_hostfiles_that_name_nothing(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_hostfiles_that_name_nothing(tmp_path: Path) -> None:
     ):
         write_it()  # type: ignore[no-untyped-call]
         with pytest.raises(LaunchError, match=why):
-            slots_of(path)
+            hosts_of(path)
 
 
 # Inside one process

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ggpipe.cli.flags import MODEL, OUTPUT, RANKS, ComputeFlags, LogFlags, ModelFlags, RankFlags, option, takes_flags
+from ggpipe.cli.hosts import hosts_of
 from ggpipe.cli.ranks import start_n_ranks
 from ggpipe.cli.settings import engine_config
 from ggpipe.display.files import check_writable
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ggpipe.transport.base import Transport
 
 _LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
-_SLOTS = re.compile(r"\bslots\s*=\s*(\d+)|^\S+?:(\d+)(?:\s|$)")
 _LOG_WIDTH = 120
 _STDOUT = Path("-")
 
@@ -63,7 +63,7 @@ def profile(
         raise UsageError(f"-r is a number of ranks, 1 or more; {n_ranks} is not")
     config = engine_config(model, compute)
     if launch.rank_in_environment() is None:
-        n_ranks = n_ranks or (1 if ranks.hostfile is None else slots_of(ranks.hostfile))
+        n_ranks = n_ranks or (1 if ranks.hostfile is None else len(hosts_of(ranks.hostfile)))
         if n_ranks > 1 or ranks.hostfile is not None:
             return start_n_ranks(n_ranks, ranks.hostfile)
 
@@ -87,23 +87,6 @@ def profile(
 
     libllama.set_log_level(2 if log.verbose else 5)
     return run_alike(config, work)
-
-
-def slots_of(hostfile: Path) -> int:
-    """Ranks that a hostfile has room for: `slots=N` of a line, or `HOST:N`, else one. Raises LaunchError."""
-    try:
-        text = hostfile.read_text()
-    except (OSError, ValueError) as e:
-        why = e.strerror if isinstance(e, OSError) else "no text"
-        raise LaunchError(f"--hostfile {hostfile}: {why}") from e
-    n = 0
-    for line in text.splitlines():
-        if line := line.partition("#")[0].strip():
-            match = _SLOTS.search(line)
-            n += int(match[1] or match[2]) if match else 1
-    if n == 0:
-        raise LaunchError(f"--hostfile {hostfile} names no machines: write one a line, as in `node1 slots=1`")
-    return n
 
 
 def _layers(text: str | None) -> tuple[int, int] | None:
