@@ -234,14 +234,15 @@ def _open_single(
     """The session of mode `single`, loaded; or the modes without it, and a line that says why."""
     from ggpipe.engine.model_file import ModelFile
     from ggpipe.runtime.bench import open_single, why_not_single
+    from ggpipe.sim.memory import stage_memory
     from ggpipe.sim.model_shape import shape_of
 
     if "single" not in modes:
         return modes, None
     context = task.config.context
     shape = shape_of(ModelFile.open(task.config.model.path), context.cache_type_k, context.cache_type_v)
-    needed_bytes = shape.weight_bytes + session.n_ctx * shape.cell_bytes((0, shape.n_layer))
-    if why := why_not_single(task.config, session, needed_bytes):
+    memory = stage_memory(shape, (0, shape.n_layer), session.n_ctx, context.n_ubatch)
+    if why := why_not_single(task.config, session, memory.total):
         _say(f"mode single is left out: {why}")
         modes = tuple(mode for mode in modes if mode != "single")
         if not modes:
