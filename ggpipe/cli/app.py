@@ -10,6 +10,7 @@ import ggpipe
 from ggpipe.cli.bench import bench
 from ggpipe.cli.demo import demo
 from ggpipe.cli.generate import generate
+from ggpipe.cli.plan import plan
 from ggpipe.cli.profile import profile
 from ggpipe.cli.record import record
 from ggpipe.cli.simulate import simulate
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(record)
 app.command()(simulate)
+app.command()(plan)
 app.command()(profile)
 app.command()(bench)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo)

@@ -152,20 +152,21 @@ def _setup(
     spec = read_cluster(cluster)
     if ranks.mpi_layer_split is not None:
         spec = with_split(spec, *parse_shares(ranks.mpi_layer_split))
-    target_shape = _shape(model.model, compute) or spec.target
-    draft_shape = _shape(draft.model_draft, compute) or spec.draft
+    target_shape = shape_from(model.model, compute) or spec.target
+    draft_shape = shape_from(draft.model_draft, compute) or spec.draft
     if target_shape is None:
         raise UsageError(f"{cluster} describes no target model: name one with -m")
     placement = placement_of(spec, target_shape, draft_shape)
     placement = _with_threads(spec, placement, compute.threads, draft.threads_draft)
     context = context_config(compute)  # checks them
     sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
-    tokens = _tokens(text)
+    tokens = tokens_of(text)
     n_predict = text.n_predict if text.n_predict > 0 or text.recording is not None else _N_TEXT
     return Setup(spec, placement, target_shape, draft_shape, speculation_config(speculation), tokens, n_predict, sizes)
 
 
-def _shape(path: Path | None, compute: ComputeFlags) -> ModelShape | None:
+def shape_from(path: Path | None, compute: ComputeFlags) -> ModelShape | None:
+    """The shape of a model file; None of none."""
     if path is None:
         return None
     from ggpipe.engine import libllama
@@ -173,7 +174,7 @@ def _shape(path: Path | None, compute: ComputeFlags) -> ModelShape | None:
     from ggpipe.sim.model_shape import shape_of
 
     libllama.set_log_level(5)
-    return shape_of(ModelFile.open(path), compute.cache_type_k, compute.cache_type_v)
+    return shape_of(ModelFile.open(path), compute.cache_type_k, compute.cache_type_v, compute.flash_attn != "off")
 
 
 def _with_threads(spec: ClusterSpec, placement: Placement, threads: str, threads_draft: int) -> Placement:
@@ -192,7 +193,8 @@ def _with_threads(spec: ClusterSpec, placement: Placement, threads: str, threads
     return replace(placement, threads=tuple(own), draft_threads=threads_draft if threads_draft > 0 else None)
 
 
-def _tokens(text: TextFlags) -> MadeUp | Recording:
+def tokens_of(text: TextFlags) -> MadeUp | Recording:
+    """What is generated. Raises UsageError for flags that contradict each other, or a recording that is none."""
     from ggpipe.sim import recording
     from ggpipe.sim.setup import MadeUp
     from ggpipe.sim.tokens import Confidence

@@ -134,6 +134,11 @@ def launcher_environment() -> dict[str, str]:
     }
 
 
+def is_rank() -> bool:
+    """This process was started by an mpirun."""
+    return any(variable in os.environ for variable in _RANK_VARIABLES)
+
+
 def restore_terminal() -> None:
     """Show the cursor again. For a launcher whose ranks died without a chance to do so."""
     if _is_terminal(sys.stderr) and not _dumb():
@@ -244,7 +249,7 @@ def _same_file(one: str, other: str) -> bool:
 
 def _launcher() -> int | None:
     """The process id of the mpirun above us; None when there is none, or on another machine."""
-    if not any(variable in os.environ for variable in _RANK_VARIABLES):
+    if not is_rank():
         return None
     process = os.getppid()
     while process > 1:

@@ -30,6 +30,7 @@ _SEARCH_TOKENS, _FINAL_TOKENS = 64, 128
 _WORTH = 1.02  # a flag beside its default, or another layout, has to be so much faster
 _FEW_SPLITS = 24
 _MOST_SHIFTS = 3  # layers that move at once
+_MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
 _FLAGS: dict[Mode, tuple[tuple[str, tuple[float, ...]], ...]] = {
     "iterative": (),
     "speculative": (("n_draft", (1, 2, 3, 4, 5, 6, 8)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
@@ -90,8 +91,8 @@ class Plan:
     best: Prediction
     predictions: Mapping[Mode, Prediction]
     """In each mode, with these ranks."""
-    faster: Mapping[Mode, tuple[Placement, Prediction]]
-    """Modes that would be clearly faster with other ranks, and these."""
+    elsewhere: Mapping[Mode, tuple[Placement, Prediction]]
+    """Modes that would be clearly faster with other ranks, or need other ones, and these."""
     n_simulations: int
 
     @property
@@ -105,9 +106,9 @@ def make_plan(
     target: ModelShape,
     draft: ModelShape | None,
     wish: Wish,
-    on_run: Callable[[int], None] = lambda n: None,
+    on_run: Callable[[int, int], None] = lambda done, of: None,
 ) -> Plan:
-    """Search. `on_run` is called after each simulation, with their number so far.
+    """Search. `on_run` is called after each simulation: so many of about so many.
 
     Raises UsageError when nothing fits.
     """
@@ -121,20 +122,23 @@ class _Search:
         target: ModelShape,
         draft: ModelShape | None,
         wish: Wish,
-        on_run: Callable[[int], None],
+        on_run: Callable[[int, int], None],
     ) -> None:
         self._spec = spec
         self._draft = draft if wish.mode != "iterative" or wish.needs.must_draft else None
         self._target = target
         self._wish = wish
         self._candidates = Candidates(spec, target, self._draft, wish.needs)
-        self._judge = Judge(spec, target, self._draft, wish.tokens, wish.sizes, _SEARCH_TOKENS, on_run)
+        self._judge = Judge(spec, target, self._draft, wish.tokens, wish.sizes, _SEARCH_TOKENS, self._count)
+        self._on_run = on_run
+        self._expected = 0
         tokens = wish.tokens
         self._acceptance = tokens.agreement if isinstance(tokens, Recording) else tokens.acceptance
 
     def plan(self) -> Plan:
         estimates = self._candidates.all()
-        modes: tuple[Mode, ...] = (self._wish.mode,) if self._wish.mode else ("iterative", "speculative", "async")
+        modes: tuple[Mode, ...] = (self._wish.mode,) if self._wish.mode else _MODES
+        self._expected = len(modes) * self._most_runs(estimates)
         found: dict[Mode, tuple[Candidate, Prediction]] = {}
         for mode in modes:
             candidate = self._best_candidate(estimates, mode)
@@ -143,15 +147,20 @@ class _Search:
         best = max(found, key=lambda mode: self._worth(*found[mode]))
         candidate, prediction = found[best]
         predictions = {best: prediction}
-        faster: dict[Mode, tuple[Placement, Prediction]] = {}
+        elsewhere: dict[Mode, tuple[Placement, Prediction]] = {}
         for mode, (other, own) in found.items():
-            if mode != best and (candidate.arrangement.drafts or mode == "iterative"):
+            if mode == best:
+                continue
+            if candidate.arrangement.drafts or mode == "iterative":
                 predictions[mode] = self._predict(candidate, mode, own.speculation)
-                if own.tokens_per_s > _WORTH * predictions[mode].tokens_per_s:
-                    faster[mode] = self._placement(other), own
+            if mode not in predictions or own.tokens_per_s > _WORTH * predictions[mode].tokens_per_s:
+                elsewhere[mode] = self._placement(other), own
         places = candidate.arrangement.places(candidate.counts)
         ranks = self._ranks(candidate)
-        return Plan(self._placement(candidate), places, ranks, prediction, predictions, faster, self._judge.n_runs)
+        return Plan(self._placement(candidate), places, ranks, prediction, predictions, elsewhere, self._judge.n_runs)
+
+    def _count(self, n_runs: int) -> None:
+        self._on_run(n_runs, max(self._expected, n_runs))
 
     def _worth(self, candidate: Candidate, prediction: Prediction) -> float:
         """Its speed; of two that are about as fast the one with fewer ranks is better."""
