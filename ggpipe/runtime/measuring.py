@@ -164,8 +164,8 @@ def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], unti
 
 
 def _runs_of(n_rows: int) -> int:
-    """In a row."""
-    return 2 if n_rows <= FEW_ROWS[-1] else 1
+    """In a row: the first pays for the change, and caches are as full of this stage as between tokens."""
+    return 4 if n_rows <= FEW_ROWS[-1] else 1
 
 
 def _most_runs_of(n_rows: int) -> int:

@@ -32,14 +32,16 @@ class Link:
 class Overheads:
     """What ggpipe itself takes, in seconds. The defaults were measured with `ggpipe profile` on two virtual cores."""
 
-    run_s: float = 0.25e-3
+    run_s: float = 0.15e-3
     """A stage, for a run, besides decoding it: taking it up, packing what goes on."""
     marker_s: float = 0.1e-3
     """A stage, for a run that was cancelled or that only carries KV operations."""
-    event_s: float = 0.15e-3
-    """The head or the draft's head, for something that happens: reading, deciding, sampling."""
-    send_s: float = 15e-6
-    """The head, for each message."""
+    event_s: float = 0.12e-3
+    """The head or the draft's head, for something that happens: deciding, sampling, handing on."""
+    read_s: float = 0.1e-3
+    """The same, for each message from another rank."""
+    send_s: float = 50e-6
+    """The same, for each message to another rank."""
     look_s: float = 0.15e-3
     """On average, until a rank that computes looks for messages."""
     abort_s: float = 0.3e-3

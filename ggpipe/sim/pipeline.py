@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ggpipe.core.messages import Run, Span
 from ggpipe.sim.clock import Clock
-from ggpipe.sim.cluster import Cluster, Pipeline, Stage
+from ggpipe.sim.cluster import Cluster, Overheads, Pipeline, Stage
 from ggpipe.sim.cores import NICE_WEIGHT, Cores, Task
 
 _HEADER_BYTES, _ROW_HEADER_BYTES, _ANSWER_BYTES = 120, 24, 48
@@ -58,19 +58,21 @@ class Process:
     """A rank's main thread: takes up one thing after the other. It looks for messages less often while a stage of its
     process computes."""
 
-    def __init__(self, clock: Clock, cores: Cores, look_s: float) -> None:
+    def __init__(self, clock: Clock, cores: Cores, rank: int, overheads: Overheads) -> None:
         self._clock = clock
         self._cores = cores
-        self._look_s = look_s
+        self._rank = rank
+        self._overheads = overheads
         self._waiting: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
         self._busy = False
         self._heard_at = 0.0
         self.computing = 0
         """Stages of this process that are at work."""
 
-    def hear(self, work_s: float, action: Callable[[], None]) -> None:
-        """A message came: do this, which takes so long."""
-        self._heard_at = max(self._clock.now + (self._look_s if self.computing else 0.0), self._heard_at)
+    def hear(self, source: int, action: Callable[[], None]) -> None:
+        """A message came from a rank, or from a stage of our own: do this."""
+        self._heard_at = max(self._clock.now + (self._overheads.look_s if self.computing else 0.0), self._heard_at)
+        work_s = self._overheads.event_s + (self._overheads.read_s if source != self._rank else 0.0)
         self._clock.at(self._heard_at, lambda: self.do(work_s, action))
 
     def do(self, work_s: float, action: Callable[[], None]) -> None:

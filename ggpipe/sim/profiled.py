@@ -98,8 +98,11 @@ def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:
 
 
 def usual_run_s(places: Iterable[tuple[Profile, int] | None]) -> float | None:
-    """What a run takes beside the decode, on average; None where nothing was measured."""
-    found = [place[0].ranks[place[1]].run_s for place in places if place is not None]
+    """What a run takes beside the decode, on average; None where nothing was measured.
+
+    That is half of what was measured: a run's way to the stage's thread and back. In a pipeline it goes on from there.
+    """
+    found = [place[0].ranks[place[1]].run_s / 2 for place in places if place is not None]
     return statistics.fmean(found) if found else None
 
 

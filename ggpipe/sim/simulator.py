@@ -58,6 +58,8 @@ class Sizes:
     n_ctx: int = 4096
     n_batch: int = 2048
     n_ubatch: int = 512
+    n_in_flight: int = 0
+    """Runs in the target's pipeline at the same time; 0: one for each stage, and one more."""
 
 
 def simulate(
@@ -88,12 +90,12 @@ class _Simulation:
         clock = self._clock = Clock()
         self._overheads = cluster.overheads
         cores = [_cores(clock, cluster, number) for number in range(len(cluster.nodes))]
-        processes = [Process(clock, cores[node], cluster.overheads.look_s) for node in cluster.node_of]
+        processes = [Process(clock, cores[node], rank, cluster.overheads) for rank, node in enumerate(cluster.node_of)]
         network = self._network = Network(clock, cluster)
         n_stages = len(cluster.target.layout.stages)
         self._tokens = tokens
         self._process = processes[_HEAD]
-        self._scheduler = Scheduler(_limits(sizes, n_stages, speculation))
+        self._scheduler = Scheduler(_limits(sizes, sizes.n_in_flight or n_stages + 1, speculation))
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.target, _HEAD, self._result_arrived
         )
@@ -168,7 +170,7 @@ class _Simulation:
             slowest_s = max((span.compute_s for span in spans), default=0.0)
             self._handle(RunEnded(run.id, rows, slowest_s, sum(span.busy_s for span in spans)))
 
-        self._process.hear(self._overheads.event_s, ended)
+        self._process.hear(spans[-1].rank, ended)
 
     def guesses_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
         """The draft's message is there."""
@@ -179,7 +181,8 @@ class _Simulation:
                 self._count(record.spans, True)
             self._handle(Guessed(batch))
 
-        self._process.hear(self._overheads.event_s, guessed)
+        assert self._draft is not None
+        self._process.hear(self._draft.rank, guessed)
 
     def _count(self, spans: tuple[Span, ...], draft: bool) -> None:
         for span in spans:
@@ -206,12 +209,12 @@ class _VirtualDraft:
         self._network = network
         self._overheads = cluster.overheads
         self._simulation = simulation
-        self._rank = cluster.draft.layout.head
-        self._process = processes[self._rank]
-        self._drafter = Drafter(_limits(sizes, len(cluster.draft.layout.stages), speculation))
+        self.rank = cluster.draft.layout.head
+        self._process = processes[self.rank]
+        self._drafter = Drafter(_limits(sizes, len(cluster.draft.layout.stages) + 1, speculation))
         self._paths = _Paths(tokens)
         self._pipeline = VirtualPipeline(
-            clock, network, cores, processes, cluster, cluster.draft, self._rank, self._result_arrived
+            clock, network, cores, processes, cluster, cluster.draft, self.rank, self._result_arrived
         )
         self._rows: dict[int, tuple[int, int]] = {}
         self._answers: dict[int, tuple[RowLogits, ...]] = {}
@@ -221,12 +224,12 @@ class _VirtualDraft:
         """The head says this; returns the number of messages that it takes."""
 
         def arrive() -> None:
-            self._process.hear(self._overheads.event_s, lambda: self._handle(message))
+            self._process.hear(_HEAD, lambda: self._handle(message))
 
-        if self._rank == _HEAD:
+        if self.rank == _HEAD:
             self._handle(message)
             return 0
-        self._network.send(_HEAD, self._rank, _STEER_BYTES, arrive)
+        self._network.send(_HEAD, self.rank, _STEER_BYTES, arrive)
         return 1
 
     def _handle(self, event: DraftEvent) -> None:
@@ -240,7 +243,7 @@ class _VirtualDraft:
                 case Cancel(runs):
                     n_messages += self._pipeline.cancel(runs)
                 case Send(batch):
-                    n_messages += self._rank != _HEAD
+                    n_messages += self.rank != _HEAD
                     self._send(batch, tuple(self._records))
                     self._records = []
         if n_messages:
@@ -250,7 +253,7 @@ class _VirtualDraft:
             self._clock.at(wake_at, self._tick)
 
     def _send(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
-        self._network.send(self._rank, _HEAD, _GUESS_BYTES, lambda: self._simulation.guesses_arrived(batch, records))
+        self._network.send(self.rank, _HEAD, _GUESS_BYTES, lambda: self._simulation.guesses_arrived(batch, records))
 
     def _tick(self) -> None:
         wake_at = self._drafter.wake_at
@@ -265,7 +268,7 @@ class _VirtualDraft:
                 self._records.append(RunRecord(run.id, n_rows, n_guesses, run.cancelled, spans))
             self._handle(RunEnded(run.id, () if run.cancelled else answers))
 
-        self._process.hear(self._overheads.event_s, ended)
+        self._process.hear(spans[-1].rank, ended)
 
 
 class _Paths:
@@ -331,8 +334,8 @@ def _cores(clock: Clock, cluster: Cluster, number: int) -> Cores:
     return Cores(clock, node.cores, node.crowd)
 
 
-def _limits(sizes: Sizes, n_stages: int, speculation: SpeculationConfig) -> Limits:
-    return Limits(sizes.n_ctx, sizes.n_batch, sizes.n_ubatch, n_stages + 1, speculation.n_parallel)
+def _limits(sizes: Sizes, n_in_flight: int, speculation: SpeculationConfig) -> Limits:
+    return Limits(sizes.n_ctx, sizes.n_batch, sizes.n_ubatch, n_in_flight, speculation.n_parallel)
 
 
 def _ranks(cluster: Cluster) -> list[RankStats]:
