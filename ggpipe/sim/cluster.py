@@ -36,9 +36,9 @@ class Overheads:
     """A stage, for a run, besides decoding it: taking it up, packing what goes on."""
     marker_s: float = 0.1e-3
     """A stage, for a run that was cancelled or that only carries KV operations."""
-    event_s: float = 0.12e-3
+    event_s: float = 0.15e-3
     """The head or the draft's head, for something that happens: deciding, sampling, handing on."""
-    read_s: float = 0.1e-3
+    read_s: float = 0.15e-3
     """The same, for each message from another rank."""
     send_s: float = 50e-6
     """The same, for each message to another rank."""
