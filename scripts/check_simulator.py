@@ -1,0 +1,137 @@
+"""Holds the simulator against this machine; run it as `scripts/check_simulator`.
+
+For a random 0.75 B pair and for the demo pair: measures the machine (`ggpipe profile`), records what the pair writes
+(`ggpipe record`), runs the modes on one, two and three ranks of one thread each (`ggpipe bench`), and simulates the
+same from the profile and the recording alone. Medians of the rounds; exit code 1 when a mode is off by more than 15 %.
+
+The layouts: the draft in the head's process; two target ranks and the draft in the head's process; two target ranks and
+a draft rank. With the draft, that is two or three threads for two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from make_pair import Shape, make_pair
+
+import ggpipe
+from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.core.layout import lay_out
+from ggpipe.engine.model_file import ModelFile
+from ggpipe.sim import profile as profiles
+from ggpipe.sim import recording as recordings
+from ggpipe.sim.build import Placement
+from ggpipe.sim.model_shape import shape_of
+from ggpipe.sim.profiled import spec_from_profile
+from ggpipe.sim.setup import Setup
+from ggpipe.sim.simulator import Sizes
+from ggpipe.sim.spec import ClusterSpec
+
+ROOT = Path(__file__).parents[1]
+MODELS = Path(ggpipe.__file__).parent / "models"
+MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
+LAYOUTS = {"1 rank": None, "2 ranks": "0.5,0.5", "3 ranks": "0.5,0.5/1.0"}
+N_CTX = 1024
+WORST = 0.15
+
+
+def run(*words: object) -> None:
+    """A `ggpipe` command of its own."""
+    subprocess.run([sys.executable, "-m", "ggpipe", *map(str, words)], check=True, stderr=subprocess.PIPE)
+
+
+def measured(target: Path, draft: Path, given: Sequence[object], split: str | None, to: Path) -> dict[Mode, float]:
+    """Tokens a second by mode: the median over the prompts."""
+    words: list[object] = ["-m", target, "-md", draft, *given, "--rounds", 1, "--modes", ",".join(MODES), "--json", to]
+    run("bench", *words, *(["--mpi-layer-split", split] if split else []))
+    runs = json.loads(to.read_text())["runs"]
+    return {mode: statistics.median(r["decode_tokens_per_s"] for r in runs if r["mode"] == mode) for mode in MODES}
+
+
+def simulated(setup: Setup) -> dict[Mode, float]:
+    """Tokens a second by mode: the median over the recording's prompts."""
+    return {mode: statistics.median(stats.decode_tps or 0.0 for stats in setup.run(mode)) for mode in MODES}
+
+
+def setup_of(spec: ClusterSpec, target: Path, draft: Path, recording: Path, split: str | None, n_draft: int) -> Setup:
+    """The same layout as `bench` has."""
+    target_shape, draft_shape = (shape_of(ModelFile.open(path)) for path in (target, draft))
+    n_target = 1 if split is None else 2
+    outside = split is not None and "/" in split
+    placement = Placement(
+        (0,) * n_target,
+        (0,) if outside else (),
+        lay_out(target_shape.n_layer, n_target, None),
+        lay_out(draft_shape.n_layer, 1, None, n_target) if outside else None,
+        (1,) * (n_target + outside),
+    )
+    speculation = SpeculationConfig(n_draft=n_draft)
+    tokens = recordings.read(recording)
+    return Setup(spec, placement, target_shape, draft_shape, speculation, tokens, -1, Sizes(N_CTX))
+
+
+def check(name: str, target: Path, draft: Path, prompts: Sequence[Path], args: argparse.Namespace) -> float:
+    """Print a pair's table; the worst deviation. Each round profiles, then runs, since machines change their speed."""
+    files = [word for prompt in prompts for word in ("-f", prompt)]
+    given = [*files, "-n", args.n, "-c", N_CTX, "-t", 1, "--temp", 0]
+    found: dict[tuple[str, Mode], list[tuple[float, float]]] = {}
+    layers = f"0-{ModelFile.open(target).n_layer - 1}"
+    with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as folder:
+        profile, recording, runs = (Path(folder) / f"{kind}.json" for kind in ("profile", "recording", "runs"))
+        run("record", "-m", target, "-md", draft, *given, "--ignore-eos", "-o", recording)
+        for _ in range(args.rounds):
+            for layout, split in LAYOUTS.items():
+                words = ["-m", target, "-t", 1, "-c", N_CTX, "-r", 2, "--layers", layers, "--seconds", args.seconds]
+                run("profile", *words, "-o", profile)
+                spec = spec_from_profile(profiles.read(profile), name)
+                real = measured(target, draft, [*given, "--draft", args.draft], split, runs)
+                virtual = simulated(setup_of(spec, target, draft, recording, split, args.draft))
+                for mode in MODES:
+                    found.setdefault((layout, mode), []).append((real[mode], virtual[mode]))
+        right = recordings.read(recording).agreement
+    print(f"\n{name}: {args.n} tokens, {args.rounds} rounds, {right:.0%} of the draft's best candidates are right")
+    print("  layout   mode         measured t/s   simulated   simulated / measured [quartiles]")
+    worst = 0.0
+    for (layout, mode), pairs in found.items():
+        ratios = [virtual / real for real, virtual in pairs]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        worst = max(worst, abs(middle - 1))
+        speeds = [statistics.median(pair[i] for pair in pairs) for i in range(2)]
+        line = f"  {layout:8s} {mode:12s} {speeds[0]:12.2f} {speeds[1]:11.2f} {middle:12.2f} [{low:.2f} … {high:.2f}]"
+        print(line + ("" if abs(middle - 1) <= WORST else "  <-- off"), flush=True)
+    return worst
+
+
+def main() -> int:
+    """Parse the command line, check both pairs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("-n", type=int, default=96, help="tokens to generate")
+    parser.add_argument("--seconds", type=float, default=4, help="for each profile")
+    parser.add_argument("-s", type=float, default=0.07, help="how the random pair differs")
+    parser.add_argument("--draft", type=int, default=3, help="guesses in a micro-batch")
+    parser.add_argument("--pair", type=Path, nargs=2, help="a pair to check instead of both")
+    args = parser.parse_args()
+    tale, program = ROOT / "prompts" / "tale.txt", ROOT / "prompts" / "program.txt"
+    if args.pair:
+        worst = check(args.pair[0].name, args.pair[0], args.pair[1], [tale], args)
+    else:
+        with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as folder:
+            target, draft = (Path(folder) / f"{name}.gguf" for name in ("target", "draft"))
+            make_pair(target, draft, Shape(), s=args.s)
+            worst = check("0.75 B random pair", target, draft, [tale], args)
+        demo = MODELS / "tales-target.gguf", MODELS / "tales-draft.gguf"
+        worst = max(worst, check("demo pair", *demo, [tale, program], args))
+    print(f"\nworst deviation: {worst:.0%} (at most {WORST:.0%} is right)")
+    return int(worst > WORST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
