@@ -169,6 +169,8 @@ class PipelineConfig:
     """One value for all ranks, or one for each; -1 is this rank's part of its machine's cores."""
     threads_batch: tuple[int, ...] = (-1,)
     """As `threads`, for runs of more than one token; -1 is as `threads`."""
+    auto: bool = False
+    """Shares, and whether the last rank drafts, are found out when the ranks are there."""
 
     def __post_init__(self) -> None:
         for value in (*self.threads, *self.threads_batch):

@@ -189,7 +189,7 @@ class ComputeFlags:
 class RankFlags:
     """Which ranks there are, and what each holds."""
 
-    mpi_layer_split: Annotated[str | None, option("--mpi-layer-split", panel=RANKS, metavar="LIST", help="Share of the layers for each rank, head first (0.1,0.4,0.5). Without mpirun, that many ranks are started. Default: even.")] = None
+    mpi_layer_split: Annotated[str | None, option("--mpi-layer-split", panel=RANKS, metavar="LIST", help="Share of the layers for each rank, head first (0.1,0.4,0.5). Without mpirun, that many ranks are started. auto: as a quick measurement suggests. Default: even.")] = None
     hostfile: Annotated[Path | None, option("--hostfile", panel=RANKS, metavar="FILE", help="Machines to start ranks on, as mpirun reads it.")] = None
 
 

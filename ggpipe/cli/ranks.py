@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ggpipe.cli.hosts import hosts_of
 from ggpipe.config import EngineConfig
 from ggpipe.display.terminal import launcher_environment, restore_terminal
 from ggpipe.errors import UsageError
@@ -22,11 +23,15 @@ def start_ranks(config: EngineConfig, hostfile: Path | None) -> int | None:
     None when there is nothing to start: this process is a rank already, or one rank is all there is. Raises UsageError
     for a hostfile without shares, LaunchError when there is no mpirun or no such hostfile.
     """
+    if launch.rank_in_environment() is not None:
+        return None
     shares = config.pipeline.shares
     n_ranks = len(shares or ()) + config.n_draft_ranks
-    if launch.rank_in_environment() is not None or (hostfile is None and n_ranks <= 1):
+    if config.pipeline.auto:
+        n_ranks = len(hosts_of(hostfile)) if hostfile is not None else _ranks_here(config)
+    if hostfile is None and n_ranks <= 1:
         return None
-    if shares is None:
+    if shares is None and not config.pipeline.auto:
         raise UsageError("--hostfile needs --mpi-layer-split, which says how many ranks to start and what each gets")
     return start_n_ranks(n_ranks, hostfile)
 
@@ -48,4 +53,14 @@ def run_this_rank(config: EngineConfig, head: Callable[[Session], int], verbose:
     from ggpipe.runtime.rank import run_rank
 
     libllama.set_log_level(2 if verbose else 5)
-    return run_rank(config, head)
+    if not config.pipeline.auto:
+        return run_rank(config, head)
+    from ggpipe.cli.auto import settle
+
+    return run_rank(config, head, settle)
+
+
+def _ranks_here(config: EngineConfig) -> int:
+    from ggpipe.cli.auto import ranks_here
+
+    return ranks_here(config)

@@ -34,6 +34,8 @@ from ggpipe.config import (
 from ggpipe.core.layout import parse_shares
 from ggpipe.errors import UsageError
 
+AUTO = "auto"
+"""A value of --mpi-layer-split."""
 _DEFAULT_MODE = SpeculationConfig().mode
 _COMPUTE, _RANKS, _DRAFT, _SPECULATION = ComputeFlags(), RankFlags(), DraftFlags(), SpeculationFlags()
 
@@ -54,7 +56,12 @@ def engine_config(
     return EngineConfig(
         model_config(model),
         context,
-        PipelineConfig(shares, per_rank("-t", compute.threads), per_rank("-tb", compute.threads_batch)),
+        PipelineConfig(
+            shares,
+            per_rank("-t", compute.threads),
+            per_rank("-tb", compute.threads_batch),
+            auto=ranks.mpi_layer_split == AUTO,
+        ),
         draft_config(model, compute, draft, draft_shares, n_parallel),
     )
 
@@ -100,10 +107,10 @@ def draft_config(
 
 
 def shares_of(ranks: RankFlags, draft: DraftFlags) -> tuple[tuple[float, ...] | None, tuple[float, ...]]:
-    """Shares of the layers for the target's ranks (None: even ones) and for the draft's."""
-    if ranks.mpi_layer_split is None:
+    """Shares of the layers for the target's ranks (None: even ones, or found out later) and for the draft's."""
+    if ranks.mpi_layer_split in (None, AUTO):
         return None, ()
-    shares, draft_shares = parse_shares(ranks.mpi_layer_split)
+    shares, draft_shares = parse_shares(ranks.mpi_layer_split or "")
     if draft_shares and draft.model_draft is None:
         raise UsageError(
             f"--mpi-layer-split {ranks.mpi_layer_split}: ranks behind the / run a draft model; name one with -md"

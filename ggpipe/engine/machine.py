@@ -19,6 +19,14 @@ def cpu_features() -> tuple[str, ...]:
     return tuple(native.cpu_features())
 
 
+def cpu_name() -> str:
+    """What the processor calls itself; "" where it does not say."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
 def libllama_version() -> str:
     """The version of the llama-cpp-python that holds libllama."""
     return str(llama_cpp.__version__)

@@ -35,7 +35,7 @@ class Line:
         """`attend` is called at least every 0.1 s while something is waited for, and raises to give up."""
         self.transport = transport
         self.inbox: Inbox[Notice] = Inbox(transport)
-        self._attend = attend
+        self.attend = attend
         self._told: collections.deque[dict[str, Any]] = collections.deque()
         self._echo_of: int | None = None
 
@@ -125,7 +125,7 @@ class Line:
     def _hear(self) -> Message | Notice | None:
         """Whatever comes next; None after a tick."""
         event = self.inbox.next(_TICK_S)
-        self._attend()
+        self.attend()
         match event:
             case Broke(error):
                 raise error

@@ -21,13 +21,20 @@ _SWITCH_INTERVAL_S = 0.1e-3  # the main thread must get the GIL from the display
 _LEAVE_S = 5.0  # how long a rank waits for the others when all are to leave
 
 
-def run_rank(config: EngineConfig, head: Callable[[Session], int]) -> int:
+Settle = Callable[[Transport, Callable[[], None], EngineConfig], EngineConfig]
+"""What all ranks do together before anything is loaded: agree on the rest of the config. It gets the transport, what to
+call while it waits (see `run_alike`), and the config so far."""
+
+
+def run_rank(config: EngineConfig, head: Callable[[Session], int], settle: Settle | None = None) -> int:
     """Run this process's part and return its exit code: `head` on rank 0, a worker elsewhere.
 
     `head` gets a session that is not loaded yet, and returns the exit code for all ranks. Errors of any rank are
     raised on the head.
     """
     with _connected(config) as transport:
+        if settle is not None:
+            config = settle(transport, _attended(transport), config)
         if transport.rank == 0:
             return _run_head(transport, config, head)
         _leave_signals_to_the_head()
@@ -38,26 +45,30 @@ def run_alike(config: EngineConfig, work: Callable[[Transport, Callable[[], None
     """As `run_rank` for work that all ranks do together: `work` gets the transport and a function that it calls while
     it waits, which raises RunError on the first rank when the user wants an end, or mpirun does."""
     with _connected(config) as transport:
-        ends: list[RunError] = []
-        if transport.rank == 0:
+        return work(transport, _attended(transport))
 
-            def on_stop(_number: int, _frame: FrameType | None) -> None:
-                ends.append(RunError("stopped before all was measured"))
 
-            def on_terminate(_number: int, _frame: FrameType | None) -> None:
-                ends.append(Terminated("terminated from outside, or because another rank is gone"))
+def _attended(transport: Transport) -> Callable[[], None]:
+    ends: list[RunError] = []
+    if transport.rank == 0:
 
-            signal.signal(signal.SIGINT, on_stop)
-            signal.signal(signal.SIGUSR1, on_stop)
-            signal.signal(signal.SIGTERM, on_terminate)
-        else:
-            _leave_signals_to_the_head()
+        def on_stop(_number: int, _frame: FrameType | None) -> None:
+            ends.append(RunError("stopped before all was measured"))
 
-        def attend() -> None:
-            if ends:
-                raise ends[-1]
+        def on_terminate(_number: int, _frame: FrameType | None) -> None:
+            ends.append(Terminated("terminated from outside, or because another rank is gone"))
 
-        return work(transport, attend)
+        signal.signal(signal.SIGINT, on_stop)
+        signal.signal(signal.SIGUSR1, on_stop)
+        signal.signal(signal.SIGTERM, on_terminate)
+    else:
+        _leave_signals_to_the_head()
+
+    def attend() -> None:
+        if ends:
+            raise ends[-1]
+
+    return attend
 
 
 @contextlib.contextmanager

@@ -174,15 +174,19 @@ class _Search:
             own = list(estimates)
         if not own:
             return None
-        # All wait for one another in the other modes: there only the time in all stages counts.
+        # All wait for one another in the other modes: there the time in all stages counts.
         acceptance = self._acceptance if mode == "async" else 0.0
         most = self._most_runs(own)
         first = ranked(own, acceptance, max(round(most * 0.5), 2))
         speeds = {e.candidate: self._speed(e.candidate, mode) for e in first}
         for arrangement in list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]:
             speeds |= self._all_splits(next(c for c in speeds if c.arrangement == arrangement), mode)
-        best = max(speeds, key=lambda c: (speeds[c], -len(c.counts)))
-        return self._climbed(best, mode, max(round(most * 0.3), 2))
+        if mode == "async":
+            return self._climbed(max(speeds, key=speeds.__getitem__), mode, max(round(most * 0.3), 2))
+        # Many ways are as fast then. Fewer ranks are better, and among these, for prompts and memory, even ones.
+        good = [c for c in speeds if speeds[c] * _WORTH >= max(speeds.values())]
+        slowest_s = {e.candidate: e.slowest_s for c in good if (e := self._candidates.estimate(c)) is not None}
+        return min(good, key=lambda c: (sum(count > 0 for count in c.counts), slowest_s[c]))
 
     def _most_runs(self, estimates: Sequence[Estimate]) -> int:
         """Simulations that the search for one mode may take: the more ranks, the longer is each."""
