@@ -239,7 +239,9 @@ def test_without_iterative_the_first_mode_is_the_base() -> None:
 def test_csv_has_pipeinfers_columns_first(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text("old\n")
-    bench_files.write_bench_csv(path, [measured("async", 1, 0.1, prompt="a, b"), measured("single", 2, 0.5)])
+    bench_files.begin_bench_csv(path)
+    for run in (measured("async", 1, 0.1, prompt="a, b"), measured("single", 2, 0.5)):
+        bench_files.append_bench_csv(path, run)
     rows = list(csv.reader(path.open()))
     assert rows[0] == ["prefill_tokens_per_s", "decode_tokens_per_s", "itl_s", "ttft_s", "mode", "round", "prompt"]
     assert [float(cell) for cell in rows[1][:4]] == pytest.approx([10.0, 10.0, 0.1, 1.0])

@@ -30,7 +30,13 @@ from ggpipe.cli.ranks import run_this_rank, start_ranks
 from ggpipe.cli.settings import engine_config, read_prompt, sampling_config, speculation_config, warnings_of
 from ggpipe.config import EngineConfig, SamplingConfig, SpeculationConfig
 from ggpipe.display.bench import print_bench
-from ggpipe.display.bench_files import write_bench_csv, write_bench_json, write_plots, write_traces
+from ggpipe.display.bench_files import (
+    append_bench_csv,
+    begin_bench_csv,
+    write_bench_json,
+    write_plots,
+    write_traces,
+)
 from ggpipe.display.bench_progress import BenchProgress
 from ggpipe.display.canvas import check_plottable
 from ggpipe.display.files import check_writable, make_folder
@@ -171,7 +177,7 @@ def _head(task: _Task, flags: BenchFlags, warnings: Sequence[str]) -> Callable[[
             modes, single = _open_single(work.modes, task, session, terminal, stack)
             work = replace(work, modes=modes)
             try:
-                _measure(session, single, work, terminal, runs)
+                _measure(session, single, work, terminal, flags.csv, runs)
             except GgpipeError as e:
                 if not runs:
                     raise
@@ -254,9 +260,14 @@ def _open_single(
 
 
 def _measure(
-    session: Session, single: Session | None, work: Work, terminal: Terminal | None, runs: list[Measured]
+    session: Session,
+    single: Session | None,
+    work: Work,
+    terminal: Terminal | None,
+    csv: Path | None,
+    runs: list[Measured],
 ) -> None:
-    """Fills `runs`."""
+    """Fills `runs`, and the file."""
     from ggpipe.runtime.bench import Turn, measure, turns
 
     n_turns = len(turns(list(work.prompts), work.modes, work.rounds))
@@ -266,9 +277,13 @@ def _measure(
         when = f"round {turn.round} of {work.rounds}" if turn.round else "warm-up"
         progress.turn(f"{when}, {turn.prompt}, {turn.mode}")
 
+    if csv is not None:
+        begin_bench_csv(csv)
     try:
         for run in measure(session, single, work, on_turn):
             runs.append(run)
+            if csv is not None:
+                append_bench_csv(csv, run)
     finally:
         progress.stop()
     if runs and len(runs) < n_turns - len(work.modes):
@@ -281,8 +296,6 @@ def _report(
     if not runs:
         raise RunError("stopped before anything was measured")
     print_bench(terminal, open_answer(), runs, modes)
-    if flags.csv is not None:
-        write_bench_csv(flags.csv, runs)
     if flags.json is not None:
         settings = {
             "model": task.config.model.path.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,20 @@ CSV_COLUMNS = ("prefill_tokens_per_s", "decode_tokens_per_s", "itl_s", "ttft_s",
 _SHOWN_TOKENS = 40  # in the timeline: more would be too fine to see
 
 
-def write_bench_csv(path: Path, runs: Sequence[Measured]) -> None:
-    """A line for each run below a line of names. Raises UsageError when the file cannot be written, as all here do."""
+def begin_bench_csv(path: Path) -> None:
+    """A new file with the columns' names. Raises UsageError when it cannot be written, as all here do."""
+    write_text(path, _line(CSV_COLUMNS))
+
+
+def append_bench_csv(path: Path, run: Measured) -> None:
+    """A run's line: to be written as soon as it is there, so that a long bench that breaks leaves what it had."""
+    write_text(path, _line([*csv_numbers(run.stats), run.mode, run.round, run.prompt]), "a")
+
+
+def _line(cells: Iterable[object]) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for run in runs:
-        writer.writerow([*csv_numbers(run.stats), run.mode, run.round, run.prompt])
-    write_text(path, text.getvalue())
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
 
 
 def write_bench_json(path: Path, runs: Sequence[Measured], modes: Sequence[str], extra: Mapping[str, Any]) -> None:
