@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from make_pair import Shape, make_pair
@@ -55,13 +56,23 @@ def measured(target: Path, draft: Path, given: Sequence[object], split: str | No
     return {mode: statistics.median(r["decode_tokens_per_s"] for r in runs if r["mode"] == mode) for mode in MODES}
 
 
+def profiled(target: Path, seconds: float, folder: Path) -> ClusterSpec:
+    """This machine as it is now."""
+    layers, to = f"0-{ModelFile.open(target).n_layer - 1}", folder / "profile.json"
+    run("profile", "-m", target, "-t", 1, "-c", N_CTX, "-r", 2, "--layers", layers, "--seconds", seconds, "-o", to)
+    return spec_from_profile(profiles.read(to), "this machine")
+
+
 def simulated(setup: Setup) -> dict[Mode, float]:
     """Tokens a second by mode: the median over the recording's prompts."""
     return {mode: statistics.median(stats.decode_tps or 0.0 for stats in setup.run(mode)) for mode in MODES}
 
 
-def setup_of(spec: ClusterSpec, target: Path, draft: Path, recording: Path, split: str | None, n_draft: int) -> Setup:
+def setup_of(
+    spec: ClusterSpec, crowd: float, target: Path, draft: Path, recording: Path, split: str | None, n_draft: int
+) -> Setup:
     """The same layout as `bench` has."""
+    spec = replace(spec, nodes=tuple(replace(node, crowd=crowd) for node in spec.nodes))
     target_shape, draft_shape = (shape_of(ModelFile.open(path)) for path in (target, draft))
     n_target = 1 if split is None else 2
     outside = split is not None and "/" in split
@@ -78,23 +89,24 @@ def setup_of(spec: ClusterSpec, target: Path, draft: Path, recording: Path, spli
 
 
 def check(name: str, target: Path, draft: Path, prompts: Sequence[Path], args: argparse.Namespace) -> float:
-    """Print a pair's table; the worst deviation. Each round profiles, then runs, since machines change their speed."""
+    """Print a pair's table; the worst deviation. Profiles and runs take turns, since machines change their speed."""
     files = [word for prompt in prompts for word in ("-f", prompt)]
     given = [*files, "-n", args.n, "-c", N_CTX, "-t", 1, "--temp", 0]
     found: dict[tuple[str, Mode], list[tuple[float, float]]] = {}
-    layers = f"0-{ModelFile.open(target).n_layer - 1}"
     with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as folder:
-        profile, recording, runs = (Path(folder) / f"{kind}.json" for kind in ("profile", "recording", "runs"))
+        recording, runs = (Path(folder) / f"{kind}.json" for kind in ("recording", "runs"))
         run("record", "-m", target, "-md", draft, *given, "--ignore-eos", "-o", recording)
-        for _ in range(args.rounds):
-            for layout, split in LAYOUTS.items():
-                words = ["-m", target, "-t", 1, "-c", N_CTX, "-r", 2, "--layers", layers, "--seconds", args.seconds]
-                run("profile", *words, "-o", profile)
-                spec = spec_from_profile(profiles.read(profile), name)
-                real = measured(target, draft, [*given, "--draft", args.draft], split, runs)
-                virtual = simulated(setup_of(spec, target, draft, recording, split, args.draft))
-                for mode in MODES:
-                    found.setdefault((layout, mode), []).append((real[mode], virtual[mode]))
+        specs, benches = [profiled(target, args.seconds, Path(folder))], []
+        for i in range(args.rounds * len(LAYOUTS)):
+            layout, split = list(LAYOUTS.items())[i % len(LAYOUTS)]
+            benches.append((layout, split, measured(target, draft, [*given, "--draft", args.draft], split, runs)))
+            specs.append(profiled(target, args.seconds, Path(folder)))
+        crowd = statistics.median(spec.nodes[0].crowd or 1.0 for spec in specs)
+        for (layout, split, real), *around in zip(benches, specs, specs[1:], strict=False):
+            virtual = [simulated(setup_of(s, crowd, target, draft, recording, split, args.draft)) for s in around]
+            for mode in MODES:
+                pair = real[mode], statistics.fmean(speeds[mode] for speeds in virtual)
+                found.setdefault((layout, mode), []).append(pair)
         right = recordings.read(recording).agreement
     print(f"\n{name}: {args.n} tokens, {args.rounds} rounds, {right:.0%} of the draft's best candidates are right")
     print("  layout   mode         measured t/s   simulated   simulated / measured [quartiles]")

@@ -169,9 +169,9 @@ def test_which_links() -> None:
 
 
 def test_a_line_through_two_points() -> None:
-    assert measuring.where_nothing_is((10, 3.0), (20, 5.0)) == pytest.approx(1.0)
+    assert measuring.where_nothing_is((10, 3.0), (20, 5.5)) == pytest.approx(0.5)
     assert measuring.where_nothing_is((10, 3.0), (20, 7.0)) == 0.0
-    assert measuring.where_nothing_is((10, 3.0), (20, 2.0)) == 3.0
+    assert measuring.where_nothing_is((10, 3.0), (20, 2.0)) == 0.75
     assert measuring.where_nothing_is((10, 3.0), (10, 4.0)) == 0.0
 
 

@@ -12,6 +12,7 @@ from ggpipe.sim.clock import Clock
 from ggpipe.sim.cluster import Cluster, Overheads, Pipeline, Stage
 from ggpipe.sim.cores import NICE_WEIGHT, Cores, Task
 
+_TURNS = 1.06  # where ranks of a node take turns, caches and cores change hands: scripts/bench_stage finds 1.03 to 1.10
 _HEADER_BYTES, _ROW_HEADER_BYTES, _ANSWER_BYTES = 120, 24, 48
 
 
@@ -123,6 +124,8 @@ class VirtualStage:
         self._overheads = cluster.overheads
         self._stage = stage
         self._weight = NICE_WEIGHT if stage.nice else 1.0
+        several = cluster.node_of.count(cluster.node_of[rank]) > 1
+        self._slower = _TURNS if several else 1.0
         self._rank = rank
         self._row_bytes = row_bytes
         self._deliver = deliver
@@ -164,7 +167,7 @@ class VirtualStage:
             work_s, threads = self._overheads.marker_s, 1
         else:
             n_rows = len(run.rows)
-            work_s = self._overheads.run_s + self._stage.cost.seconds(n_rows, run.rows[0].pos)
+            work_s = self._overheads.run_s + self._stage.cost.seconds(n_rows, run.rows[0].pos) * self._slower
             if n_rows != self._last_rows:
                 self._last_rows = n_rows
                 work_s += self._stage.change_s
