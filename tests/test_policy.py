@@ -104,3 +104,17 @@ def test_nothing_rides_before_the_draft_was_timed() -> None:
     width = RunWidth()
     assert width.riders((0.9,), 4) == (0, 0.0)
     assert width.seconds(3) == 0
+
+
+def test_the_reach_follows_how_often_guesses_are_right() -> None:
+    def reach(right: float) -> int:
+        width = RunWidth()
+        for i in range(2000):
+            width.judged(0.5, (i * right) % 1 < right)
+        return width.reach
+
+    reaches = [reach(right) for right in (0.0, 0.3, 0.7, 0.95, 1.0)]
+    assert reaches[0] == 2
+    assert reaches == sorted(reaches)
+    assert 10 < reaches[2] < 30, "0.7 to the power of 17 is 1 / 500"
+    assert reaches[-1] > 500

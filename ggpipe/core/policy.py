@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from ggpipe.config import SpeculationConfig
@@ -44,6 +45,7 @@ class PipeInferPolicy:
 _LEARN = 0.2  # weight of the latest run's time
 _JUDGE = 0.05  # weight of the latest guess
 _FORGET = 0.01  # of a run length's time, with each run of another length
+_ONCE, _LEAST_RIGHT = 1 / 500, 0.01
 _HOPE = 0.25  # a row more is thought to take this share of the first one's time, until it is tried
 
 
@@ -136,6 +138,13 @@ class RunWidth:
             if gain_s - wait_s > best_gain_s:
                 best, best_gain_s, best_wait_s = n, gain_s - wait_s, wait_s
         return best, best_wait_s
+
+    @property
+    def reach(self) -> int:
+        """How deep a chain of usual guesses is worth having: further ones are right once in so many times that their
+        runs only take energy, and cores from others."""
+        right = min(max(self._right, _LEAST_RIGHT), 1 - _LEAST_RIGHT)
+        return max(math.ceil(math.log(_ONCE) / math.log(right)), 2)
 
     def seconds(self, n: int) -> float:
         """Time of a run of `n` rows in its slowest stage; 0 before the first run."""

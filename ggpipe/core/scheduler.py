@@ -130,9 +130,9 @@ class Scheduler:
         return Begin(request.id, request.prompt, n_left, lead, request.ends, request.banned, request.speculation)
 
     def _lead(self, speculation: SpeculationConfig, width: RunWidth) -> int:
-        """How far the draft may run ahead: to fill the pipeline, and one run more."""
+        """How far the draft may run ahead: to fill the pipeline, and one run more, as far as guesses may be right."""
         if speculation.mode == "async" and speculation.continuous:
-            return width.usual(speculation.n_draft) * (self._limits.n_in_flight + 1)
+            return min(width.usual(speculation.n_draft) * (self._limits.n_in_flight + 1), width.reach)
         return speculation.n_draft
 
     def _cells_of_others(self, own: Active | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import math
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,13 @@ def simulate(
         raise ValueError(f"{len(tokens.prompt)} + {n_predict} tokens do not fit a context of {sizes.n_ctx}")
     if cluster.draft is None:
         speculation = replace(speculation, mode="iterative")
-    return _Simulation(cluster, tokens, speculation, n_predict, sizes).run()
+    collects = gc.isenabled()
+    gc.disable()  # nothing here goes round in circles, and there is much of it
+    try:
+        return _Simulation(cluster, tokens, speculation, n_predict, sizes).run()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Simulation:
