@@ -31,9 +31,11 @@ def human_bytes(n_bytes: float) -> str:
 
 
 def human_seconds(seconds: float | None) -> str:
-    """`4.3 ms`, `231 ms`, `3.20 s`, `31.2 s`, `312 s`; `-` for None."""
+    """`<0.1 ms`, `4.3 ms`, `231 ms`, `3.20 s`, `31.2 s`, `312 s`; `-` for None."""
     if seconds is None:
         return "-"
+    if 0 < seconds < 0.05e-3:
+        return "<0.1 ms"
     if seconds < 0.9995:
         return f"{seconds * 1e3:.1f} ms" if 0 < seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
     return f"{three_digits(seconds)} s"
