@@ -26,9 +26,9 @@ from ggpipe.cli.flags import (
 )
 from ggpipe.cli.hosts import hosts_of
 from ggpipe.cli.ranks import start_n_ranks
-from ggpipe.cli.settings import context_config, engine_config
+from ggpipe.cli.settings import context_config, engine_config, per_rank
 from ggpipe.cli.simulate import TextFlags, shape_from, tokens_of
-from ggpipe.config import Mode
+from ggpipe.config import Mode, PipelineConfig
 from ggpipe.display.files import check_writable
 from ggpipe.errors import LaunchError, UsageError
 from ggpipe.runtime import launch
@@ -89,7 +89,8 @@ def plan(
     """
     tokens_of(text)  # mistakes show before anything is measured
     context_config(compute)
-    if "," in compute.threads:
+    threads = PipelineConfig(threads=per_rank("-t", compute.threads)).threads
+    if len(threads) > 1:
         raise UsageError(f"-t {compute.threads}: plan takes one number for all ranks; it finds the rest itself")
     request = _Request(model, text, compute, ranks, draft, wanted)
     if cluster is not None:

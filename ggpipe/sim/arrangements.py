@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.core.layout import Layout
+from ggpipe.errors import UsageError
 from ggpipe.sim.build import Placement
 from ggpipe.sim.spec import ClusterSpec
 
@@ -92,10 +93,15 @@ def arrangements(
     """All that may be worth a look. `speed`: of a node, any unit.
 
     `n_ranks`: with so many ranks and no fewer. `in_order`: the cluster's ranks as they are, the last one for the draft.
-    `threads`: of each rank, instead of a part of its machine's cores; `draft_threads`: of the draft.
+    `threads`: of each rank, instead of a part of its machine's cores; `draft_threads`: of the draft. Raises UsageError
+    for more ranks than there is room for.
     """
     maker = _Maker(spec, speed, n_ranks is not None or in_order, in_order, threads, draft_threads)
     places = _places(spec)
+    if n_ranks is not None and n_ranks > len(places):
+        raise UsageError(
+            f"-r {n_ranks}: there is room for {len(places)} ranks, one on each machine or as many as named"
+        )
     if n_ranks is not None:
         fastest = sorted(range(len(places)), key=lambda i: -speed(places[i].node))[:n_ranks]
         places = [places[i] for i in sorted(fastest)]
@@ -174,8 +180,14 @@ class _Maker:
             draft_threads = self._threads or draft_cores or threads[0]
         if self._draft_threads is not None:
             draft_threads = self._draft_threads
-        skips = tuple(not self._all_used or (self._in_order and i == 0 and len(target) > 1) for i in range(len(target)))
-        return Arrangement(tuple(target), tuple(threads), draft, inside, draft_threads, skips, self._in_order)
+        skips = [not self._all_used] * len(target)
+        if inside:
+            skips[0] = False  # else another one would be the head, with all its threads for the target
+        elif draft is not None and draft_cores:
+            skips[-1] = False  # else the draft would share its machine with nobody
+        if self._in_order and len(target) > 1:
+            skips[0] = True
+        return Arrangement(tuple(target), tuple(threads), draft, inside, draft_threads, tuple(skips), self._in_order)
 
     def _threads_of(self, place: Place, own: int) -> int:
         if self._threads is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ggpipe.config import Mode
 from ggpipe.core.layout import Layout
 from ggpipe.errors import UsageError
 from ggpipe.sim.arrangements import Arrangement, arrangements
@@ -20,6 +21,8 @@ from ggpipe.sim.splits import good_splits
 
 USABLE = 0.95
 """Of a machine's memory; the rest is for others."""
+ROWS = (1, 2, 3, 4, 6, 8)
+"""Of runs that are worth a look."""
 _N_PAST = 160  # tokens before those that are timed
 _FLOAT_BYTES = 4
 
@@ -43,21 +46,30 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A candidate by its stages' times alone."""
+    """A candidate by its stages' times alone. Each for runs of `ROWS` rows."""
 
     candidate: Candidate
-    slowest_s: float
-    """For a run of one row, in the slowest stage;"""
-    all_s: float
-    """in all stages, with the way between them;"""
+    slowest_s: tuple[float, ...]
+    """In the slowest stage;"""
+    all_s: tuple[float, ...]
+    """in all stages, with the way between them."""
     draft_s: float
-    """in the draft; 0: there is none."""
+    """For each guess; 0: there is none."""
 
-    def token_s(self, acceptance: float) -> float:
-        """About how long a token takes: behind a wrong guess all stages and a new guess, else the slowest stage."""
-        if not self.candidate.arrangement.drafts:
-            return self.all_s
-        return (1 - acceptance) * (self.all_s + self.draft_s) + acceptance * max(self.slowest_s, self.draft_s)
+    def token_s(self, mode: Mode, acceptance: float) -> float:
+        """About how long a token takes, with as many guesses in a run as are best.
+
+        A chain of guesses that are right with the chance a comes to its first mistake after a / (1 - a) of them, in
+        a / (1 - a^n) runs of n; then a run goes through all stages, and the draft begins anew.
+        """
+        if mode == "iterative" or not self.candidate.arrangement.drafts:
+            return self.all_s[0]
+        a = min(acceptance, 0.99)
+        both = zip(ROWS, self.slowest_s, self.all_s, strict=True)
+        if mode == "async":
+            chains_s = [a / (1 - a**n) * max(slowest_s, n * self.draft_s) for n, slowest_s, _ in both]
+            return (1 - a) * (self.all_s[0] + self.draft_s + min(chains_s))
+        return min((all_s + (n - 1) * self.draft_s) * (1 - a) / (1 - a**n) for n, _, all_s in both)
 
 
 class Candidates:
@@ -71,6 +83,7 @@ class Candidates:
         own_kinds = [replace(node, name="") for node in spec.nodes]
         self._kind = [own_kinds.index(kind) for kind in own_kinds]
         self._seconds: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._factors: dict[tuple[int, int], list[float]] = {}
         self._memory = self._memory_table()
 
     def all(self) -> list[Estimate]:
@@ -91,12 +104,15 @@ class Candidates:
         """Of another split; None when it does not fit."""
         if not self.fits(candidate):
             return None
-        arrangement, end, times = candidate.arrangement, 0, []
+        arrangement, end = candidate.arrangement, 0
+        stages: list[list[float]] = []
         for place, threads, count in zip(arrangement.target, arrangement.threads, candidate.counts, strict=True):
             if count:
-                times.append(float(self._seconds_table(place.node, threads)[end, end + count]))
+                one_s = float(self._seconds_table(place.node, threads)[end, end + count])
+                stages.append([one_s * factor for factor in self._row_factors(place.node, threads)])
             end += count
-        return Estimate(candidate, max(times), sum(times), self._draft_s(arrangement))
+        by_rows = list(zip(*stages, strict=True))
+        return Estimate(candidate, tuple(map(max, by_rows)), tuple(map(sum, by_rows)), self._draft_s(arrangement))
 
     def fits(self, candidate: Candidate) -> bool:
         """No machine has to hold more than it can."""
@@ -180,6 +196,15 @@ class Candidates:
             self._seconds[key] = table
         return self._seconds[key]
 
+    def _row_factors(self, node: int, threads: int) -> list[float]:
+        """What runs of `ROWS` rows take there, as multiples of one row."""
+        key = self._kind[node], threads
+        if key not in self._factors:
+            layers = (0, max(self._target.n_layer // 2, 1))
+            cost = stage_cost(self._spec.nodes[node], self._target, layers, threads)
+            self._factors[key] = [cost.seconds(n, _N_PAST) / cost.seconds(1, _N_PAST) for n in ROWS]
+        return self._factors[key]
+
     def _missing(self) -> UsageError:
         """Fill machine after machine, and see what is left over."""
         target, needs = self._target, self._needs
@@ -214,14 +239,16 @@ class Candidates:
 
 
 def _gb(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.3g} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.3g} MB"
+    if n_bytes < 1e8:
+        return f"{n_bytes / 1e6:.3g} MB"
+    return f"{n_bytes / 1e9:.3g} GB" if n_bytes < 1e12 else f"{n_bytes / 1e12:.3g} TB"
 
 
-def ranked(estimates: Sequence[Estimate], acceptance: float, n: int, n_each: int = 2) -> list[Estimate]:
-    """The `n` best, of each arrangement at most `n_each`."""
+def ranked(estimates: Sequence[Estimate], mode: Mode, acceptance: float, n: int, n_each: int = 4) -> list[Estimate]:
+    """The `n` best for a mode, of each arrangement at most `n_each`."""
     taken: dict[Arrangement, int] = {}
     best: list[Estimate] = []
-    for estimate in sorted(estimates, key=lambda e: (e.token_s(acceptance), len(e.candidate.counts))):
+    for estimate in sorted(estimates, key=lambda e: (e.token_s(mode, acceptance), len(e.candidate.counts))):
         arrangement = estimate.candidate.arrangement
         if taken.get(arrangement, 0) < n_each:
             taken[arrangement] = taken.get(arrangement, 0) + 1

@@ -29,6 +29,7 @@ from ggpipe.sim.spec import ClusterSpec
 _SEARCH_TOKENS, _FINAL_TOKENS = 64, 128
 _WORTH = 1.02  # a flag beside its default, or another layout, has to be so much faster
 _FEW_SPLITS = 24
+_FINALISTS = 5  # that are judged by longer texts
 _MOST_SHIFTS = 3  # layers that move at once
 _MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
 _FLAGS: dict[Mode, tuple[tuple[str, tuple[float, ...]], ...]] = {
@@ -138,7 +139,7 @@ class _Search:
     def plan(self) -> Plan:
         estimates = self._candidates.all()
         modes: tuple[Mode, ...] = (self._wish.mode,) if self._wish.mode else _MODES
-        self._expected = len(modes) * self._most_runs(estimates)
+        self._expected = 2 * self._most_runs(estimates) if "async" in modes else 0
         found: dict[Mode, tuple[Candidate, Prediction]] = {}
         for mode in modes:
             candidate = self._best_candidate(estimates, mode)
@@ -174,27 +175,35 @@ class _Search:
             own = list(estimates)
         if not own:
             return None
-        # All wait for one another in the other modes: there the time in all stages counts.
-        acceptance = self._acceptance if mode == "async" else 0.0
+        if mode != "async":
+            return self._steady(own, mode)
         most = self._most_runs(own)
-        first = ranked(own, acceptance, max(round(most * 0.5), 2))
+        first = ranked(own, mode, self._acceptance, max(round(most * 0.5), 2))
         speeds = {e.candidate: self._speed(e.candidate, mode) for e in first}
         for arrangement in list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]:
             speeds |= self._all_splits(next(c for c in speeds if c.arrangement == arrangement), mode)
-        if mode == "async":
-            return self._climbed(max(speeds, key=speeds.__getitem__), mode, max(round(most * 0.3), 2))
-        # Many ways are as fast then. Fewer ranks are better, and among these, for prompts and memory, even ones.
-        good = [c for c in speeds if speeds[c] * _WORTH >= max(speeds.values())]
-        slowest_s = {e.candidate: e.slowest_s for c in good if (e := self._candidates.estimate(c)) is not None}
-        return min(good, key=lambda c: (sum(count > 0 for count in c.counts), slowest_s[c]))
+        last = sorted(speeds, key=lambda c: -speeds[c])[: max(round(_FINALISTS * self._wish.effort), 2)]
+        best = max(last, key=lambda c: self._speed(c, mode, _FINAL_TOKENS))
+        return self._climbed(best, mode, max(round(most * 0.3), 2))
+
+    def _steady(self, estimates: Sequence[Estimate], mode: Mode) -> Candidate:
+        """For modes in which all wait for one another: what stages take adds up, and nothing need be simulated.
+
+        Many ways are as fast then. Fewer ranks are better, and among these, for prompts and memory, even ones.
+        """
+        times_s = {e: e.token_s(mode, self._acceptance) for e in estimates}
+        good = [e for e in estimates if times_s[e] <= _WORTH * min(times_s.values())]
+        in_order = self._wish.needs.in_order
+        n_used = {e: 0 if in_order else sum(count > 0 for count in e.candidate.counts) for e in good}
+        return min(good, key=lambda e: (n_used[e], e.slowest_s[0])).candidate
 
     def _most_runs(self, estimates: Sequence[Estimate]) -> int:
         """Simulations that the search for one mode may take: the more ranks, the longer is each."""
         n_stages = max(sum(count > 0 for count in e.candidate.counts) for e in estimates)
         return max(round(self._wish.effort * min(max(400 / n_stages, 24), 48)), 2)
 
-    def _speed(self, candidate: Candidate, mode: Mode) -> float:
-        return self._judge.ask(candidate, mode, self._wish.speculation).tokens_per_s
+    def _speed(self, candidate: Candidate, mode: Mode, n_text: int = _SEARCH_TOKENS) -> float:
+        return self._judge.ask(candidate, mode, self._wish.speculation, n_text).tokens_per_s
 
     def _all_splits(self, candidate: Candidate, mode: Mode) -> dict[Candidate, float]:
         """All ways to divide the layers over the same ranks, where these are few."""
@@ -218,11 +227,11 @@ class _Search:
         better = True
         while better and self._judge.n_runs < end:
             better = False
-            speed = self._speed(candidate, mode)
+            speed = self._speed(candidate, mode, _FINAL_TOKENS)
             for other in self._neighbours(candidate, mode):
                 if self._judge.n_runs >= end:
                     break
-                if self._candidates.fits(other) and self._speed(other, mode) > speed * 1.003:
+                if self._candidates.fits(other) and self._speed(other, mode, _FINAL_TOKENS) > speed * 1.003:
                     candidate, better = other, True
                     break
         return candidate
@@ -230,13 +239,15 @@ class _Search:
     def _neighbours(self, candidate: Candidate, mode: Mode) -> Iterator[Candidate]:
         """From the ranks that were busiest to those that were least busy, some layers, then one."""
         used = [i for i, count in enumerate(candidate.counts) if count]
-        busy_s = dict(zip(used, self._judge.ask(candidate, mode, self._wish.speculation).busy_s, strict=True))
+        verdict = self._judge.ask(candidate, mode, self._wish.speculation, _FINAL_TOKENS)
+        busy_s = dict(zip(used, verdict.busy_s, strict=True))
         by_work = sorted(used, key=lambda i: -busy_s[i])
         n_layer = sum(candidate.counts)
         large = min(max(n_layer // (8 * len(used)), 1), _MOST_SHIFTS)
         for n in dict.fromkeys((large, 1)):
             for giver, taker in itertools.product(by_work[:2], reversed(by_work)):
-                if giver != taker and candidate.counts[giver] > n:
+                left = candidate.counts[giver] - n
+                if giver != taker and (left > 0 or (left == 0 and candidate.arrangement.skips[giver])):
                     counts = list(candidate.counts)
                     counts[giver] -= n
                     counts[taker] += n
