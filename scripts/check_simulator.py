@@ -45,7 +45,10 @@ WORST = 0.15
 
 def run(*words: object) -> None:
     """A `ggpipe` command of its own."""
-    subprocess.run([sys.executable, "-m", "ggpipe", *map(str, words)], check=True, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "ggpipe", *map(str, words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
 
 def measured(target: Path, draft: Path, given: Sequence[object], split: str | None, to: Path) -> dict[Mode, float]:
@@ -100,6 +103,7 @@ def check(name: str, target: Path, draft: Path, prompts: Sequence[Path], args: a
         for i in range(args.rounds * len(LAYOUTS)):
             layout, split = list(LAYOUTS.items())[i % len(LAYOUTS)]
             benches.append((layout, split, measured(target, draft, [*given, "--draft", args.draft], split, runs)))
+            print(f"\r{name}: {i + 1} of {args.rounds * len(LAYOUTS)}", end="", file=sys.stderr, flush=True)
             specs.append(profiled(target, args.seconds, Path(folder)))
         crowd = statistics.median(spec.nodes[0].crowd or 1.0 for spec in specs)
         for (layout, split, real), *around in zip(benches, specs, specs[1:], strict=False):
@@ -108,6 +112,7 @@ def check(name: str, target: Path, draft: Path, prompts: Sequence[Path], args: a
                 pair = real[mode], statistics.fmean(speeds[mode] for speeds in virtual)
                 found.setdefault((layout, mode), []).append(pair)
         right = recordings.read(recording).agreement
+    print(file=sys.stderr)
     print(f"\n{name}: {args.n} tokens, {args.rounds} rounds, {right:.0%} of the draft's best candidates are right")
     print("  layout   mode         measured t/s   simulated   simulated / measured [quartiles]")
     worst = 0.0
@@ -138,7 +143,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as folder:
             target, draft = (Path(folder) / f"{name}.gguf" for name in ("target", "draft"))
             make_pair(target, draft, Shape(), s=args.s)
-            worst = check("0.75 B random pair", target, draft, [tale], args)
+            short = Path(folder) / "short.txt"  # this pair's words are letters
+            short.write_text("Once upon a time")
+            worst = check("0.75 B random pair", target, draft, [short], args)
         demo = MODELS / "tales-target.gguf", MODELS / "tales-draft.gguf"
         worst = max(worst, check("demo pair", *demo, [tale, program], args))
     print(f"\nworst deviation: {worst:.0%} (at most {WORST:.0%} is right)")
