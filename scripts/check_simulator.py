@@ -46,7 +46,7 @@ WORST = 0.15
 def run(*words: object) -> None:
     """A `ggpipe` command of its own."""
     command = [sys.executable, "-m", "ggpipe", *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
