@@ -149,8 +149,8 @@ def test_equal_ranks_without_a_draft_get_equal_parts() -> None:
 
 def test_as_many_ranks_as_wanted() -> None:
     spec = cluster(node("slow", 0.5), node("a"), node("b"), node("c"))
-    for n_ranks in (1, 2, 3, 4):
-        plan = make_plan(spec, TARGET, DRAFT, wish(n_ranks=n_ranks))
+    for n_ranks in (1, 2, 4):
+        plan = make_plan(spec, TARGET, DRAFT, wish(0.1, n_ranks=n_ranks))
         assert len(plan.ranks) == n_ranks
         if n_ranks < 4:
             assert "slow" not in [rank.node for rank in plan.ranks]
@@ -169,7 +169,7 @@ def test_measured_links_go_with_their_ranks() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("speeds", "acceptance"), [((1, 1), 0.7), ((1, 3), 0.5), ((2, 1, 1), 0.8)])
+@pytest.mark.parametrize(("speeds", "acceptance"), [((1, 3), 0.5), ((2, 1, 1), 0.8)])
 def test_no_plan_is_better(speeds: tuple[float, ...], acceptance: float) -> None:
     """Beside each split of each arrangement, judged alike."""
     spec = cluster(*(node(f"node{i}", speed) for i, speed in enumerate(speeds)))
