@@ -224,8 +224,8 @@ def measure_together(
 
 
 def where_nothing_is(small: tuple[int, float], large: tuple[int, float]) -> float:
-    """Seconds of no bytes, by a straight line through two points (bytes, seconds); at most a quarter of the small one's,
-    which no model comes near: more of it is noise."""
+    """Seconds of no bytes, by a straight line through two points (bytes, seconds); at most a quarter of the small
+    one's, which no model comes near: more of it is noise."""
     (a, a_s), (b, b_s) = small, large
     return min(max(a_s - (b_s - a_s) * a / (b - a), 0.0), a_s / 4) if b > a else 0.0
 
