@@ -6,16 +6,26 @@ import json
 import os
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import TARGET, ggpipe, mpirun
 from virtual import measured
+from zoo import make
 
 from ggpipe.cli.hosts import hostfile_lines, hosts_of
+from ggpipe.cli.plan_page import Command, command_line
 from ggpipe.core.layout import lay_out, parse_shares
 from ggpipe.sim import profile_cache
+from ggpipe.sim.arrangements import Place
+from ggpipe.sim.candidates import Needs
+from ggpipe.sim.cluster import Link
+from ggpipe.sim.planner import Plan, Wish, make_plan
 from ggpipe.sim.recording import BUNDLED
+from ggpipe.sim.setup import MadeUp
+from ggpipe.sim.shapes import even_shape
+from ggpipe.sim.spec import ClusterSpec, NodeSpec
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 PAIR = ("-m", TARGET, "-md", DRAFT, "-c", 1024)
@@ -163,6 +173,38 @@ def test_hostfiles(tmp_path: Path) -> None:
     assert hostfile_lines(["b", "b", "a", "b"]) == ["b slots=2", "a slots=1", "b slots=1"]
 
 
+def planned(text: str, n_ranks: int) -> tuple[ClusterSpec, Plan]:
+    """A plan for the machines a, b and c, the ranks of which are where these letters say."""
+    nodes = tuple(NodeSpec(name, 8, 64e9, 4e10, 1e10, 5e10) for name in "abc")
+    link = Link(1e-4, 1e8)
+    target_on = tuple("abc".index(name) for name in text)
+    spec = ClusterSpec("test", nodes, target_on, (), None, None, link, link)
+    shape = even_shape("some", 12, 9e9, 16e9, 4096, 1e5, 32000)
+    wish = Wish(Needs(4096, 512, n_ranks), MadeUp(), mode="iterative", tunes=False)
+    return spec, make_plan(spec, shape, None, wish)
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "order", "name", "lines"),
+    [
+        ("n1\nn2\nn3\n", (0, 1), "hosts", []),
+        ("n1\nn2\nn3\n", (2, 0), "hosts.plan", ["n3 slots=1", "n1 slots=1"]),
+        ("n1:1\nn2:1\nn3:1\n", (1, 2), "hosts.plan", ["n2:1", "n3:1"]),
+    ],
+)
+def test_other_orders_get_hostfiles_of_their_own(
+    hostfile: str, order: tuple[int, int], name: str, lines: list[str], tmp_path: Path
+) -> None:
+    spec, plan = planned("abc", 2)
+    plan = replace(plan, places=tuple(Place(node, node) for node in order))
+    path = tmp_path / "hosts"
+    path.write_text(hostfile)
+    command = Command(Path("m.gguf"), Path("d.gguf"), [], hosts_of(path), path)
+    line, found, new = command_line(spec, plan, command)
+    assert (found, new) == (tmp_path / name, lines)
+    assert shlex.split(line)[-3:] == [str(tmp_path / name), "-f", "prompt.txt"]
+
+
 # auto
 
 TEXT = (*PAIR, "-f", "prompts/tale.txt", "-n", 24, "--temp", 0, "-t", 1, "--exact")
@@ -234,6 +276,17 @@ def test_a_model_that_is_not_there_ends_all_ranks(cache: Path) -> None:
     assert done.returncode == 2
     assert "ggpipe: error: cannot open model file nofile.gguf" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_models_that_cannot_be_cut(cache: Path, tmp_path: Path) -> None:
+    path = make("mamba", tmp_path / "mamba.gguf")
+    arguments = ("generate", "-m", path, "-p", "68656c6c6f", "-n", 4, "-t", 1, "-c", 128, "--mpi-layer-split", "auto")
+    alone = ggpipe(*arguments)
+    assert alone.returncode == 0, alone.stderr
+    assert chosen(alone.stderr) == ("1.0", "0-2")
+    two = mpirun(2, *arguments)
+    assert two.returncode == 2
+    assert "'mamba' models cannot be cut between ranks; run it on one rank" in two.stderr
 
 
 def test_damaged_old_and_other_profiles_are_not_used(cache: Path) -> None:

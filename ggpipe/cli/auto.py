@@ -13,7 +13,7 @@ from ggpipe.core.layout import parse_shares, shares_text
 from ggpipe.display.wording import layer_range
 from ggpipe.engine import machine
 from ggpipe.engine.model_file import ModelFile
-from ggpipe.errors import GgpipeError, RankError
+from ggpipe.errors import GgpipeError, ModelError, RankError
 from ggpipe.runtime import startup
 from ggpipe.runtime.line import Line
 from ggpipe.runtime.profiling import profile_ranks
@@ -102,11 +102,32 @@ def _measured(line: Line, config: EngineConfig) -> Profile:
     profile = profile_cache.find(key, transport.size)
     if profile is None:
         line.tell_all("measure")
-        profile = profile_ranks(transport, config, budget_s=_BUDGET_S, attend=line.attend)
-        assert profile is not None
+        profile = _profile(line, config)
         profile_cache.keep(key, profile)
     memory = [own["memory_bytes"] for own in facts]
     return replace(profile, ranks=tuple(replace(rank, memory_bytes=memory[rank.rank]) for rank in profile.ranks))
+
+
+def _profile(line: Line, config: EngineConfig) -> Profile:
+    """The first rank's part of measuring. A model that cannot be cut is measured whole, on one rank."""
+
+    def measure(layers: tuple[int, int] | None) -> Profile:
+        profile = profile_ranks(line.transport, config, layers, _BUDGET_S, line.attend)
+        assert profile is not None
+        return profile
+
+    try:
+        return measure(None)
+    except ModelError as e:
+        if "cannot be cut" not in str(e):
+            raise
+        model_file = ModelFile.open(config.model.path)
+        if line.transport.size > 1:
+            raise ModelError(
+                f"'{model_file.architecture}' models cannot be cut between ranks; run it on one rank (without "
+                "--mpi-layer-split)"
+            ) from e
+        return measure((0, model_file.n_layer))
 
 
 def _facts(transport: Transport, config: EngineConfig) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def hosts_of(hostfile: Path) -> list[str]:
     return hosts
 
 
-def hostfile_lines(hosts: Sequence[str]) -> list[str]:
-    """A hostfile, as Open MPI reads it, with these machines for ranks 0, 1, 2, …"""
-    return [f"{host} slots={len(list(ranks))}" for host, ranks in itertools.groupby(hosts)]
+def hostfile_lines(hosts: Sequence[str], like: Path | None = None) -> list[str]:
+    """A hostfile with these machines for ranks 0, 1, 2, …; in the way of another one, which is there, or Open MPI's."""
+    is_hydra = like is not None and re.search(r"^[^\s#]+:\d", like.read_text(), re.MULTILINE)
+    between = ":" if is_hydra else " slots="
+    return [f"{host}{between}{len(list(ranks))}" for host, ranks in itertools.groupby(hosts)]

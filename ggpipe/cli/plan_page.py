@@ -226,4 +226,4 @@ def _hosts(spec: ClusterSpec, plan: Plan, command: Command) -> tuple[Path | None
     hosts = [named[place.node] if place.rank is None else command.hosts[place.rank] for place in plan.places]
     if hosts == list(command.hosts[: len(hosts)]):
         return command.hostfile, []
-    return command.hostfile.with_name(f"{command.hostfile.name}.plan"), hostfile_lines(hosts)
+    return command.hostfile.with_name(f"{command.hostfile.name}.plan"), hostfile_lines(hosts, command.hostfile)

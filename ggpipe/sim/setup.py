@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.config import Mode, SpeculationConfig
-from ggpipe.core.layout import Layout, lay_out
+from ggpipe.core.layout import lay_out
 from ggpipe.errors import UsageError
 from ggpipe.runtime.stats import RequestStats
 from ggpipe.sim.build import Placement, build
 from ggpipe.sim.cluster import Link
-from ggpipe.sim.memory import process_memory, stage_memory
+from ggpipe.sim.memory import memory_by_rank
 from ggpipe.sim.recording import Recording
 from ggpipe.sim.shapes import ModelShape
 from ggpipe.sim.simulator import Sizes, simulate
@@ -85,22 +85,11 @@ class Setup:
 
     def _needed_bytes(self, n_ctx: int) -> Counter[int]:
         """By node."""
-        needed: Counter[int] = Counter()
-        place, n_ubatch = self.placement, self.sizes.n_ubatch
+        place, needed = self.placement, Counter[int]()
         layout = place.layout or lay_out(self.target.n_layer, len(place.target_on), None)
-        for rank in layout.ranks:
-            own = stage_memory(self.target, layout.layers_of(rank), n_ctx, n_ubatch) + process_memory(
-                self.target, rank == layout.head
-            )
-            needed[place.node_of[rank]] += math.ceil(own.total)
-        if self.draft is None:
-            return needed
-        draft_layout = place.draft_layout or Layout(((0, self.draft.n_layer),))
-        for rank in draft_layout.ranks:
-            own = stage_memory(self.draft, draft_layout.layers_of(rank), n_ctx, n_ubatch)
-            if place.draft_on:
-                own += process_memory(self.draft, rank == draft_layout.head)
-            needed[place.node_of[rank]] += math.ceil(own.total)
+        needs = memory_by_rank(self.target, layout, self.draft, place.draft_layout, n_ctx, self.sizes.n_ubatch)
+        for node, need in zip(place.node_of, needs, strict=True):
+            needed[node] += math.ceil(need.total)
         return needed
 
     def changed(self, values: Mapping[str, float]) -> Setup:
