@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.config import Mode, SpeculationConfig
-from ggpipe.sim.arrangements import Place
+from ggpipe.sim.arrangements import Arrangement, Place
 from ggpipe.sim.build import Placement
 from ggpipe.sim.candidates import Candidates, Estimate, Needs, ranked
 from ggpipe.sim.judge import Candidate, Judge
@@ -26,16 +26,16 @@ from ggpipe.sim.shapes import ModelShape
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.spec import ClusterSpec
 
-_SEARCH_TOKENS, _FINAL_TOKENS = 64, 128
-_WORTH = 1.02  # a flag beside its default, or another layout, has to be so much faster
+_WORTH = 1.03  # a flag beside its default, or another layout, has to be so much faster
+_NOISE = 1.04  # of careful simulations: an even split that is so much slower may be as good
 _FEW_SPLITS = 24
-_FINALISTS = 5  # that are judged by longer texts
+_FINALISTS = 4  # that are judged carefully
 _MOST_SHIFTS = 3  # layers that move at once
 _MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
 _FLAGS: dict[Mode, tuple[tuple[str, tuple[float, ...]], ...]] = {
     "iterative": (),
-    "speculative": (("n_draft", (1, 2, 3, 4, 5, 6, 8)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
-    "async": (("n_draft", (2, 4, 16)), ("p_accept", (0.15, 0.3, 0.5)), ("n_parallel", (2,))),
+    "speculative": (("n_draft", (1, 2, 3, 4, 6)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
+    "async": (("n_draft", (2, 4)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
 }
 
 
@@ -130,7 +130,7 @@ class _Search:
         self._target = target
         self._wish = wish
         self._candidates = Candidates(spec, target, self._draft, wish.needs)
-        self._judge = Judge(spec, target, self._draft, wish.tokens, wish.sizes, _SEARCH_TOKENS, self._count)
+        self._judge = Judge(spec, target, self._draft, wish.tokens, wish.sizes, self._count)
         self._on_run = on_run
         self._expected = 0
         tokens = wish.tokens
@@ -180,11 +180,24 @@ class _Search:
         most = self._most_runs(own)
         first = ranked(own, mode, self._acceptance, max(round(most * 0.5), 2))
         speeds = {e.candidate: self._speed(e.candidate, mode) for e in first}
-        for arrangement in list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]:
-            speeds |= self._all_splits(next(c for c in speeds if c.arrangement == arrangement), mode)
+        good = list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]
+        known: set[Arrangement] = set()
+        for arrangement in good:
+            every = self._all_splits(next(c for c in speeds if c.arrangement == arrangement), mode)
+            speeds |= every
+            known |= {arrangement} if every else set()
         last = sorted(speeds, key=lambda c: -speeds[c])[: max(round(_FINALISTS * self._wish.effort), 2)]
-        best = max(last, key=lambda c: self._speed(c, mode, _FINAL_TOKENS))
-        return self._climbed(best, mode, max(round(most * 0.3), 2))
+        best = max(last, key=lambda c: self._speed(c, mode, carefully=True))
+        if best.arrangement in known:
+            return best
+        even = self._most_even([e.candidate for e in own if e.candidate.arrangement == best.arrangement])
+        is_as_good = self._speed(even, mode, carefully=True) * _NOISE >= self._speed(best, mode, carefully=True)
+        return self._climbed(even if is_as_good else best, mode, max(round(most * 0.15), 2))
+
+    def _most_even(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The one with the fastest slowest stage."""
+        estimates = [e for candidate in candidates if (e := self._candidates.estimate(candidate)) is not None]
+        return min(estimates, key=lambda e: e.slowest_s[0]).candidate
 
     def _steady(self, estimates: Sequence[Estimate], mode: Mode) -> Candidate:
         """For modes in which all wait for one another: what stages take adds up, and nothing need be simulated.
@@ -202,8 +215,8 @@ class _Search:
         n_stages = max(sum(count > 0 for count in e.candidate.counts) for e in estimates)
         return max(round(self._wish.effort * min(max(400 / n_stages, 24), 48)), 2)
 
-    def _speed(self, candidate: Candidate, mode: Mode, n_text: int = _SEARCH_TOKENS) -> float:
-        return self._judge.ask(candidate, mode, self._wish.speculation, n_text).tokens_per_s
+    def _speed(self, candidate: Candidate, mode: Mode, *, carefully: bool = False) -> float:
+        return self._judge.ask(candidate, mode, self._wish.speculation, carefully=carefully).tokens_per_s
 
     def _all_splits(self, candidate: Candidate, mode: Mode) -> dict[Candidate, float]:
         """All ways to divide the layers over the same ranks, where these are few."""
@@ -222,24 +235,22 @@ class _Search:
         return speeds
 
     def _climbed(self, candidate: Candidate, mode: Mode, most: int) -> Candidate:
-        """Layers move between ranks as long as that helps, for at most so many simulations."""
-        end = self._judge.n_runs + most
-        better = True
-        while better and self._judge.n_runs < end:
-            better = False
-            speed = self._speed(candidate, mode, _FINAL_TOKENS)
-            for other in self._neighbours(candidate, mode):
-                if self._judge.n_runs >= end:
-                    break
-                if self._candidates.fits(other) and self._speed(other, mode, _FINAL_TOKENS) > speed * 1.003:
-                    candidate, better = other, True
-                    break
+        """Layers move between ranks as long as that helps; at most so many moves are tried."""
+        speed, left = self._speed(candidate, mode, carefully=True), most
+        tried = self._neighbours(candidate, mode)
+        while left > 0 and (other := next(tried, None)) is not None:
+            if not self._candidates.fits(other):
+                continue
+            left -= 1
+            own_speed = self._speed(other, mode, carefully=True)
+            if own_speed > speed * _NOISE:
+                candidate, speed, tried = other, own_speed, self._neighbours(other, mode)
         return candidate
 
     def _neighbours(self, candidate: Candidate, mode: Mode) -> Iterator[Candidate]:
         """From the ranks that were busiest to those that were least busy, some layers, then one."""
         used = [i for i, count in enumerate(candidate.counts) if count]
-        verdict = self._judge.ask(candidate, mode, self._wish.speculation, _FINAL_TOKENS)
+        verdict = self._judge.ask(candidate, mode, self._wish.speculation, carefully=True)
         busy_s = dict(zip(used, verdict.busy_s, strict=True))
         by_work = sorted(used, key=lambda i: -busy_s[i])
         n_layer = sum(candidate.counts)
@@ -257,17 +268,17 @@ class _Search:
         best = replace(self._wish.speculation, mode=mode)
         if not self._wish.tunes:
             return best
-        most = self._judge.ask(candidate, mode, best, _FINAL_TOKENS).tokens_per_s
+        most = self._judge.ask(candidate, mode, best, carefully=True).tokens_per_s
         for name, values in _FLAGS[mode]:
             for value in values:
                 other = replace(best, **{name: value})  # type: ignore[arg-type]
-                speed = self._judge.ask(candidate, mode, other, _FINAL_TOKENS).tokens_per_s
+                speed = self._judge.ask(candidate, mode, other, carefully=True).tokens_per_s
                 if speed > most * _WORTH:
                     best, most = other, speed
         return best
 
     def _predict(self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig) -> Prediction:
-        verdict = self._judge.ask(candidate, mode, speculation, _FINAL_TOKENS)
+        verdict = self._judge.ask(candidate, mode, speculation, carefully=True)
         return Prediction(mode, speculation, verdict.tokens_per_s, verdict.ttft_s)
 
     def _placement(self, candidate: Candidate) -> Placement:
