@@ -1,4 +1,4 @@
-"""The report on PipeInfer's settings: all files are written, always the same; what must hold of the numbers holds."""
+"""The report on PipeInfer's settings: all files are written, always the same, and the numbers hold what must hold."""
 
 from __future__ import annotations
 
