@@ -10,7 +10,6 @@ from experiment_runs import ITERATIVE
 from experiment_studies import (
     ASYNC,
     BOUND_DRAFT,
-    BOUND_ROW,
     FOUR,
     HEAT_ACCEPTANCES,
     LATENCY_ACCEPTANCE,
@@ -198,7 +197,7 @@ def _why(found: Findings) -> str:
         table([*header, "at most", "simulated", "what limits it"], rows),
         "A fast draft and rows that come free make the synchronous mode strong, since it approaches 1/(1-a) as well. A "
         "slow draft makes it weak, but then also sets the pace of `async`. The paper compares with trees of at most "
-        "four tokens, drafted in lockstep with the head.",
+        "four tokens; the column *4 guesses* of section 1 comes nearest to that.",
     ])  # fmt: skip
 
 
@@ -212,9 +211,9 @@ def _shares(found: Findings) -> str:
     ]  # fmt: skip
     return "\n\n".join([
         "## 3. If the paper's rates are shares of guesses",
-        "The paper tells which share of guesses is accepted, in trees of at most four. Sections 1 and 2 take that as "
-        "how often the draft is right. If it is the share of four guesses in a row, the draft is right more often "
-        "(same nodes as section 2):",
+        "The paper's acceptance rates are of trees of at most four tokens. Sections 1 and 2 take them as how often the "
+        "draft is right. If they are the share of right ones among four guesses in a row, the draft is right more "
+        "often (same nodes as section 2):",
         table(["pair", "share", "right", *_MODES, "best/best", "at most"], rows),
     ])  # fmt: skip
 
@@ -236,8 +235,8 @@ def _bound(found: Findings) -> str:
         "## 4. The bound of chains",
         "A wrong guess costs a pass through the pipeline, as long as a token takes without guesses. So chains (`-np "
         "1`) are at most 1/(1-a) times as fast, on any number of nodes. Equal stages, a token of the draft "
-        f"{_fine_percent(BOUND_DRAFT)} and a further row {_fine_percent(BOUND_ROW)} of the target's, links of 25 µs, "
-        "`async` with its defaults; by number of stages, in brackets as a share of the bound:",
+        f"{100 * BOUND_DRAFT:g} % of the target's, rows that come free, links of 25 µs, `async` with its defaults; by "
+        "number of stages, in brackets as a share of the bound:",
         table(["a", "1/(1-a)", *map(str, scale.bound_nodes)], rows),
         verdict + ".",
     ])  # fmt: skip
@@ -365,8 +364,3 @@ def _where(c: Compared, gain: float) -> str:
         f"a draft that is right {percent(c.acceptance)} of the time and takes {percent(p.draft_share)} of the "
         f"target's, and rows at {percent(p.row_share)} of the first ({gain / c.waiting:.2f})"
     )
-
-
-def _fine_percent(share: float) -> str:
-    """`0.5 %`."""
-    return f"{100 * share:g} %"
