@@ -224,6 +224,14 @@ def test_what_does_not_fit_gets_one_line(nodes: Sequence[NodeSpec], needs: dict[
     assert "\n" not in str(caught.value)
 
 
+def test_a_draft_that_does_not_fit_is_left_out_unless_it_is_wanted() -> None:
+    spec = cluster(node("a", 1, 26), node("b", 1, 26))
+    large = replace(DRAFT, head_bytes=round(20 * GB))
+    assert make_plan(spec, TARGET, large, wish()).best.mode == "iterative"
+    with pytest.raises(UsageError, match=r"target does not fit: .*a draft of 2\d.\d GB.* are missing"):
+        make_plan(spec, TARGET, large, replace(wish(), mode="async"))
+
+
 def test_the_same_cluster_gets_the_same_plan() -> None:
     spec = cluster(node("a"), node("b", 2), node("c"))
     assert make_plan(spec, SMALL, DRAFT, wish()) == make_plan(spec, SMALL, DRAFT, wish())

@@ -129,7 +129,8 @@ class _Search:
         self._draft = draft if wish.mode != "iterative" or wish.needs.must_draft else None
         self._target = target
         self._wish = wish
-        self._candidates = Candidates(spec, target, self._draft, wish.needs)
+        must_draft = wish.needs.must_draft or wish.mode in ("speculative", "async")
+        self._candidates = Candidates(spec, target, self._draft, replace(wish.needs, must_draft=must_draft))
         self._judge = Judge(spec, target, self._draft, wish.tokens, wish.sizes, self._count)
         self._on_run = on_run
         self._expected = 0
