@@ -86,11 +86,15 @@ def planned(bench: Bench, n_ranks: int, recording: Path, seconds: float) -> tupl
 
 
 def splits(n_layer: int, n_ranks: int) -> list[Setting]:
-    """All there are for so many ranks, in steps of STEP layers, with one thread for each rank."""
+    """All there are for so many ranks, in steps of STEP layers, with one thread for each rank.
+
+    Also those whose head holds no layers.
+    """
     found = []
     for n_target in (n_ranks - 1, n_ranks):  # with and without a rank for the draft
         draft = Layout(((0, 1),), n_target) if n_target < n_ranks else None
-        for counts in compositions(n_layer, n_target):
+        headless = [(0, *rest) for rest in compositions(n_layer, n_target - 1)] if n_target > 1 else []
+        for counts in [*compositions(n_layer, n_target), *headless]:
             starts = [sum(counts[:i]) for i in range(n_target)]
             layout = Layout(tuple((a, a + n) for a, n in zip(starts, counts, strict=True)))
             found.append(Setting(("--mpi-layer-split", shares_text(layout, draft), "-t", "1")))
