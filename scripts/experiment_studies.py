@@ -170,7 +170,7 @@ BOUND_DRAFT = 0.005
 
 
 def bound(sims: Simulations, scale: Scale) -> dict[tuple[float, int], float]:
-    """By acceptance and number of stages: the speed of chains, relative to no guesses, with a fast draft and free rows."""
+    """By acceptance and number of stages: the speed of chains, relative to no guesses; fast draft, free rows."""
     jobs = {
         (a, n): Job(EvenPlace(n, 1.0, BOUND_DRAFT, 0.0, FAST.latency_s), a, ASYNC, scale.bound_text, scale.seeds[:1])
         for a in scale.bound_acceptances
