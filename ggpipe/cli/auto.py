@@ -99,7 +99,7 @@ def _measured(line: Line, config: EngineConfig) -> Profile:
     key = profile_cache.key_of(
         [asdict(kernels), *({name: own[name] for name in own if name not in fresh} for own in facts)]
     )
-    profile = profile_cache.find(key, transport.size)
+    profile = profile_cache.find(key, transport.size, facts[0]["draft"])
     if profile is None:
         line.tell_all("measure")
         profile = _profile(line, config)
@@ -132,10 +132,12 @@ def _profile(line: Line, config: EngineConfig) -> Profile:
 
 def _facts(transport: Transport, config: EngineConfig) -> dict[str, Any]:
     """What this rank's speed depends on. Raises ModelError for a model that cannot be read."""
+    draft = config.draft
     return {
         "rank": transport.rank,
         "host": transport.host,
         "model": ModelFile.open(config.model.path).fingerprint,
+        "draft": ModelFile.open(draft.model.path).fingerprint if draft is not None else None,
         "threads": list(startup.threads_of(config, transport, False)),
         "ranks_on_host": transport.ranks_on_host,
         "cpu": [machine.cpu_name(), machine.cores(), *machine.cpu_features()],

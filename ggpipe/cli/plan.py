@@ -187,7 +187,8 @@ def _measure(request: _Request, verbose: bool) -> int:
     from ggpipe.sim.profiled import spec_from_profile
 
     assert request.model.model is not None
-    config = engine_config(cast(ModelFlags, request.model), request.compute)
+    draft = request.draft if wanted.mode != "iterative" else DraftFlags()
+    config = engine_config(cast(ModelFlags, request.model), request.compute, draft=draft)
 
     def work(transport: Transport, attend: Callable[[], None]) -> int:
         if wanted.n_ranks is not None and wanted.n_ranks > transport.size:

@@ -10,7 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ggpipe.cli.flags import MODEL, OUTPUT, RANKS, ComputeFlags, LogFlags, ModelFlags, RankFlags, option, takes_flags
+from ggpipe.cli.flags import (
+    MODEL,
+    OUTPUT,
+    RANKS,
+    ComputeFlags,
+    DraftFlags,
+    LogFlags,
+    ModelFlags,
+    RankFlags,
+    option,
+    takes_flags,
+)
 from ggpipe.cli.hosts import hosts_of
 from ggpipe.cli.ranks import start_n_ranks
 from ggpipe.cli.settings import engine_config
@@ -28,11 +39,12 @@ _LOG_WIDTH = 120
 _STDOUT = Path("-")
 
 
-@takes_flags(leave_out=("mpi_layer_split",))
+@takes_flags(leave_out=("mpi_layer_split", "threads_draft", "threads_batch_draft"))
 def profile(
     model: ModelFlags,
     compute: ComputeFlags,
     ranks: RankFlags,
+    draft: DraftFlags,
     log: LogFlags,
     layers: Annotated[
         str | None,
@@ -54,14 +66,15 @@ def profile(
     """Measure how fast ranks compute a model's layers, their memory, and the links between them.
 
     Under mpirun or srun on all ranks at once; else it starts them: those of --hostfile, or -r ranks on this machine.
-    A table goes to stderr. Without --layers a quarter of the layers is measured, or as many as the time allows.
+    A table goes to stderr. Without --layers a quarter of the layers is measured, or as many as the time allows. With
+    -md each rank also measures all of the draft, with the same threads.
     """
     chosen = _layers(layers)
     if not (math.isfinite(seconds) and seconds > 0):
         raise UsageError(f"--seconds is a time above 0, as in 15; {seconds:g} is not")
     if n_ranks is not None and n_ranks < 1:
         raise UsageError(f"-r is a number of ranks, 1 or more; {n_ranks} is not")
-    config = engine_config(model, compute)
+    config = engine_config(model, compute, draft=draft)
     if launch.rank_in_environment() is None:
         n_ranks = n_ranks or (1 if ranks.hostfile is None else len(hosts_of(ranks.hostfile)))
         if n_ranks > 1 or ranks.hostfile is not None:

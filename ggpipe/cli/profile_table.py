@@ -52,6 +52,9 @@ def _ranks_table(profile: Profile, width: int) -> Table:
             (human_seconds(seconds_at(r.together, n)) for r in ranks),
         )
         columns.append(Column(f"{n} row{'s' * (n > 1)}", cells, 0))
+    if profile.draft is not None:
+        cells = lines(human_seconds(seconds_at(r.draft.alone, 1) if r.draft else None) for r in ranks)
+        columns.append(Column("draft, 1 row", cells, 0))
     columns.append(Column("run", lines(human_seconds(r.run_s) for r in ranks), 4))
     return columns_table(columns, width, _GAP)
 

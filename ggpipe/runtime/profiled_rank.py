@@ -13,12 +13,13 @@ from ggpipe.engine.model_file import ModelFile
 from ggpipe.errors import ModelError, RunError
 from ggpipe.runtime import measuring, startup
 from ggpipe.runtime.line import HEAD, Line
-from ggpipe.runtime.measuring import TimedStage
+from ggpipe.runtime.measuring import Samples, TimedStage
 from ggpipe.sim.profile import ModelFacts, Point
 
 _N_CTX = measuring.LONG_CELLS + 2 * measuring.CHUNK_ROWS
 _MEMORY_S = 0.5
-_MEMORY, _HALF, _SHORT, _LONG = 0.05, 0.2, 0.4, 0.35  # shares of the budget alone
+_MEMORY, _HALF, _SHORT, _LONG = 0.05, 0.2, 0.4, 0.35  # shares of the target's budget alone
+_DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's
 
 
 class ProfiledRank:
@@ -28,14 +29,23 @@ class ProfiledRank:
         self.config = config
         self._line = line
         self._timed: TimedStage | None = None
+        self.draft: ModelFacts | None = None
+        """Of the config's draft, after `hello`."""
 
     def hello(self) -> dict[str, Any]:
-        """What this rank says of itself. Raises ModelError for a model that cannot be read."""
+        """What this rank says of itself; under "of_draft" the same of its draft, if there is one. Raises ModelError for
+        a model that cannot be read."""
         self._file = ModelFile.open(self.config.model.path)
         self.model = ModelFacts.of(self._file)
         transport = self._line.transport
+        of_draft = None
+        if self.config.draft is not None:
+            self._draft_file = ModelFile.open(self.config.draft.model.path)
+            self.draft = ModelFacts.of(self._draft_file)
+            of_draft = startup.hello(transport, self._draft_file, True)
         return {
             **startup.hello(transport, self._file, False),
+            "of_draft": of_draft,
             "cores": machine.cores(),
             "threads": startup.threads_of(self.config, transport, False),
             "memory_bytes": machine.available_bytes(),
@@ -45,6 +55,8 @@ class ProfiledRank:
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         """Do what the order says."""
         match order["kind"]:
+            case "draft":
+                return self._draft_alone(order["budget_s"])
             case "alone":
                 return self._alone((order["layers"][0], order["layers"][1]), order["budget_s"])
             case "together":
@@ -61,14 +73,25 @@ class ProfiledRank:
             self._timed.close()
             self._timed = None
 
+    def _draft_alone(self, budget_s: float) -> dict[str, Any]:
+        """All of the draft, with the target's threads: times are scaled to others later, as the target's are."""
+        draft, facts = self.config.draft, self.draft
+        assert draft is not None
+        assert facts is not None
+        if self._draft_file.n_bytes > machine.available_bytes():
+            return {"points": None}
+        config = replace(self.config, model=draft.model, context=draft.context)
+        timed = self._load((0, facts.n_layer), config, self._draft_file, facts)
+        points, _ = self._short_and_long(timed, budget_s * _DRAFT_SHORT, budget_s * _DRAFT_LONG)
+        self.close()
+        return {"points": as_told(points)}
+
     def _alone(self, layers: tuple[int, int], budget_s: float) -> dict[str, Any]:
         single, _ = startup.threads_of(self.config, self._line.transport, False)
         speed = measuring.memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
         half, half_s = self._half(layers, budget_s * _HALF)
-        timed = self._load(layers)
-        short = measuring.measure_short(timed, budget_s * _SHORT)
-        points = short.points(measuring.cells_before(timed.stage.n_ctx))
-        points += measuring.measure_long(timed, short, budget_s * _LONG)
+        timed = self._load_target(layers)
+        points, short = self._short_and_long(timed, budget_s * _SHORT, budget_s * _LONG)
         fixed_s = 0.0
         if half is not None:
             few, all_bytes = self.model.weight_bytes(half["layers"]), self.model.weight_bytes(layers)
@@ -83,6 +106,13 @@ class ProfiledRank:
             "fixed_s": fixed_s,
         }
 
+    @staticmethod
+    def _short_and_long(timed: TimedStage, short_s: float, long_s: float) -> tuple[list[Point], Samples]:
+        """All points of a stage, and the samples of short contexts."""
+        short = measuring.measure_short(timed, short_s)
+        points = short.points(measuring.cells_before(timed.stage.n_ctx))
+        return points + measuring.measure_long(timed, short, long_s), short
+
     def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[dict[str, Any] | None, float]:
         """The first half of the layers, and its fastest run of one row; None where there is none."""
         (a, b), n = layers, self.model.n_layer
@@ -90,7 +120,7 @@ class ProfiledRank:
             return None, 0.0
         some = (a, a + (b - a) // 2)
         try:
-            timed = self._load(some)
+            timed = self._load_target(some)
         except ModelError:
             if layers != (0, n):
                 raise
@@ -121,18 +151,9 @@ class ProfiledRank:
         self.close()
         return {"points": as_told(points)}
 
-    def _load(self, layers: tuple[int, int]) -> TimedStage:
-        self.close()
-        config, transport = self.config, self._line.transport
-        context = config.context
-        trained = self._file.metadata.get(f"{self._file.architecture}.context_length", _N_CTX)
-        limits = [n for n in (_N_CTX, context.n_ctx, trained) if isinstance(n, int) and n > 0]
-        config = replace(config, context=replace(context, n_ctx=min(limits)))
-        load = startup.stage_loader(config, transport, self._file, layers, False)
+    def _load_target(self, layers: tuple[int, int]) -> TimedStage:
         try:
-            self._timed = TimedStage(
-                transport.rank, load, self.model.n_vocab, self._line.inbox, self._line.notice, startup.look_s(config)
-            )
+            return self._load(layers, self.config, self._file, self.model)
         except ModelError as e:
             n = self.model.n_layer
             if "cannot be cut" not in str(e) or layers == (0, n):
@@ -140,6 +161,20 @@ class ProfiledRank:
             raise ModelError(
                 f"'{self.model.architecture}' models cannot be cut: profile all layers, with --layers 0-{n - 1}"
             ) from e
+
+    def _load(
+        self, layers: tuple[int, int], config: EngineConfig, model_file: ModelFile, facts: ModelFacts
+    ) -> TimedStage:
+        """These layers of a model, as the config's target, instead of what was loaded before."""
+        self.close()
+        transport, context = self._line.transport, config.context
+        trained = model_file.metadata.get(f"{model_file.architecture}.context_length", _N_CTX)
+        limits = [n for n in (_N_CTX, context.n_ctx, trained) if isinstance(n, int) and n > 0]
+        config = replace(config, context=replace(context, n_ctx=min(limits)))
+        load = startup.stage_loader(config, transport, model_file, layers, False)
+        self._timed = TimedStage(
+            transport.rank, load, facts.n_vocab, self._line.inbox, self._line.notice, startup.look_s(config)
+        )
         return self._timed
 
 

@@ -1,7 +1,7 @@
 """Profiling a cluster: all ranks call `profile_ranks`, the first one says who measures what, and when.
 
-agree       the same model, ggpipe and libllama everywhere
-alone       one rank of each machine after the other: memory, a part of its layers, all of them
+agree       the same models, ggpipe and libllama everywhere
+alone       one rank of each machine after the other: the draft, memory, a part of the target's layers, all of them
 together    all ranks compute until each has what it needs
 links       one pair of ranks after the other; everybody else waits
 """
@@ -24,6 +24,7 @@ _STAGE_BYTES_PER_S = 100 << 20  # of a rank's own time
 _ALL_PAIRS = 8
 
 _TOGETHER, _LINKS = 0.15, 0.15  # shares of the budget; the rest is for ranks alone
+_DRAFT = 0.2  # share of a rank's time alone, when there is a draft
 
 
 def profile_ranks(
@@ -34,11 +35,12 @@ def profile_ranks(
     attend: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Profile | None:
-    """Measure all ranks with `config`'s model, for about `budget_s` seconds and the time it takes to load.
+    """Measure all ranks with `config`'s models, for about `budget_s` seconds and the time it takes to load.
 
     All ranks call it with the same arguments; the first one gets the profile, others None. `layers`: first and one past
-    the last, by default a part from the middle. `attend` is called every 0.1 s and raises to end it; `say` gets lines
-    for the user, on the first rank. The transport is as before afterwards.
+    the last, by default a part from the middle. A draft is measured whole, on each rank and with the target's threads,
+    wherever `config` lets it run. `attend` is called every 0.1 s and raises to end it; `say` gets lines for the user,
+    on the first rank. The transport is as before afterwards.
 
     Raises on the first rank what any rank met, and RankError on the others.
     """
@@ -92,17 +94,21 @@ def _lead(
     hellos = [own.hello(), *line.gather("hello", range(1, n_ranks))]
     for warning in startup.compare(hellos):
         say(f"warning: {warning}")
-    model = own.model
+    model, draft = own.model, own.draft
+    if draft is not None:
+        startup.compare([hello["of_draft"] for hello in hellos])  # what it warns of, all know by now
     on_host: dict[str, list[int]] = {}
     for hello in hellos:
         on_host.setdefault(hello["host"], []).append(hello["rank"])
     n_rounds = max(map(len, on_host.values()))
-    alone_s = budget_s * (1 if n_ranks == 1 else 1 - _TOGETHER - _LINKS) / n_rounds
+    own_s = budget_s * (1 if n_ranks == 1 else 1 - _TOGETHER - _LINKS) / n_rounds
+    draft_s = own_s * _DRAFT if draft is not None else 0.0
+    alone_s = own_s - draft_s
     if layers is None:
         layers = default_layers(model, alone_s, max(hello["cache_bytes"] for hello in hellos))
     if not 0 <= layers[0] < layers[1] <= model.n_layer:
         raise UsageError(f"--layers {layers[0]}-{layers[1] - 1}: the model has layers 0 to {model.n_layer - 1}")
-    say(_announced(model, layers, n_ranks))
+    say(_announced(model, layers, draft, n_ranks))
 
     def ask(ranks: Iterable[int], kind: str, **fields: Any) -> list[dict[str, Any]]:
         """What these ranks answer, in order."""
@@ -114,8 +120,12 @@ def _lead(
         return answers + line.gather("answer", [rank for rank in asked if rank != HEAD])
 
     measured: dict[int, dict[str, Any]] = {}
+    drafts: dict[int, list[list[float]] | None] = {}
     for i in range(n_rounds):
         turn = sorted(ranks[i] for ranks in on_host.values() if i < len(ranks))
+        if draft is not None:
+            answers = ask(turn, "draft", budget_s=draft_s)
+            drafts |= {rank: told["points"] for rank, told in zip(turn, answers, strict=True)}
         answers = ask(turn, "alone", layers=layers, budget_s=alone_s)
         measured |= dict(zip(turn, answers, strict=True))
     together: list[list[list[float]]] = []
@@ -129,9 +139,10 @@ def _lead(
     context, weights = own.config.context, own.config.model
     kernels = Kernels(context.cache_type_k, context.cache_type_v, context.flash_attn, context.exact, weights.repack)
     ranks = [
-        _rank_profile(model, hello, measured[i], together[i] if together else None) for i, hello in enumerate(hellos)
+        _rank_profile(model, hello, measured[i], together[i] if together else None, _draft_part(draft, drafts.get(i)))
+        for i, hello in enumerate(hellos)
     ]
-    return Profile(model, kernels, tuple(ranks), tuple(links))
+    return Profile(model, kernels, tuple(ranks), tuple(links), draft)
 
 
 def pairs_of(n_ranks: int) -> list[tuple[int, int]]:
@@ -144,15 +155,20 @@ def pairs_of(n_ranks: int) -> list[tuple[int, int]]:
     return sorted({*ring, *star})
 
 
-def _announced(model: ModelFacts, layers: tuple[int, int], n_ranks: int) -> str:
+def _announced(model: ModelFacts, layers: tuple[int, int], draft: ModelFacts | None, n_ranks: int) -> str:
     a, b = layers
     which = f"layer {a}" if b == a + 1 else f"layers {a}-{b - 1}"
     where = f" on {n_ranks} ranks" if n_ranks > 1 else ""
-    return f"measuring {which} of 0-{model.n_layer - 1} ({model.weight_bytes(layers) / 1e6:.3g} MB){where}"
+    beside = f" and the draft ({draft.weight_bytes((0, draft.n_layer)) / 1e6:.3g} MB)" if draft is not None else ""
+    return f"measuring {which} of 0-{model.n_layer - 1} ({model.weight_bytes(layers) / 1e6:.3g} MB){beside}{where}"
 
 
 def _rank_profile(
-    model: ModelFacts, hello: dict[str, Any], told: dict[str, Any], together: list[list[float]] | None
+    model: ModelFacts,
+    hello: dict[str, Any],
+    told: dict[str, Any],
+    together: list[list[float]] | None,
+    draft: Part | None,
 ) -> RankProfile:
     layers, half = tuple(told["layers"]), told["half"]
     alone = _points(told["points"])
@@ -175,7 +191,15 @@ def _rank_profile(
         run_s=told["run_s"],
         change_s=told["change_s"],
         fixed_s=told["fixed_s"],
+        draft=draft,
     )
+
+
+def _draft_part(draft: ModelFacts | None, told: list[list[float]] | None) -> Part | None:
+    if draft is None or told is None:
+        return None
+    layers = (0, draft.n_layer)
+    return Part(layers, draft.weight_bytes(layers), _points(told))
 
 
 def _points(told: Iterable[Sequence[float]]) -> tuple[Point, ...]:

@@ -9,12 +9,14 @@ from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
 from ggpipe.sim.cluster import Cluster, Node, Pipeline, Stage
 from ggpipe.sim.costs import Cost, Measured, Roofline
+from ggpipe.sim.profile import Part
 from ggpipe.sim.shapes import ModelShape
 from ggpipe.sim.spec import ClusterSpec, NodeSpec
 
 _LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
 _FLOAT_BYTES = 4
 _ALL_EXPERTS = 1_000_000  # rows that use each of them
+_MOST_FIXED = 0.25  # of a draft's run, as `measuring.where_nothing_is` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,14 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
     layout = placement.layout or lay_out(target.n_layer, len(placement.target_on), None)
     nodes = [spec.nodes[node] for node in node_of]
 
-    def pipeline(shape: ModelShape, layout: Layout, nice: bool) -> Pipeline:
+    def pipeline(shape: ModelShape, layout: Layout, is_draft: bool) -> Pipeline:
         stages = {}
         for rank in layout.stages:
             n_threads = min(threads[rank], nodes[rank].cores)  # more gain nothing
-            cost = stage_cost(nodes[rank], shape, layout.layers_of(rank), n_threads)
+            cost = stage_cost(nodes[rank], shape, layout.layers_of(rank), n_threads, is_draft)
             profile = nodes[rank].profile
             change_s = profile.change_s if profile is not None else 0.0
-            stages[rank] = Stage(n_threads, cost, nice and _shared(placement, rank), change_s)
+            stages[rank] = Stage(n_threads, cost, is_draft and _shared(placement, rank), change_s)
         return Pipeline(layout, stages, shape.width * _FLOAT_BYTES)
 
     target_pipeline, draft_pipeline = pipeline(target, layout, False), None
@@ -93,10 +95,15 @@ def threads_of(spec: ClusterSpec, placement: Placement, rank: int) -> int:
     return max(spec.nodes[node].cores // placement.node_of.count(node), 1)
 
 
-def stage_cost(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int) -> Cost:
-    """How long layers [a, b) take on a node with so many threads."""
+def stage_cost(
+    node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int, is_draft: bool = False
+) -> Cost:
+    """How long layers [a, b) take on a node with so many threads. `is_draft`: of the draft model, for which a profile
+    may have times of its own."""
     threads = min(threads, node.cores)
     if node.profile is not None:
+        if is_draft and node.profile.draft is not None:
+            return _measured_draft(node, node.profile.draft, shape, layers, threads)
         return _measured(node, shape, layers, threads)
     unused = 1 - shape.n_experts_used / shape.n_experts if shape.n_experts else 0.0
     return Roofline(
@@ -141,6 +148,17 @@ def _measured(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], thread
     n_bytes = shape.read_bytes(layers, _ALL_EXPERTS if node.of_experts and shape.n_experts else 1)
     ratio = min(profile.threads, node.cores) / threads
     return Measured(profile.alone, n_bytes / profile.weight_bytes * ratio, profile.fixed_s)
+
+
+def _measured_draft(node: NodeSpec, part: Part, shape: ModelShape, layers: tuple[int, int], threads: int) -> Measured:
+    """From the whole draft that was measured to these layers of this one. `fixed_s` was found with the target, and may
+    be more than a small draft takes."""
+    profile = node.profile
+    assert profile is not None
+    ratio = min(profile.threads, node.cores) / threads
+    fastest_s = min(point.seconds for point in part.alone if point.rows == 1)
+    fixed_s = min(profile.fixed_s, fastest_s * _MOST_FIXED)
+    return Measured(part.alone, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
 
 
 def _crowd(spec: ClusterSpec, placement: Placement, number: int) -> float:

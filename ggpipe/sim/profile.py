@@ -15,7 +15,7 @@ from ggpipe.errors import UsageError
 if TYPE_CHECKING:
     from ggpipe.engine.model_file import ModelFile
 
-_FORMAT, _VERSION = "ggpipe profile", 1
+_FORMAT, _VERSION = "ggpipe profile", 2
 T = TypeVar("T")
 
 
@@ -103,7 +103,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A shorter range of layers, measured in the same way."""
+    """Another range of layers, measured in the same way."""
 
     layers: tuple[int, int]
     weight_bytes: int
@@ -142,6 +142,9 @@ class RankProfile:
     fixed_s: float
     """What a decode of one row takes however few the layers: where a straight line through the fastest ones of `half`
     and of all layers meets no weights. 0 where a single layer was measured."""
+    draft: Part | None = None
+    """All layers of `Profile.draft`, alone, with as many threads as the target. None where no draft was measured, or
+    this rank's memory is too small for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class LinkProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All ranks of a cluster, and the links between them, measured with one model."""
+    """All ranks of a cluster, and the links between them, measured with one model, or with a pair."""
 
     model: ModelFacts
     kernels: Kernels
@@ -166,19 +169,28 @@ class Profile:
     """In order, each of them."""
     links: tuple[LinkProfile, ...]
     """Not all pairs where there are many ranks."""
+    draft: ModelFacts | None = None
+    """The draft model that was measured beside it; its KV cache has the same types, it is never `exact`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what does not fit together."""
         model, n_ranks = self.model, len(self.ranks)
-        if model.n_layer < 1 or len(model.layer_bytes) != model.n_layer:
-            raise ValueError("model.layer_bytes has not one entry for each of n_layer layers")
+        for name, facts in (("model", model), *([("draft", self.draft)] if self.draft else [])):
+            if facts.n_layer < 1 or len(facts.layer_bytes) != facts.n_layer:
+                raise ValueError(f"{name}.layer_bytes has not one entry for each of n_layer layers")
         if not self.ranks or [rank.rank for rank in self.ranks] != list(range(n_ranks)):
             raise ValueError("ranks are not numbered 0, 1, 2, …")
         for rank in self.ranks:
             parts = [Part(rank.layers, rank.weight_bytes, rank.alone), *([rank.half] if rank.half else [])]
+            if any(not 0 <= part.layers[0] < part.layers[1] <= model.n_layer for part in parts):
+                raise ValueError(f"rank {rank.rank} has layers that the model has not")
+            if rank.draft is not None:
+                if self.draft is None or rank.draft.layers != (0, self.draft.n_layer):
+                    raise ValueError(f"rank {rank.rank} has not all layers of the draft")
+                if rank.draft.weight_bytes < 1:
+                    raise ValueError(f"rank {rank.rank} has a draft of no weights")
+                parts.append(rank.draft)
             for part in parts:
-                if not 0 <= part.layers[0] < part.layers[1] <= model.n_layer:
-                    raise ValueError(f"rank {rank.rank} has layers that the model has not")
                 if seconds_at(part.alone, 1) is None:
                     raise ValueError(f"rank {rank.rank} has no time of a single row")
                 if any(p.rows < 1 or p.seconds <= 0 for p in (*part.alone, *rank.together)):

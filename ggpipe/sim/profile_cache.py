@@ -27,8 +27,9 @@ def key_of(ranks: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(list(ranks), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def find(key: str, n_ranks: int) -> Profile | None:
-    """What was kept under this name. Files that are damaged, of another ggpipe's format, or old, count for nothing."""
+def find(key: str, n_ranks: int, draft: str | None = None) -> Profile | None:
+    """What was kept under this name. Files that are damaged, of another ggpipe's format, or old, count for nothing, as
+    does a profile with another draft than that of the fingerprint `draft`; None: with any."""
     path = folder() / f"{key}.json"
     try:
         if time.time() - path.stat().st_mtime > _MOST_AGE_S:
@@ -36,7 +37,8 @@ def find(key: str, n_ranks: int) -> Profile | None:
         profile = read(path)
     except (OSError, UsageError):
         return None
-    return profile if len(profile.ranks) == n_ranks else None
+    has_draft = profile.draft is not None and profile.draft.fingerprint == draft
+    return profile if len(profile.ranks) == n_ranks and (has_draft or draft is None) else None
 
 
 def keep(key: str, profile: Profile) -> None:
