@@ -149,7 +149,8 @@ def test_nodes_that_were_measured(tmp_path: Path) -> None:
     assert [node.profile for node in spec.nodes] == list(PROFILE.ranks)
     assert spec.links == {(0, 1): Link(5e-5, 1e9), (1, 0): Link(6e-5, 1e9)}
     assert spec.network == Link(5.5e-5, 1e9), "the median, for pairs that were not measured"
-    assert spec.overheads.run_s == PROFILE.ranks[0].run_s / 2
+    overheads = spec.overheads
+    assert overheads.run_s + 2 * overheads.hand_s == pytest.approx(PROFILE.ranks[0].run_s)
     swapped = read_cluster(profiled(tmp_path, 'target_on = ["b", "a"]\n' + MEASURED))
     assert swapped.links == {(1, 0): Link(5e-5, 1e9), (0, 1): Link(6e-5, 1e9)}
 

@@ -56,6 +56,23 @@ def test_threads_count() -> None:
     assert run([(0.0, 2.0, 1, 1.0)], 8) == [2.0]
 
 
+def test_looks_for_messages_come_first() -> None:
+    clock = Clock()
+    cores, ends = Cores(clock, 2), []
+    cores.look(0.5)
+    for _ in range(2):
+        cores.start(Task(0.75, 1, 1.0, lambda: ends.append(clock.now)))
+    clock.at(0.5, lambda: cores.look(-0.5))
+    while clock.step():
+        pass
+    assert ends == [pytest.approx(0.5 + 0.75 - 0.375)] * 2
+    cores.look(100.0)
+    cores.start(Task(1.0, 1, 1.0, lambda: ends.append(clock.now)))
+    while clock.step():
+        pass
+    assert len(ends) == 3, "they leave something, however many ranks there are"
+
+
 def test_nice_tasks_take_what_is_left() -> None:
     first, second = run([(0.0, 1.0, 1, 1.0), (0.0, 1.0, 1, NICE_WEIGHT)], 1)
     assert first == pytest.approx(1 + NICE_WEIGHT)

@@ -45,6 +45,17 @@ def test_iterative_tokens_come_once_a_round() -> None:
     assert not any(stats.guessed)
 
 
+def test_threads_of_a_process_hand_over_and_take_turns() -> None:
+    """A token goes to the stage's thread and back; the draft's Python waits for that of the stage beside it."""
+    overheads = replace(NO_OVERHEADS, run_s=0.001, hand_s=0.003)
+    plain = checked(cluster((0.1,), overheads=overheads), tokens(), ITERATIVE)
+    assert gaps(plain) == [pytest.approx(0.1 + 0.001 + 2 * 0.003, abs=1e-9)] * 59
+    busy = replace(overheads, run_s=0.02)
+    apart = checked(cluster((0.1, 0.1), 0.01, cores=4, overheads=busy), tokens(0.9), ASYNC)
+    inside = checked(cluster((0.1, 0.1), 0.01, cores=4, overheads=busy, draft_rank=False), tokens(0.9), ASYNC)
+    assert inside.decode_s > apart.decode_s
+
+
 def test_what_is_sent_takes_time() -> None:
     fast = checked(cluster(STAGES_S), tokens(), ITERATIVE)
     slow = checked(cluster(STAGES_S, link=Link(1e-6, 1e6)), tokens(), ITERATIVE)

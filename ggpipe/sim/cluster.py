@@ -32,18 +32,24 @@ class Link:
 class Overheads:
     """What ggpipe itself takes, in seconds. The defaults were measured with `ggpipe profile` on two virtual cores."""
 
-    run_s: float = 0.15e-3
+    run_s: float = 0.08e-3
     """A stage, for a run, besides decoding it: taking it up, packing what goes on."""
+    hand_s: float = 0.1e-3
+    """From a thread to another one of its process, until that one is awake."""
+    cold_s: float = 0.1e-3
+    """A decode, after a rest of two milliseconds or more: core and caches have turned to other things."""
     marker_s: float = 0.1e-3
     """A stage, for a run that was cancelled or that only carries KV operations."""
     event_s: float = 0.15e-3
     """The head or the draft's head, for something that happens: deciding, sampling, handing on."""
-    read_s: float = 0.15e-3
+    read_s: float = 50e-6
     """The same, for each message from another rank."""
     send_s: float = 50e-6
     """The same, for each message to another rank."""
     look_s: float = 0.15e-3
     """On average, until a rank that computes looks for messages."""
+    poll_s: float = 40e-6
+    """The processor, for a rank's look for messages: to go to sleep and to wake up again, mostly."""
     abort_s: float = 0.3e-3
     """Until a decode that is to stop does."""
 

@@ -37,8 +37,8 @@
     run_us = 250
 
 Instead of the last four a node may name what `ggpipe profile` measured: `profile = "server.json"`, a file beside the
-cluster file, and `profile_rank = 0`. What is not said of its cores, its memory, `crowd`, [network], [local] and run_us
-then comes from there.
+cluster file, and `profile_rank = 0`. What is not said of its cores, its memory, `crowd`, [network], [local],
+run_us and hand_us then comes from there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ggpipe.core.layout import parse_shares
 from ggpipe.errors import UsageError
 from ggpipe.sim.cluster import Link, Overheads
 from ggpipe.sim.profile import Profile, read
-from ggpipe.sim.profiled import measured_links, profiled_node, spec_from_profile, usual_link, usual_run_s
+from ggpipe.sim.profiled import measured_links, measured_overheads, profiled_node, spec_from_profile, usual_link
 from ggpipe.sim.shapes import ModelShape, even_shape
 from ggpipe.sim.spec import ClusterSpec, NodeSpec
 from ggpipe.sim.tables import Table
@@ -122,7 +122,7 @@ class _Reader:
             network = usual_link(profiles, False) or (local if len(places) == 1 else None)
         if network is None:
             raise file.wrong("[network]", "is missing: say latency_us and gbit_per_s between nodes")
-        overheads = _overheads(file, usual_run_s(place.measured for place in places))
+        overheads = _overheads(file, measured_overheads(place.measured for place in places))
         file.close()
         return ClusterSpec(
             title,
@@ -244,8 +244,7 @@ def _link(file: Table, name: str) -> Link | None:
     return link
 
 
-def _overheads(file: Table, run_s: float | None) -> Overheads:
-    overheads = Overheads() if run_s is None else replace(Overheads(), run_s=run_s)
+def _overheads(file: Table, overheads: Overheads) -> Overheads:
     table = file.table("overheads")
     if table is None:
         return overheads

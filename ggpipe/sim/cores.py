@@ -13,7 +13,7 @@ NICE_WEIGHT = 110 / 1024
 class Task:
     """Work on one node."""
 
-    __slots__ = ("begun_at", "done", "left_s", "rate", "since", "threads", "version", "weight")
+    __slots__ = ("done", "left_s", "rate", "since", "threads", "version", "weight")
 
     def __init__(self, work_s: float, threads: int, weight: float, done: Callable[[], None]) -> None:
         """`work_s`: seconds with a core for each thread and nothing beside. `done` is called when it is through."""
@@ -23,7 +23,6 @@ class Task:
         self.done = done
         self.rate = 0.0
         self.since = 0.0
-        self.begun_at = 0.0
         self.version = 0
 
 
@@ -40,16 +39,25 @@ class Cores:
         self._crowd = crowd
         self._tasks: list[Task] = []
         self._wanted = 0
+        self._looking = 0.0
 
     def start(self, task: Task) -> None:
         """Begin to work on it."""
-        task.since = task.begun_at = self._clock.now
+        task.since = self._clock.now
         self._tasks.append(task)
         self._wanted += task.threads
-        if self._crowd == 1.0 and self._wanted <= self._n:  # as nearly always on clusters: nobody is in the way
+        if (
+            self._crowd == 1.0 and self._wanted + self._looking <= self._n
+        ):  # as nearly always on clusters: nobody is in the way
             self._set_rate(task, 1.0)
         else:
             self._share(task)
+
+    def look(self, more: float) -> None:
+        """From now on, looking for messages takes so much more, or less, of a core."""
+        self._looking = max(self._looking + more, 0.0)
+        if self._tasks:
+            self._share(None)
 
     def stop(self, task: Task) -> None:
         """Give it up before it is through."""
@@ -57,7 +65,7 @@ class Cores:
         self._remove(task)
 
     def _remove(self, task: Task) -> None:
-        crowded = self._crowd != 1.0 or self._wanted > self._n
+        crowded = self._crowd != 1.0 or self._wanted + self._looking > self._n
         self._tasks.remove(task)
         self._wanted -= task.threads
         if crowded:
@@ -65,13 +73,13 @@ class Cores:
 
     def _share(self, new: Task | None) -> None:
         """Set all rates anew, and plan the ends of tasks whose rate changed."""
-        if self._crowd == 1.0 and self._wanted <= self._n:
+        if self._crowd == 1.0 and self._wanted + self._looking <= self._n:
             for task in self._tasks:
                 if task.rate != 1.0:
                     self._set_rate(task, 1.0)
             return
         cores = self._spread()
-        busy = sum(cores)
+        busy = sum(cores) + self._taken
         for task, own in zip(self._tasks, cores, strict=True):
             others = self._n - own
             crowding = (busy - own) / others if others > 0 else 0.0
@@ -79,24 +87,24 @@ class Cores:
             if rate != task.rate or task is new:
                 self._set_rate(task, rate)
 
+    @property
+    def _taken(self) -> float:
+        return min(self._looking, self._n / 2)
+
     def _spread(self) -> list[float]:
-        """Cores for each task: by weight, and none more than its threads can use."""
-        cores = [0.0] * len(self._tasks)
-        hungry, free = list(range(len(self._tasks))), float(self._n)
+        """Cores for each task: by weight, none more than its threads can use. Looks are short, so they come first."""
+        wanted = [float(task.threads) for task in self._tasks]
+        cores, hungry, free = [0.0] * len(wanted), list(range(len(wanted))), self._n - self._taken
         while hungry and free > 1e-12:
-            weight = sum(self._tasks[i].weight * self._tasks[i].threads for i in hungry)
-            full = [
-                i for i in hungry
-                if free * self._tasks[i].weight * self._tasks[i].threads / weight >= self._tasks[i].threads
-            ]  # fmt: skip
+            weights = {i: self._tasks[i].weight * wanted[i] for i in hungry}
+            unit = free / sum(weights.values())
+            full = [i for i in hungry if unit * weights[i] >= wanted[i]]
+            for i in full or hungry:
+                cores[i] = wanted[i] if full else unit * weights[i]
             if not full:
-                for i in hungry:
-                    cores[i] = free * self._tasks[i].weight * self._tasks[i].threads / weight
                 break
-            for i in full:
-                cores[i] = float(self._tasks[i].threads)
-                free -= cores[i]
-                hungry.remove(i)
+            free -= sum(wanted[i] for i in full)
+            hungry = [i for i in hungry if i not in full]
         return cores
 
     def _set_rate(self, task: Task, rate: float) -> None:
@@ -121,7 +129,6 @@ class OwnCores(Cores):
 
     def start(self, task: Task) -> None:
         """See Cores."""
-        task.begun_at = self._clock.now
 
         def end() -> None:
             if task.version == 0:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ggpipe.core.messages import Run, Span
 from ggpipe.sim.clock import Clock
-from ggpipe.sim.cluster import Cluster, Overheads, Pipeline, Stage
-from ggpipe.sim.cores import NICE_WEIGHT, Cores, Task
+from ggpipe.sim.cluster import Cluster, Pipeline, Stage
+from ggpipe.sim.cores import NICE_WEIGHT, Cores, OwnCores, Task
 
 _TURNS = 1.06  # where ranks of a node take turns, caches and cores change hands: scripts/bench_stage finds 1.03 to 1.10
+_REST_S = 2e-3
+_WAITING_POLL_S, _DRAFTED_POLL_S = 150e-6, 300e-6  # between two looks for messages: runtime/inbox.py, startup.look_s
 _HEADER_BYTES, _ROW_HEADER_BYTES, _ANSWER_BYTES = 120, 24, 48
 
 
@@ -36,10 +39,10 @@ class Network:
         self._roads: dict[tuple[int, int], _Road] = {}
 
     def send(self, source: int, target: int, n_bytes: int, arrive: Callable[[], None]) -> None:
-        """Have it arrive when the link has brought it; at once within a rank."""
+        """Have it arrive when the link has brought it; within a rank, when the other thread is awake."""
         clock = self._clock
         if source == target:
-            clock.after(0.0, arrive)
+            clock.after(self._cluster.overheads.hand_s, arrive)
             return
         road = self._roads.get((source, target)) or self._build(source, target)
         sent_at = clock.now + n_bytes * road.byte_s
@@ -56,29 +59,44 @@ class Network:
 
 
 class Process:
-    """A rank's main thread: takes up one thing after the other. It looks for messages less often while a stage of its
-    process computes."""
+    """A rank's Python: its threads do one thing after the other, since they share an interpreter. The main thread looks
+    for messages less often while a stage of the process computes."""
 
-    def __init__(self, clock: Clock, cores: Cores, rank: int, overheads: Overheads) -> None:
+    def __init__(self, clock: Clock, cores: Cores, rank: int, cluster: Cluster) -> None:
         self._clock = clock
+        overheads = cluster.overheads
         self._cores = cores
         self._rank = rank
         self._overheads = overheads
-        self._waiting: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
+        self._waiting: collections.deque[tuple[float, float, Callable[[], None]]] = collections.deque()
         self._busy = False
         self._heard_at = 0.0
-        self.computing = 0
+        self._computing = 0
         """Stages of this process that are at work."""
+        self._waits, self._works = 0.0, 0.0
+        """What looking for messages takes of a core: while no stage is at work, and else."""
+        if cluster.node_of.count(cluster.node_of[rank]) > 1:
+            self._waits = overheads.poll_s / _WAITING_POLL_S
+            self._works = overheads.poll_s / _DRAFTED_POLL_S if cluster.draft is not None else 0.0
+            cores.look(self._waits)
+
+    def computes(self, more: int) -> None:
+        """A stage of this process begins to work (1), or is done (-1)."""
+        before = self._computing
+        self._computing += more
+        if self._works != self._waits and not (before and self._computing):
+            change = self._works - self._waits
+            self._cores.look(change if self._computing else -change)
 
     def hear(self, source: int, action: Callable[[], None]) -> None:
         """A message came from a rank, or from a stage of our own: do this."""
-        self._heard_at = max(self._clock.now + (self._overheads.look_s if self.computing else 0.0), self._heard_at)
+        self._heard_at = max(self._clock.now + (self._overheads.look_s if self._computing else 0.0), self._heard_at)
         work_s = self._overheads.event_s + (self._overheads.read_s if source != self._rank else 0.0)
         self._clock.at(self._heard_at, lambda: self.do(work_s, action))
 
-    def do(self, work_s: float, action: Callable[[], None]) -> None:
+    def do(self, work_s: float, action: Callable[[], None], weight: float = 1.0) -> None:
         """Do this when all before it is done."""
-        self._waiting.append((work_s, action))
+        self._waiting.append((work_s, weight, action))
         if not self._busy:
             self._next()
 
@@ -87,19 +105,22 @@ class Process:
             self._busy = False
             return
         self._busy = True
-        work_s, action = self._waiting.popleft()
+        work_s, weight, action = self._waiting.popleft()
 
         def done() -> None:
             action()
             self._next()
 
-        self._cores.start(Task(work_s, 1, 1.0, done))
+        self._cores.start(Task(work_s, 1, weight, done))
 
 
 @dataclass(slots=True)
 class _Job:
     run: Run
     spans: tuple[Span, ...]
+    start_s: float = 0.0
+    decode_s: float = math.inf
+    """When its decode began."""
     task: Task | None = None
 
 
@@ -124,6 +145,7 @@ class VirtualStage:
         self._overheads = cluster.overheads
         self._stage = stage
         self._weight = NICE_WEIGHT if stage.nice else 1.0
+        self._alone = isinstance(cores, OwnCores)
         several = cluster.node_of.count(cluster.node_of[rank]) > 1
         self._slower = _TURNS if several else 1.0
         self._rank = rank
@@ -134,6 +156,7 @@ class VirtualStage:
         self._cancelled: set[int] = set()
         self._last_done = -1
         self._last_rows = 0
+        self._rests_since = -_REST_S
 
     def take(self, run: Run, spans: tuple[Span, ...]) -> None:
         """A run arrived."""
@@ -159,37 +182,59 @@ class VirtualStage:
         if not self._queue:
             return
         job = self._current = self._queue.popleft()
+        job.start_s = self._clock.now
         run = job.run
         if run.id in self._cancelled and not run.cancelled:
             run = job.run = replace(run, cancelled=True)
-        self._process.computing += 1
-        if run.cancelled or not run.rows:
-            work_s, threads = self._overheads.marker_s, 1
+        bare = run.cancelled or not run.rows
+        if self._alone and bare:
+            job.task = Task(self._overheads.marker_s, 1, 1.0, self._done)
+            self._cores.start(job.task)
+        elif self._alone:
+            self._start(job, self._overheads.run_s)
         else:
-            n_rows = len(run.rows)
-            work_s = self._overheads.run_s + self._stage.cost.seconds(n_rows, run.rows[0].pos) * self._slower
-            if n_rows != self._last_rows:
-                self._last_rows = n_rows
-                work_s += self._stage.change_s
-            threads = self._stage.threads
-        job.task = Task(work_s, threads, self._weight, self._done)
+            self._process.computes(1)
+            if bare:
+                self._process.do(self._overheads.marker_s, self._done, self._weight)
+            else:
+                self._process.do(self._overheads.run_s, self._decode, self._weight)
+
+    def _decode(self) -> None:
+        job = self._current
+        assert job is not None
+        if job.run.id in self._cancelled:
+            job.run = replace(job.run, cancelled=True)
+            self._done()
+        else:
+            self._start(job, 0.0)
+
+    def _start(self, job: _Job, before_s: float) -> None:
+        n_rows = len(job.run.rows)
+        job.decode_s = self._clock.now + before_s
+        work_s = before_s + self._stage.cost.seconds(n_rows, job.run.rows[0].pos) * self._slower
+        if n_rows != self._last_rows:
+            self._last_rows = n_rows
+            work_s += self._stage.change_s
+        if job.start_s - self._rests_since > _REST_S:
+            work_s += self._overheads.cold_s
+        job.task = Task(work_s, self._stage.threads, self._weight, self._done)
         self._cores.start(job.task)
 
     def _done(self) -> None:
         job = self._current
         assert job is not None
-        assert job.task is not None
-        run, start_s = job.run, job.task.begun_at
-        self._current, self._last_done = None, run.id
+        run, now = job.run, self._clock.now
+        self._current, self._last_done, self._rests_since = None, run.id, now
         self._cancelled.discard(run.id)
-        self._process.computing -= 1
-        busy_s, n_bytes = self._clock.now - start_s, _HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
-        if run.cancelled or not run.rows:
-            compute_s = max(busy_s - self._overheads.marker_s, 0.0)
-        else:
-            compute_s = max(busy_s - self._overheads.run_s, 0.0)
+        if not self._alone:
+            self._process.computes(-1)
+        compute_s = max(now - job.decode_s, 0.0)
+        n_bytes = _HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
+        if run.rows and not run.cancelled:
             n_bytes += self._row_bytes * len(run.rows)
-        self._deliver(run, (*job.spans, Span(self._rank, start_s, compute_s, busy_s, n_bytes)), self._rank)
+        self._deliver(
+            run, (*job.spans, Span(self._rank, job.start_s, compute_s, now - job.start_s, n_bytes)), self._rank
+        )
         if self._current is None:
             self._next()
 

@@ -12,6 +12,7 @@ from ggpipe.sim.profile import LinkProfile, Profile, RankProfile
 from ggpipe.sim.spec import ClusterSpec, NodeSpec
 
 _SLOWEST = 0.05  # of a crowd: what was measured is noisy
+_OWN = 0.25  # of a run's way to a stage's thread and back: what the stage itself does
 
 
 def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
@@ -23,7 +24,6 @@ def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
         nodes.append(profiled_node(profile, most.rank, host))
     links = measured_links([(profile, rank.rank) for rank in profile.ranks])
     local = usual_link([profile], True) or Link(60e-6, 5e9)
-    run_s = usual_run_s((profile, rank.rank) for rank in profile.ranks)
     return ClusterSpec(
         title,
         tuple(nodes),
@@ -35,7 +35,7 @@ def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
         local,
         threads=tuple(rank.threads for rank in profile.ranks),
         links=links,
-        overheads=Overheads() if run_s is None else replace(Overheads(), run_s=run_s),
+        overheads=measured_overheads((profile, rank.rank) for rank in profile.ranks),
     )
 
 
@@ -97,13 +97,17 @@ def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:
     return Link(statistics.median(x.latency_s for x in found), statistics.median(x.bytes_per_s for x in found))
 
 
-def usual_run_s(places: Iterable[tuple[Profile, int] | None]) -> float | None:
-    """What a run takes beside the decode, on average; None where nothing was measured.
+def measured_overheads(places: Iterable[tuple[Profile, int] | None]) -> Overheads:
+    """What ggpipe takes besides decoding, as far as it was measured: the way of a run to the stage's thread and back.
 
-    That is half of what was measured: a run's way to the stage's thread and back. In a pipeline it goes on from there.
+    Most of that are two threads that have to wake up (in a pipeline, most stages are woken by a message instead).
     """
-    found = [place[0].ranks[place[1]].run_s / 2 for place in places if place is not None]
-    return statistics.fmean(found) if found else None
+    found = [place[0].ranks[place[1]].run_s for place in places if place is not None]
+    if not found:
+        return Overheads()
+    there_and_back_s = statistics.fmean(found)
+    own_s = there_and_back_s * _OWN
+    return replace(Overheads(), run_s=own_s, hand_s=(there_and_back_s - own_s) / 2)
 
 
 def _on(profile: Profile, host: str) -> list[RankProfile]:

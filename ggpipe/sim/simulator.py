@@ -97,7 +97,7 @@ class _Simulation:
         clock = self._clock = Clock()
         self._overheads = cluster.overheads
         cores = [_cores(clock, cluster, number) for number in range(len(cluster.nodes))]
-        processes = [Process(clock, cores[node], rank, cluster.overheads) for rank, node in enumerate(cluster.node_of)]
+        processes = [Process(clock, cores[node], rank, cluster) for rank, node in enumerate(cluster.node_of)]
         network = self._network = Network(clock, cluster)
         n_stages = len(cluster.target.layout.stages)
         self._tokens = tokens
