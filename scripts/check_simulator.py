@@ -59,10 +59,11 @@ def measured(target: Path, draft: Path, given: Sequence[object], split: str | No
     return {mode: statistics.median(r["decode_tokens_per_s"] for r in runs if r["mode"] == mode) for mode in MODES}
 
 
-def profiled(target: Path, seconds: float, folder: Path) -> ClusterSpec:
+def profiled(target: Path, draft: Path, seconds: float, folder: Path) -> ClusterSpec:
     """This machine as it is now."""
     layers, to = f"0-{ModelFile.open(target).n_layer - 1}", folder / "profile.json"
-    run("profile", "-m", target, "-t", 1, "-c", N_CTX, "-r", 2, "--layers", layers, "--seconds", seconds, "-o", to)
+    given = ["-m", target, "-md", draft, "-t", 1, "-c", N_CTX, "-r", 2]
+    run("profile", *given, "--layers", layers, "--seconds", seconds, "-o", to)
     return spec_from_profile(profiles.read(to), "this machine")
 
 
@@ -99,12 +100,12 @@ def check(name: str, target: Path, draft: Path, prompts: Sequence[Path], args: a
     with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as folder:
         recording, runs = (Path(folder) / f"{kind}.json" for kind in ("recording", "runs"))
         run("record", "-m", target, "-md", draft, *given, "--ignore-eos", "-o", recording)
-        specs, benches = [profiled(target, args.seconds, Path(folder))], []
+        specs, benches = [profiled(target, draft, args.seconds, Path(folder))], []
         for i in range(args.rounds * len(LAYOUTS)):
             layout, split = list(LAYOUTS.items())[i % len(LAYOUTS)]
             benches.append((layout, split, measured(target, draft, [*given, "--draft", args.draft], split, runs)))
             print(f"\r{name}: {i + 1} of {args.rounds * len(LAYOUTS)}", end="", file=sys.stderr, flush=True)
-            specs.append(profiled(target, args.seconds, Path(folder)))
+            specs.append(profiled(target, draft, args.seconds, Path(folder)))
         crowd = statistics.median(spec.nodes[0].crowd or 1.0 for spec in specs)
         for (layout, split, real), *around in zip(benches, specs, specs[1:], strict=False):
             virtual = [simulated(setup_of(s, crowd, target, draft, recording, split, args.draft)) for s in around]
