@@ -42,6 +42,13 @@ def test_what_is_not_tried_is_tried() -> None:
     assert width.best(CHAIN) == 1
 
 
+def test_cheap_rows_are_thought_to_stay_cheap() -> None:
+    """One run of two rows that took hardly longer says what longer ones take; a dear one says nothing of them."""
+    cheap, dear = learned({1: 0.02, 2: 0.0204}, 1), learned({1: 0.02, 2: 0.04}, 1)
+    assert cheap.best(CHAIN) >= 6
+    assert dear.best(CHAIN) < 3
+
+
 def test_an_outlier_is_forgotten() -> None:
     width = learned({1: 0.02, 2: 0.5})
     for _ in range(400):

@@ -46,7 +46,7 @@ _LEARN = 0.2  # weight of the latest run's time
 _JUDGE = 0.05  # weight of the latest guess
 _FORGET = 0.01  # of a run length's time, with each run of another length
 _ONCE, _LEAST_RIGHT = 1 / 500, 0.01
-_HOPE = 0.25  # a row more is thought to take this share of the first one's time, until it is tried
+_HOPE = 0.25  # a row more is thought to take this share of the first one's time, or less, until it is tried
 
 
 class RunWidth:
@@ -154,7 +154,9 @@ class RunWidth:
         return self._seconds[n] if n in self._seconds else self._hoped(n)
 
     def _hoped(self, n: int) -> float:
-        """What is known of the next shorter runs, and a little for each row more."""
+        """What is known of the next shorter runs, and for each row more what theirs took, or a little."""
         one = self._seconds.get(1, 1.0)
         m = max((m for m in self._seconds if m < n), default=1)
-        return self._seconds.get(m, one) + _HOPE * one * (n - m)
+        known = self._seconds.get(m, one)
+        more = min(max(known / one - 1, 0.0) / (m - 1), _HOPE) if m > 1 else _HOPE
+        return known + more * one * (n - m)
