@@ -112,6 +112,21 @@ def test_little_that_is_fixed_stays_as_it_was_measured() -> None:
     assert slower.seconds(1, 32) == pytest.approx(2e-4 + (0.004 - 2e-4) * 2)
 
 
+def test_without_long_contexts_the_draft_rises_as_the_target_does() -> None:
+    profile = with_draft(measured())
+    part = replace(PART, alone=PART.alone[:2])
+    profile = replace(profile, ranks=tuple(replace(rank, draft=part) for rank in profile.ranks))
+    node = spec_from_profile(profile, "measured").nodes[0]
+    cost = stage_cost(node, draft_shape(), (0, 2), 8, is_draft=True)
+    assert cost.seconds(1, 32) == pytest.approx(0.004)
+    assert cost.seconds(1, 512) == pytest.approx(0.004 * 0.012 / 0.010)
+    assert cost.seconds(8, 32) == pytest.approx(0.010)
+    assert profile.ranks[0].draft == part
+    short = replace(profile.ranks[0], alone=profile.ranks[0].alone[:2])
+    flat = stage_cost(replace(node, profile=short), draft_shape(), (0, 2), 8, is_draft=True)
+    assert flat.seconds(1, 512) == pytest.approx(0.004)
+
+
 def test_a_draft_of_experts_counts_all_of_them() -> None:
     node = spec_from_profile(with_draft(measured()), "measured").nodes[0]
     shape = replace(draft_shape(), layer_expert_bytes=(3, 3), n_experts=8, n_experts_used=2)

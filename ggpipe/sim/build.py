@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
 from ggpipe.sim.cluster import Cluster, Node, Pipeline, Stage
 from ggpipe.sim.costs import Cost, Measured, Roofline
-from ggpipe.sim.profile import Part
+from ggpipe.sim.profile import Part, Point
 from ggpipe.sim.shapes import ModelShape
 from ggpipe.sim.spec import ClusterSpec, NodeSpec
 
@@ -158,7 +159,19 @@ def _measured_draft(node: NodeSpec, part: Part, shape: ModelShape, layers: tuple
     ratio = min(profile.threads, node.cores) / threads
     fastest_s = min(point.seconds for point in part.alone if point.rows == 1)
     fixed_s = min(profile.fixed_s, fastest_s * _MOST_FIXED)
-    return Measured(part.alone, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
+    points = (*part.alone, *_rise(part.alone, profile.alone))
+    return Measured(points, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
+
+
+def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:
+    """What the draft takes in a long context, as much more as the target: for a draft that had no time for one."""
+    pasts = sorted({point.n_past for point in target})
+    if len({point.n_past for point in draft}) > 1 or pasts[-1] <= draft[0].n_past:
+        return
+    short, long = ({p.rows: p.seconds for p in target if p.n_past == past} for past in (pasts[0], pasts[-1]))
+    for point in draft:
+        if point.rows in short and point.rows in long:
+            yield Point(point.rows, pasts[-1], point.seconds * long[point.rows] / short[point.rows])
 
 
 def _crowd(spec: ClusterSpec, placement: Placement, number: int) -> float:
