@@ -57,8 +57,8 @@ class Bench:
         own = modes if setting.drafts else ("iterative",)
         draft = ["-md", str(self.draft)] if setting.drafts else []
         ggpipe(
-            "bench", "-m", self.target, *draft, *setting.words, "-f", self.prompt, "-n", self.n, "-c", N_CTX, "--temp", 0,
-            "--rounds", 1, "--modes", ",".join(own), "--json", self.to,
+            "bench", "-m", self.target, *draft, *setting.words, "-f", self.prompt, "-n", self.n, "-c", N_CTX,
+            "--temp", 0, "--rounds", 1, "--modes", ",".join(own), "--json", self.to,
         )  # fmt: skip
         return {run["mode"]: run["decode_tokens_per_s"] for run in json.loads(self.to.read_text())["runs"]}
 

@@ -164,7 +164,7 @@ class Candidates:
             return 0.0
         node = arrangement.draft.node if arrangement.draft is not None else arrangement.target[0].node
         layers = (0, self._draft.n_layer)
-        cost = stage_cost(self._spec.nodes[node], self._draft, layers, arrangement.draft_threads)
+        cost = stage_cost(self._spec.nodes[node], self._draft, layers, arrangement.draft_threads, is_draft=True)
         return self._spec.overheads.run_s + cost.seconds(1, _N_PAST)
 
     def _memory_table(self) -> NDArray[np.float64]:

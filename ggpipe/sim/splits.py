@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Times = NDArray[np.float64]
 """[a, b]: seconds that a place takes for layers [a, b); infinite where a >= b, or where these do not fit."""
 
-_EVEN = 1e-3
+_ALIKE = 1e-3
 _BOUNDS = (1.0, 1.03, 1.08, 1.15, 1.3, 1.6, 2.0, 3.0, math.inf)
 
 
@@ -39,14 +39,17 @@ def good_splits(places: Sequence[Times], may_skip: Sequence[bool]) -> list[tuple
     least = _least_bound(places, may_skip)
     if math.isinf(least):
         return []
-    found = (shortest(places, may_skip, least * factor * (1 + 1e-9)) for factor in _BOUNDS)
+    found = [shortest(places, may_skip, least * factor * (1 + 1e-9)) for factor in _BOUNDS]
+    found.append(shortest(places, may_skip, math.inf, 1e-9))
     return list(dict.fromkeys(split for split in found if split is not None))
 
 
-def shortest(places: Sequence[Times], may_skip: Sequence[bool], bound_s: float) -> tuple[int, ...] | None:
+def shortest(
+    places: Sequence[Times], may_skip: Sequence[bool], bound_s: float, alike: float = _ALIKE
+) -> tuple[int, ...] | None:
     """The way with the shortest time in all stages, none of which takes longer than `bound_s`.
 
-    Of those that are alike, to a thousandth, the most even one.
+    Of those that differ by no more than the share `alike`, the most even one.
     """
     n_layer = len(places[0]) - 1
     best = np.full(n_layer + 1, np.inf)
@@ -56,7 +59,7 @@ def shortest(places: Sequence[Times], may_skip: Sequence[bool], bound_s: float) 
     scale_s = min(bound_s, max((float(some.max()) for some in finite if some.size), default=1.0))
     for times, skip in zip(places, may_skip, strict=True):
         allowed = np.where(times <= bound_s, times, np.inf)
-        sums = best[:, None] + allowed + _EVEN * allowed**2 / scale_s
+        sums = best[:, None] + allowed + alike * allowed**2 / scale_s
         starts, ends = sums.argmin(0), sums.min(0)
         if skip:
             kept = best <= ends
