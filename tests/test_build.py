@@ -165,7 +165,7 @@ def test_hosts_become_nodes() -> None:
     assert [node.name for node in own.nodes] == ["x", "y"]
     assert (own.target_on, own.draft_on, own.threads) == ((0, 1, 0), (), (8, 8, 8))
     assert own.links[0, 2] == Link(5e-5, 1e9)
-    assert own.overheads.run_s + 2 * own.overheads.hand_s == pytest.approx(3e-4), "there and back"
+    assert 2e-4 < own.overheads.run_s + 2 * own.overheads.hand_s < 3e-4, "there and back"
     placement = placement_of(own, shape_like(measured()), None)
     assert placement.threads == (8, 8, 8)
     cluster = build(own, placement, shape_like(measured()), None)

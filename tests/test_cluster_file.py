@@ -150,7 +150,7 @@ def test_nodes_that_were_measured(tmp_path: Path) -> None:
     assert spec.links == {(0, 1): Link(5e-5, 1e9), (1, 0): Link(6e-5, 1e9)}
     assert spec.network == Link(5.5e-5, 1e9), "the median, for pairs that were not measured"
     overheads = spec.overheads
-    assert overheads.run_s + 2 * overheads.hand_s == pytest.approx(PROFILE.ranks[0].run_s)
+    assert 0.6 < (overheads.run_s + 2 * overheads.hand_s) / PROFILE.ranks[0].run_s < 1
     swapped = read_cluster(profiled(tmp_path, 'target_on = ["b", "a"]\n' + MEASURED))
     assert swapped.links == {(1, 0): Link(5e-5, 1e9), (0, 1): Link(6e-5, 1e9)}
 

@@ -73,6 +73,19 @@ def test_looks_for_messages_come_first() -> None:
     assert len(ends) == 3, "they leave something, however many ranks there are"
 
 
+@pytest.mark.parametrize(("looking", "end"), [(0.0, 1.0), (0.2, 1.0 / NICE_WEIGHT)])
+def test_what_sticks_waits_for_its_own_core(looking: float, end: float) -> None:
+    """Beside one busy core of two it has the other; once a little more is taken, no more than its weight."""
+    clock = Clock()
+    cores, ends = Cores(clock, 2), []
+    cores.look(looking)
+    cores.start(Task(100.0, 1, 1.0, lambda: None))
+    cores.start(Task(1.0, 1, NICE_WEIGHT, lambda: ends.append(clock.now), True))
+    while not ends:
+        clock.step()
+    assert ends == [pytest.approx(end)]
+
+
 def test_nice_tasks_take_what_is_left() -> None:
     first, second = run([(0.0, 1.0, 1, 1.0), (0.0, 1.0, 1, NICE_WEIGHT)], 1)
     assert first == pytest.approx(1 + NICE_WEIGHT)

@@ -42,7 +42,7 @@ class Overheads:
     """A stage, for a run that was cancelled or that only carries KV operations."""
     event_s: float = 0.15e-3
     """The head or the draft's head, for something that happens: deciding, sampling, handing on."""
-    read_s: float = 50e-6
+    read_s: float = 0.15e-3
     """The same, for each message from another rank."""
     send_s: float = 50e-6
     """The same, for each message to another rank."""

@@ -9,15 +9,25 @@ from ggpipe.sim.clock import Clock
 NICE_WEIGHT = 110 / 1024
 """What a thread at nice 10 gets of a core for each part that an ordinary one gets (Linux' scheduler)."""
 
+STICKS_S = 4e-3
+"""A thread at nice 10 that works so briefly stays on the core where it woke up, although another one may be free more
+often: the kernel moves threads to free cores every few milliseconds."""
+
 
 class Task:
     """Work on one node."""
 
-    __slots__ = ("done", "left_s", "rate", "since", "threads", "version", "weight")
+    __slots__ = ("done", "left_s", "rate", "since", "sticks", "threads", "version", "weight")
 
-    def __init__(self, work_s: float, threads: int, weight: float, done: Callable[[], None]) -> None:
-        """`work_s`: seconds with a core for each thread and nothing beside. `done` is called when it is through."""
+    def __init__(
+        self, work_s: float, threads: int, weight: float, done: Callable[[], None], sticks: bool = False
+    ) -> None:
+        """`work_s`: seconds with a core for each thread and nothing beside. `done` is called when it is through.
+
+        `sticks`: once other work takes all cores but a part of one, it gets no more than its weight.
+        """
         self.left_s = work_s
+        self.sticks = sticks
         self.threads = threads
         self.weight = weight
         self.done = done
@@ -40,15 +50,15 @@ class Cores:
         self._tasks: list[Task] = []
         self._wanted = 0
         self._looking = 0.0
+        self._n_stuck = 0
 
     def start(self, task: Task) -> None:
         """Begin to work on it."""
         task.since = self._clock.now
         self._tasks.append(task)
         self._wanted += task.threads
-        if (
-            self._crowd == 1.0 and self._wanted + self._looking <= self._n
-        ):  # as nearly always on clusters: nobody is in the way
+        self._n_stuck += task.sticks
+        if self._are_enough:  # as mostly on clusters: nobody is in the way
             self._set_rate(task, 1.0)
         else:
             self._share(task)
@@ -65,15 +75,16 @@ class Cores:
         self._remove(task)
 
     def _remove(self, task: Task) -> None:
-        crowded = self._crowd != 1.0 or self._wanted + self._looking > self._n
+        were_enough = self._are_enough
         self._tasks.remove(task)
         self._wanted -= task.threads
-        if crowded:
+        self._n_stuck -= task.sticks
+        if not were_enough:
             self._share(None)
 
     def _share(self, new: Task | None) -> None:
         """Set all rates anew, and plan the ends of tasks whose rate changed."""
-        if self._crowd == 1.0 and self._wanted + self._looking <= self._n:
+        if self._are_enough:
             for task in self._tasks:
                 if task.rate != 1.0:
                     self._set_rate(task, 1.0)
@@ -86,6 +97,11 @@ class Cores:
             rate = own / task.threads * (1 - (1 - self._crowd) * min(crowding, 1.0))
             if rate != task.rate or task is new:
                 self._set_rate(task, rate)
+
+    @property
+    def _are_enough(self) -> bool:
+        """Each task has what it wants of the cores."""
+        return self._crowd == 1.0 and not self._n_stuck and self._wanted + self._looking <= self._n
 
     @property
     def _taken(self) -> float:
@@ -105,6 +121,11 @@ class Cores:
                 break
             free -= sum(wanted[i] for i in full)
             hungry = [i for i in hungry if i not in full]
+        if self._n_stuck:
+            busy = sum(cores) + self._taken
+            for i, task in enumerate(self._tasks):
+                if task.sticks and busy - cores[i] > self._n - 1 + 1e-9:
+                    cores[i] = min(cores[i], task.weight * wanted[i])
         return cores
 
     def _set_rate(self, task: Task, rate: float) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ggpipe.core.messages import Run, Span
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cluster import Cluster, Pipeline, Stage
-from ggpipe.sim.cores import NICE_WEIGHT, Cores, OwnCores, Task
+from ggpipe.sim.cores import NICE_WEIGHT, STICKS_S, Cores, OwnCores, Task
 
 _TURNS = 1.06  # where ranks of a node take turns, caches and cores change hands: scripts/bench_stage finds 1.03 to 1.10
 _REST_S = 2e-3
@@ -145,6 +145,7 @@ class VirtualStage:
         self._overheads = cluster.overheads
         self._stage = stage
         self._weight = NICE_WEIGHT if stage.nice else 1.0
+        self._is_guest = stage.nice and stage is not cluster.target.stages.get(rank, stage)
         self._alone = isinstance(cores, OwnCores)
         several = cluster.node_of.count(cluster.node_of[rank]) > 1
         self._slower = _TURNS if several else 1.0
@@ -217,7 +218,8 @@ class VirtualStage:
             work_s += self._stage.change_s
         if job.start_s - self._rests_since > _REST_S:
             work_s += self._overheads.cold_s
-        job.task = Task(work_s, self._stage.threads, self._weight, self._done)
+        sticks = self._is_guest and work_s < STICKS_S
+        job.task = Task(work_s, self._stage.threads, self._weight, self._done, sticks)
         self._cores.start(job.task)
 
     def _done(self) -> None:

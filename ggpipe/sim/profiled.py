@@ -12,7 +12,7 @@ from ggpipe.sim.profile import LinkProfile, Profile, RankProfile
 from ggpipe.sim.spec import ClusterSpec, NodeSpec
 
 _SLOWEST = 0.05  # of a crowd: what was measured is noisy
-_OWN = 0.25  # of a run's way to a stage's thread and back: what the stage itself does
+_OWN, _HAND = 0.25, 0.27  # of a run's way to a stage's thread and back: what the stage does, each thread's waking up
 
 
 def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
@@ -100,14 +100,14 @@ def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:
 def measured_overheads(places: Iterable[tuple[Profile, int] | None]) -> Overheads:
     """What ggpipe takes besides decoding, as far as it was measured: the way of a run to the stage's thread and back.
 
-    Most of that are two threads that have to wake up (in a pipeline, most stages are woken by a message instead).
+    Most of that are two threads that have to wake up (in a pipeline, most stages are woken by a message instead). What
+    is left is the main thread's work, which counts as an event.
     """
     found = [place[0].ranks[place[1]].run_s for place in places if place is not None]
     if not found:
         return Overheads()
     there_and_back_s = statistics.fmean(found)
-    own_s = there_and_back_s * _OWN
-    return replace(Overheads(), run_s=own_s, hand_s=(there_and_back_s - own_s) / 2)
+    return replace(Overheads(), run_s=there_and_back_s * _OWN, hand_s=there_and_back_s * _HAND)
 
 
 def _on(profile: Profile, host: str) -> list[RankProfile]:
