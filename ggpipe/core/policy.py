@@ -154,9 +154,16 @@ class RunWidth:
         return self._seconds[n] if n in self._seconds else self._hoped(n)
 
     def _hoped(self, n: int) -> float:
-        """What is known of the next shorter runs, and for each row more what theirs took, or a little."""
+        """What is known of the next shorter runs, and for each row more what it takes up to the next longer ones, or
+        what theirs took, but never much."""
         one = self._seconds.get(1, 1.0)
         m = max((m for m in self._seconds if m < n), default=1)
         known = self._seconds.get(m, one)
-        more = min(max(known / one - 1, 0.0) / (m - 1), _HOPE) if m > 1 else _HOPE
+        longer = min((k for k in self._seconds if k > n), default=0)
+        more = _HOPE
+        if longer:
+            more = (self._seconds[longer] / one - known / one) / (longer - m)
+        elif m > 1:
+            more = (known / one - 1) / (m - 1)
+        more = min(max(more, 0.0), _HOPE)
         return known + more * one * (n - m)
