@@ -50,7 +50,7 @@ class Scale:
     few_overlapping: tuple[SpeculationConfig, ...] = (ASYNC, _OVERLAPPING[-2])
     bound_acceptances: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)
     bound_nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    bound_text: int = 256
+    bound_text: int = 1000
     acceptances: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     latencies_s: tuple[float, ...] = (10e-6, 50e-6, 200e-6, 1e-3, 5e-3)
     draft_shares: tuple[float, ...] = (0.01, 0.03, 0.1, 0.2, 0.3)
