@@ -51,7 +51,8 @@ from ggpipe.core.messages import (
     Want,
     WantKind,
 )
-from ggpipe.core.scheduler import Scheduler, cut_prompt
+from ggpipe.core.scheduler import Scheduler
+from ggpipe.core.serving import cut_prompt
 
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
 

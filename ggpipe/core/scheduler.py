@@ -46,7 +46,7 @@ from ggpipe.core.events import (
 )
 from ggpipe.core.messages import Accepted, Begin, Done, KvOp, MicroBatch, Row, Run, Want, WantKind
 from ggpipe.core.policy import RunWidth
-from ggpipe.core.serving import Active, Flight
+from ggpipe.core.serving import Active, Flight, cut_prompt
 from ggpipe.core.tree import Node, SequenceIds, Tree
 
 _PATIENCE = 2.0  # times the draft's usual pace: so long a fresh root waits for guesses
@@ -393,12 +393,3 @@ class Scheduler:
         if batch.complete and batch.epoch == active.epoch:
             active.ready = True
         self._push(active, actions)
-
-
-def cut_prompt(prompt: tuple[int, ...], n_batch: int, n_ubatch: int) -> list[tuple[int, ...]]:
-    """A prompt's chunks, as libllama cuts it: batches of `n_batch` tokens, each in pieces of `n_ubatch`."""
-    return [
-        prompt[at : min(at + n_ubatch, start + n_batch, len(prompt))]
-        for start in range(0, len(prompt), n_batch)
-        for at in range(start, min(start + n_batch, len(prompt)), n_ubatch)
-    ]

@@ -123,3 +123,12 @@ class Active:
             parent = self.tree.root
         if parent is not None and parent.within(self.tree.root) and token not in self.request.ends:
             self.guesses[guess] = self.tree.add(parent, token, prob, guess)
+
+
+def cut_prompt(prompt: tuple[int, ...], n_batch: int, n_ubatch: int) -> list[tuple[int, ...]]:
+    """A prompt's chunks, as libllama cuts it: batches of `n_batch` tokens, each in pieces of `n_ubatch`."""
+    return [
+        prompt[at : min(at + n_ubatch, start + n_batch, len(prompt))]
+        for start in range(0, len(prompt), n_batch)
+        for at in range(start, min(start + n_batch, len(prompt)), n_ubatch)
+    ]
