@@ -40,7 +40,7 @@ class Overheads:
     """A decode, after a rest of two milliseconds or more: core and caches have turned to other things."""
     marker_s: float = 0.1e-3
     """A stage, for a run that was cancelled or that only carries KV operations."""
-    event_s: float = 0.15e-3
+    event_s: float = 0.16e-3
     """The head or the draft's head, for something that happens: deciding, sampling, handing on."""
     read_s: float = 0.15e-3
     """The same, for each message from another rank."""
@@ -48,7 +48,7 @@ class Overheads:
     """The same, for each message to another rank."""
     look_s: float = 0.15e-3
     """On average, until a rank that computes looks for messages."""
-    poll_s: float = 40e-6
+    poll_s: float = 45e-6
     """The processor, for a rank's look for messages: to go to sleep and to wake up again, mostly."""
     abort_s: float = 0.3e-3
     """Until a decode that is to stop does."""

@@ -145,9 +145,9 @@ class VirtualStage:
         self._overheads = cluster.overheads
         self._stage = stage
         self._weight = NICE_WEIGHT if stage.nice else 1.0
-        self._is_guest = stage.nice and stage is not cluster.target.stages.get(rank, stage)
         self._alone = isinstance(cores, OwnCores)
         several = cluster.node_of.count(cluster.node_of[rank]) > 1
+        self._is_guest = several and stage.nice and stage is not cluster.target.stages.get(rank, stage)
         self._slower = _TURNS if several else 1.0
         self._rank = rank
         self._row_bytes = row_bytes
