@@ -1,0 +1,274 @@
+"""A scheduler with all that is around a head: fake pipelines and drafts, and what must hold between them."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+from fake_drafts import Adversary, RealDraft
+from fakes import END, FakeModel, FakePipeline, Move, Tokens, is_below
+
+from ggpipe.core.events import (
+    Action,
+    Arrived,
+    Cancel,
+    Emit,
+    Event,
+    Finish,
+    Finished,
+    Guessed,
+    Limits,
+    Request,
+    RunEnded,
+    Sample,
+    Sampled,
+    Steer,
+    Stop,
+    Submit,
+    Tick,
+)
+from ggpipe.core.messages import Row, RowLogits, Run, Want, WantKind
+from ggpipe.core.scheduler import Scheduler
+
+
+@dataclass
+class Seen:
+    """What the head did for one request."""
+
+    request: Request
+    text: list[int] = field(default_factory=list)
+    n_sampled: int = 0
+    n_guessed: int = 0
+    """Tokens that were in the pipeline before they were drawn."""
+    runs: list[Run] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+    """Tokens that the draft was told."""
+    stopped: bool = False
+    ended: bool = False
+    """The end token was drawn."""
+    finish: Finish | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        return (*self.request.prompt, *self.text)
+
+    def lives(self, history: Tokens) -> bool:
+        """It is part of the text, or may become so."""
+        n = min(len(history), len(self.tokens))
+        return history[:n] == self.tokens[:n]
+
+
+class Head:
+    """A scheduler, a pipeline, a draft, and all that must hold between them. Nothing moves by itself."""
+
+    def __init__(self, limits: Limits, n_stages: int, model: FakeModel, draft: RealDraft | Adversary | None) -> None:
+        self.limits, self.model, self.draft = limits, model, draft
+        self.scheduler = Scheduler(limits)
+        n_rows = min(limits.n_batch, limits.n_ubatch)
+        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer)
+        self.seen: dict[int, Seen] = {}
+        self.to_sample: collections.deque[Sample] = collections.deque()
+        self.now = 0.0
+
+    def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
+        ids = self.model.ranking(history, want.n)
+        return RowLogits(i, ids, want.n, 0.0)
+
+    # What the outside does
+
+    def arrive(self, request: Request) -> None:
+        seen = self.seen[request.id] = Seen(request)
+        self.handle(Arrived(request, self._want(seen)))
+
+    def stop(self, request: int) -> None:
+        seen = self.seen.get(request)
+        if seen is not None and seen.finish is None and (not self._is_over(seen) or seen.request.n_predict == 0):
+            seen.stopped = True
+        self.handle(Stop(request))
+
+    def moves(self) -> list[Move]:
+        """All that could happen next."""
+        moves: list[Move] = []
+        if self.scheduler.wake_at is not None:
+            moves.append(("tick", self._tick))
+        moves += self.pipeline.moves("target", self._hear_result)
+        if self.to_sample:
+            moves.append(("sample", self._sample))
+        if self.draft is not None:
+            moves += self.draft.moves()
+            if self.draft.batches:
+                moves.append(("guesses", self._hear_guesses))
+        return moves
+
+    def drain(self) -> None:
+        """Let everything end, the youngest thing first."""
+        while moves := self.moves():
+            moves[-1][1]()
+
+    def _hear_result(self) -> None:
+        run, rows = self.pipeline.take_result()
+        seconds = 0.01 * (1 + run * 7919 % 13)  # times that say anything of run lengths
+        self.handle(RunEnded(run, rows, seconds, seconds * (1 + run % 4)))
+
+    def _tick(self) -> None:
+        assert self.scheduler.wake_at is not None
+        self.now = max(self.now, self.scheduler.wake_at)
+        self.handle(Tick())
+
+    def _hear_guesses(self) -> None:
+        assert self.draft is not None
+        batch = self.draft.batches.popleft()
+        self.handle(Guessed(batch))
+        active = self.scheduler._active.get(batch.request)
+        if active is None or active.ending is not None or isinstance(self.draft, Adversary):
+            return
+        tokens = self.seen[batch.request].tokens
+        for expansion in batch.expansions:
+            for guess in range(expansion.first, expansion.first + expansion.n):
+                if is_below(path := self.draft.paths[batch.request, guess], tokens):
+                    node = active.tree.root
+                    for token in path[len(tokens) :]:
+                        node = node.children[token]
+
+    def _sample(self) -> None:
+        sample = self.to_sample.popleft()
+        seen = self.seen[sample.request]
+        assert sample.row.ids is not None
+        assert sample.row.logits >= self._want(seen).n, "fewer logits than sampling takes"
+        token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
+        seen.n_sampled += 1
+        seen.ended = seen.ended or (token == END and not seen.stopped)
+        self.handle(Sampled(sample.request, token, token == END, self._want(seen)))
+
+    def _want(self, seen: Seen) -> Want:
+        return Want(WantKind.TOP, 3 + seen.n_sampled * seen.request.want_grows)
+
+    # What must hold
+
+    def handle(self, event: Event) -> None:
+        self.now += 0.001
+        for action in self.scheduler.handle(event, self.now):
+            self._act(action)
+        for seen in self.seen.values():
+            self._check_request(seen)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Submit(run):
+                self._submitted(run)
+            case Sample(request):
+                assert not self._is_over(self.seen[request]) or self.seen[request].request.n_predict == 0
+                assert all(sample.request != request for sample in self.to_sample)
+                self.to_sample.append(action)
+            case Emit(request, token, guessed):
+                seen = self.seen[request]
+                assert not self._is_over(seen)
+                seen.text.append(token)
+                assert guessed == ((request, seen.tokens) in self.pipeline.run_of)
+                seen.n_guessed += guessed
+            case Cancel(runs):
+                self.pipeline.cancel(runs)
+                for run_id in runs:
+                    (request,) = {row.request for row in self.pipeline.in_flight[run_id].rows}
+                    seen = self.seen[request]
+                    assert self._is_over(seen) or (seen.request.speculation.cancel and self._is_dead(run_id))
+            case Steer(message):
+                assert self.draft is not None
+                self.draft.steering.append(message)
+            case Finished(request, reason):
+                self._finished(self.seen[request], reason)
+
+    def _submitted(self, run: Run) -> None:
+        self.pipeline.submit(run)
+        if not run.rows:
+            assert all(seen.finish is not None for seen in self.seen.values())
+            return
+        (request,) = {row.request for row in run.rows}
+        seen = self.seen[request]
+        seen.runs.append(run)
+        assert not self._is_over(seen) or not seen.text
+        assert run.epoch == len(seen.text)
+        histories = [history for _, history in self.pipeline.rows_of[run.id]]
+        assert all(seen.lives(history) for history in histories), "a token that is known to be wrong"
+        guesses = [history for history in histories if len(history) > len(seen.tokens)]
+        assert len(guesses) <= seen.request.speculation.n_draft
+        for row, history in zip(run.rows, histories, strict=True):
+            assert (row.want >= 0) == (len(history) >= len(seen.request.prompt))
+        if seen.request.n_predict > 0:
+            assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
+        fresh = bool(seen.text) and seen.tokens in histories
+        assert fresh or len(self.pipeline.live) <= self.limits.n_in_flight, "too much in flight"
+
+    def _is_over(self, seen: Seen) -> bool:
+        full = len(seen.tokens) > self.limits.n_ctx
+        return seen.stopped or seen.ended or full or len(seen.text) == seen.request.n_predict
+
+    def _is_dead(self, run: int) -> bool:
+        return not any(self.seen[request].lives(history) for request, history in self.pipeline.rows_of[run])
+
+    def _check_request(self, seen: Seen) -> None:
+        if seen.finish is not None or seen.request not in (a.request for a in self.scheduler._active.values()):
+            return
+        counters = self.scheduler.counters(seen.request.id)
+        assert counters.accepted_tokens == seen.n_guessed
+        assert counters.accepted_tokens <= counters.submitted_tokens <= counters.drafted_tokens
+        assert counters.verified_runs <= counters.speculative_runs
+        by_lead = counters.by_lead
+        assert all(lead > 0 and accepted <= submitted for lead, (submitted, accepted) in by_lead.items())
+        assert sum(submitted for submitted, _ in by_lead.values()) == counters.submitted_tokens
+        assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
+        assert sum(counters.wrong_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
+        assert counters.cancelled_tokens <= counters.submitted_tokens
+        if seen.request.speculation.cancel and not self._is_over(seen):
+            kept: list[int] = []
+            for run in reversed(self.pipeline.live):
+                if run.rows[0].request == seen.request.id:
+                    needed = any(self.pipeline.depends(other, [run.id]) for other in kept)
+                    assert needed or not self._is_dead(run.id), "a hopeless run goes on"
+                    kept.append(run.id)
+
+    def _finished(self, seen: Seen, reason: Finish) -> None:
+        assert seen.finish is None
+        seen.finish = reason
+        flying = [row for run in self.pipeline.in_flight.values() for row in run.rows]
+        assert all(row.request != seen.request.id for row in flying)
+        request = seen.request
+        text, why = self.model.text(request.id, request.prompt, request.n_predict, self.limits.n_ctx)
+        if reason is Finish.STOPPED:
+            assert seen.stopped
+            assert seen.text == text[: len(seen.text)]
+        else:
+            assert not seen.stopped or request.n_predict == 0
+            assert (seen.text, reason) == (text, why)
+            assert seen.n_sampled == len(text) + (why is Finish.END_OF_TEXT)
+        lengths = [n for n in (sum(row.pos < len(request.prompt) for row in run.rows) for run in seen.runs) if n]
+        expected = cut_as_libllama(len(request.prompt), self.limits.n_batch, self.limits.n_ubatch)
+        assert lengths == (expected[: len(lengths)] if seen.stopped else expected)
+
+    def check_end(self) -> None:
+        """Nothing can happen any more."""
+        assert all(seen.finish is not None for seen in self.seen.values()), "a request is stuck"
+        assert not self.to_sample
+        self.pipeline.check_empty()
+        assert len(self.scheduler._ids) == self.limits.n_seq
+        assert self.scheduler._ids.kept == self.limits.n_requests
+        if self.draft is not None:
+            self.draft.check_empty()
+
+
+def cut_as_libllama(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
+    """llama.cpp's tools feed `n_batch` tokens to llama_decode, which computes `n_ubatch` at a time."""
+    lengths = []
+    while n_tokens > 0:
+        batch = min(n_tokens, n_batch)
+        n_tokens -= batch
+        while batch > 0:
+            lengths.append(min(batch, n_ubatch))
+            batch -= lengths[-1]
+    return lengths
+
+
+def opened(**limits: int) -> Head:
+    """A head with one stage whose draft says what the test wants it to say."""
+    known = {"n_ctx": 64, "n_batch": 8, "n_ubatch": 4, "n_in_flight": 2, "n_seq": 4} | limits
+    return Head(Limits(**known), 1, FakeModel(1000), Adversary(FakeModel(1000), 1.0, 0))
