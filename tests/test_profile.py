@@ -10,43 +10,24 @@ from pathlib import Path
 
 import pytest
 from commands import TARGET, ggpipe, mpirun
+from profiles import check, config_of, measure, refuse, refused
+from virtual import measured
 from zoo import make
 
 from ggpipe.cli import run
 from ggpipe.cli.hosts import hosts_of
-from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
+from ggpipe.config import ModelConfig, SamplingConfig
 from ggpipe.engine.model_file import ModelFile
-from ggpipe.errors import GgpipeError, LaunchError, RankError, RunError, UsageError
+from ggpipe.errors import LaunchError, RunError, UsageError
 from ggpipe.runtime import measuring
-from ggpipe.runtime.profiling import default_layers, pairs_of, profile_ranks
+from ggpipe.runtime.profiling import default_layers, pairs_of
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.stats import RequestStats
 from ggpipe.runtime.worker import Worker
-from ggpipe.sim.profile import (
-    Kernels,
-    LinkProfile,
-    ModelFacts,
-    Part,
-    Point,
-    Profile,
-    RankProfile,
-    as_text,
-    read,
-    seconds_at,
-    write,
-)
-from ggpipe.transport.base import Transport
+from ggpipe.sim.profile import Kernels, LinkProfile, ModelFacts, as_text, read, seconds_at, write
 from ggpipe.transport.local import LocalWorld
 
-BUDGET_S = 0.3
-MODEL = ModelFacts("some", "llama", "0123456789abcdef", 4, 64, 128, 0, 0, (10, 10, 10, 10), 5, 5)
-POINTS = (Point(1, 32, 0.01), Point(8, 32, 0.03), Point(1, 512, 0.012))
-HALF = Part((1, 2), 10, POINTS[:1])
-RANKS = tuple(
-    RankProfile(i, f"node{i}", 8, 8, 16, 2**34, 2e10, (1, 3), 20, POINTS, POINTS[:2], HALF, 3e-4, 2e-4, 1e-4)
-    for i in range(2)
-)
-PROFILE = Profile(MODEL, Kernels(), RANKS, (LinkProfile(0, 1, 5e-5, 1e9), LinkProfile(1, 0, 6e-5, 9e8)))
+PROFILE = measured()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +48,7 @@ def test_round_trip(tmp_path: Path) -> None:
     write(path, PROFILE)
     assert read(path) == PROFILE
     assert path.read_text() == as_text(PROFILE)
-    without = dataclasses.replace(PROFILE, ranks=(dataclasses.replace(RANKS[0], half=None),), links=())
+    without = dataclasses.replace(PROFILE, ranks=(dataclasses.replace(PROFILE.ranks[0], half=None),), links=())
     write(path, without)
     assert read(path) == without
     content = json.loads(path.read_text()) | {"note": "from a later version"}
@@ -76,9 +57,9 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_lookups() -> None:
-    assert seconds_at(POINTS, 1) == 0.01
-    assert seconds_at(POINTS, 2) is None
-    assert PROFILE.link(1, 0) == LinkProfile(1, 0, 6e-5, 9e8)
+    assert seconds_at(PROFILE.ranks[0].alone, 1) == 0.01
+    assert seconds_at(PROFILE.ranks[0].alone, 2) is None
+    assert PROFILE.link(1, 0) == LinkProfile(1, 0, 6e-5, 1e9)
     assert PROFILE.link(1, 1) is None
 
 
@@ -106,12 +87,7 @@ def test_broken_profiles(what: str, tmp_path: Path) -> None:
     spoil, why = BROKEN[what]
     content = json.loads(as_text(PROFILE))
     spoil(content)
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=why) as caught:
-        read(path)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
+    refuse(content, why, tmp_path / "profile.json")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"GGUF", b'{"version": 1}'])
@@ -147,7 +123,7 @@ def test_facts_of_a_model(name: str, folder: Path) -> None:
 
 def test_which_layers() -> None:
     def layers(n_layer: int, layer_bytes: int, alone_s: float, cache_bytes: int = 0) -> tuple[int, int]:
-        model = dataclasses.replace(MODEL, n_layer=n_layer, layer_bytes=(layer_bytes,) * n_layer)
+        model = dataclasses.replace(PROFILE.model, n_layer=n_layer, layer_bytes=(layer_bytes,) * n_layer)
         return default_layers(model, alone_s, cache_bytes)
 
     assert layers(1, 100, 10) == (0, 1)
@@ -205,67 +181,6 @@ def test_hostfiles_that_name_nothing(tmp_path: Path) -> None:
 # Inside one process
 
 
-def measure(
-    configs: list[EngineConfig],
-    layers: tuple[int, int] | None = None,
-    attend: Callable[[], None] = lambda: None,
-    transports: list[Transport] | None = None,
-    budget_s: float = BUDGET_S,
-) -> tuple[Profile | None, list[GgpipeError]]:
-    """A rank for each config, the first one in this thread; its profile, or what each rank raised."""
-    transports = transports or list(LocalWorld(len(configs)).transports)
-    raised: list[GgpipeError] = []
-
-    def work(i: int) -> Profile | None:
-        try:
-            only = {"attend": attend} if i == 0 else {}
-            return profile_ranks(transports[i], configs[i], layers, budget_s, **only)
-        except GgpipeError as e:
-            raised.append(e)
-            return None
-
-    others = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(1, len(configs))]
-    for other in others:
-        other.start()
-    profile = work(0)
-    for other in others:
-        other.join(20)
-        assert not other.is_alive()
-    return profile, raised
-
-
-def config_of(model: Path, n_ctx: int = 0, **context: object) -> EngineConfig:
-    return EngineConfig(ModelConfig(model), ContextConfig(n_ctx, **context), PipelineConfig(threads=(1,)))  # type: ignore[arg-type]
-
-
-def check(profile: Profile, model: Path, layers: tuple[int, int]) -> None:
-    """What holds for any profile."""
-    facts = ModelFacts.of(ModelFile.open(model))
-    assert profile.model == facts
-    for rank in profile.ranks:
-        assert rank.layers == layers
-        assert rank.weight_bytes == facts.weight_bytes(layers)
-        assert (rank.threads, rank.threads_batch) == (1, 1)
-        assert rank.cores >= 1
-        assert rank.memory_bytes > 1 << 20
-        assert rank.memory_bytes_per_s > 0
-        assert rank.run_s > 0
-        assert {1, 2, 4, 8} <= {point.rows for point in rank.alone}
-        assert {point.rows for point in rank.together} == {1, 2, 4, 8}
-        shortest = min(point.n_past for point in rank.alone)
-        assert {point.n_past for point in rank.together} == {shortest}
-        assert (rank.half is None) == (layers[1] - layers[0] == 1)
-        if rank.half is not None:
-            assert rank.half.layers == (layers[0], (layers[0] + layers[1]) // 2)
-            assert rank.half.weight_bytes == facts.weight_bytes(rank.half.layers)
-            assert 0 <= rank.fixed_s <= max(point.seconds for point in rank.half.alone)
-    n = len(profile.ranks)
-    assert {(link.source, link.target) for link in profile.links} == {
-        (a, b) for a in range(n) for b in range(n) if a != b
-    }
-    assert all(link.latency_s > 0 for link in profile.links)
-
-
 def test_one_rank(model: Path, tmp_path: Path) -> None:
     profile, _ = measure([config_of(model, cache_type_k="q8_0")], budget_s=60)  # as many runs as ever
     assert profile is not None
@@ -318,17 +233,6 @@ def test_models_that_cannot_take_rows_back(name: str, folder: Path) -> None:
     profile, _ = measure([config_of(path)], (0, n_layer))
     assert profile is not None
     assert (profile.ranks[0].half is None) == (name == "mamba")
-
-
-def refused(configs: list[EngineConfig], layers: tuple[int, int] | None = None) -> str:
-    """What the first rank raises; all others end as well."""
-    profile, raised = measure(configs, layers)
-    assert profile is None
-    assert len(raised) == len(configs)
-    others = [error for error in raised if not isinstance(error, RankError) or "another rank" not in str(error)]
-    assert len(others) == 1
-    assert "\n" not in str(others[0])
-    return str(others[0])
 
 
 def test_errors_end_all_ranks(model: Path, folder: Path) -> None:
