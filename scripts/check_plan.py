@@ -1,10 +1,10 @@
-"""Holds `ggpipe plan` against real runs of all splits; run it as `scripts/check_plan`.
+"""Holds `ggpipe plan` against real runs of other splits; run it as `scripts/check_plan`.
 
 For a random 0.75 B pair on 2 and on 3 ranks of this machine, one thread each: asks `ggpipe plan` for a command line,
 then runs a small exhaustive search with `ggpipe bench`: splits of the layers in steps of two, with the draft on a rank
-of its own and inside the head, in the modes of --modes. Splits take turns, --rounds times; then the best one and the
-plan take turns again, since the best of many noisy medians looks better than it is. Exit code 1 when the plan's speed
-is below 90 % of the best's.
+of its own and inside the head, in the modes of --modes; where these are more than --most, all with a draft rank and a
+random choice of the others. Splits take turns, --rounds times; then the best one and the plan take turns again, since
+the best of many noisy medians looks better than it is. Exit code 1 when the plan's speed is below 90 % of the best's.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def planned(bench: Bench, n_ranks: int, recording: Path, seconds: float) -> tupl
 
 
 def splits(n_layer: int, n_ranks: int) -> list[Setting]:
-    """All there are for so many ranks, in steps of STEP layers, with one thread for each rank.
+    """Those for so many ranks, in steps of STEP layers, with one thread for each rank.
 
     Also those whose head holds no layers.
     """
@@ -113,9 +113,9 @@ def check(bench: Bench, n_ranks: int, recording: Path, args: argparse.Namespace)
     plan, plan_mode, promised = planned(bench, n_ranks, recording, args.seconds)
     everything = splits(args.n_layer, n_ranks)
     if len(everything) > args.most:
-        even = [s for s in everything if "/" in str(s)]
-        others = [s for s in everything if s not in even]
-        everything = even + random.Random(1).sample(others, max(args.most - len(even), 1))
+        first = [s for s in everything if "/" in str(s)]
+        others = [s for s in everything if s not in first]
+        everything = first + random.Random(1).sample(others, max(args.most - len(first), 1))
     found: dict[tuple[Setting, Mode], list[float]] = {}
     for i in range(args.rounds):
         order = list(everything)

@@ -30,7 +30,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What ggpipe itself takes, in seconds. The defaults were measured with `ggpipe profile` on two virtual cores."""
+    """What ggpipe itself takes, in seconds. The defaults are of two virtual cores: `run_s`, `hand_s` and `poll_s` as
+    measured there, the others fitted to real runs with `scripts/check_simulator`."""
 
     run_s: float = 0.08e-3
     """A stage, for a run, besides decoding it: taking it up, packing what goes on."""

@@ -14,7 +14,7 @@ from ggpipe.sim.cluster import Cluster, Pipeline, Stage
 from ggpipe.sim.cores import NICE_WEIGHT, STICKS_S, Cores, OwnCores, Task
 
 _TURNS = 1.06  # where ranks of a node take turns, caches and cores change hands: scripts/bench_stage finds 1.03 to 1.10
-_REST_S = 2e-3
+_REST_S = 2e-3  # after which a decode is `Overheads.cold_s` slower
 _WAITING_POLL_S, _DRAFTED_POLL_S = 150e-6, 300e-6  # between two looks for messages: runtime/inbox.py, startup.look_s
 _HEADER_BYTES, _ROW_HEADER_BYTES, _ANSWER_BYTES = 120, 24, 48
 
@@ -64,10 +64,9 @@ class Process:
 
     def __init__(self, clock: Clock, cores: Cores, rank: int, cluster: Cluster) -> None:
         self._clock = clock
-        overheads = cluster.overheads
         self._cores = cores
         self._rank = rank
-        self._overheads = overheads
+        self._overheads = cluster.overheads
         self._waiting: collections.deque[tuple[float, float, Callable[[], None]]] = collections.deque()
         self._busy = False
         self._heard_at = 0.0
@@ -76,8 +75,8 @@ class Process:
         self._waits, self._works = 0.0, 0.0
         """What looking for messages takes of a core: while no stage is at work, and else."""
         if cluster.node_of.count(cluster.node_of[rank]) > 1:
-            self._waits = overheads.poll_s / _WAITING_POLL_S
-            self._works = overheads.poll_s / _DRAFTED_POLL_S if cluster.draft is not None else 0.0
+            self._waits = self._overheads.poll_s / _WAITING_POLL_S
+            self._works = self._overheads.poll_s / _DRAFTED_POLL_S if cluster.draft is not None else 0.0
             cores.look(self._waits)
 
     def computes(self, more: int) -> None:
@@ -145,7 +144,7 @@ class VirtualStage:
         self._overheads = cluster.overheads
         self._stage = stage
         self._weight = NICE_WEIGHT if stage.nice else 1.0
-        self._alone = isinstance(cores, OwnCores)
+        self._alone = isinstance(cores, OwnCores)  # nobody takes turns with us: a shorter way to the same times
         several = cluster.node_of.count(cluster.node_of[rank]) > 1
         self._is_guest = several and stage.nice and stage is not cluster.target.stages.get(rank, stage)
         self._slower = _TURNS if several else 1.0
@@ -234,9 +233,8 @@ class VirtualStage:
         n_bytes = _HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
         if run.rows and not run.cancelled:
             n_bytes += self._row_bytes * len(run.rows)
-        self._deliver(
-            run, (*job.spans, Span(self._rank, job.start_s, compute_s, now - job.start_s, n_bytes)), self._rank
-        )
+        span = Span(self._rank, job.start_s, compute_s, now - job.start_s, n_bytes)
+        self._deliver(run, (*job.spans, span), self._rank)
         if self._current is None:
             self._next()
 
