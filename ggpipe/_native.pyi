@@ -42,7 +42,7 @@ class MappedModel:
     def __init__(self, paths: Sequence[bytes]) -> None: ...
 
 class Stage:
-    """The native half of ggpipe.engine.stage.Stage; see native/stage.h."""
+    """The native half of ggpipe.llama.stage.Stage; see native/stage.h."""
 
     def __init__(self, *, first: bool, repack: bool, exact: bool) -> None: ...
 

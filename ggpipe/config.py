@@ -1,109 +1,147 @@
-"""Settings, frozen and checked once. Names and defaults are llama.cpp's; the CLI takes its defaults from here."""
+"""Settings: frozen records that check themselves. Names and defaults are llama.cpp's.
+
+The command line makes its options of these fields (`cli/options.py`). A field's type, default and bounds are here only.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError
 
 LoadMode = Literal["mmap", "none", "mlock", "mmap+mlock", "dio"]
 Numa = Literal["distribute", "isolate", "numactl"]
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-ROPE_SCALINGS = ("none", "linear", "yarn")
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+FlashAttention = Literal["on", "off", "auto"]
+RopeScaling = Literal["none", "linear", "yarn"]
+Mode = Literal["iterative", "speculative", "async"]
+
+MAX_TOKENS = 2**31 - 256
+"""The largest context, batch or draft, in tokens: positions are 32-bit, and libllama rounds a context up to a multiple
+of 256."""
+MAX_SEQUENCES = 256
+"""Sequence ids that libllama has."""
+MAX_THREADS = 512
+"""Threads that ggml has room for."""
+_QUANTIZED = set(get_args(KvType)) - {"f32", "f16", "bf16"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how its weights get into memory."""
+    """A model file, and how its weights are loaded into memory."""
 
     path: Path
+    """The GGUF file; the first part of a split one."""
     load_mode: LoadMode = "mmap"
     repack: bool = True
+    """ggml may store weights again in the layout that is fastest on this CPU."""
     numa: Numa | None = None
     override_kv: tuple[str, ...] = ()
     """`KEY=TYPE:VALUE` with TYPE int, float, bool or str, as llama.cpp's --override-kv."""
     loras: tuple[tuple[Path, float], ...] = ()
+    """LoRA adapters and their scales."""
+
+    def __post_init__(self) -> None:
+        check_choice("load_mode", self.load_mode, get_args(LoadMode))
+        if self.numa is not None:
+            check_choice("numa", self.numa, get_args(Numa))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ContextConfig:
     """The context: its size in tokens, how it is computed, how positions are encoded."""
 
     n_ctx: int = 0
-    """Tokens; 0 takes the model's training length."""
+    """Tokens that the context holds; 0 takes the model's training length."""
     n_batch: int = 2048
+    """Prompt tokens in a batch, at most."""
     n_ubatch: int = 512
+    """Rows in a run, at most."""
     n_seq: int = 1
     """Sequence ids in use at the same time."""
-    cache_type_k: str = "f16"
-    cache_type_v: str = "f16"
-    flash_attn: Literal["on", "off", "auto"] = "on"
+    cache_type_k: KvType = "f16"
+    cache_type_v: KvType = "f16"
+    flash_attn: FlashAttention = "on"
     exact: bool = False
     """Reference kernels: the same bits for every split, mode and thread count."""
-    rope_scaling: str | None = None
+    rope_scaling: RopeScaling | None = None
+    """None takes the model's."""
     rope_scale: float = 0.0
-    """Context is stretched by this factor; 0 takes the model's."""
+    """Factor by which the context is stretched; 0 takes the model's."""
     rope_freq_base: float = 0.0
+    """0 takes the model's."""
     rope_freq_scale: float = 0.0
+    """0 takes the model's."""
     yarn_orig_ctx: int = 0
+    """Tokens of the context that the model was trained with; 0 takes the model's."""
     yarn_ext_factor: float = -1.0
+    """-1 takes the model's."""
     yarn_attn_factor: float = -1.0
+    """-1 takes the model's."""
     yarn_beta_fast: float = -1.0
+    """-1 takes the model's."""
     yarn_beta_slow: float = -1.0
+    """-1 takes the model's."""
 
     def __post_init__(self) -> None:
-        if self.n_ctx < 0:
-            raise UsageError(f"-c is a number of tokens, or 0 for the model's own; {self.n_ctx} is neither")
-        if self.n_batch < 1 or self.n_ubatch < 1:
-            raise UsageError("-b and -ub are numbers of tokens: 1 or more")
-        for flag, kind in (("-ctk", self.cache_type_k), ("-ctv", self.cache_type_v)):
-            if kind not in KV_TYPES:
-                raise UsageError(f"{flag} {kind}: known types are {', '.join(KV_TYPES)}")
-        if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
-            raise UsageError(f"-ctv {self.cache_type_v} needs flash attention: leave out -fa off")
-        if self.rope_scaling is not None and self.rope_scaling not in ROPE_SCALINGS:
-            raise UsageError(f"--rope-scaling {self.rope_scaling}: known kinds are {', '.join(ROPE_SCALINGS)}")
+        _check_range("n_ctx", self.n_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)")
+        _check_range("n_batch", self.n_batch, 1, MAX_TOKENS, "a number of tokens")
+        _check_range("n_ubatch", self.n_ubatch, 1, MAX_TOKENS, "a number of tokens")
+        _check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES, "a number of sequences")
+        if 0 < self.n_ctx < self.n_seq:
+            raise SettingError(
+                f"`n_ctx` must be at least {self.n_seq}, a token for each sequence, got {self.n_ctx}: "
+                "raise it, or lower `n_parallel` or `n_seq`"
+            )
+        _check_range(
+            "yarn_orig_ctx", self.yarn_orig_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)"
+        )
+        check_choice("cache_type_k", self.cache_type_k, get_args(KvType))
+        check_choice("cache_type_v", self.cache_type_v, get_args(KvType))
+        check_choice("flash_attn", self.flash_attn, get_args(FlashAttention))
+        if self.rope_scaling is not None:
+            check_choice("rope_scaling", self.rope_scaling, get_args(RopeScaling))
+        for name in ("rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
+                     "yarn_beta_fast", "yarn_beta_slow"):  # fmt: skip
+            _check_finite(name, getattr(self, name))
+        if self.flash_attn == "off" and self.cache_type_v in _QUANTIZED:
+            raise SettingError(f"`cache_type_v` {self.cache_type_v} needs flash attention: set `flash_attn` to on")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """llama.cpp's sampler chain: penalties, top-k, top-p, min-p, temperature, draw."""
 
     temp: float = 0.8
-    """At or below 0: greedy."""
+    """Temperature; at or below 0 sampling is greedy."""
     top_k: int = 40
-    """At or below 0: all tokens."""
+    """Most probable tokens that are kept; at or below 0 all tokens are kept."""
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_last_n: int = 64
-    """Tokens that penalties look back on; 0 turns them off, -1 is the whole context."""
+    """Tokens that penalties look back on; 0 turns penalties off, -1 takes the whole context."""
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = -1
-    """-1 draws a fresh one."""
+    """-1 draws a new seed for each request."""
     ignore_eos: bool = False
+    """The model's end of text is never sampled."""
 
     def __post_init__(self) -> None:
-        numbers = (
-            self.temp,
-            self.top_p,
-            self.min_p,
-            self.repeat_penalty,
-            self.presence_penalty,
-            self.frequency_penalty,
-        )
-        if not all(math.isfinite(x) for x in numbers):
-            raise UsageError("sampling settings must be finite numbers")
+        for name in ("temp", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
+            _check_finite(name, getattr(self, name))
         if self.repeat_penalty <= 0:
-            raise UsageError(f"--repeat-penalty must be above 0, not {self.repeat_penalty}")
-        if self.repeat_last_n < -1:
-            raise UsageError(f"--repeat-last-n is a number of tokens, or -1 for all; {self.repeat_last_n} is neither")
-        if not -1 <= self.seed < 2**32 - 1:  # libllama takes the last one for "random"
-            raise UsageError(f"-s is between 0 and 4294967294, or -1 for a random seed; {self.seed} is neither")
+            raise SettingError(f"`repeat_penalty` must be above 0, got {self.repeat_penalty:g}")
+        _check_range(
+            "repeat_last_n", self.repeat_last_n, 0, MAX_TOKENS, "a number of tokens", special="-1 (the whole context)"
+        )
+        if abs(self.top_k) > MAX_TOKENS:
+            raise SettingError(f"`top_k` must be 0 (all tokens) or a number up to {MAX_TOKENS}, got {self.top_k}")
+        _check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
 
     @property
     def greedy(self) -> bool:
@@ -122,41 +160,63 @@ class SamplingConfig:
         return self.repeat_penalty >= 1 and self.presence_penalty >= 0 and self.frequency_penalty >= 0
 
 
-Mode = Literal["iterative", "speculative", "async"]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """How a draft model guesses ahead. Names and meanings are PipeInfer's and llama.cpp's."""
+    """How a draft model drafts. Names and meanings are PipeInfer's and llama.cpp's."""
 
     mode: Mode = "async"
-    """`iterative`: no guesses. `speculative`: draft, verify, repeat. `async`: drafting and verifying overlap."""
+    """`iterative`: no draft tokens. `speculative`: draft, verify, repeat. `async`: drafting and verifying overlap."""
     n_draft: int = 8
-    """Guesses in a micro-batch, at most; also in a run, where `async` takes fewer when that pays."""
+    """Draft tokens in a micro-batch, at most; also in a run, where `async` takes fewer when that is faster."""
     n_min: int = 0
-    """Micro-batches with fewer guesses are not sent."""
+    """Micro-batches with fewer draft tokens are not sent."""
     p_accept: float = 0.0
     """A branch ends where the draft's best candidate is less probable than this."""
     p_split: float = 0.1
     """A branch splits where a further candidate is at least this probable."""
     p_recovery: float = 0.0
-    """Both thresholds rise by this with each micro-batch since the last accepted token,"""
+    """`p_accept` and `p_split` rise by this with each micro-batch since the last accepted token."""
     p_decay: float = 0.0
-    """and fall by this with each attempt since then that found nothing probable enough."""
+    """`p_accept` and `p_split` fall by this with each attempt since the last accepted token that drafted nothing."""
     n_parallel: int = 1
-    """Branches that are drafted side by side; 1 makes chains."""
+    """Branches that are drafted side by side; 1 drafts chains."""
+    n_draft_rows: int | None = None
+    """Rows in a run of the draft model, at most; None: as many as branches."""
+    n_seq: int | None = None
+    """Sequence ids, one for each branch in flight, the text's included; None: as many as branches."""
     cancel: bool = True
-    """Stop runs that turned out wrong while they are in flight."""
+    """Runs whose draft tokens were all rejected are stopped while they are in flight."""
     continuous: bool = True
-    """Guess on while guesses are in flight; else one micro-batch for each accepted token."""
+    """Drafting goes on while earlier draft tokens are verified; else one micro-batch follows each accepted token."""
 
     def __post_init__(self) -> None:
-        if self.n_draft < 1 or self.n_parallel < 1 or not 0 <= self.n_min <= self.n_draft:
-            raise UsageError("--draft and -np are 1 or more, --draft-min is between 0 and --draft")
-        chances = (("-pa", self.p_accept), ("-ps", self.p_split), ("-pr", self.p_recovery), ("-pd", self.p_decay))
-        for flag, value in chances:
-            if not 0 <= value <= 1:
-                raise UsageError(f"{flag} is between 0 and 1; {value} is not")
+        check_choice("mode", self.mode, get_args(Mode))
+        _check_range("n_draft", self.n_draft, 1, MAX_TOKENS)
+        _check_range("n_parallel", self.n_parallel, 1, MAX_SEQUENCES)
+        if self.n_draft_rows is not None:
+            _check_range("n_draft_rows", self.n_draft_rows, 1, MAX_TOKENS)
+        if self.n_seq is not None:
+            _check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES)
+        if not 0 <= self.n_min <= self.n_draft:
+            raise SettingError(f"`n_min` must be a number from 0 to `n_draft` ({self.n_draft}), got {self.n_min}")
+        for name in ("p_accept", "p_split", "p_recovery", "p_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SettingError(f"`{name}` must be a probability from 0 to 1, got {getattr(self, name):g}")
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows in a run of the draft model, at most."""
+        return self.n_draft_rows or self.n_parallel
+
+    @property
+    def sequences(self) -> int:
+        """Sequence ids that a request takes, at most."""
+        return self.n_seq or self.n_parallel
+
+    @property
+    def as_chain(self) -> SpeculationConfig:
+        """The same without branches."""
+        return replace(self, n_parallel=1, n_seq=None)
 
 
 @dataclass(frozen=True)
@@ -168,14 +228,15 @@ class PipelineConfig:
     threads: tuple[int, ...] = (-1,)
     """One value for all ranks, or one for each; -1 is this rank's part of its machine's cores."""
     threads_batch: tuple[int, ...] = (-1,)
-    """As `threads`, for runs of more than one token; -1 is as `threads`."""
+    """Threads for runs of more than one token, as `threads`; -1 takes the value of `threads`."""
     auto: bool = False
-    """Shares, and whether the last rank drafts, are found out when the ranks are there."""
+    """Shares, and whether the last rank drafts, are measured and planned when the ranks have started."""
 
     def __post_init__(self) -> None:
-        for value in (*self.threads, *self.threads_batch):
-            if value == 0 or value < -1:
-                raise UsageError(f"a number of threads is 1 or more, or -1 for the machine's cores; {value} is neither")
+        for value in self.threads:
+            _check_threads("threads", value, "-1 (the machine's cores)")
+        for value in self.threads_batch:
+            _check_threads("threads_batch", value, "-1 (as `threads`)")
 
     def threads_of(self, rank: int, own_cores: int) -> tuple[int, int]:
         """Threads of a rank for single tokens and for batches; `own_cores` stands in for -1."""
@@ -185,34 +246,65 @@ class PipelineConfig:
         return single, single if batch == -1 else batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """The draft model, and where it runs."""
 
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
     shares: tuple[float, ...] = ()
-    """Share of its layers for each draft rank; these follow the target's ranks. None: it runs inside the head."""
+    """Share of the draft's layers for each draft rank; draft ranks follow the target's. Empty: the head runs it."""
     threads: int = -1
-    """-1 is as the rank's threads for the target would be."""
+    """-1 takes the number of threads that the rank has for the target."""
     threads_batch: int = -1
-    """As `threads`, for runs of more than one token; -1 is as `threads`."""
+    """Threads for runs of more than one token; -1 takes the value of `threads`."""
 
     def __post_init__(self) -> None:
-        if any(value == 0 or value < -1 for value in (self.threads, self.threads_batch)):
-            raise UsageError("-td and -tbd are 1 or more, or -1 for the same as -t")
+        _check_threads("draft.threads", self.threads, "-1 (as `threads`)")
+        _check_threads("draft.threads_batch", self.threads_batch, "-1 (as `draft.threads`)")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that a session is opened with."""
+    """Everything that an engine is loaded with."""
 
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     draft: DraftConfig | None = None
+    n_requests: int = 1
+    """Requests that are served at the same time; further ones wait. Each takes a sequence id of every context."""
+
+    def __post_init__(self) -> None:
+        contexts = [self.context, *([self.draft.context] if self.draft else [])]
+        _check_range("n_requests", self.n_requests, 1, min(context.n_seq for context in contexts))
 
     @property
     def n_draft_ranks(self) -> int:
         """Ranks that hold nothing but the draft model: the last ones."""
         return len(self.draft.shares) if self.draft else 0
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises SettingError unless the setting `name` has one of these values."""
+    if value not in choices:
+        raise SettingError(f"`{name}` must be {', '.join(choices[:-1])} or {choices[-1]}, got {value}")
+
+
+def _check_range(
+    name: str, value: int, least: int, most: int, what: str = "a number", special: str | None = None
+) -> None:
+    """`special`: a further value, or the least one, and its meaning, as in `-1 (all)`."""
+    also = special is not None and value == int(special.split()[0])
+    if not (least <= value <= most or also):
+        start = f"{special} or " if special else ""
+        raise SettingError(f"`{name}` must be {start}{what} from {least} to {most}, got {value}")
+
+
+def _check_threads(name: str, value: int, unset: str) -> None:
+    _check_range(name, value, 1, MAX_THREADS, special=unset)
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise SettingError(f"`{name}` must be a finite number, got {value:g}")

@@ -1,33 +1,60 @@
 """Every error that ggpipe raises on purpose.
 
-GgpipeError                exit code 1
-├── UsageError             exit code 2: what the user gave is wrong; the message says what to change
-│   ├── ModelError         a model file that cannot be used
-│   └── LaunchError        ranks, hosts or mpirun do not fit what was asked for
-└── RunError               what was asked for was right, but it broke
-    ├── RankError          another rank broke
-    └── Terminated         this process was told to end, as mpirun does when a rank is gone
+A message names a setting as the config records do, in backticks: raise `n_ctx`. The command line shows its flag there.
+
+GgpipeError                         exit code 1
+├── UsageError                      exit code 2: wrong input; the message names what to change
+│   ├── SettingError                a setting that is out of bounds, or that contradicts another one
+│   ├── ModelError                  a model file that cannot be used
+│   │   └── IndivisibleModelError   its layers cannot be split between ranks
+│   └── LaunchError                 ranks, hosts or mpirun do not fit the settings
+│       └── MpiError                this rank cannot connect to the others
+└── RunError                        the input was right, but something broke
+    ├── RankError                   another rank broke
+    └── Terminated                  this process received SIGTERM, which mpirun sends when a rank is gone
 """
+
+import re
 
 
 class GgpipeError(Exception):
     """Base of all; `str()` is one line for the user."""
 
     exit_code = 1
+    is_reported = False
+    """It was shown to the user."""
 
 
 class UsageError(GgpipeError):
-    """What the user gave is wrong."""
+    """The input is wrong."""
 
     exit_code = 2
 
 
+class SettingError(UsageError):
+    """A setting that is out of bounds, or that contradicts another one. The message starts with its name."""
+
+    @property
+    def field(self) -> str:
+        """The setting: a field of a config record; those of DraftConfig as `draft.threads`."""
+        named = re.match(r"`([\w.]+)`", str(self))
+        return named[1] if named else ""
+
+
 class ModelError(UsageError):
-    """A model file that cannot be used: missing, damaged, of a kind that cannot be cut, not the same everywhere."""
+    """A model file that cannot be used: missing, damaged, of an unsupported kind, not the same everywhere."""
+
+
+class IndivisibleModelError(ModelError):
+    """A model whose layers cannot be split between ranks: a layer needs more than the output of the layer before it."""
 
 
 class LaunchError(UsageError):
-    """The number or kind of ranks does not fit what was asked for."""
+    """The number or kind of ranks, their hosts or their mpirun do not fit the settings."""
+
+
+class MpiError(LaunchError):
+    """This rank cannot connect to the others, so they do not learn of the error."""
 
 
 class RunError(GgpipeError):
@@ -39,4 +66,4 @@ class RankError(RunError):
 
 
 class Terminated(RunError):
-    """This process was told to end, as mpirun does when a rank is gone."""
+    """This process received SIGTERM, which mpirun sends when a rank is gone."""

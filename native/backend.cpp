@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "exact.h"
 #include "stage.h"
 
 namespace ggpipe {
@@ -57,9 +58,14 @@ bool copy(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
     memcpy(dst->data, src->data, ggml_nbytes(src));
     return true;
 }
-void clear(ggml_backend_buffer_t b, uint8_t v) {  // zero by giving pages back: an unused KV cell costs no memory
-    if (v) memset(b->context, v, b->size);
-    else madvise(b->context, page_up(b->size), MADV_DONTNEED);
+// Zero by giving pages back: an unused KV cell costs no memory. Locked pages (--mlock) are given back by another advice,
+// which Linux has since 5.18.
+bool give_back(void * p, size_t size) {
+    constexpr int kDontNeedLocked = 24;
+    return madvise(p, size, MADV_DONTNEED) == 0 || madvise(p, size, kDontNeedLocked) == 0;
+}
+void clear(ggml_backend_buffer_t b, uint8_t v) {
+    if (v || !give_back(b->context, page_up(b->size))) memset(b->context, v, b->size);
 }
 const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, copy, clear, nullptr};
 
@@ -125,7 +131,7 @@ bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     Stage & s = *device_of(d).stage;
     for (int i = 0; s.loading() && i < 4; i++) {
         ggml_tensor * w = op->src[i];
-        if (!w || !w->buffer || w->buffer->buft != dev_buft(d)) continue;
+        if (!w || !w->buffer || w->buffer->buft != dev_buft(d) || (s.exact && repacking_breaks(w->type))) continue;
         ggml_backend_buffer_t ours = w->buffer;
         bool repackable = false;
         for (auto * extra = extra_bufts(d); extra && *extra && !repackable; extra++) {
@@ -156,7 +162,9 @@ ggml_backend_t remote_init(ggml_backend_dev_t d, const char *) {
 
 ggml_backend_t inner(ggml_backend_t b) { return (ggml_backend_t) b->context; }
 void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
-ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) { return ggml_backend_graph_compute(inner(b), graph); }
+ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
+    return device_of(b->device).stage->exact ? compute_exact(inner(b), graph) : ggml_backend_graph_compute(inner(b), graph);
+}
 bool abort_check(void * stage) { return ((Stage *) stage)->aborted(); }
 ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
     ggml_backend_t cpu = ggml_backend_dev_init(cpu_device(), nullptr);

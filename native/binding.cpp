@@ -188,7 +188,7 @@ NB_MODULE(_native, m) {
             new (model) MappedModel(names);
         }, "paths"_a);
 
-    nb::class_<Stage>(m, "Stage", "The native half of ggpipe.engine.stage.Stage; see native/stage.h.")
+    nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a)
         .def("devices", [](Stage & s) {
             return std::make_tuple(uintptr_t(&s.up.dev), uintptr_t(&s.local.dev), uintptr_t(&s.down.dev));

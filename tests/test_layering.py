@@ -1,6 +1,7 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
-cli > display | runtime | sim > transport | engine > core > config > errors
+cli > display > planning > measure | sim > runtime > llama | transport
+    > cache | cluster | launch | metrics > core > config > errors
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ LAYERS = (  # the lowest first
     {"errors"},
     {"config"},
     {"core"},
-    {"transport", "engine"},
-    {"display", "runtime", "sim"},
+    {"cache", "cluster", "launch", "metrics"},
+    {"llama", "transport"},
+    {"runtime"},
+    {"measure", "sim"},
+    {"planning"},
+    {"display"},
     {"cli"},
     {"__main__"},
 )
-EXCEPTIONS = {  # (part, module): across one layer
-    ("display", "runtime.stats"), ("sim", "runtime.stats"), ("runtime", "sim.profile"),
-}  # fmt: skip
+MOST_MODULES = 14
+"""In a package, beside its `__init__`."""
 
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "sched",
@@ -75,7 +79,7 @@ def name(path: Path) -> str:
 
 def test_every_part_has_a_layer() -> None:
     parts = {part_of(path) for path in FILES} - {"__init__"}
-    assert {"errors", "config", "core", "transport", "engine", "runtime", "cli"} <= parts
+    assert {"errors", "config", "core", "transport", "llama", "runtime", "cli"} <= parts
     assert parts <= set().union(*LAYERS)
 
 
@@ -83,18 +87,22 @@ def test_every_part_has_a_layer() -> None:
 def test_imports_go_down(path: Path) -> None:
     ours = [module for module in imports(path) if module.split(".")[0] == "ggpipe"]
     part = part_of(path)
-    if part == "__init__":
-        assert not ours
+    if part == "__init__":  # the public API, which loads a name's module when the name is used
         return
     for module in ours:
         _, _, inner = module.partition(".")
         other = inner.split(".")[0]
         if other == "":  # the package itself: its version
-            assert level(part) >= level("transport")
+            assert level(part) >= level("llama")
         elif other == "_native":
-            assert part == "engine"
-        elif other != part and (part, inner) not in EXCEPTIONS:
+            assert part == "llama"
+        elif other != part:
             assert level(other) < level(part), f"{name(path)} imports {module}"
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=name)
+def test_packages_stay_small(folder: Path) -> None:
+    assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= MOST_MODULES
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if part_of(p) in ("core", "config", "errors")], ids=name)
@@ -106,8 +114,8 @@ def test_core_is_pure(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_only_the_engine_knows_libllama(path: Path) -> None:
-    if part_of(path) != "engine":
+def test_only_the_package_llama_knows_libllama(path: Path) -> None:
+    if part_of(path) != "llama":
         assert not [m for m in imports(path) if m.split(".")[0] == "llama_cpp" or m.startswith("ggpipe._native")]
 
 
@@ -150,15 +158,15 @@ def test_help_starts_no_mpi_and_loads_no_libllama(arguments: list[str]) -> None:
 
 
 def test_the_list_of_loaded_modules_would_show_them() -> None:
-    modules, _ = loaded_by("-c", "import ggpipe.engine.libllama, ggpipe.transport.mpi")
+    modules, _ = loaded_by("-c", "import ggpipe.llama.libllama, ggpipe.transport.mpi")
     assert set(HEAVY) <= modules
 
 
 def test_one_libllama_and_one_ggml_in_a_process() -> None:
     """The wheel holds its libraries under several names, as different files: two would mean two of all state."""
     script = (
-        "import ggpipe.engine.stage, ggpipe.engine.vocab, ggpipe.engine.sampling, ggpipe.runtime.startup\n"
-        "from ggpipe.engine.libllama import native\n"
+        "import ggpipe.llama.stage, ggpipe.llama.vocab, ggpipe.llama.sampler, ggpipe.runtime.handshake\n"
+        "from ggpipe.llama.libllama import native\n"
         "native.cpu_features()\n"
         "print(open('/proc/self/maps').read())"
     )

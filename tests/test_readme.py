@@ -1,59 +1,90 @@
-"""The README's commands run as they stand, with the bundled model and this machine put in."""
+"""README and docs: their commands run, their links lead somewhere, their words are the glossary's."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import ROOT, TARGET, ggpipe
+from support.commands import ROOT, TARGET, ggpipe
 
-from ggpipe.runtime import launch
+from ggpipe.launch import mpirun
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-LINES = [line.partition(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
-COMMANDS = [line for line in LINES if re.match(r"(\.venv/bin/)?ggpipe generate ", line)]
-OTHERS = [line for line in LINES if re.match(r"ggpipe (?!generate )[a-z]+ ", line)]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("prompts/*.md"), *ROOT.glob("ggpipe/models/*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+DRAFT = TARGET.with_name("tales-draft.gguf")
 
 
-def test_the_readme_shows_commands() -> None:
-    assert len(COMMANDS) == 5, "four to start from, and the one that plan finds"
-    for script in ("./scripts/demo", "./scripts/test"):
-        assert script in LINES
-        assert (ROOT / script).stat().st_mode & 0o111
+def blocks(page: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def prose(page: str) -> str:
+    """A page without what is code or output."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def commands(*pages: str) -> list[str]:
+    """The lines of blocks that start ggpipe, without comments."""
+    lines = (line.partition(" #")[0].strip() for page in pages for block in blocks(page) for line in block.splitlines())
+    return [line for line in lines if re.match(r"(\.venv/bin/)?ggpipe [a-z]+ ", line)]
+
+
+GENERATE = [line for line in commands("README.md", "docs/generate.md", "docs/plan.md") if "ggpipe generate" in line]
+TUTORIAL = [block.strip() for block in blocks("docs/tutorial.md") if block.startswith("ggpipe ")]
+TOOLS = [
+    line
+    for line in commands("README.md", "docs/plan.md", "docs/simulate.md", "docs/profile.md", "docs/bench.md")
+    if "ggpipe generate" not in line
+]
+
+
+def put_in(words: list[str], places: dict[str, Path]) -> list[str]:
+    """Words of a command line; values of these flags are replaced."""
+    return [str(places.get(before, word)) for before, word in zip(["", *words], words, strict=False)]
 
 
 def hosts_for_three(folder: Path) -> Path:
     """A hostfile, as the mpirun that is here reads it."""
-    is_hydra = "--map-by" not in launch.mpirun_command(launch.find_mpirun(), 1, None, ())
+    is_hydra = "--map-by" not in mpirun.mpirun_command(mpirun.find_mpirun(), 1, None, ())
     (folder / "hosts").write_text("localhost:3\n" if is_hydra else "localhost slots=3\n")
     return folder / "hosts"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readme_is_short_and_starts_with_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    scripts = [block.strip() for block in blocks("README.md") if block.startswith("./scripts/")]
+    assert scripts == ["./scripts/demo", "./scripts/test"]
+    for script in scripts:
+        assert (ROOT / script).stat().st_mode & 0o111
+
+
+def test_the_pages_show_commands() -> None:
+    assert len([line for line in commands("README.md") if "ggpipe generate" in line]) == 4
+    assert {line.split()[1] for line in TOOLS} == {"plan", "simulate", "profile", "record", "bench"}
+    assert {line.split()[1] for line in TUTORIAL} == {"generate", "plan", "simulate", "profile", "record", "bench"}
+
+
+@pytest.mark.parametrize("command", GENERATE)
 def test_a_command(command: str, tmp_path: Path) -> None:
-    hosts = hosts_for_three(tmp_path)
-    words = shlex.split(command)[1:]
-    places = {
-        "-m": TARGET,
-        "-md": TARGET.with_name("tales-draft.gguf"),
-        "-f": ROOT / "prompts" / "tale.txt",
-        "--hostfile": hosts,
-    }
-    words = [str(places.get(before, word)) for before, word in zip(["", *words], words, strict=False)]
-    result = ggpipe(*words, "-n", 8, "-t", 1)
+    places = {"-m": TARGET, "-md": DRAFT, "-f": ROOT / "prompts" / "tale.txt", "--hostfile": hosts_for_three(tmp_path)}
+    result = ggpipe(*put_in(shlex.split(command)[1:], places), "-n", 8, "-t", 1)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 10
     assert "decode" in result.stderr
 
 
-def test_measuring_and_planning(tmp_path: Path) -> None:
-    """In the README's order: what one command writes, another reads."""
-    assert {line.split()[1] for line in OTHERS} == {"plan", "simulate", "profile", "record", "bench"}
-    hosts = hosts_for_three(tmp_path)
-    places = {"-m": TARGET, "-md": TARGET.with_name("tales-draft.gguf"), "--hostfile": hosts}
+def test_the_tools(tmp_path: Path) -> None:
+    """What one command writes, another reads."""
+    places = {"-m": TARGET, "-md": DRAFT, "--hostfile": hosts_for_three(tmp_path)}
     written = {"-o", "--csv", "--plot", "--recording"}
     shorter = {
         "bench": ("-n", 4, "--rounds", 1, "--modes", "iterative,async", "-t", 1),
@@ -62,19 +93,160 @@ def test_measuring_and_planning(tmp_path: Path) -> None:
         "simulate": (),
         "plan": (),
     }
-    order = sorted(OTHERS, key=lambda line: "profile.json -m" in line)  # the profile comes before who reads it
+    order = sorted(
+        dict.fromkeys(TOOLS), key=lambda line: "profile.json -m" in line
+    )  # the profile comes before who reads it
     for command in order:
-        words = shlex.split(command)[1:]
-        words = [str(places.get(before, word)) for before, word in zip(["", *words], words, strict=False)]
+        words = put_in(shlex.split(command)[1:], places)
         files = {w for before, w in zip(["", *words], words, strict=False) if before in written} | {"profile.json"}
         words = [str(tmp_path / word) if word in files else word for word in words]
         result = ggpipe(*words, *shorter[words[0]])
         assert result.returncode == 0, (command, result.stderr)
 
 
-def test_options_that_the_readme_names_exist() -> None:
-    table = README.partition("## Guessing ahead")[2].partition("## Exactness")[0]
-    commands = {"generate", *(line.split()[1] for line in OTHERS)}
-    help_text = "".join(ggpipe(command, "--help", COLUMNS="200").stdout for command in sorted(commands))
-    for option in re.findall(r"`(-{1,2}[a-z][a-z-]*)", table):
-        assert option.rstrip("-") in help_text, option
+def test_the_tutorial(tmp_path: Path) -> None:
+    """Its commands run as they stand, one after the other, in a folder of its own."""
+    (tmp_path / "prompts").symlink_to(ROOT / "prompts")
+    (tmp_path / "ggpipe").mkdir()
+    (tmp_path / "ggpipe" / "models").symlink_to(ROOT / "ggpipe" / "models")
+    for command in TUTORIAL:
+        result = ggpipe(*shlex.split(command)[1:], cwd=tmp_path)
+        assert result.returncode == 0, (command, result.stderr)
+    texts = re.findall(r"^ - \"I am.*$", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
+    assert len(set(texts)) == 1, "every split and mode writes the same text, and so does the tutorial"
+
+
+def masked(text: str) -> Iterator[str]:
+    """Lines of output; figures and gaps may change, labels may not."""
+    for line in text.splitlines():
+        if line.strip():
+            yield re.sub(r"\s+", " ", re.sub(r"<?\d[\d.,]*( ?(ms|µs|s|[GMk]?B|%)\b)?", "#", line)).strip()
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("README.md", "ggpipe plan nodes4-gigabit"),
+        ("docs/plan.md", "ggpipe plan nodes4-gigabit"),
+        ("docs/simulate.md", "ggpipe simulate nodes8-gigabit --draft 3"),
+        ("docs/tutorial.md", "ggpipe simulate nodes8-gigabit --draft 3"),
+    ],
+)
+def test_simulated_output(page: str, command: str) -> None:
+    """The block after a command shows what it prints."""
+    shown = blocks(page)
+    after = shown[[block.strip() for block in shown].index(command) + 1]
+    printed = set(masked(ggpipe(*command.split()[1:]).stdout))
+    assert set(masked(after)) <= printed
+
+
+def test_options_that_pages_name_exist() -> None:
+    help_text = "".join(
+        ggpipe(command, "--help", COLUMNS="200").stdout
+        for command in ("generate", "plan", "simulate", "profile", "record", "bench")
+    )
+    pages = ("README.md", *(f"docs/{name}.md" for name in ("generate", "plan", "simulate", "profile", "bench")))
+    named = {option for page in pages for option in re.findall(r"`(-{1,2}[a-z][a-z-]*)", (ROOT / page).read_text())}
+    assert {option for option in named if option.rstrip("-") not in help_text} == set()
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that a reader's browser makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links(name: str) -> None:
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(name)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def forbidden_words() -> list[str]:
+    """The first column of the glossary's last table."""
+    table = (DOCS / "glossary.md").read_text().partition("## Words that are not used")[2]
+    rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
+    return [word for row in rows for word in row.split(", ")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words(name: str) -> None:
+    words = forbidden_words()
+    assert {"guess", "astray", "patience"} <= set(words)
+    text = prose(name).partition("## Words that are not used")[0]
+    assert re.findall(rf"\b(?:{'|'.join(words)})\b", text, re.IGNORECASE) == []
+
+
+def test_the_module_tables_are_complete() -> None:
+    """ARCHITECTURE.md has a line for each module, and no other."""
+    listed, folder = set(), ""
+    for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
+        if line.startswith("### "):
+            folder = "" if line == "### At the top" else line.removeprefix("### ")
+        elif folder != "native/" and (match := re.match(r"\| `(\w+)` \|", line)):
+            listed.add(f"{folder}{match[1]}")
+    package = ROOT / "ggpipe"
+    modules = {str(path.relative_to(package).with_suffix("")) for path in package.rglob("*.py")}
+    assert listed == {module for module in modules if not module.endswith("__")}
+
+
+def test_paths_that_architecture_names_exist() -> None:
+    named = re.findall(r"`([a-z]\w*/[\w/]*\.(?:py|cpp|h))`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert len(named) > 10
+    assert [path for path in named if not any((ROOT / folder / path).exists() for folder in ("ggpipe", ""))] == []
+
+
+def test_names_that_the_glossary_explains_exist() -> None:
+    table = (DOCS / "glossary.md").read_text().partition("## Names in the code")[2].partition("\n## ")[0]
+    names = re.findall(r"`([A-Z]\w+)`", table)
+    assert len(names) > 30
+    source = "\n".join(path.read_text() for path in (ROOT / "ggpipe").rglob("*.py"))
+    assert [name for name in names if not re.search(rf"^class {name}\b", source, re.MULTILINE)] == []
+
+
+def test_batch_scripts() -> None:
+    """The shell reads the batch files of the cluster guide."""
+    scripts = [block for block in blocks("docs/cluster.md") if "$SLURM" in block or block.startswith("#!")]
+    assert len(scripts) == 3
+    for script in scripts:
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_cluster_file(tmp_path: Path) -> None:
+    """The example of a cluster file can be simulated, with a profile in its place."""
+    (file,) = [block for block in blocks("docs/simulate.md") if block.startswith("title =")]
+    (tmp_path / "cluster.toml").write_text(file)
+    profile = ggpipe("profile", "-m", TARGET, "-t", 1, "--seconds", 1, "-o", tmp_path / "office.json")
+    assert profile.returncode == 0, profile.stderr
+    result = ggpipe("simulate", tmp_path / "cluster.toml", "-md", DRAFT, "-n", 8)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_python_example(tmp_path: Path) -> None:
+    """It is a whole program."""
+    (program,) = [block for block in blocks("docs/python.md") if "import ggpipe" in block]
+    (tmp_path / "tale.py").write_text(program.replace("ggpipe/models/", f"{TARGET.parent}/"))
+    result = subprocess.run(
+        [sys.executable, tmp_path / "tale.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(result.stdout) > 10
+
+
+def test_the_workflow_and_the_hooks_run_what_is_here() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "run: .ci/run" in workflow
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    check = (ROOT / "scripts" / "check").read_text()
+    entries = re.findall(r"entry: (.*)", hooks)
+    assert entries
+    for entry in entries:
+        assert entry in check, "scripts/check runs the same"

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ggpipe.cli.arguments import normalise
-from ggpipe.errors import GgpipeError, UsageError
+from ggpipe.cli.argv import normalise
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0, 1 when something broke, 2 when what was asked for is wrong, with one line."""
-    # Not os._exit: MPICH says goodbye to its launcher only when the process ends in the ordinary way.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until a command listens, Ctrl-C ends the process: a KeyboardInterrupt would be lost in the import machinery.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    # Not os._exit: MPICH takes leave of its launcher only when the process ends in the ordinary way.
     sys.exit(run(normalise(sys.argv[1:] if arguments is None else arguments)))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; returns its exit code, errors printed (on the first rank only)."""
-    import typer
-    from typer._click.exceptions import ClickException
-
-    from ggpipe.cli.app import app
-    from ggpipe.runtime.launch import leave_status, rank_in_environment
-
+    """Run a command; returns its exit code, errors reported."""
     try:
-        code = app(list(arguments), standalone_mode=False, prog_name="ggpipe")
-        return leave_status(int(code or 0))
-    except typer.Exit as e:
-        return leave_status(e.exit_code)
-    except ClickException as e:
-        error: GgpipeError = UsageError(e.format_message().replace("\n", " "))
-    except GgpipeError as e:
-        error = e
+        from ggpipe.cli import app  # typer is loaded here, when Ctrl-C is taken care of
+
+        return app.run(arguments)
     except KeyboardInterrupt:
-        return 130
-    if rank_in_environment() in (None, 0):
-        sys.stdout.flush()
-        print(f"ggpipe: error: {error}", file=sys.stderr)
-    return leave_status(error.exit_code)
+        return INTERRUPTED

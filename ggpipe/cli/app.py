@@ -1,46 +1,52 @@
-"""The commands."""
+"""The program: reads a command line and runs its command, whose module is loaded then, and no other one."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+import socket
+import sys
+from collections.abc import Sequence
 
 import typer
 
-import ggpipe
-from ggpipe.cli.bench import bench
-from ggpipe.cli.demo import demo
-from ggpipe.cli.generate import generate
-from ggpipe.cli.plan import plan
-from ggpipe.cli.profile import profile
-from ggpipe.cli.record import record
-from ggpipe.cli.simulate import simulate
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Run one large GGUF model over several CPU-only machines, and get a single answer fast.",
-)
-app.command()(generate)
-app.command()(record)
-app.command()(simulate)
-app.command()(plan)
-app.command()(profile)
-app.command()(bench)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo)
+from ggpipe.cli import INTERRUPTED
+from ggpipe.cli.messages import flush_stdout, report
+from ggpipe.cli.options import COMMANDS, OPTIONS
+from ggpipe.cli.parsing import Command, Options, make_app
+from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
+from ggpipe.launch.environment import all_lack_mpi, end_job, leave_status, rank_in_environment
 
 
-def _version(show: bool) -> None:
-    if show:
-        print(f"ggpipe {ggpipe.__version__}")
-        raise typer.Exit
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line, made fit for typer (`cli/argv.py`). Returns its exit code; errors are reported."""
+    error: GgpipeError
+    try:
+        code = make_app(COMMANDS, OPTIONS, _call)(list(arguments), standalone_mode=False, prog_name="ggpipe")
+        return leave_status(int(code or 0) or flush_stdout())
+    except typer.Exit as e:
+        return leave_status(e.exit_code or flush_stdout())
+    except typer.TyperException as e:
+        if not e.format_message():  # the help was shown, since nothing was asked for
+            return leave_status(UsageError.exit_code)
+        error = UsageError(e.format_message().replace("\n", " "))
+    except MpiError as e:
+        report(e)
+        if all_lack_mpi():
+            return leave_status(e.exit_code)
+        if (rank := rank_in_environment()) != 0:
+            print(f"ggpipe: error: rank {rank} ({socket.gethostname()}): {e}", file=sys.stderr)
+        return end_job(e.exit_code)
+    except GgpipeError as e:
+        error = e
+    except OSError as e:
+        error = RunError(": ".join(str(part) for part in (e.filename, e.strerror or e) if part))
+    except KeyboardInterrupt:
+        return leave_status(INTERRUPTED)
+    report(error)
+    return leave_status(error.exit_code)
 
 
-@app.callback()
-def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    pass
+def _call(command: Command, options: Options) -> int:
+    """A command's module has one public function, `run`."""
+    code: int = importlib.import_module(f"ggpipe.cli.commands.{command.name}").run(options)
+    return code

@@ -1,186 +1,303 @@
-"""From groups of flags (`cli/flags.py`) to settings (`config.py`).
+"""Settings that only the command line has, as records like those of `config.py`.
 
-All functions raise UsageError for values that make no sense, or do not fit together.
+A record raises SettingError for a value that is out of bounds.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal, get_args
 
-from ggpipe.cli.arguments import unescape
-from ggpipe.cli.flags import (
-    ComputeFlags,
-    DraftFlags,
-    ModelFlags,
-    OptionalModelFlags,
-    PromptFlags,
-    RankFlags,
-    SamplingFlags,
-    SpeculationFlags,
-)
-from ggpipe.config import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    LoadMode,
-    Mode,
-    ModelConfig,
-    Numa,
-    PipelineConfig,
-    SamplingConfig,
-    SpeculationConfig,
-)
+from ggpipe.cli.argv import unescape
+from ggpipe.config import LoadMode, Mode, check_choice
 from ggpipe.core.layout import parse_shares
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError, UsageError
 
-AUTO = "auto"
-"""A value of --mpi-layer-split."""
-_DEFAULT_MODE = SpeculationConfig().mode
-_COMPUTE, _RANKS, _DRAFT, _SPECULATION = ComputeFlags(), RankFlags(), DraftFlags(), SpeculationFlags()
-
-
-def engine_config(
-    model: ModelFlags,
-    compute: ComputeFlags = _COMPUTE,
-    ranks: RankFlags = _RANKS,
-    draft: DraftFlags = _DRAFT,
-    speculation: SpeculationFlags = _SPECULATION,
-) -> EngineConfig:
-    """All that a session is opened with. Leave out the groups that a command does not take."""
-    if speculation.mode in ("async", "speculative") and draft.model_draft is None:
-        raise UsageError(f"--mode {speculation.mode} guesses with a draft model: name one with -md")
-    shares, draft_shares = shares_of(ranks, draft)
-    n_parallel = speculation_config(speculation, compute.exact).n_parallel
-    context = context_config(compute, n_parallel if draft.model_draft else 1)
-    return EngineConfig(
-        model_config(model),
-        context,
-        PipelineConfig(
-            shares,
-            per_rank("-t", compute.threads),
-            per_rank("-tb", compute.threads_batch),
-            auto=ranks.mpi_layer_split == AUTO,
-        ),
-        draft_config(model, compute, draft, draft_shares, n_parallel),
-    )
+Color = Literal["auto", "on", "off"]
+PlotFormat = Literal["svg", "png", "pdf"]
+Confidence = Literal["calibrated", "overconfident", "underconfident"]  # as sim.text.Confidence
+BENCH_MODES = ("iterative", "speculative", "async", "single")
 
 
-def model_config(model: ModelFlags) -> ModelConfig:
-    """The target model."""
-    loras = _loras(model.lora or [], model.lora_scaled or [])
-    return ModelConfig(
-        model.model, _load_mode(model), model.repack, cast("Numa | None", model.numa), tuple(model.override_kv or ()),
-        loras,
-    )  # fmt: skip
+# Settings that several commands have
 
 
-def context_config(compute: ComputeFlags, n_seq: int = 1) -> ContextConfig:
-    """The target's context. `n_seq`: sequence ids in use at the same time."""
-    return ContextConfig(
-        compute.ctx_size, compute.batch_size, compute.ubatch_size, n_seq, compute.cache_type_k, compute.cache_type_v,
-        compute.flash_attn, compute.exact, compute.rope_scaling, compute.rope_scale, compute.rope_freq_base,  # type: ignore[arg-type]
-        compute.rope_freq_scale, compute.yarn_orig_ctx, compute.yarn_ext_factor, compute.yarn_attn_factor,
-        compute.yarn_beta_fast, compute.yarn_beta_slow,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Models:
+    """The model files."""
+
+    target: Path | None = None
+    draft: Path | None = None
 
 
-def draft_config(
-    model: OptionalModelFlags,
-    compute: ComputeFlags,
-    draft: DraftFlags,
-    shares: tuple[float, ...] = (),
-    n_parallel: int = 1,
-) -> DraftConfig | None:
-    """The draft model; None without -md.
+@dataclass(frozen=True)
+class Loading:
+    """How weights are loaded into memory."""
 
-    It is loaded as the target is. Its context is as large, but positions, kernels and metadata are its own.
-    """
-    if draft.model_draft is None:
-        return None
-    config = ModelConfig(draft.model_draft, _load_mode(model), model.repack, cast("Numa | None", model.numa))
-    context = ContextConfig(
-        compute.ctx_size, compute.batch_size, compute.ubatch_size, n_parallel, compute.cache_type_k,
-        compute.cache_type_v, compute.flash_attn,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return DraftConfig(config, context, shares, draft.threads_draft, draft.threads_batch_draft)
+    load_mode: Literal["auto"] | LoadMode = "auto"
+    mmap: bool = True
+    """Makes `auto` mmap, or none."""
+    mlock: bool = False
 
+    def __post_init__(self) -> None:
+        check_choice("load_mode", self.load_mode, ("auto", *get_args(LoadMode)))
 
-def shares_of(ranks: RankFlags, draft: DraftFlags) -> tuple[tuple[float, ...] | None, tuple[float, ...]]:
-    """Shares of the layers for the target's ranks (None: even ones, or found out later) and for the draft's."""
-    if ranks.mpi_layer_split in (None, AUTO):
-        return None, ()
-    shares, draft_shares = parse_shares(ranks.mpi_layer_split or "")
-    if draft_shares and draft.model_draft is None:
-        raise UsageError(
-            f"--mpi-layer-split {ranks.mpi_layer_split}: ranks behind the / run a draft model; name one with -md"
-        )
-    return shares, draft_shares
+    @property
+    def mode(self) -> LoadMode:
+        """The three settings as one."""
+        chosen: LoadMode = ("mmap" if self.mmap else "none") if self.load_mode == "auto" else self.load_mode
+        if self.mlock and chosen in ("mmap", "none"):
+            return "mmap+mlock" if chosen == "mmap" else "mlock"
+        return chosen
 
 
-def speculation_config(speculation: SpeculationFlags, exact: bool = False) -> SpeculationConfig:
-    """How a draft model guesses ahead; with --exact (`exact`) guesses are chains."""
-    return SpeculationConfig(
-        cast(Mode, speculation.mode or _DEFAULT_MODE), speculation.draft, min(speculation.draft_min, speculation.draft),
-        speculation.p_accept, speculation.p_split, speculation.p_recovery, speculation.p_decay,
-        1 if exact else speculation.parallel, speculation.cancel, speculation.continuous,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Loras:
+    """LoRA adapters."""
+
+    plain: tuple[Path, ...] = ()
+    scaled: tuple[tuple[Path, float], ...] = ()
 
 
-def warnings_of(compute: ComputeFlags, draft: DraftFlags, speculation: SpeculationFlags) -> list[str]:
-    """What the user should know of flags that are not taken as given."""
-    if compute.exact and draft.model_draft and speculation.parallel > 1:
-        return ["with --exact guesses are chains: -np 1 is used"]
-    return []
+@dataclass(frozen=True)
+class Prompt:
+    """The text to continue, and how far."""
+
+    text: str | None = None
+    file: Path | None = None
+    escape: bool = True
+    """Escape sequences of the text, such as a backslash and n, are replaced."""
+    n_predict: int = -1
+    """Tokens to generate; -1 is until the text ends or the context is full."""
+
+    def __post_init__(self) -> None:
+        if self.n_predict < -1:
+            raise SettingError(
+                f"`n_predict` must be -1 (until the text ends) or a number of tokens, got {self.n_predict}"
+            )
+
+    def read(self) -> str:
+        """The text to continue; bytes that are not UTF-8 are surrogates in it."""
+        text = self.text
+        if (text is None) == (self.file is None):
+            raise UsageError("give one prompt: a text with `prompt`, or a file with `file`")
+        if self.file is not None:
+            try:
+                text = self.file.read_bytes().decode("utf-8", "surrogateescape")
+            except OSError as e:
+                raise SettingError(f"`file` {self.file}: cannot read the prompt: {e.strerror}") from e
+            text = text.removesuffix("\n")  # as llama.cpp: editors end files with a newline that no prompt means
+        assert text is not None
+        return unescape(text) if self.escape else text
 
 
-def sampling_config(sampling: SamplingFlags) -> SamplingConfig:
-    """The sampler chain."""
-    return SamplingConfig(
-        sampling.temp, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repeat_last_n, sampling.repeat_penalty,
-        sampling.presence_penalty, sampling.frequency_penalty, sampling.seed, sampling.ignore_eos,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Split:
+    """Shares of the layers, as one option names them for all ranks."""
+
+    shares: tuple[float, ...] | None = None
+    """None spreads the layers evenly over the ranks."""
+    draft_shares: tuple[float, ...] = ()
+    auto: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Split:
+        """`0.2,0.4,0.4`, `0.5,0.5/1.0` or `auto`. Raises SettingError."""
+        return Split(auto=True) if text == "auto" else Split(*parse_shares(text))
 
 
-def read_prompt(prompt: PromptFlags) -> str:
-    """The text to continue; bytes that are no UTF-8 are surrogates in it."""
-    text, file = prompt.prompt, prompt.file
-    if (text is None) == (file is None):
-        raise UsageError("give one prompt: the text with -p, or a file with -f")
-    if file is not None:
-        try:
-            text = file.read_bytes().decode("utf-8", "surrogateescape")
-        except OSError as e:
-            raise UsageError(f"cannot read the prompt file {file}: {e.strerror}") from e
-        text = text.removesuffix("\n")  # as llama.cpp: editors end files with a newline that no prompt means
-    assert text is not None
-    return unescape(text) if prompt.escape else text
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks, and what each of them holds."""
+
+    split: Split = Split()
+    hostfile: Path | None = None
 
 
-def per_rank(flag: str, text: str) -> tuple[int, ...]:
-    """A list of numbers, one for all ranks or one for each; `flag` is its option, for the message."""
+@dataclass(frozen=True)
+class Log:
+    """Messages beside the result."""
+
+    verbose: bool = False
+
+
+# Settings of one command
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOutput:
+    """The output of `generate`: on the terminal and in files."""
+
+    color: Color = "auto"
+    display_prompt: bool = True
+    csv: Path | None = None
+    json: Path | None = None
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("color", self.color, get_args(Color))
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What `demo` shows."""
+
+    tiny: bool = False
+    """The bundled models as they are, not inflated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """The work of `bench`, and the files for its results."""
+
+    files: tuple[Path, ...] = ()
+    """Prompts; empty: those that ggpipe brings along."""
+    rounds: int = 5
+    full_length: bool = True
+    """The model's end of text is never sampled: all texts have the same length."""
+    modes: tuple[str, ...] = ()
+    """Empty: all that are possible."""
+    color: Color = "auto"
+    csv: Path | None = None
+    json: Path | None = None
+    plots: Path | None = None
+    plot_format: PlotFormat = "svg"
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("color", self.color, get_args(Color))
+        check_choice("plot_format", self.plot_format, get_args(PlotFormat))
+        if self.rounds < 1:
+            raise SettingError(f"`rounds` must be 1 or more, got {self.rounds}")
+        for mode in self.modes:
+            check_choice("modes", mode, BENCH_MODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """The prompts of `record`, and its output."""
+
+    files: tuple[Path, ...] = ()
+    candidates: int = 8
+    output: Path = Path("recording.json")
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.candidates <= 100:
+            raise SettingError(f"`candidates` must be a number from 2 to 100, got {self.candidates}")
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """The work of `profile`, and its output."""
+
+    layers: tuple[int, int] | None = None
+    """The first layer, and the one after the last."""
+    n_ranks: int | None = None
+    seconds: float = 15.0
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        _check_measuring(self.n_ranks, self.seconds)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster that `simulate` and `plan` are about."""
+
+    path: Path | None = None
+    """A cluster file, the name of one that ggpipe brings along, or a profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedText:
+    """The text that a simulation generates, and how often the draft is right."""
+
+    n_predict: int = -1
+    """Tokens to generate; -1 is 256, or as many as were recorded."""
+    prompt_tokens: int = 128
+    acceptance: float | None = None
+    """How often the draft's best candidate is the target's token. None: 0.7, or as was recorded."""
+    confidence: Confidence = "calibrated"
+    recording: Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n_predict < 1 and self.n_predict != -1:
+            raise SettingError(f"`n_predict` must be 1 or more, or -1 (as many as usual), got {self.n_predict}")
+        check_choice("confidence", self.confidence, get_args(Confidence))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateSettings:
+    """The sweeps of `simulate`, and the files for its results."""
+
+    sweep: tuple[str, ...] = ()
+    csv: Path | None = None
+    json: Path | None = None
+    plot: Path | None = None
+    trace: Path | None = None
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """The bounds of a plan, and its output."""
+
+    mode: Mode | None = None
+    """None: the fastest."""
+    n_ranks: int | None = None
+    """Ranks, the draft's included; None: as many as are fastest."""
+    seconds: float = 6.0
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            check_choice("mode", self.mode, get_args(Mode))
+        _check_measuring(self.n_ranks, self.seconds)
+
+
+def _check_measuring(n_ranks: int | None, seconds: float) -> None:
+    if n_ranks is not None and n_ranks < 1:
+        raise SettingError(f"`n_ranks` must be a number of ranks, 1 or more, got {n_ranks}")
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise SettingError(f"`seconds` must be a time above 0, got {seconds:g}")
+
+
+# Values of options that are lists
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """A list of numbers, for all ranks or for each of them. Raises ValueError with what to write instead."""
     try:
         return tuple(int(value) for value in text.replace("/", ",").split(","))
     except ValueError:
-        raise UsageError(f"{flag} {text}: give a number, or one for each rank as in 6,32,20") from None
+        raise ValueError("give a number, or one for each rank as in 6,32,20") from None
 
 
-def _load_mode(model: OptionalModelFlags) -> LoadMode:
-    modes = {"auto": "mmap" if model.mmap else "none"} | {mode: mode for mode in get_args(LoadMode)}
-    loading = modes[model.load_mode]
-    if model.mlock:
-        loading = {"mmap": "mmap+mlock", "none": "mlock"}.get(loading, loading)
-    return cast(LoadMode, loading)
+def words(text: str) -> tuple[str, ...]:
+    """A list of words; one that is named twice counts once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
-def _loras(plain: list[str], scaled: list[str]) -> tuple[tuple[Path, float], ...]:
-    loras = [(Path(path), 1.0) for path in plain]
-    for item in scaled:
-        path, colon, scale = item.rpartition(":")
-        try:
-            if not colon:
-                raise ValueError
-            loras.append((Path(path), float(scale)))
-        except ValueError:
-            raise UsageError(f"--lora-scaled {item}: write FILE:SCALE") from None
-    return tuple(loras)
+def layers(text: str) -> tuple[int, int]:
+    """`A-B` or `A`, as the first layer and the one after the last. Raises ValueError with what to write instead."""
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal() and int(last or first) >= int(first)) or text[-1:] == "-":
+        raise ValueError("write the first and the last layer, as in 4-7, or one layer")
+    return int(first), int(last or first) + 1
+
+
+def scaled_loras(texts: list[str]) -> tuple[tuple[Path, float], ...]:
+    """`FILE:SCALE`, each. Raises ValueError with what to write instead."""
+    return tuple(_scaled_lora(text) for text in texts)
+
+
+def _scaled_lora(text: str) -> tuple[Path, float]:
+    path, colon, scale = text.rpartition(":")
+    try:
+        if colon:
+            return Path(path), float(scale)
+    except ValueError:
+        pass
+    raise ValueError("write FILE:SCALE") from None

@@ -1,49 +1,70 @@
-"""Which rank holds which layers."""
+"""Which stage holds which layers, and which ranks make a stage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ggpipe.errors import LaunchError, UsageError
+from ggpipe.errors import LaunchError, SettingError, UsageError
 
 _SLACK = 1e-6  # shares are written in decimal: 0.1 + 0.2 + 0.7 is a whole
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Layers [first, last) of each rank of a pipeline, in order; an empty range is a head that only coordinates."""
+class StageLayout:
+    """A stage of a pipeline."""
 
-    layers: tuple[tuple[int, int], ...]
+    layers: tuple[int, int]
+    """First, and one past the last."""
+    ranks: tuple[int, ...]
+    """The ranks that hold these layers together; the first one speaks for the stage. One, as yet."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pipeline's stages in order, and its head, which may hold layers or only coordinate."""
+
+    stages: tuple[StageLayout, ...]
     head: int = 0
     """The pipeline's first rank; the others follow."""
+
+    @classmethod
+    def of_ranks(cls, layers: Sequence[tuple[int, int]], head: int = 0) -> Layout:
+        """A stage for each rank, from `head` on; an empty range is a head that only coordinates."""
+        stages = (StageLayout((a, b), (rank,)) for rank, (a, b) in enumerate(layers, head) if b > a)
+        return cls(tuple(stages), head)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """All ranks that hold layers, in pipeline order."""
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
 
     @property
     def ranks(self) -> range:
         """All ranks of the pipeline."""
-        return range(self.head, self.head + len(self.layers))
+        return range(self.head, max(self.stage_ranks, default=self.head - 1) + 1)
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """Ranks that hold layers, in pipeline order."""
-        return tuple(rank for rank, (a, b) in enumerate(self.layers, self.head) if b > a)
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """The layers of each rank."""
+        return tuple(map(self.layers_of, self.ranks))
 
     def layers_of(self, rank: int) -> tuple[int, int]:
-        """A rank's layers."""
-        return self.layers[rank - self.head]
+        """A rank's layers; an empty range for a head that only coordinates."""
+        return next((stage.layers for stage in self.stages if rank in stage.ranks), (0, 0))
 
     def next_of(self, rank: int) -> int | None:
-        """The rank that a stage sends to; None for the last one, which answers the head."""
-        later = [r for r in self.stages if r > rank]
-        return later[0] if later else None
+        """The rank that a rank's stage sends to; None for the last stage, which answers the head."""
+        later = (stage.ranks[0] for stage in self.stages if stage.ranks[0] > rank)
+        return next(later, None)
 
 
 def parse_shares(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`a,b,…[/c,…]`: shares of the target's layers for each rank, then of the draft's. Raises UsageError."""
     target, slash, draft = text.partition("/")
     if slash and not draft:
-        raise UsageError(f"--mpi-layer-split {text}: give shares for the draft ranks behind the /, or leave it out")
+        raise SettingError(f"`shares` {text}: give shares for the draft ranks behind the /, or leave it out")
     return _parse_half(text, target), _parse_half(text, draft) if slash else ()
 
 
@@ -51,20 +72,20 @@ def _parse_half(text: str, half: str) -> tuple[float, ...]:
     try:
         shares = tuple(float(part) for part in half.split(","))
     except ValueError:
-        raise UsageError(f"--mpi-layer-split {text}: write a share for each rank, as in 0.2,0.4,0.4") from None
+        raise SettingError(f"`shares` {text}: write a share for each rank, as in 0.2,0.4,0.4") from None
     if any(not math.isfinite(s) or s < 0 for s in shares):
-        raise UsageError(f"--mpi-layer-split {text}: a share is a number between 0 and 1")
+        raise SettingError(f"`shares` {text}: a share is a number between 0 and 1")
     if any(s == 0 for s in shares[1:]):
-        raise UsageError(f"--mpi-layer-split {text}: only the first rank (the head) may have a share of 0")
+        raise SettingError(f"`shares` {text}: only the first rank (the head) may have a share of 0")
     if sum(shares) > 1 + _SLACK:
-        raise UsageError(f"--mpi-layer-split {text}: shares add up to {sum(shares):g}, more than 1")
+        raise SettingError(f"`shares` {text}: shares add up to {sum(shares):g}, more than 1")
     if sum(shares) == 0:
-        raise UsageError(f"--mpi-layer-split {text}: no rank has a share")
+        raise SettingError(f"`shares` {text}: no rank has a share")
     return shares
 
 
 def shares_text(layout: Layout, draft_layout: Layout | None = None) -> str:
-    """What to write for --mpi-layer-split to get these layers, with as few digits as that takes.
+    """The text that `parse_shares` and `lay_out` turn into these layers, with as few digits as possible.
 
     Raises ValueError for a layout that no shares give: a rank other than the first without layers.
     """
@@ -101,7 +122,7 @@ def _number_text(share: int, digits: int) -> str:
 def _gives(text: str, n_layer: int, layout: Layout) -> bool:
     try:
         shares, _ = parse_shares(text)
-        return lay_out(n_layer, len(layout.layers), shares, layout.head) == layout
+        return lay_out(n_layer, len(layout.ranks), shares, layout.head) == layout
     except UsageError:
         return False
 
@@ -118,7 +139,7 @@ def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, head: 
     else:
         if len(shares) != n_ranks:
             raise LaunchError(
-                f"--mpi-layer-split names {len(shares)} ranks, but {n_ranks} were started: "
+                f"`shares` names {len(shares)} ranks, but {n_ranks} were started: "
                 f"use mpirun -n {len(shares)}, or give {n_ranks} shares"
             )
         counts = [math.floor(share * n_layer + _SLACK) for share in shares]
@@ -136,4 +157,10 @@ def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, head: 
                 "give it a larger share, or use fewer ranks"
             )
     starts = [sum(counts[:rank]) for rank in range(n_ranks)]
-    return Layout(tuple((a, a + n) for a, n in zip(starts, counts, strict=True)), head)
+    return Layout.of_ranks([(a, a + n) for a, n in zip(starts, counts, strict=True)], head)
+
+
+def layer_range(layers: tuple[int, int]) -> str:
+    """First to last layer, both included: `0-7`, `7`; `-` for none."""
+    first, end = layers
+    return "-" if end <= first else f"{first}" if end == first + 1 else f"{first}-{end - 1}"

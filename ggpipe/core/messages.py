@@ -1,4 +1,4 @@
-"""What the scheduler, the stages and the draft say to each other: rows, runs, results, guesses."""
+"""What the head and the stages send each other: rows, runs, KV operations, results."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from ggpipe.config import SpeculationConfig
-
 
 class KvKind(enum.IntEnum):
     """An operation on the KV cache's sequences (`llama_memory_seq_*`)."""
 
     RM = 0
     CP = 1
-    KEEP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +41,20 @@ class Want:
     banned: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One token of a run. `want` is the place of its Want in the run's table, -1 for none."""
+    """One token of a run."""
 
     token: int
     pos: int
     seqs: tuple[int, ...]
+    """Sequence ids that the token's KV cell belongs to."""
     request: int
     want: int = -1
+    """Index of the row's `Want` in the run's table; -1: nothing is wanted back."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What goes through the pipeline in one piece: KV operations, then one decode of the rows.
 
@@ -63,8 +62,6 @@ class Run:
     """
 
     id: int
-    epoch: int
-    """Tokens that its request had accepted when it was submitted."""
     rows: tuple[Row, ...]
     ops: tuple[KvOp, ...] = ()
     wants: tuple[Want, ...] = ()
@@ -83,7 +80,7 @@ class RowLogits:
     """Of all logits; not a number when only the best one was wanted, which does not need it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """A rank's time on one run. Seconds."""
 
@@ -102,88 +99,31 @@ class RunResult:
     """A run's end: what its rows asked for, nothing when it was cancelled; and where the time went."""
 
     run: int
-    rows: tuple[RowLogits, ...]
-    spans: tuple[Span, ...]
+    rows: tuple[RowLogits, ...] = ()
+    spans: tuple[Span, ...] = ()
     cancelled: bool = False
 
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of decoding in the slowest stage."""
+        return max((span.compute_s for span in self.spans), default=0.0)
 
-@dataclass(frozen=True, slots=True)
+    @property
+    def total_s(self) -> float:
+        """Seconds that all stages together were busy with it."""
+        return sum(span.busy_s for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run that ended."""
+    """A run that ended, for statistics."""
 
     id: int
+    request: int
+    """Whose rows it carried."""
     n_rows: int
-    n_guesses: int
-    """Of its rows, the ones that were guesses."""
+    n_draft_tokens: int
+    """Rows that held draft tokens."""
     cancelled: bool
     spans: tuple[Span, ...]
     """Its time in each stage."""
-
-
-# Between the head and the draft
-
-ROOT = 0
-"""As a guess's parent: the last accepted token that the draft knew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """What the draft thinks of one node: its best candidates with their probabilities.
-
-    The first `n` candidates are guesses, numbered `first`, `first + 1`, ... within their request.
-    """
-
-    parent: int
-    first: int
-    n: int
-    candidates: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Guesses on their way to the head, parents before children."""
-
-    request: int
-    epoch: int
-    """Tokens that the draft knew accepted."""
-    expansions: tuple[Expansion, ...]
-    complete: bool
-    """Nothing more is coming until a further token is accepted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """A request the draft is to guess for."""
-
-    request: int
-    prompt: tuple[int, ...]
-    n_left: int
-    """Tokens that may be generated."""
-    lead: int
-    """Guesses from the last accepted token to the deepest one, at most."""
-    ends: frozenset[int]
-    banned: tuple[int, ...]
-    speculation: SpeculationConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """Tokens that the target added to the text since the last such message; `epoch` counts all so far.
-
-    `lead` replaces the one that the request began with.
-    """
-
-    request: int
-    epoch: int
-    tokens: tuple[int, ...]
-    lead: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """No more guesses for this request."""
-
-    request: int
-
-
-Steering = Begin | Accepted | Done

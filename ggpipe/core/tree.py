@@ -10,7 +10,7 @@ A sequence id stands for one path: its cells hold the text so far and one branch
 libllama wants a sequence's next token at its last position + 1, also inside one batch; so the ancestors that share a
 run with a new branch carry its id too, and the copy ends before them.
 
-The target's scheduler and the draft's keep one each: for both, `root` is the last accepted token.
+The target's scheduler and the draft model keep one each: for both, `root` is the last accepted token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ggpipe.core.messages import KvKind, KvOp
 _LEAST = 1e-30  # a probability that counts as none, but has a logarithm
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Node:
     """A token that may come. Tokens of the prompt and accepted ones are nodes too, while they are in flight."""
 
@@ -36,29 +36,34 @@ class Node:
     prob: float = 1.0
     """The draft's probability of this token after its parent; 1 for accepted ones."""
     log_path: float = 0.0
-    """Logarithm of the probability of all guesses up to this one. Those that became text are the same to all."""
-    drafted: bool = False
-    """The draft named it before the target did."""
-    guess: int = -1
-    """The draft's number for it."""
+    """Logarithm of the probability of all draft tokens up to this one. Accepted ones add the same to every path."""
+    names: list[tuple[int, int]] = field(default_factory=list)
+    """(drafter, its number for the token) of the drafters that named it; none: the target's own token."""
     children: dict[int, Node] = field(default_factory=dict)
+    """By token."""
     seqs: set[int] = field(default_factory=set)
     """Ids whose path goes through it; empty until it is submitted."""
     run: int = -1
     """The run that carries it; -1 before it is submitted."""
     lead: int = 0
-    """So far ahead of the root it was when it was submitted."""
+    """Its depth below the root when it was submitted."""
     answer: Any = None
     """What its run brought back for it."""
     dead: bool = False
+    """It was rejected, or hangs on a rejected one, or its request is over."""
 
     @property
     def submitted(self) -> bool:
         """A run carries it, or did."""
         return self.run >= 0
 
+    @property
+    def number(self) -> int:
+        """The first drafter's number for it. It must be a draft token."""
+        return self.names[0][1]
+
     def within(self, root: Node) -> bool:
-        """It is that root, or hangs on it: not dead, and not a root of old."""
+        """It is that root, or hangs on it: not dead, and not an earlier root."""
         return not self.dead and (self is root or self.parent is not None)
 
     def below(self) -> Iterator[Node]:
@@ -73,13 +78,19 @@ class Node:
 class SequenceIds:
     """The ids that all requests share."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, n_requests: int) -> None:
+        """`n` ids, of which each request to come is left one."""
         self._free = list(range(n))
-        self.kept = 0
-        """So many are left for requests to come: branches do not take them."""
+        self.kept = n_requests
+        """Ids that are kept for requests to come: branches do not take them."""
 
     def __len__(self) -> int:
         return len(self._free)
+
+    @property
+    def free(self) -> frozenset[int]:
+        """The ids that no tree has."""
+        return frozenset(self._free)
 
     def take(self) -> int:
         """The lowest free id. There must be one."""
@@ -93,7 +104,7 @@ class SequenceIds:
 class Tree:
     """One request's tree, and the operations that keep the cache in step with it.
 
-    `ops` of `SequenceIds` and trees that share a pipeline go into one list, in pipeline order.
+    The operations of all trees that share a pipeline go into one list, in pipeline order.
     """
 
     def __init__(self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int) -> None:
@@ -103,25 +114,28 @@ class Tree:
         ids.kept -= 1
         self.own = ids.take()
         """The id of the accepted text."""
-        self.root = Node(token, pos)
+        self.root = Node(token=token, pos=pos)
         self._tips: dict[int, Node] = {self.own: self.root}
+        """By id: the deepest node of its path that is in a run."""
         self._waiting: list[Node] = []
         self.n_submitted = 0
         """Live nodes below the root that are in a run, or were: each holds a cell."""
 
-    def add(self, parent: Node, token: int, prob: float, guess: int = -1) -> Node:
-        """A guess; the one that is there when it was guessed before."""
+    def add(self, parent: Node, token: int, prob: float, number: int, drafter: int = 0) -> Node:
+        """Add a draft token that a drafter named; one that is in the tree already gets a further name."""
         if (there := parent.children.get(token)) is not None:
+            there.names.append((drafter, number))
             return there
         log_path = parent.log_path + math.log(max(prob, _LEAST))
-        node = Node(token, parent.pos + 1, parent, prob, log_path, drafted=True, guess=guess)
+        names = [(drafter, number)]
+        node = Node(token=token, pos=parent.pos + 1, parent=parent, prob=prob, log_path=log_path, names=names)
         parent.children[token] = node
         self._waiting.append(node)
         return node
 
     @property
     def waiting(self) -> list[Node]:
-        """Guesses that are in no run so far, the most probable path first; parents before their children."""
+        """Draft tokens that are in no run yet, the most probable path first; parents before their children."""
         self._waiting = [node for node in self._waiting if node.run < 0 and not node.dead and node.parent]
         self._waiting.sort(key=lambda node: (-node.log_path, node.pos))
         return self._waiting
@@ -168,7 +182,7 @@ class Tree:
     def advance(self, token: int) -> list[Node]:
         """The token after the root is known: it becomes the root. Returns the nodes that died of it."""
         old = self.root
-        child = old.children.pop(token, None) or Node(token, old.pos + 1)
+        child = old.children.pop(token, None) or Node(token=token, pos=old.pos + 1)
         dead = list(old.below())
         for node in dead:
             node.dead = True
@@ -203,3 +217,22 @@ class Tree:
             self._free(seq)
         self._ids.kept += 1
         self.n_submitted = 0
+
+    def validate(self) -> frozenset[int]:
+        """Check what must hold of an open tree; returns its ids. Raises AssertionError."""
+        submitted = 0
+        for node in (self.root, *self.root.below()):
+            assert not node.dead, f"{node.token} at {node.pos} is dead and in the tree"
+            for token, child in node.children.items():
+                assert (child.token, child.pos, child.parent) == (token, node.pos + 1, node)
+                assert child.seqs <= node.seqs or not child.submitted, f"{child.seqs} are no ids of the parent"
+                assert node.submitted or not child.submitted, "a child is submitted before its parent"
+            assert bool(node.seqs) == node.submitted
+            submitted += node is not self.root and node.submitted
+        assert submitted == self.n_submitted
+        assert self.own in self._tips
+        for seq, tip in self._tips.items():
+            assert tip.within(self.root), f"the tip of id {seq} is not in the tree"
+            assert seq in tip.seqs or (seq == self.own and tip is self.root)
+            assert not any(seq in child.seqs for child in tip.children.values()), f"id {seq} goes on below its tip"
+        return frozenset(self._tips)

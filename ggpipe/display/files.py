@@ -1,4 +1,4 @@
-"""Files that measurements are written to, and what the user is told when that does not work."""
+"""Write files; one-line errors where that fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ggpipe.errors import UsageError
 
 
 def check_writable(path: Path) -> None:
-    """To be called before a long run. Raises UsageError when the file cannot be written."""
+    """Check, before a long run, that a file can be written. Raises UsageError when it cannot."""
     try:
         if path.is_dir():
             raise UsageError(f"cannot write to {path}: it is a directory")
@@ -27,7 +27,7 @@ def check_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """To be called before a long run: the folder is there afterwards. Raises UsageError when that cannot be."""
+    """Make a folder before a long run. Raises UsageError when that fails, or it cannot be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:

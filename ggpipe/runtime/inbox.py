@@ -76,7 +76,7 @@ class Inbox(Generic[T]):
         self._bell.ring()
 
     def wake(self) -> None:
-        """Have the main thread look what there is. From any thread."""
+        """End the wait of the main thread, which then polls. From any thread."""
         self._bell.ring()
 
     def pump(self) -> bool:

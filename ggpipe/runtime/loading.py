@@ -3,143 +3,191 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+import msgspec
 
 from ggpipe.config import ContextConfig
-from ggpipe.core.events import Limits
 from ggpipe.core.layout import Layout, lay_out
-from ggpipe.engine import machine
-from ggpipe.engine.model_file import ModelFile
-from ggpipe.engine.stage import Cut
-from ggpipe.engine.vocab import Vocab
+from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
-from ggpipe.runtime import startup
-from ggpipe.runtime.hub import FromDraft, Hub
-from ggpipe.runtime.runner import Loaded, Loading
-from ggpipe.runtime.stats import RankStats
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.stage import Cut
+from ggpipe.llama.vocab import Vocab, VocabOutline
+from ggpipe.runtime import handshake
+from ggpipe.runtime.control_channel import Received
+from ggpipe.runtime.head import Head, LoadedHead
+from ggpipe.runtime.pipeline import Pipeline
+from ggpipe.runtime.stage_thread import Loaded, Loading, Outcome, Passed, StageThread
+from ggpipe.transport.base import HEAD
+from ggpipe.transport.control import DraftVocab, Hello, Load, StageLoaded, StageLoading, StartDraft
+
+
+def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
+    """Agree with all ranks, then load everywhere; `head.ranks` shows how far each is, `on_progress` when it changed.
+
+    Raises the first error that any rank met, and RunError when the user stops it.
+    """
+    config, ranks = head.config, head.ranks
+    agreed = _agree(head)
+    layout, draft_layout = agreed.layout, agreed.draft_layout
+    for rank, hello in enumerate(agreed.hellos):
+        part = draft_layout if draft_layout is not None and hello.holds_draft else layout
+        ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
+        if rank != HEAD:
+            head.channel.send(rank, Load(part))
+    with contextlib.ExitStack() as loaded:  # closed again when loading fails
+        pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed.model_file)))
+        vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
+        outline: VocabOutline | None = None
+        progress = _Progress(head, len(layout.stage_ranks) + len(draft_layout.stage_ranks if draft_layout else ()))
+        while not progress.done or (draft_layout is not None and outline is None):
+            event = head.next()
+            _go_on(head)
+            match event:
+                case Received(_, DraftVocab() as received):
+                    outline = VocabOutline(**msgspec.structs.asdict(received))
+                case _:
+                    progress.take(event)
+            on_progress()
+        handshake.check_cuts(progress.cuts_of(layout), agreed.model_file.architecture)
+        ranks[HEAD].resident_bytes = machine.resident_bytes()
+        draft_rank: int | None = None
+        if config.draft is not None and draft_layout is not None and outline is not None:
+            handshake.check_cuts(progress.cuts_of(draft_layout), agreed.hellos[draft_layout.head].architecture)
+            vocabularies = vocab.with_draft(outline)
+            cannot = [f for f, able in (("model", vocab.rolls_back), ("draft.model", outline.rolls_back)) if not able]
+            for field in cannot:
+                agreed.warnings.append(f"`{field}` cannot roll back its KV state: running without speculation")
+            if not cannot:
+                draft_rank = draft_layout.head
+                limits = _limits(config.draft.context, draft_layout, progress.sizes_of(draft_layout), config.n_requests)
+                head.channel.send(draft_rank, StartDraft(limits, vocabularies))
+        limits = _limits(config.context, layout, progress.sizes_of(layout), config.n_requests)
+        loaded.pop_all()
+        return LoadedHead(head, pipeline, draft_rank, vocab, limits, tuple(agreed.warnings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """All ranks fit together, and each has its layers."""
+
+    model_file: ModelFile
+    hellos: list[Hello]
+    """Of all ranks, in order."""
+    layout: Layout
+    draft_layout: Layout | None
+    warnings: list[str]
+
+
+def _agree(head: Head) -> _Agreed:
+    config, transport = head.config, head.transport
+    model_file = ModelFile.open(config.model.path)
+    others = head.channel.gather(Hello, range(1, transport.size), head.next, lambda _: _go_on(head))
+    hellos = [handshake.hello(transport, model_file, False), *others.values()]
+    warnings = handshake.compare(hellos)
+    n_target = transport.size - config.n_draft_ranks
+    draft_layout: Layout | None = None
+    if config.draft is not None:
+        draft_layout = lay_out(hellos[n_target].n_layer, config.n_draft_ranks, config.draft.shares, n_target)
+    return _Agreed(
+        model_file=model_file,
+        hellos=hellos,
+        layout=lay_out(model_file.n_layer, n_target, config.pipeline.shares),
+        draft_layout=draft_layout,
+        warnings=warnings,
+    )
+
+
+def _go_on(head: Head) -> None:
+    """Raises RunError when the user stops the loading."""
+    if head.stopping:
+        raise RunError("stopped while loading")
+
+
+def _target_pipeline(head: Head, layout: Layout, model_file: ModelFile) -> Pipeline:
+    """The target's pipeline; our own stage begins to load, if we hold layers."""
+    inbox, transport = head.channel.inbox, head.transport
+
+    def start(deliver: Callable[[Outcome], None]) -> StageThread:
+        def deliver_here(outcome: Outcome) -> None:
+            deliver(outcome)
+            if isinstance(outcome, Passed):
+                inbox.wake()  # from now on an answer may come
+
+        load = handshake.stage_loader(head.config, transport, model_file, layout.layers_of(HEAD), False)
+        send = deliver_here if transport.sends_from_any_thread else inbox.put
+        thread = StageThread(HEAD, load, inbox.put, send, poll_s=handshake.poll_s(head.config))
+        inbox.relieved = thread.relief_s
+        return thread
+
+    return Pipeline(transport, layout, HEAD, inbox.put, start if HEAD in layout.stage_ranks else None)
+
+
+def _limits(context: ContextConfig, layout: Layout, sizes: _Sizes, n_requests: int) -> Limits:
+    return Limits(
+        n_ctx=sizes.n_ctx,
+        n_batch=sizes.n_batch,
+        n_ubatch=context.n_ubatch,
+        n_in_flight=len(layout.stages) + 1,
+        n_seq=context.n_seq,
+        n_requests=n_requests,
+    )
 
 
 @dataclass(frozen=True)
-class Models:
-    """What a session serves with, once everything is loaded."""
+class _Sizes:
+    """Of a context that libllama made."""
 
-    vocab: Vocab
-    limits: Limits
-    can_speculate: bool
-    warnings: tuple[str, ...]
-
-
-def load_all(hub: Hub, on_progress: Callable[[], None], stopped: Callable[[], bool]) -> Models:
-    """Agree with all ranks, then load everywhere; `hub.ranks` shows how far each is, `on_progress` when it changed.
-
-    Raises the first error that any rank met, and RunError when `stopped` says so.
-    """
-    config, transport, ranks = hub.config, hub.transport, hub.ranks
-    model_file = ModelFile.open(config.model.path)
-    draft_file = ModelFile.open(config.draft.model.path) if config.draft and hub.draft_inside else None
-    own = startup.hello(transport, model_file, False)
-    others = hub.gather("hello", lambda _: None)
-    hellos = [own, *(others[rank] for rank in sorted(others))]
-    warnings = startup.compare(hellos)
-    n_target = transport.size - config.n_draft_ranks
-    layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares)
-    draft_layout: Layout | None = None
-    if draft_file is not None:
-        draft_layout = Layout(((0, draft_file.n_layer),))
-    elif config.draft is not None:
-        n_layer = hellos[n_target]["n_layer"]
-        draft_layout = lay_out(n_layer, config.n_draft_ranks, config.draft.shares, n_target)
-    for content in hellos:
-        rank = content["rank"]
-        part = draft_layout if draft_layout is not None and content["draft"] else layout
-        ranks[rank].host, ranks[rank].layers = content["host"], part.layers_of(rank)
-        if rank > 0:
-            hub.tell(rank, "load", layers=part.layers, head=part.head)
-    hub.open_pipe(layout, model_file)
-    if draft_layout is not None:
-        hub.open_draft_pipe(draft_layout, draft_file)
-        if draft_file is not None:
-            ranks[-1].host, ranks[-1].layers = own["host"], draft_layout.layers_of(0)
-    vocab = Vocab(model_file, config.model)
-    try:
-        outline: dict[str, Any] | None = None
-        if draft_file is not None and config.draft is not None:
-            draft_vocab = Vocab(draft_file, config.draft.model)
-            outline = draft_vocab.outline()
-            draft_vocab.close()
-        loading = _Stages(hub, len(layout.stages) + len(draft_layout.stages if draft_layout else ()))
-        while not loading.done or (draft_layout is not None and outline is None):
-            event = hub.next()
-            if stopped():
-                raise RunError("stopped while loading")
-            if isinstance(event, dict) and event["kind"] == "vocab":
-                outline = event
-            else:
-                loading.take(event)
-            on_progress()
-        startup.check_cuts(loading.cuts_of(layout, False), model_file.architecture)
-        if draft_layout is not None and draft_file is None:
-            startup.check_cuts(loading.cuts_of(draft_layout, True), hellos[draft_layout.head]["architecture"])
-        can_speculate = outline is not None
-        if outline is not None:
-            vocab.check_draft(outline)
-            hub.meaningless = tuple(range(vocab.n_tokens, len(outline["texts"])))
-            for flag, able in (("-m", vocab.rolls_back), ("-md", outline["rolls_back"])):
-                if not able:
-                    can_speculate = False
-                    warnings.append(f"the model of {flag} cannot take tokens back, so nothing is guessed ahead")
-    except BaseException:
-        vocab.close()
-        raise
-    ranks[0].resident_bytes = machine.resident_bytes()
-    if config.draft is not None and draft_layout is not None and can_speculate:
-        hub.start_draft(asdict(_limits(config.draft.context, draft_layout, loading.n_ctx[True])))
-    return Models(vocab, _limits(config.context, layout, loading.n_ctx[False]), can_speculate, tuple(warnings))
+    n_ctx: int
+    """KV cells."""
+    n_batch: int
+    """Tokens of a prompt in a batch."""
 
 
-def _limits(context: ContextConfig, layout: Layout, n_ctx: int) -> Limits:
-    return Limits(n_ctx, context.n_batch, context.n_ubatch, len(layout.stages) + 1, context.n_seq)
+class _Progress:
+    """How far the loading of all ranks with layers is."""
 
-
-class _Stages:
-    """How far all stages' loading is."""
-
-    def __init__(self, hub: Hub, n_stages: int) -> None:
-        self._hub = hub
-        self._n_stages = n_stages
-        self._cuts: dict[tuple[int, bool], Cut] = {}
-        self.n_ctx: dict[bool, int] = {}
-        """Of the target's context (False) and the draft's (True)."""
+    def __init__(self, head: Head, n_ranks: int) -> None:
+        self._head = head
+        self._n_ranks = n_ranks
+        self._cuts: dict[int, Cut] = {}
+        self._sizes: dict[int, _Sizes] = {}
 
     @property
     def done(self) -> bool:
-        return len(self._cuts) == self._n_stages
+        return len(self._cuts) == self._n_ranks
 
-    def cuts_of(self, layout: Layout, draft: bool) -> list[Cut]:
-        return [self._cuts[rank, draft] for rank in layout.stages]
+    def cuts_of(self, layout: Layout) -> list[Cut]:
+        return [self._cuts[stage.ranks[0]] for stage in layout.stages]
+
+    def sizes_of(self, layout: Layout) -> _Sizes:
+        """Of the contexts of all its stages, which are alike."""
+        return self._sizes[layout.stage_ranks[0]]
 
     def take(self, event: object) -> None:
-        inside = isinstance(event, FromDraft)
-        own = self._hub.ranks[-1 if inside else 0]
-        match event.notice if isinstance(event, FromDraft) else event:
+        ranks = self._head.ranks
+        match event:
             case Loaded(stage, load_s):
-                own.load_s, own.threads = load_s, startup.threads_of(self._hub.config, self._hub.transport, inside)
-                self._loaded(own, stage.cut, stage.n_ctx)
-            case Loading(done, total):
-                own.loaded_bytes, own.load_bytes = done, total
-            case dict() as told if told["kind"] == "loading":
-                stats = self._hub.ranks[told["rank"]]
-                stats.loaded_bytes, stats.load_bytes = told["done"], told["all"]
-            case dict() as told if told["kind"] == "loaded":
-                stats = self._hub.ranks[told["rank"]]
-                stats.load_s, stats.threads = told["load_s"], tuple(told["threads"])
-                stats.resident_bytes = told["resident_bytes"]
-                cut = Cut(collections.Counter(told["wanted"]), collections.Counter(told["produced"]))
-                self._loaded(stats, cut, told["n_ctx"])
+                own = ranks[HEAD]
+                own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, False)
+                self._loaded(HEAD, stage.cut, _Sizes(stage.n_ctx, stage.n_batch))
+            case Loading(done_bytes, total_bytes):
+                ranks[HEAD].loaded_bytes, ranks[HEAD].load_bytes = done_bytes, total_bytes
+            case Received(rank, StageLoading(done_bytes, total_bytes)):
+                ranks[rank].loaded_bytes, ranks[rank].load_bytes = done_bytes, total_bytes
+            case Received(rank, StageLoaded() as loaded):
+                stats = ranks[rank]
+                stats.load_s, stats.threads = loaded.load_s, loaded.threads
+                if stats.rank == rank:  # a process of its own
+                    stats.resident_bytes = loaded.resident_bytes
+                cut = Cut(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
+                self._loaded(rank, cut, _Sizes(loaded.n_ctx, loaded.n_batch))
 
-    def _loaded(self, stats: RankStats, cut: Cut, n_ctx: int) -> None:
+    def _loaded(self, rank: int, cut: Cut, sizes: _Sizes) -> None:
+        stats = self._head.ranks[rank]
         stats.loaded_bytes = stats.load_bytes = max(stats.load_bytes, 1)
-        self._cuts[stats.rank, stats.draft] = cut
-        self.n_ctx[stats.draft] = n_ctx
+        self._cuts[rank], self._sizes[rank] = cut, sizes

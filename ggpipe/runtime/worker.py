@@ -2,161 +2,156 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from ggpipe.config import EngineConfig
-from ggpipe.core.events import Limits
+from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.layout import Layout
-from ggpipe.core.messages import MicroBatch, RunRecord
-from ggpipe.engine import machine
-from ggpipe.engine.model_file import ModelFile
-from ggpipe.engine.vocab import Vocab
-from ggpipe.errors import GgpipeError
-from ggpipe.runtime import startup
-from ggpipe.runtime.drafter import DraftHead
-from ggpipe.runtime.inbox import Inbox
-from ggpipe.runtime.pipe import Pipe
-from ggpipe.runtime.runner import Broke, Ended, Loaded, Loading, Notice, Passed, Runner
+from ggpipe.core.messages import RunRecord
+from ggpipe.errors import GgpipeError, RunError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.vocab import Vocab
+from ggpipe.runtime import handshake
+from ggpipe.runtime.control_channel import ControlChannel, Received
+from ggpipe.runtime.draft_head import DraftHead
+from ggpipe.runtime.pipeline import Pipeline
+from ggpipe.runtime.stage_thread import Broke, Ended, Loaded, Loading, Notice, Outcome, Passed, StageThread
 from ggpipe.transport import codec
-from ggpipe.transport.base import Kind, Message, Transport
+from ggpipe.transport.base import HEAD, Kind, Message, Transport
+from ggpipe.transport.control import (
+    AskClock,
+    AskUsage,
+    Clock,
+    DraftVocab,
+    Load,
+    Quit,
+    StageLoaded,
+    StageLoading,
+    StartDraft,
+    Usage,
+)
 
-_HEAD = 0
+_LONG_S = 3600.0
 
 
 class Worker:
-    """Serves until the head says quit."""
+    """Joins, loads its layers, and serves until the head sends Quit. Its errors go to the head."""
 
-    def __init__(self, transport: Transport, config: EngineConfig) -> None:
+    def __init__(self, transport: Transport, config: EngineConfig, process_rank: int | None = None) -> None:
+        """`process_rank`: the rank of this process, where that is another one than the transport's."""
         self._transport = transport
+        self._process_rank = transport.rank if process_rank is None else process_rank
         self._config = config
-        self._inbox: Inbox[Notice] = Inbox(transport)
-        self._model_file: ModelFile | None = None
-        self._draft = startup.is_draft(config, transport)
-        self._pipe: Pipe | None = None
-        self._draft_head: DraftHead | None = None
-        self._done = False
-        self.exit_code = 0
+        self._channel: ControlChannel[Notice] = ControlChannel(transport)
+        self._inbox = self._channel.inbox
+        self._draft = config.draft if handshake.is_draft(config, transport) else None
+        """The draft model, if this rank serves it."""
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
         try:
-            model = self._config.draft.model if self._draft and self._config.draft else self._config.model
-            self._model_file = ModelFile.open(model.path)
-            self._tell("hello", **startup.hello(self._transport, self._model_file, self._draft))
+            model = self._draft.model if self._draft is not None else self._config.model
+            model_file = ModelFile.open(model.path)
+            self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._draft is not None))
+            match self._channel.receive().message:
+                case Quit(exit_code):
+                    return exit_code
+                case Load(layout):
+                    with contextlib.closing(self._load(layout, model_file)) as pipeline:
+                        return self._serve(pipeline)
+                case message:
+                    raise RunError(f"the head sent {type(message).__name__} instead of Load: use one ggpipe everywhere")
         except GgpipeError as e:
-            self._fail(e)
-        while not self._done:
-            try:
-                wait_s = self._draft_head.wait_s() if self._draft_head else None
-                event = self._inbox.next(3600 if wait_s is None else wait_s)
-                if isinstance(event, Message):
-                    self._on_message(event)
-                elif event is not None:
-                    self._on_notice(event)
-                elif self._draft_head is not None:
-                    self._draft_head.tick()
-            except GgpipeError as e:
-                self._fail(e)
-        if self._pipe is not None and self._pipe.runner is not None:
-            self._pipe.runner.close()
-        return self.exit_code
+            self._channel.fail(e)
+        while True:
+            with contextlib.suppress(GgpipeError):
+                match self._channel.receive().message:
+                    case Quit(exit_code):
+                        return exit_code
 
-    def _on_message(self, message: Message) -> None:
-        match message.kind:
-            case Kind.CANCEL if self._pipe is not None and self._pipe.runner is not None:
-                self._pipe.runner.cancel(codec.read_ids(message.payload))
-            case Kind.CONTROL:
-                self._on_control(codec.read_control(message.payload))
-            case Kind.STEER if self._draft_head is not None:
-                self._draft_head.handle(codec.read_steering(message.payload))
-            case Kind.RESULT if self._draft_head is not None:
-                self._draft_head.ended(codec.read_result(message.payload))
-
-    def _on_control(self, content: dict[str, Any]) -> None:
-        match content["kind"]:
-            case "load":
-                self._load(Layout(tuple((a, b) for a, b in content["layers"]), content["head"]))
-            case "draft":
-                assert self._pipe is not None
-                self._draft_head = DraftHead(self._pipe, Limits(**content["limits"]), self._send_guesses)
-            case "clock":
-                self._tell("clock", rank=self._transport.rank, now=time.monotonic())
-            case "stats":
-                cpu_s, resident_bytes = time.process_time(), machine.resident_bytes()
-                self._tell("stats", rank=self._transport.rank, cpu_s=cpu_s, resident_bytes=resident_bytes)
-            case "quit":
-                self.exit_code = content["code"]
-                self._done = True
-
-    def _load(self, layout: Layout) -> None:
-        assert self._model_file is not None
+    def _load(self, layout: Layout, model_file: ModelFile) -> Pipeline:
+        """Our place in the pipeline of the target, or of the draft; our stage begins to load, if we hold layers."""
         rank = self._transport.rank
-        self._pipe = Pipe(self._transport, layout, rank, self._ended)
-        heads = self._draft and rank == layout.head
-        if heads:
-            assert self._config.draft is not None
-            vocab = Vocab(self._model_file, self._config.draft.model)
-            self._tell("vocab", **vocab.outline())
-            vocab.close()
-        if rank not in layout.stages:  # the draft's head, when it only coordinates
-            return
-        load = startup.stage_loader(
-            self._config, self._transport, self._model_file, layout.layers_of(rank), self._draft
+        leads = self._draft is not None and rank == layout.head
+        if self._draft is not None and leads:
+            with contextlib.closing(Vocab(model_file, self._draft.model)) as vocab:
+                self._channel.send(HEAD, DraftVocab(**asdict(vocab.outline())))
+
+        def start(deliver: Callable[[Outcome], None]) -> StageThread:
+            load = handshake.stage_loader(
+                self._config, self._transport, model_file, layout.layers_of(rank), self._draft is not None
+            )
+            deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
+            pump = self._inbox.pump if self._transport.must_poll and not leads else None
+            thread = StageThread(
+                self._process_rank, load, self._inbox.put, deliver, pump, handshake.poll_s(self._config)
+            )
+            self._inbox.take_run = lambda message: thread.submit_message(message.payload)
+            self._inbox.relieved = thread.relief_s
+            return thread
+
+        def ended(outcome: Ended) -> None:
+            """Called in the stage's thread where the transport allows."""
+            if layout.head == rank:
+                self._inbox.put(outcome)
+            else:
+                self._transport.send(layout.head, Kind.RESULT, codec.result_message(outcome.result))
+
+        return Pipeline(self._transport, layout, rank, ended, start if rank in layout.stage_ranks else None)
+
+    def _serve(self, pipeline: Pipeline) -> int:
+        """Handle all that comes until Quit; returns its exit code."""
+        draft_head: DraftHead | None = None  # on the first draft rank, from StartDraft on
+        while True:
+            wait_s = draft_head.wait_s() if draft_head is not None else None
+            try:
+                match self._channel.next(_LONG_S if wait_s is None else wait_s):
+                    case Received(_, Quit(exit_code)):
+                        return exit_code
+                    case Received(_, StartDraft(limits, vocabularies)):
+                        draft_head = DraftHead(pipeline, limits, vocabularies, self._send_micro_batch)
+                    case Received(_, AskClock()):
+                        self._channel.send(HEAD, Clock(time.monotonic()))
+                    case Received(_, AskUsage()):
+                        self._channel.send(HEAD, Usage(time.process_time(), machine.resident_bytes()))
+                    case Message(_, Kind.CANCEL, payload):
+                        pipeline.cancel_own(codec.read_ids(payload))
+                    case Message(_, Kind.STEER, payload) if draft_head is not None:
+                        draft_head.handle(codec.read_steering(payload))
+                    case Message(_, Kind.RESULT, payload) if draft_head is not None:
+                        draft_head.ended(codec.read_result(payload))
+                    case None if draft_head is not None:
+                        draft_head.tick()
+                    case Ended(result) if draft_head is not None:
+                        draft_head.ended(result)
+                    case Passed() | Ended() as outcome:
+                        pipeline.deliver(outcome)
+                    case Loading(done_bytes, total_bytes):
+                        self._channel.send(HEAD, StageLoading(done_bytes, total_bytes))
+                    case Loaded() as loaded:
+                        gc.freeze()  # what is there now stays: the collector can skip it
+                        self._channel.send(HEAD, self._stage_loaded(loaded))
+                    case Broke(error):
+                        self._channel.fail(error)
+            except GgpipeError as e:
+                self._channel.fail(e)
+
+    def _stage_loaded(self, loaded: Loaded) -> StageLoaded:
+        stage = loaded.stage
+        return StageLoaded(
+            load_s=loaded.load_s,
+            threads=handshake.threads_of(self._config, self._transport, self._draft is not None),
+            resident_bytes=machine.resident_bytes(),
+            wanted=dict(stage.cut.wanted),
+            produced=dict(stage.cut.produced),
+            n_ctx=stage.n_ctx,
+            n_batch=stage.n_batch,
         )
-        deliver = self._pipe.deliver if self._transport.sends_from_any_thread else self._inbox.put
-        pump = self._inbox.pump if self._transport.must_poll and not heads else None
-        look_s = startup.look_s(self._config)
-        runner = Runner(rank, load, self._inbox.put, deliver, pump, look_s)
-        self._pipe.runner = runner
-        self._inbox.take_run = self._take_run
-        self._inbox.relieved = runner.relief_s
 
-    def _on_notice(self, notice: Notice) -> None:
-        match notice:
-            case Loading(done, total):
-                self._tell("loading", rank=self._transport.rank, done=done, all=total)
-            case Loaded(stage, load_s):
-                gc.freeze()  # what is there now stays: the collector need not look at it again
-                self._tell(
-                    "loaded",
-                    rank=self._transport.rank,
-                    load_s=load_s,
-                    threads=startup.threads_of(self._config, self._transport, self._draft),
-                    resident_bytes=machine.resident_bytes(),
-                    wanted=stage.cut.wanted,
-                    produced=stage.cut.produced,
-                    n_ctx=stage.n_ctx,
-                )
-            case Ended(result) if self._draft_head is not None:
-                self._draft_head.ended(result)
-            case Passed() | Ended():
-                assert self._pipe is not None
-                self._pipe.deliver(notice)
-            case Broke(error):
-                self._fail(error)
-
-    def _take_run(self, message: Message) -> None:
-        assert self._pipe is not None
-        assert self._pipe.runner is not None
-        self._pipe.runner.submit_message(message.payload)
-
-    def _ended(self, outcome: Ended) -> None:
-        """A run is through, in the last stage; called in the stage's thread where the transport allows."""
-        assert self._pipe is not None
-        head = self._pipe.layout.head
-        if head == self._transport.rank:
-            self._inbox.put(outcome)
-        else:
-            self._transport.send(head, Kind.RESULT, codec.result_message(outcome.result))
-
-    def _send_guesses(self, batch: MicroBatch, records: Sequence[RunRecord]) -> None:
-        self._transport.send(_HEAD, Kind.GUESS, codec.guess_message(batch, records))
-
-    def _tell(self, kind: str, **fields: Any) -> None:
-        self._transport.send(_HEAD, Kind.CONTROL, codec.control_message(kind, **fields))
-
-    def _fail(self, error: GgpipeError) -> None:
-        self._tell("failed", **startup.failure(self._transport, error))
+    def _send_micro_batch(self, batch: MicroBatch, records: Sequence[RunRecord]) -> None:
+        self._transport.send(HEAD, Kind.MICRO_BATCH, codec.micro_batch_message(batch, records))

@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order."""
+"""Virtual time: actions that are planned for a time, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Seconds since the start. Things of the same time happen in the order in which they were planned."""
+    """Seconds since the start. Actions of the same time run in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,15 +16,15 @@ class Clock:
         self._numbers = itertools.count()
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Have this happen then; at once when the time has passed."""
+        """Run an action at this time; next when the time has passed."""
         heapq.heappush(self._plans, (max(time_s, self.now), next(self._numbers), action))
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Have this happen so many seconds from now."""
+        """Run an action after this delay."""
         heapq.heappush(self._plans, (self.now + delay_s, next(self._numbers), action))
 
     def step(self) -> bool:
-        """Let the next thing happen; False when there is none."""
+        """Run the next action; False when there is none."""
         if not self._plans:
             return False
         self.now, _, action = heapq.heappop(self._plans)

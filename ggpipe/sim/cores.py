@@ -1,4 +1,4 @@
-"""A node's cores, and what happens when more threads want them than there are."""
+"""A node's cores, and how threads share them when there are more threads than cores."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from ggpipe.sim.clock import Clock
 
 NICE_WEIGHT = 110 / 1024
-"""What a thread at nice 10 gets of a core for each part that an ordinary one gets (Linux' scheduler)."""
+"""A thread's share of a core at nice 10, relative to an ordinary thread's (Linux' scheduler)."""
 
 STICKS_S = 4e-3
-"""A thread at nice 10 that works so briefly stays on the core where it woke up, although another one may be free more
-often: the kernel moves threads to free cores every few milliseconds."""
+"""A thread at nice 10 that works for less than this stays on the core where it woke up, even if another core is free:
+the kernel moves threads to free cores every few milliseconds."""
 
 
 class Task:
@@ -22,9 +22,10 @@ class Task:
     def __init__(
         self, work_s: float, threads: int, weight: float, done: Callable[[], None], sticks: bool = False
     ) -> None:
-        """`work_s`: seconds with a core for each thread and nothing beside. `done` is called when it is through.
+        """`work_s`: seconds with a core for each thread and no other work. `done` is called at its end.
 
-        `sticks`: once other work takes all cores but a part of one, it gets no more than its weight.
+        `sticks`: it stays on its core, see `STICKS_S`: once other work takes all but a part of a core, the task gets
+        its weight alone.
         """
         self.left_s = work_s
         self.sticks = sticks
@@ -40,7 +41,7 @@ class Cores:
     """Tasks get cores by their weights, at most one for each thread; all of them progress at the same time.
 
     `crowd`: how fast a core is while all others are busy, as a share of its speed alone: cores share memory, caches,
-    and sometimes the very core.
+    and sometimes the core itself.
     """
 
     def __init__(self, clock: Clock, n: int, crowd: float = 1.0) -> None:
@@ -49,28 +50,28 @@ class Cores:
         self._crowd = crowd
         self._tasks: list[Task] = []
         self._wanted = 0
-        self._looking = 0.0
+        self._polling = 0.0
         self._n_stuck = 0
 
     def start(self, task: Task) -> None:
-        """Begin to work on it."""
+        """Begin to work on a task."""
         task.since = self._clock.now
         self._tasks.append(task)
         self._wanted += task.threads
         self._n_stuck += task.sticks
-        if self._are_enough:  # as mostly on clusters: nobody is in the way
+        if self._are_enough:  # the usual case on clusters
             self._set_rate(task, 1.0)
         else:
             self._share(task)
 
-    def look(self, more: float) -> None:
-        """From now on, looking for messages takes so much more, or less, of a core."""
-        self._looking = max(self._looking + more, 0.0)
+    def poll(self, more: float) -> None:
+        """Change the share of a core that polling takes, by `more`."""
+        self._polling = max(self._polling + more, 0.0)
         if self._tasks:
             self._share(None)
 
     def stop(self, task: Task) -> None:
-        """Give it up before it is through."""
+        """Stop a task before its end."""
         task.version += 1
         self._remove(task)
 
@@ -83,7 +84,7 @@ class Cores:
             self._share(None)
 
     def _share(self, new: Task | None) -> None:
-        """Set all rates anew, and plan the ends of tasks whose rate changed."""
+        """Update all rates, and plan the ends of tasks whose rate changed."""
         if self._are_enough:
             for task in self._tasks:
                 if task.rate != 1.0:
@@ -100,15 +101,15 @@ class Cores:
 
     @property
     def _are_enough(self) -> bool:
-        """Each task has what it wants of the cores."""
-        return self._crowd == 1.0 and not self._n_stuck and self._wanted + self._looking <= self._n
+        """Each thread has a core of its own."""
+        return self._crowd == 1.0 and not self._n_stuck and self._wanted + self._polling <= self._n
 
     @property
     def _taken(self) -> float:
-        return min(self._looking, self._n / 2)
+        return min(self._polling, self._n / 2)
 
     def _spread(self) -> list[float]:
-        """Cores for each task: by weight, none more than its threads can use. Looks are short, so they come first."""
+        """Cores for each task: by weight, none more than its threads can use. Polls are short, so they come first."""
         wanted = [float(task.threads) for task in self._tasks]
         cores, hungry, free = [0.0] * len(wanted), list(range(len(wanted))), self._n - self._taken
         while hungry and free > 1e-12:
@@ -146,7 +147,7 @@ class Cores:
 
 
 class OwnCores(Cores):
-    """As Cores, for a node that does one thing at a time: most nodes of a cluster, so it is kept short."""
+    """As Cores, for a node that runs one task at a time, as most nodes of a cluster do: a fast path."""
 
     def start(self, task: Task) -> None:
         """See Cores."""

@@ -1,4 +1,4 @@
-"""How long a stage takes for a run: from what its node can do, or from what was measured on it."""
+"""How long a stage takes for a run: from its node's speed, or from measurements on the node."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ggpipe.sim.profile import Point
+from ggpipe.cluster.profile import Point
 
 
 class Cost(Protocol):
-    """Seconds in the decode of a run, with cores of its own."""
+    """Decode time of a run whose cores do no other work."""
 
     def seconds(self, n_rows: int, n_past: int) -> float:
-        """For `n_rows` tokens behind `n_past` tokens."""
+        """Seconds for `n_rows` tokens behind `n_past` tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Memory or arithmetic, whichever takes longer (Williams et al., 2009), and what an empty run takes."""
+    """Memory or arithmetic, whichever takes longer (Williams et al., 2009), and the time of an empty run."""
 
     weight_bytes: float
-    """Read once in a run."""
+    """Bytes of weights, read once in a run."""
     cell_bytes: float
-    """Of KV cache, for each token of the context, read once in a run."""
+    """Bytes of KV cache for each token of the context, read once in a run."""
     token_flop: float
-    """For each token of the run."""
+    """Operations for each token of the run."""
     bytes_per_s: float
     flop_per_s: float
     fixed_s: float = 0.0
     expert_bytes: float = 0.0
-    """Of the weights, those of experts."""
+    """Bytes of weights that are experts'."""
     untouched: float = 0.0
     """Share of the experts that a token does not use."""
 
@@ -42,11 +42,11 @@ class Roofline:
         return self.fixed_s + max(reading_s, n_rows * self.token_flop / self.flop_per_s)
 
 
-class Measured:
-    """Between what was measured, and on in straight lines beyond it."""
+class MeasuredCost:
+    """Linear between measured points, and beyond them."""
 
     def __init__(self, points: Sequence[Point], scale: float = 1.0, fixed_s: float = 0.0) -> None:
-        """`scale`: so much larger is the stage than the measured one, not counting `fixed_s`."""
+        """`scale`: the stage's time relative to the measured one's, without `fixed_s`."""
         by_past: dict[int, dict[int, float]] = {}
         for point in points:
             seconds = fixed_s + (point.seconds - fixed_s) * scale
@@ -68,7 +68,7 @@ class Measured:
 
 
 class _Line:
-    """Straight from point to point; a single point is proportional beyond itself."""
+    """Linear from point to point; beyond a single point proportional to it."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self._x = [x for x, _ in points]
@@ -77,7 +77,7 @@ class _Line:
         self._known: dict[int, float] = {}
 
     def at(self, x: int) -> float:
-        """The value there; at least half of the first point's."""
+        """The value at x; at least half of the first point's."""
         if x not in self._known:
             self._known[x] = self._work_out(x)
         return self._known[x]

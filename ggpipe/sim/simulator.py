@@ -8,17 +8,18 @@ import math
 from dataclasses import dataclass, replace
 
 from ggpipe.config import SpeculationConfig
-from ggpipe.core.drafting import Drafter, DraftEvent, Send
+from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.drafters.base import DraftEvent, Send
+from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import (
     Action,
     Arrived,
     Cancel,
+    Drafted,
     Emit,
     Event,
     Finished,
-    Guessed,
-    Limits,
-    Request,
+    RunDone,
     RunEnded,
     Sample,
     Sampled,
@@ -26,35 +27,25 @@ from ggpipe.core.events import (
     Submit,
     Tick,
 )
-from ggpipe.core.messages import (
-    KvKind,
-    KvOp,
-    MicroBatch,
-    Row,
-    RowLogits,
-    Run,
-    RunRecord,
-    Span,
-    Steering,
-    Want,
-    WantKind,
-)
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
+from ggpipe.core.request import Limits, Request
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.runtime.stats import RankStats, RequestStats
+from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.sim.clock import Clock
-from ggpipe.sim.cluster import Cluster
 from ggpipe.sim.cores import Cores, OwnCores
-from ggpipe.sim.pipeline import Network, Process, VirtualPipeline
-from ggpipe.sim.tokens import Tokens
+from ggpipe.sim.network import Network
+from ggpipe.sim.stage import Process, VirtualPipeline
+from ggpipe.sim.text import Tokens
+from ggpipe.sim.virtual_cluster import VirtualCluster
+from ggpipe.transport.base import HEAD
 
-_HEAD = 0
-_STEER_BYTES, _GUESS_BYTES = 200, 400
+_STEER_BYTES, _MICRO_BATCH_BYTES = 200, 400
 _ONE = Want(WantKind.TOP, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the context and the batches hold, as `-c`, `-b` and `-ub`."""
+    """What the context and the batches hold, as `n_ctx`, `n_batch` and `n_ubatch` of ContextConfig."""
 
     n_ctx: int = 4096
     n_batch: int = 2048
@@ -64,7 +55,7 @@ class Sizes:
 
 
 def simulate(
-    cluster: Cluster,
+    cluster: VirtualCluster,
     tokens: Tokens,
     speculation: SpeculationConfig,
     n_predict: int,
@@ -92,7 +83,7 @@ def simulate(
 
 class _Simulation:
     def __init__(
-        self, cluster: Cluster, tokens: Tokens, speculation: SpeculationConfig, n_predict: int, sizes: Sizes
+        self, cluster: VirtualCluster, tokens: Tokens, speculation: SpeculationConfig, n_predict: int, sizes: Sizes
     ) -> None:
         clock = self._clock = Clock()
         self._overheads = cluster.overheads
@@ -101,19 +92,18 @@ class _Simulation:
         network = self._network = Network(clock, cluster)
         n_stages = len(cluster.target.layout.stages)
         self._tokens = tokens
-        self._process = processes[_HEAD]
+        self._process = processes[HEAD]
         self._scheduler = Scheduler(_limits(sizes, sizes.n_in_flight or n_stages + 1, speculation))
         self._pipeline = VirtualPipeline(
-            clock, network, cores, processes, cluster, cluster.target, _HEAD, self._result_arrived
+            clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
         )
         self._draft: _VirtualDraft | None = None
         if cluster.draft is not None and speculation.mode != "iterative":
             self._draft = _VirtualDraft(clock, network, cores, processes, cluster, tokens, sizes, speculation, self)
-        self._request = Request(1, tokens.prompt, n_predict, speculation)
+        self._request = Request(id=1, prompt=tokens.prompt, n_predict=n_predict, speculation=speculation)
         self.stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation)
         self.stats.ranks = _ranks(cluster)
         self._parts = {(rank.rank, rank.draft): rank for rank in self.stats.ranks}
-        self._runs: dict[int, tuple[int, int]] = {}
         self._wakes_at = math.inf
         self._finished = False
 
@@ -137,22 +127,24 @@ class _Simulation:
         actions, n_messages = collections.deque(first), 0
         while actions:
             match actions.popleft():
-                case Submit(run, n_guesses):
-                    self._runs[run.id] = len(run.rows), n_guesses
+                case Submit(run):
                     n_messages += self._pipeline.submit(run)
                 case Cancel(runs):
                     n_messages += self._pipeline.cancel(runs)
+                case RunDone(record):
+                    self.stats.runs.append(record)
+                    self._count(record.spans, False)
                 case Sample(request, _):
                     token = self._tokens.text[self.stats.n_generated]
                     actions.extend(self._scheduler.handle(Sampled(request, token, False, _ONE), self._clock.now))
-                case Emit(_, _, guessed):
+                case Emit(_, _, drafted):
                     self.stats.token_times.append(self._clock.now)
-                    self.stats.guessed.append(guessed)
+                    self.stats.drafted.append(drafted)
                 case Steer(message):
                     assert self._draft is not None
                     n_messages += self._draft.steer(message)
                 case Finished(_, reason):
-                    self.stats.finish = reason.value
+                    self.stats.finish = reason
                     self.stats.ended = self._clock.now
                     self._finished = True
         if n_messages:
@@ -169,27 +161,22 @@ class _Simulation:
 
     def _result_arrived(self, run: Run, spans: tuple[Span, ...]) -> None:
         def ended() -> None:
-            n_rows, n_guesses = self._runs.pop(run.id)
-            if n_rows:
-                self.stats.runs.append(RunRecord(run.id, n_rows, n_guesses, run.cancelled, spans))
-                self._count(spans, False)
             rows = () if run.cancelled else tuple(_answer(i) for i, row in enumerate(run.rows) if row.want >= 0)
-            slowest_s = max((span.compute_s for span in spans), default=0.0)
-            self._handle(RunEnded(run.id, rows, slowest_s, sum(span.busy_s for span in spans)))
+            self._handle(RunEnded(RunResult(run.id, rows, spans, run.cancelled)))
 
-        self._process.hear(spans[-1].rank, ended)
+        self._process.receive(spans[-1].rank, ended)
 
-    def guesses_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
+    def micro_batch_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
         """The draft's message is there."""
 
-        def guessed() -> None:
+        def drafted() -> None:
             self.stats.draft_runs += records
             for record in records:
                 self._count(record.spans, True)
-            self._handle(Guessed(batch))
+            self._handle(Drafted(batch))
 
         assert self._draft is not None
-        self._process.hear(self._draft.rank, guessed)
+        self._process.receive(self._draft.rank, drafted)
 
     def _count(self, spans: tuple[Span, ...], draft: bool) -> None:
         for span in spans:
@@ -205,7 +192,7 @@ class _VirtualDraft:
         network: Network,
         cores: list[Cores],
         processes: list[Process],
-        cluster: Cluster,
+        cluster: VirtualCluster,
         tokens: Tokens,
         sizes: Sizes,
         speculation: SpeculationConfig,
@@ -218,12 +205,11 @@ class _VirtualDraft:
         self._simulation = simulation
         self.rank = cluster.draft.layout.head
         self._process = processes[self.rank]
-        self._drafter = Drafter(_limits(sizes, len(cluster.draft.layout.stages) + 1, speculation))
+        self._drafter = DraftModel(_limits(sizes, len(cluster.draft.layout.stages) + 1, speculation))
         self._paths = _Paths(tokens)
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.draft, self.rank, self._result_arrived
         )
-        self._rows: dict[int, tuple[int, int]] = {}
         self._answers: dict[int, tuple[RowLogits, ...]] = {}
         self._records: list[RunRecord] = []
 
@@ -231,26 +217,27 @@ class _VirtualDraft:
         """The head says this; returns the number of messages that it takes."""
 
         def arrive() -> None:
-            self._process.hear(_HEAD, lambda: self._handle(message))
+            self._process.receive(HEAD, lambda: self._handle(message))
 
-        if self.rank == _HEAD:
+        if self.rank == HEAD:
             self._handle(message)
             return 0
-        self._network.send(_HEAD, self.rank, _STEER_BYTES, arrive)
+        self._network.send(HEAD, self.rank, _STEER_BYTES, arrive)
         return 1
 
     def _handle(self, event: DraftEvent) -> None:
         n_messages = 0
         for action in self._drafter.handle(event, self._clock.now):
             match action:
-                case Submit(run, n_guesses):
-                    self._rows[run.id] = len(run.rows), n_guesses
+                case Submit(run):
                     self._answers[run.id] = self._paths.answers(run)
                     n_messages += self._pipeline.submit(run)
                 case Cancel(runs):
                     n_messages += self._pipeline.cancel(runs)
+                case RunDone(record):
+                    self._records.append(record)
                 case Send(batch):
-                    n_messages += self.rank != _HEAD
+                    n_messages += self.rank != HEAD
                     self._send(batch, tuple(self._records))
                     self._records = []
         if n_messages:
@@ -260,7 +247,9 @@ class _VirtualDraft:
             self._clock.at(wake_at, self._tick)
 
     def _send(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
-        self._network.send(self.rank, _HEAD, _GUESS_BYTES, lambda: self._simulation.guesses_arrived(batch, records))
+        self._network.send(
+            self.rank, HEAD, _MICRO_BATCH_BYTES, lambda: self._simulation.micro_batch_arrived(batch, records)
+        )
 
     def _tick(self) -> None:
         wake_at = self._drafter.wake_at
@@ -269,13 +258,10 @@ class _VirtualDraft:
 
     def _result_arrived(self, run: Run, spans: tuple[Span, ...]) -> None:
         def ended() -> None:
-            n_rows, n_guesses = self._rows.pop(run.id)
             answers = self._answers.pop(run.id)
-            if n_rows:
-                self._records.append(RunRecord(run.id, n_rows, n_guesses, run.cancelled, spans))
-            self._handle(RunEnded(run.id, () if run.cancelled else answers))
+            self._handle(RunEnded(RunResult(run.id, () if run.cancelled else answers, spans, run.cancelled)))
 
-        self._process.hear(spans[-1].rank, ended)
+        self._process.receive(spans[-1].rank, ended)
 
 
 class _Paths:
@@ -330,10 +316,10 @@ def _answer(row: int) -> RowLogits:
     return RowLogits(row, (0,), (0.0,), 0.0)
 
 
-def _cores(clock: Clock, cluster: Cluster, number: int) -> Cores:
+def _cores(clock: Clock, cluster: VirtualCluster, number: int) -> Cores:
     node = cluster.nodes[number]
     ranks = [rank for rank, place in enumerate(cluster.node_of) if place == number]
-    heads = (_HEAD, cluster.draft.layout.head if cluster.draft else _HEAD)
+    heads = (HEAD, cluster.draft.layout.head if cluster.draft else HEAD)
     if len(ranks) == 1 and ranks[0] not in heads:
         stage = cluster.target.stages.get(ranks[0]) or (cluster.draft.stages.get(ranks[0]) if cluster.draft else None)
         if stage is not None and stage.threads <= node.cores:
@@ -342,10 +328,16 @@ def _cores(clock: Clock, cluster: Cluster, number: int) -> Cores:
 
 
 def _limits(sizes: Sizes, n_in_flight: int, speculation: SpeculationConfig) -> Limits:
-    return Limits(sizes.n_ctx, sizes.n_batch, sizes.n_ubatch, n_in_flight, speculation.n_parallel)
+    return Limits(
+        n_ctx=sizes.n_ctx,
+        n_batch=sizes.n_batch,
+        n_ubatch=sizes.n_ubatch,
+        n_in_flight=n_in_flight,
+        n_seq=speculation.sequences,
+    )
 
 
-def _ranks(cluster: Cluster) -> list[RankStats]:
+def _ranks(cluster: VirtualCluster) -> list[RankStats]:
     """All ranks, the target's first; a draft inside the head's process comes last."""
     parts = []
     for pipeline, draft in ((cluster.target, False), (cluster.draft, True)):
@@ -355,7 +347,15 @@ def _ranks(cluster: Cluster) -> list[RankStats]:
             stage = pipeline.stages.get(rank)
             threads = stage.threads if stage else 0
             host = cluster.nodes[cluster.node_of[rank]].name
-            parts.append(RankStats(rank, draft, host, pipeline.layout.layers_of(rank), (threads, threads)))
+            parts.append(
+                RankStats(
+                    rank=rank,
+                    draft=draft,
+                    host=host,
+                    layers=pipeline.layout.layers_of(rank),
+                    threads=(threads, threads),
+                )
+            )
     return parts
 
 

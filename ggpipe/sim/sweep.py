@@ -1,4 +1,4 @@
-"""Many simulations: each combination of some values."""
+"""Simulate a cluster in several modes, and with each combination of some values."""
 
 from __future__ import annotations
 
@@ -6,34 +6,45 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import get_args
 
 from ggpipe.config import Mode
 from ggpipe.errors import UsageError
-from ggpipe.runtime.stats import RequestStats
-from ggpipe.sim.setup import GUESSING, NAMES, WHOLE, Setup
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.metrics.summary import Summary, summary_of
+from ggpipe.sim.simulation_spec import NAMES, SPECULATIVE_NAMES, WHOLE, SimulationSpec
 
 _MOST_RUNS = 2000
 _MOST = 1e12
-_STEPS = 8  # of a range of fractions that names none
-
-T = TypeVar("T")
+_STEPS = 8  # values between the ends of a range of fractions that names no step
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Values that something takes, in this order."""
+    """Values of one name, in the order in which they are simulated."""
 
     name: str
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Point(Generic[T]):
-    """What came of one combination."""
+class ModeResult:
+    """What one mode's simulation gave."""
+
+    summary: Summary
+    gain: float | None
+    """Decode speed relative to iterative."""
+    requests: tuple[RequestStats, ...] = ()
+    """The simulated requests; empty in a sweep, where they would fill the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One value of each axis, and what each mode gave with them."""
 
     values: Mapping[str, float]
-    by_mode: Mapping[str, T]
+    """By name; empty where nothing was swept."""
+    by_mode: Mapping[Mode, ModeResult]
 
 
 def parse_axis(text: str) -> Axis:
@@ -41,62 +52,77 @@ def parse_axis(text: str) -> Axis:
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("_", "-")
     if not equals:
-        raise UsageError(f"--sweep {text}: write NAME=VALUES, as in draft=2..8 or pa=0.1,0.3,0.5")
+        raise UsageError(f"`sweep` {text}: write NAME=VALUES, as in draft=2..8 or pa=0.1,0.3,0.5")
     if name not in NAMES:
-        raise UsageError(f"--sweep {text}: {name or 'nothing'} cannot be swept; names are {', '.join(NAMES)}")
+        raise UsageError(f"`sweep` {text}: {name or 'nothing'} cannot be swept; names are {', '.join(NAMES)}")
     found = list(itertools.chain.from_iterable(_parse_piece(text, name in WHOLE, piece) for piece in values.split(",")))
     return Axis(name, tuple(dict.fromkeys(found)))
 
 
-def check_axes(axes: Sequence[Axis], n_modes: int) -> None:
-    """Raises UsageError for a name that is there twice, and for more simulations than anybody waits for."""
-    names = [axis.name for axis in axes]
-    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise UsageError(f"--sweep {twice[0]}=… is there twice: give all its values in one, separated by commas")
-    n_runs = math.prod(len(axis.values) for axis in axes) * n_modes
-    if n_runs > _MOST_RUNS:
-        raise UsageError(f"these sweeps are {n_runs} simulations, and at most {_MOST_RUNS} are possible: name fewer")
-
-
 def sweep(
-    setup: Setup,
+    spec: SimulationSpec,
     axes: Sequence[Axis],
     modes: Sequence[Mode],
-    measure: Callable[[Sequence[RequestStats]], T],
-    progress: Callable[[int, int], None] = lambda done, of: None,
-) -> list[Point[T]]:
-    """Simulate each combination in each mode, the last axis changing fastest.
+    on_run: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Combination]:
+    """Simulate each combination in each mode, the last axis changing fastest. Without axes there is one combination.
 
-    `measure` makes the result of a simulation's requests. `progress` is called with simulations done and in all.
-    Raises UsageError for values that make no sense.
+    Iterative is always simulated, since other modes are compared with it; the result holds `modes` alone.
+    `on_run` is called with the number of simulations done and their total. Raises UsageError for axes and values that
+    make no sense, before anything is simulated.
     """
+    everything = [mode for mode in get_args(Mode) if mode in ("iterative", *modes)]
+    _check_axes(axes, modes, len(everything))
+    names = [axis.name for axis in axes]
     combinations = [
-        dict(zip((axis.name for axis in axes), values, strict=True))
-        for values in itertools.product(*(axis.values for axis in axes))
+        dict(zip(names, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))
     ]
-    setups = [setup.changed(values) for values in combinations]
-    for own in setups:  # mistakes show before any is run
+    specs = [spec.changed(values) for values in combinations]
+    for own in specs:
         own.check()
-    known: dict[tuple[object, ...], T] = {}
-    points: list[Point[T]] = []
-    for values, own in zip(combinations, setups, strict=True):
-        by_mode: dict[str, T] = {}
-        for mode in modes:
-            matters = values.items() if mode != "iterative" else [v for v in values.items() if v[0] not in GUESSING]
+    known: dict[tuple[object, ...], tuple[Summary, tuple[RequestStats, ...]]] = {}
+    found: list[Combination] = []
+    n_done, total = 0, len(combinations) * len(everything)
+    for values, own in zip(combinations, specs, strict=True):
+        results: dict[Mode, tuple[Summary, tuple[RequestStats, ...]]] = {}
+        for mode in everything:
+            matters = [v for v in values.items() if mode != "iterative" or v[0] not in SPECULATIVE_NAMES]
             key = (mode, *matters)
             if key not in known:
-                known[key] = measure(own.run(mode))
-            by_mode[mode] = known[key]
-            progress(len(points) * len(modes) + len(by_mode), len(combinations) * len(modes))
-        points.append(Point(values, by_mode))
-    return points
+                requests = tuple(own.run(mode))
+                known[key] = summary_of(requests), () if axes else requests
+            results[mode] = known[key]
+            n_done += 1
+            on_run(n_done, total)
+        base = results["iterative"][0].tokens_per_s
+        by_mode = {mode: _result(*results[mode], base) for mode in modes}
+        found.append(Combination(values, by_mode))
+    return found
+
+
+def _result(summary: Summary, requests: tuple[RequestStats, ...], base: float | None) -> ModeResult:
+    gain = summary.tokens_per_s / base if summary.tokens_per_s and base else None
+    return ModeResult(summary, gain, requests)
+
+
+def _check_axes(axes: Sequence[Axis], modes: Sequence[Mode], n_modes: int) -> None:
+    """Raises UsageError for axes that make no difference, for names given twice, and for too many simulations."""
+    names = [axis.name for axis in axes]
+    for name in names:
+        if name in SPECULATIVE_NAMES and list(modes) == ["iterative"]:
+            raise UsageError(f"`sweep` {name}=… makes no difference without draft tokens: leave it out")
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise UsageError(f"`sweep` {twice[0]}=… is given twice: give all its values in one, separated by commas")
+    n_runs = math.prod(len(axis.values) for axis in axes) * n_modes
+    if n_runs > _MOST_RUNS:
+        raise UsageError(f"these sweeps are {n_runs} simulations, at most {_MOST_RUNS} are possible: name fewer values")
 
 
 def _parse_piece(text: str, whole: bool, piece: str) -> list[float]:
     ends, slash, step_text = piece.partition("/")
     low_text, dots, high_text = ends.partition("..")
     if slash and not dots:
-        raise UsageError(f"--sweep {text}: {piece} has a step and no range; write a..b/step")
+        raise UsageError(f"`sweep` {text}: {piece} has a step and no range; write a..b/step")
     low = _number(text, whole, low_text)
     if not dots:
         return [low]
@@ -105,14 +131,14 @@ def _parse_piece(text: str, whole: bool, piece: str) -> list[float]:
         return [low, *(float(f"{low + i * (high - low) / _STEPS:.3g}") for i in range(1, _STEPS)), high]
     step = _number(text, whole, step_text) if slash else 1
     if low > high:
-        raise UsageError(f"--sweep {text}: {piece} is empty; write the smaller number first")
+        raise UsageError(f"`sweep` {text}: {piece} is empty; write the smaller number first")
     if low == high:
         return [low]
     if step <= 0:
-        raise UsageError(f"--sweep {text}: a step is above 0")
+        raise UsageError(f"`sweep` {text}: a step is above 0")
     n_steps = math.floor(min((high - low) / step * (1 + 1e-9), _MOST))
     if n_steps > _MOST_RUNS:
-        raise UsageError(f"--sweep {text}: {piece} has more than {_MOST_RUNS} values; take larger steps")
+        raise UsageError(f"`sweep` {text}: {piece} has more than {_MOST_RUNS} values; take larger steps")
     return [_rounded(low + i * step) for i in range(n_steps + 1)]
 
 
@@ -123,7 +149,7 @@ def _number(text: str, whole: bool, number: str) -> float:
             raise ValueError
     except ValueError:
         kind = "a whole number" if whole else "a number"
-        raise UsageError(f"--sweep {text}: {number.strip() or 'nothing'} is not {kind}") from None
+        raise UsageError(f"`sweep` {text}: {number.strip() or 'nothing'} is not {kind}") from None
     return value
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 Payload = bytes | bytearray | memoryview
 
+HEAD = 0
+"""The rank that leads all others."""
+
 
 class Kind(enum.IntEnum):
     """What a message is."""
@@ -16,9 +19,9 @@ class Kind(enum.IntEnum):
     RUN = 1  # a run on its way down the pipeline: header and activations
     RESULT = 2  # a run's end, from the last rank to the head
     CANCEL = 3  # ids of runs that nobody needs, from the head to a stage
-    CONTROL = 4  # everything that is not on the way of a token, as JSON
+    CONTROL = 4  # everything else: see `transport/control`
     STEER = 5  # what the text is so far, from the head to the draft's head
-    GUESS = 6  # guesses, from the draft's head to the head
+    MICRO_BATCH = 6  # draft tokens, from the draft's head to the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Transport(abc.ABC):
     rank: int
     size: int
     host: str
+    place: str
+    """This rank in words, for messages to the user."""
     ranks_on_host: int
     """Ranks on this rank's machine, itself included."""
     sends_from_any_thread: bool
@@ -61,5 +66,6 @@ class Transport(abc.ABC):
         """Call `wake` (from any thread) when a message arrives, unless `must_poll`."""
 
     @abc.abstractmethod
-    def close(self, patience_s: float) -> None:
-        """Leave together with all ranks; those that are not leaving after `patience_s` seconds are ended."""
+    def close(self, wait_limit_s: float | None) -> None:
+        """Leave together with all ranks. None waits for the last of them; else all ranks are ended, this one included,
+        when some are not leaving after `wait_limit_s` seconds."""

@@ -1,4 +1,4 @@
-"""Runs, results and guesses as bytes. Little-endian; all start with the format's version.
+"""Runs, results and draft tokens as bytes. Little-endian; all start with the format's version.
 
 A run's header sits in front of its activations in one buffer, so a hop is one message. Each stage appends its Span to
 the header's end and hands the rest on as it came. All fields have fixed sizes, so the stage knows the header's length
@@ -11,58 +11,40 @@ the decode before has pushed Python out of the CPU's caches.
 from __future__ import annotations
 
 import itertools
-import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
+import msgspec
 import numpy as np
 
-from ggpipe.config import SpeculationConfig
-from ggpipe.core.messages import (
-    Accepted,
-    Begin,
-    Done,
-    Expansion,
-    KvKind,
-    KvOp,
-    MicroBatch,
-    Row,
-    RowLogits,
-    Run,
-    RunRecord,
-    RunResult,
-    Span,
-    Steering,
-    Want,
-    WantKind,
-)
+from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Steering
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 2
-# version, flags, spans, wants, run, epoch, rows, operations, sequence ids of all rows, banned ids of all wants,
+VERSION = 4
+# version, flags, spans, wants, run, rows, operations, sequence ids of all rows, banned ids of all wants,
 # bytes of a row mask (for rows that died in flight; 0 so far)
-_RUN = struct.Struct("<BBBBqiIIIII")
+_RUN = struct.Struct("<BBHIqIIIII")
 _OP = struct.Struct("<Biiii")
 _WANT = struct.Struct("<BII")
 _SPAN = struct.Struct("<idddq")
-# version, flags, spans, unused, run, rows
-_RESULT = struct.Struct("<BBBBqI")
+# version, flags, spans, run, rows
+_RESULT = struct.Struct("<BBHqI")
 # row, kind, count, log-sum-exp
 _ROW = struct.Struct("<iiId")
 # version, kind, request, epoch, lead, tokens
 _STEER = struct.Struct("<BBqqiI")
 _BEGIN, _ACCEPTED, _DONE = 1, 2, 3
-# version, complete, request, epoch, expansions, runs
-_GUESS = struct.Struct("<BBqqII")
+_BEGIN_DECODER = msgspec.msgpack.Decoder(Begin)  # once a request: no hot path
+# version, complete, drafter, request, epoch, expansions, runs
+_MICRO_BATCH = struct.Struct("<BBHqqII")
 _EXPANSION = struct.Struct("<iiII")
 _CANDIDATE = struct.Struct("<id")
-# run, rows, guesses, cancelled, spans
-_RECORD = struct.Struct("<qIIBB")
+# run, request, rows, draft tokens, cancelled, spans
+_RECORD = struct.Struct("<qqIIBH")
 _CANCELLED = 1
-_FLAGS_AT, _SPANS_AT = 1, 2
+_FLAGS_AND_SPANS, _FLAGS_AT = struct.Struct("<BH"), 1  # of a run
 
 
 def run_header(run: Run) -> bytes:
@@ -72,7 +54,7 @@ def run_header(run: Run) -> bytes:
     table = [x for row in run.rows for x in (row.token, row.pos, row.request, row.want, len(row.seqs))]
     flags = _CANCELLED if run.cancelled else 0
     return b"".join((
-        _RUN.pack(VERSION, flags, 0, len(run.wants), run.id, run.epoch, len(run.rows), len(run.ops), len(seqs),
+        _RUN.pack(VERSION, flags, 0, len(run.wants), run.id, len(run.rows), len(run.ops), len(seqs),
                   len(banned), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
         *(_WANT.pack(want.kind, want.n, len(want.banned)) for want in run.wants),
@@ -85,8 +67,7 @@ def header_with(header: bytes, spans: tuple[Span, ...], cancelled: bool) -> byte
     parts = [header, _spans(spans)]
     padding = -sum(map(len, parts)) % 8
     full = bytearray().join((*parts, bytes(padding)))
-    full[_FLAGS_AT] = _CANCELLED if cancelled else 0
-    full[_SPANS_AT] = len(spans)
+    _FLAGS_AND_SPANS.pack_into(full, _FLAGS_AT, _CANCELLED if cancelled else 0, len(spans))
     return bytes(full)
 
 
@@ -94,7 +75,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     """A run, its header without spans, the spans, and where the activations start."""
     view = memoryview(payload)
     _check_version(view)
-    _, flags, n_spans, n_wants, run_id, epoch, n_rows, n_ops, n_seqs, n_banned, n_mask = _RUN.unpack_from(view)
+    _, flags, n_spans, n_wants, run_id, n_rows, n_ops, n_seqs, n_banned, n_mask = _RUN.unpack_from(view)
     at = _RUN.size
     ops: tuple[KvOp, ...] = ()
     if n_ops:
@@ -118,19 +99,18 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     rows, used = [], 0
     for i in range(0, 5 * n_rows, 5):
         token, pos, request, want, n = table[i : i + 5]
-        rows.append(Row(token, pos, tuple(seqs[used : used + n]), request, want))
+        rows.append(Row(token=token, pos=pos, seqs=tuple(seqs[used : used + n]), request=request, want=want))
         used += n
     header = bytes(view[:at])
     spans, at = _read_spans(view, at, n_spans)
-    return Run(run_id, epoch, tuple(rows), ops, wants, bool(flags & _CANCELLED)), header, spans, at + -at % 8
+    run = Run(id=run_id, rows=tuple(rows), ops=ops, wants=wants, cancelled=bool(flags & _CANCELLED))
+    return run, header, spans, at + -at % 8
 
 
 def result_message(result: RunResult) -> Payload:
     """A result as one message."""
     parts = [
-        _RESULT.pack(
-            VERSION, _CANCELLED if result.cancelled else 0, len(result.spans), 0, result.run, len(result.rows)
-        ),
+        _RESULT.pack(VERSION, _CANCELLED if result.cancelled else 0, len(result.spans), result.run, len(result.rows)),
         _spans(result.spans),
     ]
     for row in result.rows:
@@ -148,7 +128,7 @@ def read_result(payload: Payload) -> RunResult:
     """The inverse of `result_message`."""
     view = memoryview(payload)
     _check_version(view)
-    _, flags, n_spans, _, run, n_rows = _RESULT.unpack_from(view)
+    _, flags, n_spans, run, n_rows = _RESULT.unpack_from(view)
     spans, at = _read_spans(view, _RESULT.size, n_spans)
     rows = []
     for _ in range(n_rows):
@@ -175,16 +155,14 @@ def read_ids(payload: Payload) -> tuple[int, ...]:
 
 
 def steering_message(message: Steering) -> Payload:
-    """What the draft is told, as one message."""
+    """A message to a drafter."""
     match message:
         case Accepted(request, epoch, tokens, lead):
             return _STEER.pack(VERSION, _ACCEPTED, request, epoch, lead, len(tokens)) + _ints(tokens)
         case Done(request):
             return _STEER.pack(VERSION, _DONE, request, 0, 0, 0)
         case Begin():
-            rest = asdict(message) | {"prompt": None, "ends": sorted(message.ends)}
-            head = _STEER.pack(VERSION, _BEGIN, message.request, 0, 0, len(message.prompt))
-            return head + _ints(message.prompt) + json.dumps(rest).encode()
+            return _STEER.pack(VERSION, _BEGIN, message.request, 0, 0, 0) + msgspec.msgpack.encode(message)
 
 
 def read_steering(payload: Payload) -> Steering:
@@ -197,34 +175,41 @@ def read_steering(payload: Payload) -> Steering:
         return Accepted(request, epoch, tokens, lead)
     if kind == _DONE:
         return Done(request)
-    rest = json.loads(bytes(view[_STEER.size + 4 * n :]))
-    rest |= {
-        "prompt": tokens,
-        "ends": frozenset(rest["ends"]),
-        "banned": tuple(rest["banned"]),
-        "speculation": SpeculationConfig(**rest["speculation"]),
-    }
-    return Begin(**rest)
+    try:
+        return _BEGIN_DECODER.decode(view[_STEER.size :])
+    except msgspec.MsgspecError as e:
+        raise RunError(f"an unreadable message to the draft arrived ({e}): use one ggpipe everywhere") from e
 
 
-def guess_message(batch: MicroBatch, records: Sequence[RunRecord]) -> Payload:
-    """Guesses as one message; with the draft's runs that ended since the last one, for the head's books."""
-    parts = [_GUESS.pack(VERSION, batch.complete, batch.request, batch.epoch, len(batch.expansions), len(records))]
+def micro_batch_message(batch: MicroBatch, records: Sequence[RunRecord]) -> Payload:
+    """Draft tokens as one message, with the drafter's runs that ended since the last one, for statistics."""
+    parts = [
+        _MICRO_BATCH.pack(
+            VERSION, batch.complete, batch.drafter, batch.request, batch.epoch, len(batch.expansions), len(records)
+        )
+    ]
     for expansion in batch.expansions:
         parts.append(_EXPANSION.pack(expansion.parent, expansion.first, expansion.n, len(expansion.candidates)))
         parts += [_CANDIDATE.pack(token, prob) for token, prob in expansion.candidates]
     for record in records:
-        head = _RECORD.pack(record.id, record.n_rows, record.n_guesses, record.cancelled, len(record.spans))
+        head = _RECORD.pack(
+            record.id,
+            record.request,
+            record.n_rows,
+            record.n_draft_tokens,
+            record.cancelled,
+            len(record.spans),
+        )
         parts += [head, _spans(record.spans)]
     return b"".join(parts)
 
 
-def read_guesses(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...]]:
-    """The inverse of `guess_message`."""
+def read_micro_batch(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...]]:
+    """The inverse of `micro_batch_message`."""
     view = memoryview(payload)
     _check_version(view)
-    _, complete, request, epoch, n_expansions, n_records = _GUESS.unpack_from(view)
-    at = _GUESS.size
+    _, complete, drafter, request, epoch, n_expansions, n_records = _MICRO_BATCH.unpack_from(view)
+    at = _MICRO_BATCH.size
     expansions = []
     for _ in range(n_expansions):
         parent, first, n, n_candidates = _EXPANSION.unpack_from(view, at)
@@ -234,21 +219,21 @@ def read_guesses(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...]]:
         at = end
     records = []
     for _ in range(n_records):
-        run, n_rows, n_guesses, cancelled, n_spans = _RECORD.unpack_from(view, at)
+        run, request_id, n_rows, n_draft_tokens, cancelled, n_spans = _RECORD.unpack_from(view, at)
         spans, at = _read_spans(view, at + _RECORD.size, n_spans)
-        records.append(RunRecord(run, n_rows, n_guesses, bool(cancelled), spans))
-    return MicroBatch(request, epoch, tuple(expansions), bool(complete)), tuple(records)
-
-
-def control_message(kind: str, **fields: Any) -> Payload:
-    """A control message: JSON with its kind under "kind"."""
-    return json.dumps({"kind": kind, **fields}).encode()
-
-
-def read_control(payload: Payload) -> dict[str, Any]:
-    """The inverse of `control_message`."""
-    content: dict[str, Any] = json.loads(bytes(payload))
-    return content
+        record = RunRecord(
+            id=run,
+            request=request_id,
+            n_rows=n_rows,
+            n_draft_tokens=n_draft_tokens,
+            cancelled=bool(cancelled),
+            spans=spans,
+        )
+        records.append(record)
+    batch = MicroBatch(
+        request=request, epoch=epoch, expansions=tuple(expansions), complete=bool(complete), drafter=drafter
+    )
+    return batch, tuple(records)
 
 
 def _spans(spans: Sequence[Span]) -> bytes:
@@ -265,7 +250,11 @@ def _read_ints(view: memoryview, at: int, n: int) -> tuple[int, ...]:
 
 def _read_spans(view: memoryview, at: int, n: int) -> tuple[tuple[Span, ...], int]:
     end = at + n * _SPAN.size
-    return tuple(Span(*fields) for fields in _SPAN.iter_unpack(view[at:end])), end
+    spans = tuple(
+        Span(rank=rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes)
+        for rank, start_s, compute_s, busy_s, sent_bytes in _SPAN.iter_unpack(view[at:end])
+    )
+    return spans, end
 
 
 def _check_version(view: memoryview) -> None:

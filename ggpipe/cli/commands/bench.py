@@ -1,0 +1,193 @@
+"""`ggpipe bench`: the modes of `generate`, and one process alone, measured side by side."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import ggpipe
+from ggpipe.cli.engine_config import (
+    check_draft,
+    engine_config,
+    speculation_config,
+    warnings_of,
+)
+from ggpipe.cli.launching import run_this_rank, start_ranks
+from ggpipe.cli.messages import print_past_mpirun, show, warn
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import (
+    BenchSettings,
+    Log,
+    Prompt,
+    Ranks,
+)
+from ggpipe.config import SamplingConfig
+from ggpipe.display.figures.canvas import check_plottable
+from ggpipe.display.files import check_writable, make_folder
+from ggpipe.display.live.live import LiveDisplay
+from ggpipe.display.live.terminal import Terminal, open_terminal
+from ggpipe.display.progress import BenchProgress
+from ggpipe.display.stdout import open_stdout
+from ggpipe.display.tables.bench import (
+    append_bench_csv,
+    begin_bench_csv,
+    print_bench,
+    write_bench_json,
+    write_plots,
+    write_traces,
+)
+from ggpipe.errors import GgpipeError, RunError, SettingError, UsageError
+from ggpipe.launch.environment import rank_in_environment
+from ggpipe.measure.bench import (
+    SPECULATIVE_MODES,
+    BenchMode,
+    BenchSpec,
+    Turn,
+    Work,
+    measure,
+    open_single,
+    turns,
+    work_of,
+)
+from ggpipe.metrics.summary import BenchRun
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.session import Session
+
+
+def run(options: Options) -> int:
+    """Start the ranks, or be one of them; the exit code."""
+    config, prompt, settings = engine_config(options), options[Prompt], options[BenchSettings]
+    for mode in settings.modes:
+        if mode in SPECULATIVE_MODES:
+            check_draft(options, f"`modes` {mode}")
+    if prompt.n_predict < 2:
+        raise SettingError(f"`n_predict` must be 2 or more to measure a speed, got {prompt.n_predict}")
+    if settings.plots is not None:
+        check_plottable(Path(f"speed.{settings.plot_format}"))
+    texts = _texts(settings.files, prompt) if rank_in_environment() in (None, 0) else {}
+    code = start_ranks(config, options[Ranks].hostfile)
+    if code is not None:
+        return code
+    spec = BenchSpec(
+        config=config,
+        texts=texts,
+        may_skip_texts=not settings.files,
+        modes=cast("tuple[BenchMode, ...]", settings.modes) or None,
+        rounds=settings.rounds,
+        n_predict=prompt.n_predict,
+        sampling=replace(options[SamplingConfig], ignore_eos=settings.full_length),
+        speculation=speculation_config(options),
+    )
+    return run_this_rank(config, _head(spec, settings, warnings_of(options)), options[Log].verbose)
+
+
+def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
+    if not files:
+        package = Path(ggpipe.__file__).parent
+        folders = (package / "prompts", package.parent / "prompts")  # an installed package's, or a checkout's
+        found = next((paths for folder in folders if (paths := list(folder.glob("*.txt")))), [])
+        files = sorted(found, key=lambda path: path.stat().st_size)
+        if not files:
+            raise UsageError("this installation has no bundled prompts: name some with `files`")
+    names = [path.stem for path in files]
+    unique = [path.stem if names.count(path.stem) == 1 else str(path) for path in files]
+    return {name: replace(prompt, file=path).read() for name, path in zip(unique, files, strict=True)}
+
+
+def _head(spec: BenchSpec, settings: BenchSettings, warnings: Sequence[str]) -> Callable[[Head], int]:
+    def head(ranks: Head) -> int:
+        for path in (settings.csv, settings.json):
+            if path is not None:
+                check_writable(path)
+        for folder in (settings.plots, settings.trace):
+            if folder is not None:
+                make_folder(folder)
+        terminal = open_terminal(settings.color)
+        runs: list[BenchRun] = []
+        failure: GgpipeError | None = None
+        with contextlib.ExitStack() as stack:
+            session = _load(ranks, terminal)
+            for warning in (*warnings, *session.warnings):
+                warn(warning)
+            work = work_of(spec, session, show)
+            single = None
+            if "single" in work.modes:
+                single = _load(stack.enter_context(open_single(spec.config)), terminal)
+            try:
+                _measure(session, single, work, terminal, settings.csv, runs)
+            except GgpipeError as e:
+                if not runs:
+                    raise
+                failure = e  # what was measured stays, and is summed up
+                print_past_mpirun(e)
+            if failure is None and (settings.trace is not None or settings.plots is not None):
+                session.align_clocks()
+        if not runs:
+            raise RunError("stopped before anything was measured")
+        try:
+            stdout = open_stdout()
+            print_bench(terminal, lambda text: stdout.write(text, ranks.is_ending), runs, work.modes)
+        except RunError as e:
+            failure = failure or e
+        _write_files(spec, settings, runs, work.modes)
+        if failure is not None:
+            raise failure
+        return 0
+
+    return head
+
+
+def _load(ranks: Head, terminal: Terminal | None) -> Session:
+    display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
+    try:
+        if display:
+            display.loading()
+        return Session.load(ranks)
+    finally:
+        if display:
+            display.stop()
+
+
+def _measure(
+    session: Session,
+    single: Session | None,
+    work: Work,
+    terminal: Terminal | None,
+    csv: Path | None,
+    runs: list[BenchRun],
+) -> None:
+    """Fills `runs`, and the file."""
+    n_turns = len(turns(list(work.prompts), work.modes, work.rounds))
+    if csv is not None:
+        begin_bench_csv(csv)
+    with BenchProgress(terminal, n_turns) as progress:
+
+        def on_turn(turn: Turn) -> None:
+            when = f"round {turn.round} of {work.rounds}" if turn.round else "warm-up"
+            progress.turn(f"{when}, {turn.prompt}, {turn.mode}")
+
+        for run in measure(session, single, work, on_turn):
+            runs.append(run)
+            if csv is not None:
+                append_bench_csv(csv, run)
+    if runs and len(runs) < n_turns - len(work.modes):
+        show("stopped; these are the results so far:")
+
+
+def _write_files(spec: BenchSpec, settings: BenchSettings, runs: Sequence[BenchRun], modes: Sequence[str]) -> None:
+    if settings.json is not None:
+        facts = {
+            "model": spec.config.model.path.name,
+            "draft_model": spec.config.draft.model.path.name if spec.config.draft else None,
+            "rounds": spec.rounds,
+            "n_predict_tokens": spec.n_predict,
+            "sampling": vars(spec.sampling),
+        }
+        write_bench_json(settings.json, runs, modes, facts)
+    if settings.plots is not None:
+        write_plots(settings.plots, settings.plot_format, runs, modes)
+    if settings.trace is not None:
+        write_traces(settings.trace, runs, modes)

@@ -1,0 +1,93 @@
+"""`ggpipe demo`: the bundled models write a tale with speculation, then a part of it without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ggpipe.cli.commands.generate import Answer, Request, answer, request_of
+from ggpipe.cli.engine_config import engine_config, warnings_of
+from ggpipe.cli.launching import run_this_rank, start_ranks
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import (
+    DemoSettings,
+    GenerateOutput,
+    Log,
+    Models,
+    Prompt,
+    Ranks,
+)
+from ggpipe.core.request import Finish
+from ggpipe.display.live.live import LiveDisplay
+from ggpipe.display.live.terminal import Color, open_terminal
+from ggpipe.display.progress import FileProgress
+from ggpipe.display.tables.comparison import comparison, print_sentences
+from ggpipe.launch.environment import rank_in_environment
+from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
+from ggpipe.metrics.stats import RequestStats
+
+if TYPE_CHECKING:
+    from ggpipe.runtime.head import Head
+
+_OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."
+_COMPARED_TOKENS = 24
+_SETTLE_S = 0.1  # the drafter ends what it has begun
+_INFLATED = (
+    "A tale by the bundled models, inflated with zeros: the text of small models, the computing of large ones "
+    "(413 and 7 million parameters)."
+)
+_TINY = "A tale by the bundled models. They are so small that messages between ranks take longer than computing."
+_LEGEND = "Green: draft tokens that the target model accepted."
+
+
+def run(options: Options) -> int:
+    """Make the models, then start the ranks, or be one of them; the exit code."""
+    output, tiny = options[GenerateOutput], options[DemoSettings].tiny
+    pair = BUNDLED_PAIR if tiny else _inflated(output.color)
+    options = options.having(Models(pair.target, pair.draft))
+    if options[Prompt].text is None and options[Prompt].file is None:
+        options = options.having(replace(options[Prompt], text=_OPENING))
+    config, request = engine_config(options), request_of(options)
+    code = start_ranks(config, options[Ranks].hostfile)
+    if code is not None:
+        return code
+
+    def head(ranks: Head) -> int:
+        terminal = open_terminal(output.color)
+        print_sentences(terminal, (_TINY if tiny else _INFLATED, _LEGEND, ""))
+        drafted = answer(ranks, request, output, warnings_of(options))
+        if drafted.stats.speculation.mode != "iterative" and drafted.stats.finish is not Finish.STOPPED:
+            alone = _without_draft(drafted, request, output.color)
+            print_sentences(terminal, ("", *comparison(ranks.ranks, drafted.stats, alone)), "bold")
+        return 0
+
+    return run_this_rank(config, head, options[Log].verbose)
+
+
+def _inflated(color: Color) -> ModelPair:
+    """The inflated models; makes them with a progress bar, or on a rank that is not the first one, in silence."""
+    if rank_in_environment() not in (None, 0):
+        return inflated_pair()
+    with FileProgress(open_terminal(color), "Inflating the bundled models, once") as progress:
+        return inflated_pair(progress)
+
+
+def _without_draft(drafted: Answer, request: Request, color: Color) -> RequestStats:
+    """The beginning of the same text, one token after the other; it is shown on a terminal only."""
+    session, n_tokens = drafted.session, min(drafted.stats.n_generated, _COMPARED_TOKENS)
+    session.idle(_SETTLE_S)
+    terminal, stats = open_terminal(color), RequestStats()
+    print_sentences(terminal, ("", "Again, without the draft model:"))
+    display = LiveDisplay(terminal, session.ranks) if terminal is not None else None
+    try:
+        if display:
+            display.request(stats)
+        prompt = session.vocab.tokenize(request.text)
+        iterative = replace(request.speculation, mode="iterative")
+        for token in session.generate(prompt, request.sampling, n_tokens, stats, iterative):
+            if display:
+                display.text(token.text)
+    finally:
+        if display:
+            display.stop()
+    return stats

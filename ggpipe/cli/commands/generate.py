@@ -1,0 +1,141 @@
+"""`ggpipe generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ggpipe.cli.engine_config import engine_config, speculation_config, warnings_of
+from ggpipe.cli.launching import run_this_rank, start_ranks
+from ggpipe.cli.messages import print_past_mpirun, show, warn
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import (
+    GenerateOutput,
+    Log,
+    Prompt,
+    Ranks,
+)
+from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.core.request import Finish
+from ggpipe.display.figures.trace import write_trace
+from ggpipe.display.files import check_writable
+from ggpipe.display.live.live import LiveDisplay
+from ggpipe.display.live.panel import origin_style
+from ggpipe.display.live.terminal import open_terminal
+from ggpipe.display.stdout import open_stdout
+from ggpipe.display.tables.summary import append_csv, print_summary, write_json
+from ggpipe.errors import GgpipeError, RunError
+from ggpipe.metrics.stats import RequestStats
+
+if TYPE_CHECKING:
+    from ggpipe.runtime.head import Head
+    from ggpipe.runtime.session import Session
+
+
+def run(options: Options) -> int:
+    """Start the ranks, or be one of them; the exit code."""
+    config, request, output = engine_config(options), request_of(options), options[GenerateOutput]
+    code = start_ranks(config, options[Ranks].hostfile)
+    if code is not None:
+        return code
+
+    def head(ranks: Head) -> int:
+        answer(ranks, request, output, warnings_of(options))
+        return 0
+
+    return run_this_rank(config, head, options[Log].verbose)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue, and how."""
+
+    text: str
+    sampling: SamplingConfig
+    n_predict: int
+    speculation: SpeculationConfig
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A request that was served."""
+
+    session: Session
+    stats: RequestStats
+
+
+def request_of(options: Options) -> Request:
+    """The request that a command line describes. Raises UsageError and SettingError."""
+    prompt = options[Prompt]
+    return Request(prompt.read(), options[SamplingConfig], prompt.n_predict, speculation_config(options))
+
+
+def answer(ranks: Head, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:
+    """Load the models, serve one request, show its text and its figures, and write the files.
+
+    Raises what `Session.load` and `Session.generate` raise, and RunError when stdout cannot be written; the text up to
+    then is shown and summed up.
+    """
+    from ggpipe.runtime.session import Session  # libllama: the process that starts the ranks does not need it
+
+    for path in (output.csv, output.json, output.trace):
+        if path is not None:
+            check_writable(path)
+    terminal = open_terminal(output.color)
+    stdout = None if terminal is not None and terminal.stdout_shared else open_stdout()
+    stats = RequestStats()
+    failure: GgpipeError | None = None
+    display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
+
+    def write(text: str, style: str | None = None) -> None:
+        nonlocal stdout, failure
+        try:
+            if stdout is not None and not stdout.write(text, ranks.is_ending):
+                ranks.stop()  # the reader has enough
+        except RunError as e:
+            stdout, failure = None, e
+            ranks.stop()
+        if display:
+            display.text(text, style)
+
+    try:
+        if display:
+            display.loading()
+        session = Session.load(ranks)
+        for warning in (*warnings, *session.warnings):
+            warn(warning)
+        prompt = session.vocab.tokenize(request.text)
+        session.check_prompt(prompt)
+        if display:
+            display.request(stats)
+            if output.display_prompt:
+                display.prompt(request.text)
+        for token in session.generate(prompt, request.sampling, request.n_predict, stats, request.speculation):
+            write(token.text, origin_style(token.drafted))
+        write(session.rest)
+        session.measure()
+        if output.trace is not None:
+            session.align_clocks()
+    except GgpipeError as e:
+        if not stats.token_times:
+            raise
+        failure = e  # what was generated stays, and is summed up
+        print_past_mpirun(e)
+    finally:
+        if display:
+            display.stop()
+    now = time.monotonic()
+    print_summary(terminal, stats, ranks.ranks, now)
+    if output.csv is not None:
+        append_csv(output.csv, stats)
+    if output.json is not None:
+        write_json(output.json, stats, ranks.ranks, {})
+    if output.trace is not None:
+        write_trace(output.trace, stats, ranks.ranks)
+    if stats.finish is Finish.CONTEXT_FULL:
+        show(f"the context of {session.n_ctx} tokens is full; raise `n_ctx` for a longer text")
+    if failure is not None:
+        raise failure
+    return Answer(session, stats)

@@ -1,0 +1,142 @@
+"""`ggpipe plan`: the split, the threads and the flags that a cluster should run a model with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ggpipe.cli.engine_config import check_draft, draft_threads, engine_config
+from ggpipe.cli.launching import start_n_ranks
+from ggpipe.cli.messages import SPELLINGS, report, show
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import (
+    Cluster,
+    Log,
+    Models,
+    PlanSettings,
+    Ranks,
+    SimulatedText,
+)
+from ggpipe.cli.simulated import shapes_of, text_of
+from ggpipe.cluster.from_profile import spec_from_profile
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.profile import Profile
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.cluster.toml import read_cluster
+from ggpipe.config import ContextConfig, PipelineConfig
+from ggpipe.display.files import check_writable
+from ggpipe.display.progress import SimulationProgress
+from ggpipe.display.tables.plan import GenerateCommand, print_plan, write_plan
+from ggpipe.errors import LaunchError, SettingError, UsageError
+from ggpipe.launch.environment import rank_in_environment
+from ggpipe.launch.hostfile import hosts_of
+from ggpipe.llama import libllama
+from ggpipe.measure.profile import profile_ranks
+from ggpipe.planning.candidates import Constraints
+from ggpipe.planning.planner import PlanRequest, make_plan
+from ggpipe.runtime.process import run_alike
+from ggpipe.sim.simulator import Sizes
+from ggpipe.transport.base import Transport
+
+_N_CTX = 4096  # where neither the user nor a model file gives a context size
+
+
+def run(options: Options) -> int:
+    """Plan from a cluster file, or from what the ranks measure; the exit code."""
+    request = _Request(options)
+    cluster, hostfile = options[Cluster].path, options[Ranks].hostfile
+    if cluster is not None:
+        if hostfile is not None:
+            raise UsageError("give a cluster file, or `hostfile` to measure its machines: not both")
+        request.show(read_cluster(cluster), [])
+        return 0
+    if options[Models].target is None:
+        raise UsageError("name a model with `model`, or a cluster file that describes one")
+    return _measure(request)
+
+
+class _Request:
+    """What the user wants to have planned."""
+
+    def __init__(self, options: Options) -> None:
+        """Raises UsageError for mistakes, before anything is measured."""
+        self.options = options
+        self.settings, self.models, self.context = options[PlanSettings], options[Models], options[ContextConfig]
+        self.text = text_of(options[SimulatedText])
+        threads = options[PipelineConfig].threads
+        if len(threads) > 1:
+            raise SettingError(
+                f"`threads` must be one number for all ranks here, got {len(threads)}: plan finds the rest"
+            )
+        self._threads, self._draft_threads = threads[0], draft_threads(options)
+        if self.settings.json is not None:
+            check_writable(self.settings.json)
+
+    def show(self, spec: ClusterSpec, hosts: list[str]) -> None:
+        """Plan, and print. `hosts`: as the hostfile calls the machines of the cluster's ranks."""
+        target, draft = self._shapes(spec)
+        n_ctx = self.context.n_ctx or (0 if target.n_ctx else _N_CTX)
+        constraints = Constraints(
+            n_ctx=n_ctx,
+            n_ubatch=self.context.n_ubatch,
+            n_ranks=self.settings.n_ranks,
+            threads=self._threads if self._threads > 0 else None,
+            draft_threads=self._draft_threads if self._draft_threads > 0 else None,
+        )
+        sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch)
+        request = PlanRequest(constraints=constraints, tokens=self.text, sizes=sizes, mode=self.settings.mode)
+        with SimulationProgress() as progress:
+            made = make_plan(spec, target, draft, request, progress)
+        command = self._command(n_ctx, hosts)
+        print_plan(spec, target, draft, self.text, made, command)
+        if self.settings.json is not None:
+            write_plan(self.settings.json, spec, made, command)
+
+    def _shapes(self, spec: ClusterSpec) -> tuple[ModelShape, ModelShape | None]:
+        own, draft = shapes_of(self.options)
+        target = own or spec.target
+        if target is None:
+            raise UsageError("the cluster file describes no target model: name one with `model`")
+        if draft is None and own is None:
+            draft = spec.draft
+        if draft is None and self.settings.mode in ("speculative", "async"):
+            check_draft(self.options, f"`mode` {self.settings.mode}")
+        return target, draft
+
+    def _command(self, n_ctx: int, hosts: list[str]) -> GenerateCommand:
+        context, default = self.context, ContextConfig()
+        extras: list[str] = ["-c", str(n_ctx)] if n_ctx else []
+        for field in ("n_batch", "n_ubatch", "flash_attn", "cache_type_k", "cache_type_v"):
+            if getattr(context, field) != getattr(default, field):
+                extras += [SPELLINGS[field].partition("/")[0], str(getattr(context, field))]
+        return GenerateCommand(
+            model=self.models.target or Path("target.gguf"),
+            draft=self.models.draft or Path("draft.gguf"),
+            extras=extras,
+            hosts=hosts,
+            hostfile=self.options[Ranks].hostfile,
+        )
+
+
+def _measure(request: _Request) -> int:
+    """Profile the ranks, on which this command line runs as well, and plan from that on the first one."""
+    options, settings, hostfile = request.options, request.settings, request.options[Ranks].hostfile
+    hosts = hosts_of(hostfile) if hostfile is not None and (rank_in_environment() or 0) == 0 else []
+    if rank_in_environment() is None and (hosts or (settings.n_ranks or 1) > 1):
+        return start_n_ranks(len(hosts) or settings.n_ranks or 1, hostfile)
+    config = engine_config(options)
+    if settings.mode == "iterative":
+        config = replace(config, draft=None)
+
+    def work(transport: Transport, attend: Callable[[], None]) -> Profile | None:
+        if settings.n_ranks is not None and settings.n_ranks > transport.size:
+            raise LaunchError(f"`n_ranks` is {settings.n_ranks}, but {transport.size} ranks were started: give no more")
+        return profile_ranks(transport, config, None, settings.seconds, attend, show)
+
+    libllama.set_log_level(2 if options[Log].verbose else 5)
+    measured = run_alike(config, work, report)
+    if measured is not None:  # the first rank; the others have left, and nobody waits while it plans
+        names = list(dict.fromkeys(rank.host for rank in measured.ranks))
+        request.show(spec_from_profile(measured, ", ".join(names)), hosts)
+    return 0

@@ -1,0 +1,131 @@
+"""`ggpipe simulate`: the modes of `generate` on a virtual cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
+
+from ggpipe.cli.engine_config import (
+    check_draft,
+    draft_threads,
+    given_mode,
+    speculation_config,
+)
+from ggpipe.cli.messages import show
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import (
+    Cluster,
+    Ranks,
+    SimulatedText,
+    SimulateSettings,
+)
+from ggpipe.cli.simulated import shapes_of, text_of
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.cluster.toml import read_cluster
+from ggpipe.config import ContextConfig, Mode, PipelineConfig
+from ggpipe.display.figures.canvas import check_plottable
+from ggpipe.display.figures.trace import write_trace
+from ggpipe.display.files import check_writable
+from ggpipe.display.progress import SimulationProgress
+from ggpipe.display.tables.simulation import plot_simulation, print_simulation, write_csv, write_json
+from ggpipe.errors import SettingError, UsageError
+from ggpipe.sim.simulation_spec import SimulationSpec
+from ggpipe.sim.simulator import Sizes
+from ggpipe.sim.sweep import Combination, parse_axis, sweep
+from ggpipe.sim.virtual_cluster import Placement, placement_of, threads_of, with_split
+
+_N_TEXT = 256
+
+
+def run(options: Options) -> int:
+    """Simulate, print and write; the exit code."""
+    settings = options[SimulateSettings]
+    axes = [parse_axis(text) for text in settings.sweep]
+    _check_files(settings, len(axes))
+    spec = _spec(options)
+    modes = _modes(spec, options)
+    with SimulationProgress() as progress:
+        found = sweep(spec, axes, modes, progress)
+    print_simulation(spec, found, modes)
+    _write(settings, spec, found, modes)
+    return 0
+
+
+def _check_files(settings: SimulateSettings, n_axes: int) -> None:
+    for path in (settings.csv, settings.json, settings.plot, settings.trace):
+        if path is not None:
+            check_writable(path)
+    if settings.plot is not None:
+        check_plottable(settings.plot)
+        if n_axes > 2:
+            raise UsageError(f"`plot` draws sweeps of one or two names, not of {n_axes}: write a `csv` instead")
+    if settings.trace is not None and n_axes:
+        raise UsageError("`trace` is of one simulation: leave out `sweep`")
+
+
+def _spec(options: Options) -> SimulationSpec:
+    path = options[Cluster].path
+    assert path is not None
+    cluster, split, context = read_cluster(path), options[Ranks].split, options[ContextConfig]
+    if split.auto:
+        raise SettingError("`shares` auto is for real ranks: name shares, or use ggpipe plan")
+    if split.shares is not None:
+        cluster = with_split(cluster, split.shares, split.draft_shares)
+    target, draft = shapes_of(options)
+    target, draft = target or cluster.target, draft or cluster.draft
+    if target is None:
+        raise UsageError(f"{path} describes no target model: name one with `model`")
+    placement = placement_of(cluster, target, draft)
+    placement = _with_threads(cluster, placement, options[PipelineConfig], draft_threads(options))
+    sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
+    text = options[SimulatedText]
+    n_predict = text.n_predict if text.n_predict > 0 or text.recording is not None else _N_TEXT
+    return SimulationSpec(
+        cluster=cluster,
+        placement=placement,
+        target=target,
+        draft=draft,
+        speculation=speculation_config(options),
+        tokens=text_of(text),
+        n_predict=n_predict,
+        sizes=sizes,
+    )
+
+
+def _with_threads(cluster: ClusterSpec, placement: Placement, given: PipelineConfig, draft: int) -> Placement:
+    """With the threads that were given; -1 is the cluster's number, or the cores."""
+    n_ranks, n_target = len(placement.node_of), len(placement.target_on)
+    if len(given.threads) not in (1, n_ranks):
+        raise SettingError(
+            f"`threads` has {len(given.threads)} values for {n_ranks} ranks: give one for all, or one for each rank"
+        )
+    own = [given.threads_of(rank, threads_of(cluster, placement, rank))[0] for rank in range(n_ranks)]
+    if draft > 0:
+        own[n_target:] = [draft] * (n_ranks - n_target)
+    return replace(placement, threads=tuple(own), draft_threads=draft if draft > 0 else None)
+
+
+def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
+    """The modes that are shown; sweeps, plots and traces are about the last one."""
+    mode = given_mode(options)
+    if spec.draft is None:
+        if mode in ("speculative", "async"):
+            check_draft(options, f"`mode` {mode}")
+        show("no draft model, so only iterative is simulated: name one with `draft.model`")
+        return ["iterative"]
+    return [mode] if mode else list(get_args(Mode))
+
+
+def _write(
+    settings: SimulateSettings, spec: SimulationSpec, found: Sequence[Combination], modes: Sequence[Mode]
+) -> None:
+    if settings.csv is not None:
+        write_csv(settings.csv, found)
+    if settings.json is not None:
+        write_json(settings.json, spec, found)
+    if settings.plot is not None:
+        plot_simulation(settings.plot, spec, found, modes)
+    if settings.trace is not None:
+        request = found[0].by_mode[modes[-1]].requests[0]
+        write_trace(settings.trace, request, request.ranks)

@@ -1,0 +1,96 @@
+"""From the options of a command line to the engine's config.
+
+All functions raise SettingError or UsageError for settings that contradict each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import Loading, Loras, Models, Ranks
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    Mode,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.errors import UsageError
+
+
+def engine_config(options: Options) -> EngineConfig:
+    """All that a session is opened with. What a command has no options for has its default."""
+    speculation, split = speculation_config(options), options[Ranks].split
+    if given_mode(options) in ("async", "speculative"):
+        check_draft(options, f"`mode` {speculation.mode}")
+    if split.draft_shares:
+        check_draft(options, "a split with ranks behind the /")
+    draft = draft_config(options, speculation.sequences)
+    context = replace(options[ContextConfig], n_seq=speculation.sequences if draft else 1)
+    pipeline = replace(options[PipelineConfig], shares=split.shares, auto=split.auto)
+    return EngineConfig(model_config(options), context, pipeline, draft)
+
+
+def check_draft(options: Options, what: str) -> None:
+    """Raises UsageError when there is no draft model, which `what` needs."""
+    if options[Models].draft is None:
+        raise UsageError(f"{what} needs a draft model: name one with `draft.model`")
+
+
+def model_config(options: Options) -> ModelConfig:
+    """The target model."""
+    path, loras = options[Models].target, options[Loras]
+    if path is None:
+        raise UsageError("name a model with `model`")
+    adapters = (*((lora, 1.0) for lora in loras.plain), *loras.scaled)
+    fields = options.fields(ModelConfig)
+    return ModelConfig(path=path, load_mode=options[Loading].mode, loras=adapters, **fields)
+
+
+def draft_config(options: Options, n_seq: int = 1) -> DraftConfig | None:
+    """The draft model; None where none is named.
+
+    It is loaded as the target is. Its context is as large, but positions, kernels and metadata are its own.
+    """
+    path, target = options[Models].draft, options[ContextConfig]
+    if path is None:
+        return None
+    fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
+    model = ModelConfig(path=path, load_mode=options[Loading].mode, **fields)
+    context = ContextConfig(
+        n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq,
+        cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
+    )  # fmt: skip
+    shares = options[Ranks].split.draft_shares
+    return DraftConfig(model=model, context=context, shares=shares, **options.fields(DraftConfig))
+
+
+def draft_threads(options: Options) -> int:
+    """Threads of the draft, for a command that need not have one; -1 where none are given."""
+    return DraftConfig(model=ModelConfig(path=Path()), **options.fields(DraftConfig)).threads
+
+
+def given_mode(options: Options) -> Mode | None:
+    """The mode that the user named."""
+    mode: Mode | None = options.fields(SpeculationConfig).get("mode")
+    return mode
+
+
+def speculation_config(options: Options) -> SpeculationConfig:
+    """How the draft model drafts. Exact numerics draft chains: one branch."""
+    fields = options.fields(SpeculationConfig)
+    if "n_min" in fields and "n_draft" in fields:
+        fields["n_min"] = min(fields["n_min"], fields["n_draft"])
+    speculation = SpeculationConfig(**fields)
+    return speculation.as_chain if options[ContextConfig].exact else speculation
+
+
+def warnings_of(options: Options) -> list[str]:
+    """Settings that are not used as they were given."""
+    if options[ContextConfig].exact and options[Models].draft and options[SpeculationConfig].n_parallel > 1:
+        return ["`exact` drafts chains: `n_parallel` 1 is used"]
+    return []

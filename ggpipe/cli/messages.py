@@ -1,0 +1,60 @@
+"""What the command line prints on stderr, with flags for the names of settings in messages; and the end of stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+
+from ggpipe.cli.options import OPTIONS
+from ggpipe.display.live.terminal import open_launcher_stderr
+from ggpipe.errors import GgpipeError, RunError, Terminated
+from ggpipe.launch.environment import rank_in_environment
+
+SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
+"""How the command line calls a setting, by the name that messages have for it."""
+
+
+def in_flags(message: str) -> str:
+    """A message of the library with flags in the place of settings: of `n_ctx` in backticks it makes -c/--ctx-size."""
+    return re.sub(r"`([\w.]+)`", lambda match: SPELLINGS.get(match[1], match[0]), message)
+
+
+def show(message: str) -> None:
+    """Print a message of the library, or of a command, as one line."""
+    print(f"ggpipe: {in_flags(message)}", file=sys.stderr)
+
+
+def warn(message: str) -> None:
+    """Print a warning."""
+    show(f"warning: {message}")
+
+
+def print_past_mpirun(error: GgpipeError) -> None:
+    """To be called before anything is printed after an error: mpirun passes nothing on while it ends its ranks."""
+    if isinstance(error, Terminated) and (stderr := open_launcher_stderr()) is not None:
+        sys.stderr = stderr
+
+
+def report(error: GgpipeError) -> None:
+    """Print an error as one line; on the first rank only, and once."""
+    if error.is_reported or rank_in_environment() not in (None, 0):
+        return
+    error.is_reported = True
+    print_past_mpirun(error)
+    flush_stdout()
+    with contextlib.suppress(OSError):
+        show(f"error: {error}")
+
+
+def flush_stdout() -> int:
+    """Exit code 1 when what was printed cannot be written; then it is dropped, or Python would fail with it at exit."""
+    try:
+        sys.stdout.flush()
+        return 0
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(e, BrokenPipeError):
+            report(RunError(f"cannot write to stdout: {e.strerror}"))
+        return 1

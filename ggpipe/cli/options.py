@@ -1,0 +1,259 @@
+"""All options and all commands, as a table over the records that hold settings (`config.py`, `cli/settings.py`).
+
+A row is the field that an option sets, its flags, and its help. The field's type and default are the record's. The
+table has the order of --help; `docs/flags.md` is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ggpipe.cli import settings
+from ggpipe.cli.parsing import Command, Option
+from ggpipe.cli.settings import (
+    BenchSettings,
+    Cluster,
+    DemoSettings,
+    GenerateOutput,
+    Loading,
+    Log,
+    Loras,
+    Models,
+    PlanSettings,
+    ProfileSettings,
+    Prompt,
+    Ranks,
+    RecordSettings,
+    SimulatedText,
+    SimulateSettings,
+    Split,
+)
+from ggpipe.config import ContextConfig, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig, SpeculationConfig
+
+MODEL, PROMPT, COMPUTE, RANKS, SPECULATION, SAMPLING, ROPE, OUTPUT = PANELS = (
+    "Model", "Prompt", "Compute", "Ranks", "Speculation", "Sampling", "RoPE and YaRN", "Output",
+)  # fmt: skip
+"""Panels of --help, in this order."""
+
+
+def _option(
+    record: type,
+    panel: str,
+    field: str,
+    *flags: str,
+    help: str,
+    metavar: str | None = None,
+    parse: Callable[[Any], Any] | None = None,
+    many: bool = False,
+    optional: bool = False,
+    setting: str = "",
+) -> Option:
+    return Option(
+        record=record, field=field, flags=flags, panel=panel, help=help, metavar=metavar, parse=parse, many=many,
+        optional=optional, setting=setting,
+    )  # fmt: skip
+
+
+# One option a line reads better than five.
+# fmt: off
+OPTIONS: tuple[Option, ...] = (
+    _option(Cluster, MODEL, "path", metavar="CLUSTER", setting="cluster", help="Cluster file, the name of a bundled one, or a profile."),
+
+    _option(Models, MODEL, "target", "-m", "--model", setting="model", metavar="FILE", help="GGUF file of the target model; of a split file, its first part."),
+    _option(Loading, MODEL, "load_mode", "-lm", "--load-mode", metavar="MODE", help="How weights are loaded: auto, none, mmap, mlock, mmap+mlock or dio."),
+    _option(Loading, MODEL, "mmap", "--mmap/--no-mmap", help="Map weights from the file, or read this rank's layers into memory."),
+    _option(Loading, MODEL, "mlock", "--mlock", help="Lock weights in RAM."),
+    _option(ModelConfig, MODEL, "repack", "--repack/--no-repack", " /-nr", help="Let ggml repack weights for this CPU."),
+    _option(ModelConfig, MODEL, "numa", "--numa", metavar="TYPE", help="NUMA strategy: distribute (also without a value), isolate or numactl."),
+    _option(ModelConfig, MODEL, "override_kv", "--override-kv", metavar="KEY=TYPE:VALUE", many=True, help="Override a metadata value of the model. May be repeated."),
+    _option(Loras, MODEL, "plain", "--lora", setting="loras", metavar="FILE", many=True, help="Apply a LoRA adapter. May be repeated."),
+    _option(Loras, MODEL, "scaled", "--lora-scaled", setting="lora_scaled", metavar="FILE:SCALE", many=True, parse=settings.scaled_loras, help="Apply a LoRA adapter with a scale. May be repeated."),
+    _option(ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=settings.layers, help="Layers to measure, both included. Default: some of them."),
+    _option(DemoSettings, MODEL, "tiny", "--tiny", help="Take the bundled models as they are: messages take longer than computing, and nothing is written to the cache."),
+
+    _option(Prompt, PROMPT, "text", "-p", "--prompt", setting="prompt", metavar="TEXT", help="Text to continue."),
+    _option(Prompt, PROMPT, "file", "-f", "--file", metavar="FILE", help="Read the prompt from a file."),
+    _option(Prompt, PROMPT, "escape", "-e/ ", "--escape/--no-escape", help=r"Process \\n, \\t, \\xHH … in the prompt."),
+    _option(Prompt, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate; -1: until the text ends or the context is full."),
+    _option(SimulatedText, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate; -1: 256, or as many as were recorded."),
+    _option(SimulatedText, PROMPT, "prompt_tokens", "--prompt-tokens", metavar="N", help="Tokens of the prompt."),
+    _option(SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
+    _option(SimulatedText, PROMPT, "confidence", "--confidence", metavar="KIND", help="Whether the draft's probabilities are calibrated, overconfident or underconfident."),
+    _option(SimulatedText, PROMPT, "recording", "--recording", metavar="FILE", help="Use prompts, texts and candidates that `ggpipe record` wrote, instead of random ones."),
+    _option(SimulatedText, PROMPT, "seed", "-s", "--seed", metavar="N", help="Seed of the random text."),
+    _option(BenchSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. May be repeated. Default: the bundled prompts."),
+    _option(BenchSettings, PROMPT, "rounds", "--rounds", metavar="N", help="Rounds; in each round every mode runs once for each prompt."),
+    _option(BenchSettings, PROMPT, "full_length", "--ignore-eos/--no-ignore-eos", help="Never end a text before -n tokens."),
+    _option(RecordSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. May be repeated."),
+
+    _option(ContextConfig, COMPUTE, "n_ctx", "-c", "--ctx-size", metavar="N", help="Context size in tokens; 0: the model's own."),
+    _option(ContextConfig, COMPUTE, "n_batch", "-b", "--batch-size", metavar="N", help="Prompt tokens in a batch, at most."),
+    _option(ContextConfig, COMPUTE, "n_ubatch", "-ub", "--ubatch-size", metavar="N", help="Prompt tokens in a run, at most. Each stage computes one run at a time."),
+    _option(PipelineConfig, COMPUTE, "threads", "-t", "--threads", metavar="LIST", parse=settings.numbers, help="Threads; one value, or one for each rank (6,32,20). -1: the machine's cores."),
+    _option(PipelineConfig, COMPUTE, "threads_batch", "-tb", "--threads-batch", metavar="LIST", parse=settings.numbers, help="Threads for prompts; one value, or one for each rank. -1: as -t."),
+    _option(ContextConfig, COMPUTE, "flash_attn", "-fa", "--flash-attn", metavar="on|off|auto", help="Flash attention."),
+    _option(ContextConfig, COMPUTE, "cache_type_k", "-ctk", "--cache-type-k", metavar="TYPE", help="KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1."),
+    _option(ContextConfig, COMPUTE, "cache_type_v", "-ctv", "--cache-type-v", metavar="TYPE", help="KV cache type of V, as -ctk."),
+    _option(ContextConfig, COMPUTE, "exact", "--exact", help="Reference kernels: the same bits for every split, mode and number of threads. Slower."),
+
+    _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
+    _option(Ranks, RANKS, "hostfile", "--hostfile", metavar="FILE", help="Machines to start ranks on, in mpirun's format."),
+    _option(ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to start. Default: the slots of --hostfile, or one."),
+    _option(PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to use, the draft's included. Default: the fastest number."),
+
+    _option(Models, SPECULATION, "draft", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", help="GGUF file of the draft model: a smaller one of the same family. It runs on the ranks behind the / of --mpi-layer-split, else inside the first rank."),
+    _option(SpeculationConfig, SPECULATION, "mode", "--mode", metavar="MODE", optional=True, help="async: drafting and verifying overlap (default with -md). speculative: draft, verify, repeat. iterative: no draft tokens."),
+    _option(PlanSettings, SPECULATION, "mode", "--mode", metavar="MODE", help="Plan for this mode alone: async, speculative or iterative. Default: the fastest."),
+    _option(SpeculationConfig, SPECULATION, "n_draft", "--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", metavar="N", help="Draft tokens in a micro-batch, at most."),
+    _option(SpeculationConfig, SPECULATION, "n_min", "--draft-min", "--spec-draft-n-min", metavar="N", help="Draft tokens in a micro-batch, at least: smaller ones are not sent."),
+    _option(SpeculationConfig, SPECULATION, "p_accept", "-pa", "--p-accept", "--draft-p-min", "--spec-draft-p-min", metavar="P", help="End a branch where the draft's best candidate is less probable than this."),
+    _option(SpeculationConfig, SPECULATION, "p_split", "-ps", "--p-split", "--draft-p-split", "--spec-draft-p-split", metavar="P", help="Split a branch where a further candidate is at least this probable."),
+    _option(SpeculationConfig, SPECULATION, "p_recovery", "-pr", "--p-recovery", metavar="P", help="Raise -pa and -ps by this for each micro-batch since the last accepted token."),
+    _option(SpeculationConfig, SPECULATION, "p_decay", "-pd", "--p-decay", metavar="P", help="Lower -pa and -ps by this for each attempt since the last accepted token that drafted nothing."),
+    _option(SpeculationConfig, SPECULATION, "n_parallel", "-np", "--parallel", metavar="N", help="Branches that are drafted side by side."),
+    _option(SpeculationConfig, SPECULATION, "n_draft_rows", "--draft-rows", metavar="N", help="Rows in a run of the draft, at most. Default: as -np."),
+    _option(SpeculationConfig, SPECULATION, "n_seq", "--sequences", metavar="N", help="Sequence ids for branches in flight, the text's included: more than -np lets new branches go in while older ones are verified. Default: as -np."),
+    _option(DraftConfig, SPECULATION, "threads", "-td", "--threads-draft", setting="draft.threads", metavar="N", help="Threads of the draft; -1: as -t."),
+    _option(DraftConfig, SPECULATION, "threads_batch", "-tbd", "--threads-batch-draft", setting="draft.threads_batch", metavar="N", help="Threads of the draft for prompts; -1: as -td."),
+    _option(SpeculationConfig, SPECULATION, "cancel", "--cancel/--no-cancel", help="Stop runs in flight when all their draft tokens are rejected."),
+    _option(SpeculationConfig, SPECULATION, "continuous", "--continuous/--no-continuous", help="Keep drafting while earlier draft tokens are verified."),
+    _option(BenchSettings, SPECULATION, "modes", "--modes", metavar="LIST", parse=settings.words, help="Modes to measure: iterative, speculative, async, single (the whole model in one process). Default: all that are possible."),
+
+    _option(SamplingConfig, SAMPLING, "temp", "--temp", "--temperature", metavar="T", help="Temperature; 0 or less: greedy."),
+    _option(SamplingConfig, SAMPLING, "top_k", "--top-k", metavar="N", help="Keep the N most probable tokens; 0: all."),
+    _option(SamplingConfig, SAMPLING, "top_p", "--top-p", metavar="P", help="Keep the most probable tokens that add up to P."),
+    _option(SamplingConfig, SAMPLING, "min_p", "--min-p", metavar="P", help="Keep tokens with at least P times the probability of the most probable one."),
+    _option(SamplingConfig, SAMPLING, "repeat_last_n", "--repeat-last-n", metavar="N", help="Tokens that penalties look back on; 0: off, -1: the whole context."),
+    _option(SamplingConfig, SAMPLING, "repeat_penalty", "--repeat-penalty", metavar="X", help="Penalise repeated tokens; 1: off."),
+    _option(SamplingConfig, SAMPLING, "presence_penalty", "--presence-penalty", metavar="X", help="Penalise tokens that occurred; 0: off."),
+    _option(SamplingConfig, SAMPLING, "frequency_penalty", "--frequency-penalty", metavar="X", help="Penalise tokens by how often they occurred; 0: off."),
+    _option(SamplingConfig, SAMPLING, "seed", "-s", "--seed", metavar="N", help="Seed; -1: random."),
+    _option(SamplingConfig, SAMPLING, "ignore_eos", "--ignore-eos", help="Never end the text before -n tokens."),
+
+    _option(ContextConfig, ROPE, "rope_scaling", "--rope-scaling", metavar="KIND", help="RoPE scaling: none, linear or yarn. Default: the model's."),
+    _option(ContextConfig, ROPE, "rope_scale", "--rope-scale", metavar="X", help="Factor that stretches the context; 0: the model's."),
+    _option(ContextConfig, ROPE, "rope_freq_base", "--rope-freq-base", metavar="X", help="RoPE base frequency; 0: the model's."),
+    _option(ContextConfig, ROPE, "rope_freq_scale", "--rope-freq-scale", metavar="X", help="RoPE frequency scale, 1 / --rope-scale; 0: the model's."),
+    _option(ContextConfig, ROPE, "yarn_orig_ctx", "--yarn-orig-ctx", metavar="N", help="Context in tokens that the model was trained with; 0: the model's."),
+    _option(ContextConfig, ROPE, "yarn_ext_factor", "--yarn-ext-factor", metavar="X", help="YaRN extrapolation mix; -1: the model's."),
+    _option(ContextConfig, ROPE, "yarn_attn_factor", "--yarn-attn-factor", metavar="X", help="YaRN magnitude scale; -1: the model's."),
+    _option(ContextConfig, ROPE, "yarn_beta_slow", "--yarn-beta-slow", metavar="X", help="YaRN high correction dimension; -1: the model's."),
+    _option(ContextConfig, ROPE, "yarn_beta_fast", "--yarn-beta-fast", metavar="X", help="YaRN low correction dimension; -1: the model's."),
+
+    _option(GenerateOutput, OUTPUT, "color", "--color", metavar="on|off|auto", help="Live display and colour; off: no colour."),
+    _option(GenerateOutput, OUTPUT, "display_prompt", "--display-prompt/--no-display-prompt", help="Show the prompt in the live display."),
+    _option(GenerateOutput, OUTPUT, "csv", "--csv", metavar="FILE", help="Append a line: prefill t/s, decode t/s, ITL s, TTFT s."),
+    _option(GenerateOutput, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements."),
+    _option(GenerateOutput, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
+    _option(Log, OUTPUT, "verbose", "-v", "--verbose", help="Show libllama's messages."),
+    _option(RecordSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the recording, JSON."),
+    _option(RecordSettings, OUTPUT, "candidates", "--candidates", metavar="N", help="Candidates of the draft to keep for each token."),
+    _option(SimulateSettings, OUTPUT, "sweep", "--sweep", metavar="NAME=VALUES", many=True, help="Simulate with each of these values: draft=2..8, pa=0.05..0.6, np=1,2,4, latency-us=20..200/20. May be repeated: all combinations. Names: draft, draft-min, pa, ps, pr, pd, np, acceptance, prompt-tokens, latency-us, gbit."),
+    _option(SimulateSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write the results, a line for each mode and combination of values."),
+    _option(SimulateSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all results and settings."),
+    _option(SimulateSettings, OUTPUT, "plot", "--plot", metavar="FILE", help="Draw the speeds of a sweep, or the timeline of one simulation. .png, .svg or .pdf."),
+    _option(SimulateSettings, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
+    _option(ProfileSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure, without the time to load."),
+    _option(ProfileSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the profile, JSON; - is stdout."),
+    _option(PlanSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure, where no cluster is given."),
+    _option(PlanSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write the plan."),
+    _option(BenchSettings, OUTPUT, "color", "--color", metavar="on|off|auto", help="Progress and colour; off: no colour."),
+    _option(BenchSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write a line for each run: prefill t/s, decode t/s, ITL s, TTFT s, mode, round, prompt."),
+    _option(BenchSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements."),
+    _option(BenchSettings, OUTPUT, "plots", "--plots", metavar="FOLDER", help="Draw speed, TTFT, ITL, a timeline, and acceptance by position."),
+    _option(BenchSettings, OUTPUT, "plot_format", "--plot-format", metavar="svg|png|pdf", help="Format of --plots."),
+    _option(BenchSettings, OUTPUT, "trace", "--trace", metavar="FOLDER", help="Write the timeline of each mode's median run, for Perfetto or chrome://tracing."),
+)
+# fmt: on
+
+_WEIGHTS = (Models, Loading, ModelConfig, Loras)
+_COMPUTING = (ContextConfig, PipelineConfig, Ranks, DraftConfig, Log)
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="generate",
+        help="""Continue a prompt with a model whose layers are spread over ranks.
+
+        Works under mpirun or srun, alone with --mpi-layer-split (mpirun is started for you), and on one rank without
+        MPI. The text goes to stdout, everything else to stderr.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, GenerateOutput),
+        required=frozenset({"model"}),
+    ),
+    Command(
+        name="record",
+        help="""Record a draft model's candidates for each token of the target's text, for `ggpipe simulate`.
+
+        The target alone writes the text, on as many ranks as --mpi-layer-split names. The draft reads it in the first
+        rank.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, SamplingConfig, RecordSettings),
+        leave_out=frozenset({"file"}),
+        required=frozenset({"model", "output"}),
+        defaults={"n_predict": 256},
+    ),
+    Command(
+        name="simulate",
+        help="""Simulate `generate` on a cluster: the same scheduler and draft logic, on virtual time.
+
+        Without --mode all three modes are simulated. Models come from the cluster file, or with -m and -md from the
+        headers of GGUF files.
+        """,
+        records=(Cluster, Models, SimulatedText, ContextConfig, PipelineConfig, Ranks, DraftConfig, SpeculationConfig,
+                 SimulateSettings),
+        leave_out=frozenset({
+            "threads_batch", "flash_attn", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
+            "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "hostfile",
+            "draft.threads_batch",
+        }),
+        required=frozenset({"cluster"}),
+    ),
+    Command(
+        name="plan",
+        help="""Find the fastest way to run a model on a cluster: layers of each machine, place of the draft, flags.
+
+        Without CLUSTER the machines of --hostfile, or this one, are measured first. Memory comes from the model's
+        header, speeds from short simulations. The last line is a command to paste.
+        """,
+        records=(Cluster, *_WEIGHTS, *_COMPUTING, SimulatedText, PlanSettings),
+        leave_out=frozenset({"shares", "n_predict", "seed", "draft.threads_batch"}),
+    ),
+    Command(
+        name="profile",
+        help="""Measure how fast ranks compute a model's layers, their memory, and the links between them.
+
+        Under mpirun or srun on all ranks at once; else it starts them: those of --hostfile, or -r ranks on this
+        machine. A table goes to stderr. Without --layers a quarter of the layers is measured, or as many as the time
+        allows. With -md each rank also measures all of the draft, with the same threads.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, ProfileSettings),
+        leave_out=frozenset({"shares", "draft.threads", "draft.threads_batch"}),
+        required=frozenset({"model"}),
+    ),
+    Command(
+        name="bench",
+        help="""Measure all modes side by side: they take turns in one job, with the same prompts and the same seed.
+
+        Models are loaded once. Each mode warms up, then the rounds follow. Ctrl-C ends the bench and shows the results
+        so far.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, BenchSettings),
+        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos"}),
+        required=frozenset({"model"}),
+        defaults={"n_predict": 128, "seed": 1},
+    ),
+    Command(
+        name="demo",
+        help="""Watch a bundled model write a tale: two ranks hold its layers, a third runs the draft model.
+
+        A part of the tale is written a second time without the draft model, to compare the speeds. The first demo
+        inflates the bundled models to the cost of large ones, with zeros: 447 MB in the cache folder, of which 33 MB
+        take space on the disk. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, other tale.
+        """,
+        records=(Loading, ModelConfig, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, GenerateOutput,
+                 DemoSettings),
+        leave_out=frozenset({"override_kv"}),
+        defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
+    ),
+)  # fmt: skip

@@ -1,0 +1,216 @@
+"""From rows of the options table (`cli/options.py`) to a command line, and from a command line to settings.
+
+A row names the field of a frozen record that an option sets. The field's type and default come from the record. typer
+reads the command line into `Options`, from which a command takes the records that it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+
+import ggpipe
+from ggpipe.errors import SettingError
+
+R = TypeVar("R")
+
+_TAKEN_AS_THEY_ARE = (bool, int, float, Path)
+"""Types of fields that typer reads; it reads any other one as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A row of the table: an option of the command line, and the field of a record that it sets."""
+
+    record: type
+    field: str
+    flags: tuple[str, ...]
+    """As typer takes them: `-c`, `--ctx-size`, `--mmap/--no-mmap`. Empty: it is a positional argument."""
+    panel: str
+    help: str
+    metavar: str | None = None
+    parse: Callable[[Any], Any] | None = None
+    """Turns the text into the field's value. Raises ValueError with what to write instead, or a SettingError."""
+    many: bool = False
+    """The option may be repeated. `parse` gets a list of all texts; without `parse` the field is a tuple of them."""
+    optional: bool = False
+    """A command tells apart whether it was given: if not, the field has no value, and --help shows no default."""
+    setting: str = ""
+    """How the library's messages name it. Default: the field."""
+
+    @property
+    def name(self) -> str:
+        """How messages name it, see `GgpipeError`."""
+        return self.setting or self.field
+
+    @property
+    def default(self) -> Any:
+        """The field's default; None where it has none."""
+        own = next(f for f in dataclasses.fields(self.record) if f.name == self.field)
+        return None if own.default is dataclasses.MISSING else own.default
+
+    @property
+    def default_text(self) -> Any:
+        """The default as typer gets it: of the type that it reads, a list's values separated by commas."""
+        if self.many or self.optional:
+            return None
+        return ",".join(map(str, self.default)) or None if isinstance(self.default, tuple) else self.default
+
+    @property
+    def spelling(self) -> str:
+        """The option in a message: its short and its first long flag, `-c/--ctx-size`."""
+        if not self.flags:
+            return self.metavar or self.name.upper()
+        flags = [flag for text in self.flags for flag in text.strip().split("/")[:1] if flag]
+        short = [flag for flag in flags if not flag.startswith("--")]
+        return "/".join([*short[:1], *[flag for flag in flags if flag.startswith("--")][:1]])
+
+    @property
+    def reads(self) -> Any:
+        """The type that typer reads."""
+        hint = _hints(self.record)[self.field]
+        found = [kind for kind in _TAKEN_AS_THEY_ARE if kind is hint or kind in get_args(hint)]
+        kind = found[0] if found and self.parse is None else str
+        return list[kind] if self.many else kind  # type: ignore[valid-type]
+
+    def value(self, given: Any) -> Any:
+        """The field's value. Raises SettingError."""
+        if given is None and not self.many:
+            return None
+        if self.parse is None:
+            return tuple(given or ()) if self.many else given
+        try:
+            return self.parse(list(given or ()) if self.many else given)
+        except ValueError as e:
+            text = " ".join(given) if self.many else given
+            raise SettingError(f"`{self.name}` {text}: {e}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command: its help, and the options that it takes."""
+
+    name: str
+    help: str
+    records: tuple[type, ...]
+    """It takes the options that set fields of these records."""
+    leave_out: frozenset[str] = frozenset()
+    """It does not take the options of these names."""
+    required: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Other defaults than the fields', by the options' names."""
+
+    def options(self, table: Iterable[Option]) -> list[Option]:
+        """Rows of a table that this command takes."""
+        return [row for row in table if row.record in self.records and row.name not in self.leave_out]
+
+
+class Options:
+    """The options of a command line, as the frozen records whose fields they set."""
+
+    def __init__(self, given: Mapping[Option, Any]) -> None:
+        """Raises SettingError for a text that is no value of its field."""
+        self._values: dict[type, dict[str, Any]] = {}
+        for row, value in given.items():
+            self._values.setdefault(row.record, {})[row.field] = row.value(value)
+
+    def fields(self, record: type) -> dict[str, Any]:
+        """The fields of a record that have an option with a value, and their values."""
+        return {name: value for name, value in self._values.get(record, {}).items() if value is not None}
+
+    def having(self, record: Any) -> Options:
+        """These settings with another record of its kind."""
+        options = Options({})
+        options._values = {**self._values, type(record): dict(vars(record))}
+        return options
+
+    def __getitem__(self, record: type[R]) -> R:
+        """A record; fields without a value have their default. Raises SettingError for values out of bounds."""
+        return record(**self.fields(record))
+
+
+def parse(command: Command, table: Sequence[Option], arguments: Sequence[str]) -> Options:
+    """Read the arguments of one command. Raises what typer raises, and SettingError."""
+    app = typer.Typer(add_completion=False)
+    _add(app, command, table)
+    read: Options = app(list(arguments), standalone_mode=False, prog_name=f"ggpipe {command.name}")
+    return read
+
+
+def make_app(
+    commands: Iterable[Command], table: Sequence[Option], run: Callable[[Command, Options], int]
+) -> typer.Typer:
+    """The program: `run` is called with the command that was named and what was read, and returns the exit code."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Run one large GGUF model over several CPU-only machines, and get a single answer fast.",
+    )
+
+    @app.callback()
+    def _main(
+        version: Annotated[
+            bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        pass
+
+    for command in commands:
+        _add(app, command, table, functools.partial(run, command))
+    return app
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"ggpipe {ggpipe.__version__}")
+        raise typer.Exit
+
+
+def _add(
+    app: typer.Typer, command: Command, table: Sequence[Option], run: Callable[[Options], Any] = lambda options: options
+) -> None:
+    rows = {row.name.replace(".", "_"): row for row in command.options(table)}
+
+    def read(**given: Any) -> Any:
+        return run(Options({rows[name]: value for name, value in given.items()}))
+
+    parameters = [_parameter(name, row, command) for name, row in rows.items()]
+    read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    read.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(command.name, help=paragraphs(command.help))(read)
+
+
+def paragraphs(text: str) -> str:
+    """Without indents, a line for each paragraph."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+def _parameter(name: str, row: Option, command: Command) -> inspect.Parameter:
+    default = command.defaults.get(row.name, row.default_text)
+    is_required = row.name in command.required
+    common: dict[str, Any] = {"metavar": row.metavar, "help": row.help}
+    if not row.flags:
+        info: Any = typer.Argument(**common, show_default=False)
+    else:
+        info = typer.Option(*row.flags, **common, rich_help_panel=row.panel)
+    kind = row.reads if is_required or default is not None else row.reads | None
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_required else default,
+        annotation=Annotated[kind, info],
+    )
+
+
+@functools.cache
+def _hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record)

@@ -1,0 +1,48 @@
+"""What simulations of `simulate` and `plan` are about: shapes of models, and the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import (
+    Models,
+    SimulatedText,
+)
+from ggpipe.cluster import recording
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.recording import Recording
+from ggpipe.config import ContextConfig
+from ggpipe.errors import UsageError
+from ggpipe.sim.simulation_spec import SyntheticText
+
+_AGREEMENT = 0.7
+
+
+def shapes_of(options: Options) -> tuple[ModelShape | None, ModelShape | None]:
+    """The shapes of the target and of the draft, from the headers of their files; None where no file is named."""
+    models, context = options[Models], options[ContextConfig]
+    return _shape(models.target, context), _shape(models.draft, context)
+
+
+def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:
+    if path is None:
+        return None
+    from ggpipe.llama import libllama  # only for model files: a cluster file alone needs no libllama
+    from ggpipe.llama.gguf import ModelFile
+    from ggpipe.llama.model_shape import shape_of
+
+    libllama.set_log_level(5)
+    return shape_of(ModelFile.open(path), context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
+
+
+def text_of(text: SimulatedText) -> SyntheticText | Recording:
+    """The text to generate. Raises UsageError for settings that contradict each other, or a bad recording."""
+    if text.recording is None:
+        agreement = _AGREEMENT if text.acceptance is None else text.acceptance
+        return SyntheticText(
+            agreement=agreement, n_prompt=text.prompt_tokens, confidence=text.confidence, seed=text.seed
+        )
+    if text.acceptance is not None:
+        raise UsageError("a recording has its own acceptance: leave out `recording` or `acceptance`")
+    return recording.read(text.recording)

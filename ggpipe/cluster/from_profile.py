@@ -1,0 +1,114 @@
+"""Clusters as they were measured: from a profile to nodes and links."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ggpipe.cluster.links import Link, Overheads
+from ggpipe.cluster.profile import LinkProfile, Profile, RankProfile
+from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+
+_SLOWEST = 0.05  # of a crowd: what was measured is noisy
+_OWN, _HAND = 0.25, 0.27  # of a run's way to a stage's thread and back: what the stage does, each thread's waking up
+
+
+def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
+    """The cluster that was measured: a node for each host, the ranks where they were, the links between them."""
+    hosts = list(dict.fromkeys(rank.host for rank in profile.ranks))
+    nodes = []
+    for host in hosts:
+        most = max(_on(profile, host), key=lambda rank: rank.weight_bytes)
+        nodes.append(profiled_node(profile, most.rank, host))
+    links = measured_links([(profile, rank.rank) for rank in profile.ranks])
+    local = usual_link([profile], True) or Link(60e-6, 5e9)
+    return ClusterSpec(
+        title=title,
+        nodes=tuple(nodes),
+        target_on=tuple(hosts.index(rank.host) for rank in profile.ranks),
+        draft_on=(),
+        target=None,
+        draft=None,
+        network=usual_link([profile], False) or local,
+        local=local,
+        threads=tuple(rank.threads for rank in profile.ranks),
+        links=links,
+        overheads=measured_overheads((profile, rank.rank) for rank in profile.ranks),
+    )
+
+
+def profiled_node(profile: Profile, rank: int, name: str) -> NodeSpec:
+    """The machine of a rank, as fast as that rank found it."""
+    own = profile.ranks[rank]
+    mates = _on(profile, own.host)
+    return NodeSpec(
+        name=name,
+        cores=max(mate.cores for mate in mates),
+        memory_bytes=max(mate.memory_bytes for mate in mates),
+        crowd=crowd_of(mates),
+        profile=own,
+        of_experts=profile.model.n_expert > 0,
+    )
+
+
+def crowd_of(mates: Sequence[RankProfile]) -> float:
+    """What `Cores.crowd` has to be for a machine's ranks to slow each other down as they did; 1 where there is one.
+
+    Not all of that comes from the crowd: threads beyond the number of cores share these by turns.
+    """
+    n_cores, n_threads = max(mate.cores for mate in mates), sum(mate.threads for mate in mates)
+    share = min(n_cores / n_threads, 1.0)
+    found = []
+    for mate in mates:
+        own = mate.threads * share
+        crowding = (min(n_cores, n_threads) - own) / (n_cores - own) if own < n_cores else 0.0
+        together = {(point.rows, point.n_past): point.seconds for point in mate.together}
+        rates = [
+            point.seconds / together[point.rows, point.n_past]
+            for point in mate.alone
+            if (point.rows, point.n_past) in together
+        ]
+        if rates and crowding > 0:
+            found.append(1 - (1 - min(statistics.median(rates) / share, 1.0)) / crowding)
+    return max(statistics.fmean(found), _SLOWEST) if found else 1.0
+
+
+def measured_links(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tuple[int, int], Link]:
+    """Links between ranks that are where ranks of one profile were; by our ranks. `places`: for each rank."""
+    links = {}
+    for (a, first), (b, second) in itertools.permutations(enumerate(places), 2):
+        if first is not None and second is not None and first[0] is second[0]:
+            found = first[0].link(first[1], second[1])
+            if found is not None:
+                links[a, b] = Link(found.latency_s, found.bytes_per_s)
+    return links
+
+
+def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:
+    """The median of the links within hosts, or between them; None where none was measured."""
+    found: list[LinkProfile] = []
+    for profile in profiles:
+        ranks = profile.ranks
+        found += [x for x in profile.links if (ranks[x.source].host == ranks[x.target].host) == within]
+    if not found:
+        return None
+    return Link(statistics.median(x.latency_s for x in found), statistics.median(x.bytes_per_s for x in found))
+
+
+def measured_overheads(places: Iterable[tuple[Profile, int] | None]) -> Overheads:
+    """What ggpipe takes besides decoding, as far as it was measured: the way of a run to the stage's thread and back.
+
+    Most of that are two threads that have to wake up (in a pipeline, most stages are woken by a message instead). What
+    is left is the main thread's work, which counts as an event.
+    """
+    found = [place[0].ranks[place[1]].run_s for place in places if place is not None]
+    if not found:
+        return Overheads()
+    there_and_back_s = statistics.fmean(found)
+    return replace(Overheads(), run_s=there_and_back_s * _OWN, hand_s=there_and_back_s * _HAND)
+
+
+def _on(profile: Profile, host: str) -> list[RankProfile]:
+    return [rank for rank in profile.ranks if rank.host == host]

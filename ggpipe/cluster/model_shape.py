@@ -1,0 +1,107 @@
+"""The shape of a model: what it takes to hold and to run, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLOAT_BYTES = 4
+_ROW_BYTES = 58  # for each number of an embedding, where nothing else is known: with 3.5 times as many in feed-forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model without its weights. All of it can be read from a GGUF's header."""
+
+    name: str
+    layer_bytes: tuple[int, ...]
+    """Bytes of each layer's weights."""
+    input_bytes: int
+    """Bytes of the input embedding: the first stage holds it, and reads a row of it for each token."""
+    output_bytes: int
+    """Bytes of the output layer, which the last stage holds. Where it is the input embedding, it counts in both."""
+    parameters_per_byte: float
+    """Weights in a byte: about 1.8 in 4-bit quantizations."""
+    n_embd: int
+    """Numbers in an embedding."""
+    layer_cell_bytes: tuple[float, ...]
+    """Bytes of a token's KV cache in each layer."""
+    n_vocab: int = 32000
+    layer_expert_bytes: tuple[int, ...] = ()
+    """Bytes of each layer's experts, of which a token uses only some. Empty: no layer has experts."""
+    n_expert: int = 0
+    """Experts in a layer; 0: a row uses every weight."""
+    n_expert_used: int = 0
+    """Experts that a token uses."""
+    n_ctx: int = 0
+    """Tokens of the context that it was trained with; 0: not known."""
+    row_bytes: float = 0.0
+    """Compute buffer for each row of the longest run, on a rank with layers."""
+    row_cell_bytes: float = 2.0
+    """Compute buffer for each row of the longest run and each token of the context."""
+
+    @property
+    def n_layer(self) -> int:
+        """Number of layers."""
+        return len(self.layer_bytes)
+
+    @property
+    def border_bytes(self) -> int:
+        """Bytes of a row that crosses a border between stages: float32, in nearly all architectures."""
+        return FLOAT_BYTES * self.n_embd
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.input_bytes + sum(self.layer_bytes) + self.output_bytes
+
+    def cell_bytes(self, layers: tuple[int, int]) -> float:
+        """Bytes of a token's KV cache in layers [a, b)."""
+        return sum(self.layer_cell_bytes[slice(*layers)])
+
+    def expert_bytes(self, layers: tuple[int, int]) -> int:
+        """Bytes of the experts in layers [a, b)."""
+        return sum(self.layer_expert_bytes[slice(*layers)])
+
+    def read_bytes(self, layers: tuple[int, int], n_rows: int = 1) -> float:
+        """Bytes that a run of `n_rows` tokens reads in layers [a, b), and in the output layer behind the last."""
+        a, b = layers
+        dense = sum(self.layer_bytes[a:b]) + (self.output_bytes if b == self.n_layer else 0)
+        if self.n_expert_used == 0:
+            return dense
+        untouched = (1 - self.n_expert_used / self.n_expert) ** n_rows
+        return dense - self.expert_bytes(layers) * untouched
+
+    def token_flop(self, layers: tuple[int, int]) -> float:
+        """Additions and multiplications for a token in these layers."""
+        return 2 * self.parameters_per_byte * self.read_bytes(layers)
+
+
+def even_shape(
+    *,
+    name: str,
+    n_layer: int,
+    weight_bytes: float,
+    parameters: float,
+    n_embd: int,
+    cell_bytes: float,
+    n_vocab: int,
+    tied: bool = False,
+) -> ModelShape:
+    """A model whose layers are all alike, and all weights of one type.
+
+    `weight_bytes`, `parameters`: of the whole file. `cell_bytes`: KV cache of a token in all layers. `tied`: the output
+    layer is the input embedding, and in the file once.
+    """
+    edge = weight_bytes * min(n_vocab * n_embd / parameters, 0.9 if tied else 0.45)  # embedding, or output layer
+    layer = (weight_bytes - (edge if tied else 2 * edge)) / n_layer
+    return ModelShape(
+        name=name,
+        layer_bytes=(int(layer),) * n_layer,
+        input_bytes=int(edge),
+        output_bytes=int(edge),
+        parameters_per_byte=parameters / weight_bytes,
+        n_embd=n_embd,
+        layer_cell_bytes=(cell_bytes / n_layer,) * n_layer,
+        n_vocab=n_vocab,
+        row_bytes=_ROW_BYTES * n_embd,
+    )

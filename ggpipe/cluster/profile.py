@@ -1,0 +1,211 @@
+"""Profiles: how long stages take on the nodes of a cluster, how fast memory and links are; as a JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ggpipe.cluster.decode import decode
+from ggpipe.errors import UsageError
+
+_FORMAT, _VERSION = "ggpipe profile", 2
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Rate = Annotated[float, Meta(gt=0)]
+Layers = tuple[Count, Count]
+"""First layer, and one past the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run of `rows` tokens behind `n_past` tokens took `seconds` in libllama's decode (a median)."""
+
+    rows: Positive
+    n_past: Count
+    seconds: Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The part of a model's header that times and memory follow from."""
+
+    name: str
+    architecture: str
+    fingerprint: str
+    """As `ModelFile.fingerprint`."""
+    n_layer: Positive
+    n_embd: Count
+    """Numbers in an embedding: a row that crosses a border is so many float32, in nearly all architectures."""
+    n_vocab: Count
+    n_expert: Count
+    """Experts in a layer; 0: a row uses every weight."""
+    n_expert_used: Count
+    layer_bytes: tuple[Count, ...]
+    """Bytes of each layer's weights."""
+    input_bytes: Count
+    """Bytes of the input embedding, on the first rank: a run reads its tokens' rows alone."""
+    output_bytes: Count
+    """Bytes of the output layer, on the last rank. Where it is the input embedding, it counts in both."""
+
+    def weight_bytes(self, layers: tuple[int, int]) -> int:
+        """Weights that a run reads in a stage, at most: its layers and, on the last stage, the output layer."""
+        a, b = layers
+        return sum(self.layer_bytes[a:b]) + (self.output_bytes if a < b == self.n_layer else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Settings other than threads that change how long a run takes; as in `ContextConfig` and `ModelConfig`."""
+
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    flash_attn: str = "on"
+    exact: bool = False
+    repack: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Another range of layers, measured in the same way."""
+
+    layers: Layers
+    weight_bytes: Count
+    alone: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """One rank: its machine, and how long it takes for runs."""
+
+    rank: Count
+    host: str
+    cores: Positive
+    """Physical ones of its machine that this rank may use; ranks of one machine count the same ones."""
+    threads: Positive
+    threads_batch: Positive
+    memory_bytes: Count
+    """RAM that was free or could be freed before anything was loaded; ranks of one machine count the same."""
+    memory_bytes_per_s: Seconds
+    """`threads` threads reading memory beyond the caches, one byte after the other, while only this rank works."""
+    layers: Layers
+    """The layers that were measured as one stage."""
+    weight_bytes: Count
+    """As `ModelFacts.weight_bytes` of these layers: with the output layer if the last layer is in, without the input
+    embedding."""
+    alone: tuple[Point, ...]
+    """Times while no other rank of the same machine computes."""
+    together: tuple[Point, ...]
+    """Times while all ranks of the cluster compute. Means where runs are shorter than a few milliseconds."""
+    half: Part | None
+    """Fewer of the layers, alone; None where a single layer was measured."""
+    run_s: Seconds
+    """Per-run overhead outside `llama_decode`: from giving a run to the stage's thread until its outcome is back."""
+    change_s: Seconds
+    """Extra time of a decode of few rows when the run before had another number of rows: its graph is built anew."""
+    fixed_s: Seconds
+    """Time of a decode of one row that does not depend on the number of layers: a straight line through the fastest
+    decodes of `half` and of all layers, at no weights. 0 where a single layer was measured."""
+    draft: Part | None = None
+    """All layers of `Profile.draft`, alone, with as many threads as the target. None where no draft was measured, or
+    this rank's memory is too small for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """Messages from one rank to another."""
+
+    source: Count
+    target: Count
+    latency_s: Seconds
+    """Time of a small message, from program to program: half a round trip between ranks that wait as for a hop."""
+    bytes_per_s: Rate
+    """Throughput of a large message, its latency not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All ranks of a cluster, and the links between them, measured with one model, or with a pair."""
+
+    model: ModelFacts
+    kernels: Kernels
+    ranks: tuple[RankProfile, ...]
+    """All ranks, in order."""
+    links: tuple[LinkProfile, ...]
+    """Links that were measured: not all pairs where there are many ranks."""
+    draft: ModelFacts | None = None
+    """The draft model that was measured with it; its KV cache has the same types, it is never `exact`."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what does not fit together."""
+        model, n_ranks = self.model, len(self.ranks)
+        for name, facts in (("model", model), *([("draft", self.draft)] if self.draft else [])):
+            if len(facts.layer_bytes) != facts.n_layer:
+                raise ValueError(f"{name}.layer_bytes has not one entry for each of n_layer layers")
+        if not self.ranks or [rank.rank for rank in self.ranks] != list(range(n_ranks)):
+            raise ValueError("ranks are not numbered 0, 1, 2, …")
+        for rank in self.ranks:
+            parts = [Part(rank.layers, rank.weight_bytes, rank.alone), *([rank.half] if rank.half else [])]
+            if any(not 0 <= part.layers[0] < part.layers[1] <= model.n_layer for part in parts):
+                raise ValueError(f"rank {rank.rank} has layers that the model has not")
+            if rank.draft is not None:
+                if self.draft is None or rank.draft.layers != (0, self.draft.n_layer):
+                    raise ValueError(f"rank {rank.rank} has not all layers of the draft")
+                if rank.draft.weight_bytes < 1:
+                    raise ValueError(f"rank {rank.rank} has a draft of no weights")
+                parts.append(rank.draft)
+            for part in parts:
+                if seconds_at(part.alone, 1) is None:
+                    raise ValueError(f"rank {rank.rank} has no time of a single row")
+        for link in self.links:
+            if not (link.source < n_ranks and link.target < n_ranks):
+                raise ValueError(f"the link from {link.source} to {link.target} has no such ranks")
+
+    def link(self, source: int, target: int) -> LinkProfile | None:
+        """What was measured between two ranks."""
+        return next((x for x in self.links if (x.source, x.target) == (source, target)), None)
+
+
+def seconds_at(points: Sequence[Point], rows: int) -> float | None:
+    """The time of a run of `rows` tokens in the shortest context; None where that was not measured."""
+    return next((p.seconds for p in sorted(points, key=lambda p: p.n_past) if p.rows == rows), None)
+
+
+def as_text(profile: Profile) -> str:
+    """The profile as a JSON document."""
+    document = {"format": _FORMAT, "version": _VERSION, **msgspec.to_builtins(profile)}
+    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+def write(path: Path, profile: Profile) -> None:
+    """Write it to a file. Raises UsageError when that cannot be."""
+    try:
+        path.write_text(as_text(profile))
+    except OSError as e:
+        raise UsageError(f"cannot write the profile {path}: {e.strerror}") from e
+
+
+def read(path: Path) -> Profile:
+    """The inverse of `write`. Raises UsageError, with the reason, for a file that is no sound profile."""
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except OSError as e:
+        raise UsageError(f"cannot read the profile {path}: {e.strerror}") from e
+    except (msgspec.DecodeError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise UsageError(f"{path} is no profile; write one with `ggpipe profile -m MODEL -o {path}`")
+    if content.get("version") != _VERSION:
+        raise UsageError(
+            f"{path} is a profile of format {content.get('version')!r}, this ggpipe reads {_VERSION}: profile anew"
+        )
+    try:
+        return decode(content, Profile)
+    except ValueError as e:
+        raise UsageError(f"{path} is a damaged profile ({e}); write it anew with `ggpipe profile`") from e

@@ -1,0 +1,55 @@
+"""A cluster as a cluster file or a profile describes it, before models are placed on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ggpipe.cluster.links import Link, Overheads
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.profile import RankProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """A machine: either its speeds are given, or a profile."""
+
+    name: str
+    cores: int
+    memory_bytes: float
+    bytes_per_s: float = 0.0
+    """Memory throughput of all cores together."""
+    core_bytes_per_s: float = 0.0
+    core_flop_per_s: float = 0.0
+    crowd: float | None = None
+    """Speed of a core while all others are busy, as a share of its speed alone; None: as they share `bytes_per_s`."""
+    profile: RankProfile | None = None
+    of_experts: bool = False
+    """The profiled model has experts: its `weight_bytes` include those that a row does not use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Machines, links, and the node of each rank."""
+
+    title: str
+    nodes: tuple[NodeSpec, ...]
+    target_on: tuple[int, ...]
+    """The node of each target rank."""
+    draft_on: tuple[int, ...]
+    """The node of each draft rank; empty: a draft runs inside the head."""
+    target: ModelShape | None
+    draft: ModelShape | None
+    network: Link
+    """The link between nodes."""
+    local: Link
+    """The link between ranks of a node."""
+    shares: tuple[float, ...] | None = None
+    """Each target rank's share of the layers; None: even."""
+    draft_shares: tuple[float, ...] = ()
+    """Each draft rank's share of the draft's layers; empty: even."""
+    threads: tuple[int, ...] = ()
+    """Threads of each rank; empty: each node's cores, divided among its ranks."""
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    """Measured links, by (sender, receiver) ranks."""
+    overheads: Overheads = field(default_factory=Overheads)

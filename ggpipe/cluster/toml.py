@@ -1,0 +1,330 @@
+"""Clusters as TOML files: the models, the nodes, which ranks are where.
+
+    title = "two servers and an office PC, Gigabit Ethernet"
+    target_on = ["server1", "server2"]       # the node of each rank that holds layers, the head first
+    draft_on = ["office"]                    # without: the draft runs inside the head
+    layer_split = "0.5,0.5/1.0"              # default: even
+    threads = [16, 16, 6]                    # by rank; default: the node's cores, divided among its ranks
+
+    [target]                                 # or -m FILE
+    name = "70B Q4_K_M"
+    layers = 80
+    weights_gb = 42.5
+    parameters_b = 70.6
+    width = 8192
+    kv_kb = 328                              # KV cache of a token, all layers
+    vocabulary = 128256                      # default 32000
+    tied = false                             # the output layer is the input embedding; default false
+
+    [draft]                                  # as [target], or -md FILE
+
+    [network]                                # between nodes; [local]: between ranks of a node
+    latency_us = 60                          # from program to program
+    gbit_per_s = 0.94
+
+    [[node]]
+    name = "server"
+    count = 2                                # server1, server2; default 1
+    cores = 16
+    memory_gb = 64
+    memory_gb_per_s = 90                     # what all cores read together
+    core_gb_per_s = 12                       # what one core reads; default: as all together
+    core_gflops = 60                         # what one core computes in matrix products of the weights' type
+    crowd = 0.9                              # speed of a core while all others are busy, as a share
+                                             # default: as they share memory_gb_per_s
+
+    [overheads]                              # what ggpipe itself takes; see cluster/links.py
+    run_us = 250
+
+Instead of its speeds a node may name what `ggpipe profile` measured: `profile = "server.json"`, a file beside the
+cluster file, and `profile_rank = 0`. Its cores, its memory, `crowd`, [network], [local], run_us and hand_us come from
+there unless the cluster file gives them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, defstruct, structs
+
+from ggpipe.cluster.decode import Steps, decode, dotted
+from ggpipe.cluster.from_profile import measured_links, measured_overheads, profiled_node, spec_from_profile, usual_link
+from ggpipe.cluster.links import Link, Overheads
+from ggpipe.cluster.model_shape import ModelShape, even_shape
+from ggpipe.cluster.profile import Profile, read
+from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.core.layout import parse_shares
+from ggpipe.errors import UsageError
+
+CLUSTERS = Path(__file__).parent / "bundled"
+"""The cluster files that come with ggpipe; their names stand for them."""
+
+_MOST_NODES = 1024
+_LOCAL = Link(60e-6, 5e9)
+_WEIGHT_BITS = (1.0, 64.0)  # of a model's weights, on average
+
+Text = Annotated[str, Meta(min_length=1, pattern=r"\S")]
+Count = Annotated[int, Meta(ge=1, le=10**15)]
+Positive = Annotated[float, Meta(gt=0, le=1e15)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Nodes = Annotated[int, Meta(ge=1, le=_MOST_NODES)]
+Cores = Annotated[int, Meta(ge=1, le=4096)]
+Layers = Annotated[int, Meta(ge=1, le=4096)]
+Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
+
+_Overheads = defstruct(
+    "_Overheads",
+    [(f"{field.name}_us".replace("_s_us", "_us"), Microseconds | None, None) for field in fields(Overheads)],
+    forbid_unknown_fields=True,
+)
+"""[overheads]: the fields of `Overheads`, in microseconds."""
+
+
+class _Link(Struct, frozen=True, forbid_unknown_fields=True):
+    """[network] and [local]."""
+
+    latency_us: Microseconds
+    gbit_per_s: Positive
+
+    def link(self) -> Link:
+        return Link(self.latency_us / 1e6, self.gbit_per_s * 1e9 / 8)
+
+
+class _Model(Struct, frozen=True, forbid_unknown_fields=True):
+    """[target] and [draft]."""
+
+    layers: Layers
+    weights_gb: Positive
+    parameters_b: Positive
+    width: Count
+    kv_kb: Positive
+    name: Text | None = None
+    vocabulary: Count = 32000
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        low, high = _WEIGHT_BITS
+        if not low <= (bits := 8 * self.weights_gb / self.parameters_b) <= high:
+            raise ValueError(f"weights_gb and parameters_b make {bits:.2g} bits of each weight: check both")
+
+    def shape(self, default_name: str) -> ModelShape:
+        return even_shape(
+            name=self.name or default_name,
+            n_layer=self.layers,
+            weight_bytes=self.weights_gb * 1e9,
+            parameters=self.parameters_b * 1e9,
+            n_embd=self.width,
+            cell_bytes=self.kv_kb * 1e3,
+            n_vocab=self.vocabulary,
+            tied=self.tied,
+        )
+
+
+class _Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A [[node]] with its speeds."""
+
+    name: Text | None = None
+    count: Nodes = 1
+    cores: Cores
+    memory_gb: Positive
+    memory_gb_per_s: Positive
+    core_gb_per_s: Positive | None = None
+    core_gflops: Positive
+    crowd: Share | None = None
+
+
+class _ProfiledNode(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A [[node]] with a profile."""
+
+    name: Text | None = None
+    count: Nodes = 1
+    profile: Text
+    profile_rank: Annotated[int, Meta(ge=0)] = 0
+    cores: Cores | None = None
+    memory_gb: Positive | None = None
+    crowd: Share | None = None
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    """A cluster file."""
+
+    title: Text | None = None
+    node: list[dict[str, Any]] = []
+    target_on: list[str] | None = None
+    draft_on: list[str] = []
+    layer_split: Text | None = None
+    threads: list[Count] = []
+    target: _Model | None = None
+    draft: _Model | None = None
+    network: _Link | None = None
+    local: _Link | None = None
+    overheads: dict[str, Any] = {}
+
+
+def shipped() -> list[str]:
+    """Names of the clusters that come with ggpipe."""
+    return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
+
+
+def read_cluster(path: Path) -> ClusterSpec:
+    """Read a cluster file, one that comes with ggpipe by its name, or a profile (.json). Raises UsageError."""
+    if not path.exists():
+        if str(path) not in shipped():
+            names = ", ".join(shipped())
+            raise UsageError(f"there is no cluster file {path}; clusters that come with ggpipe are {names}")
+        path = CLUSTERS / f"{path}.toml"
+    if path.suffix.lower() == ".json":
+        return spec_from_profile(read(path), path.stem)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UsageError(f"cannot read {path}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise UsageError(f"{path} is no TOML file: {e}") from e
+    try:
+        return _cluster(decode(content, _File, _named), path)
+    except ValueError as e:
+        raise UsageError(f"{path}: {e}") from e
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """A node, and the profile and rank that its speed comes from."""
+
+    node: NodeSpec
+    measured: tuple[Profile, int] | None = None
+
+
+def _cluster(file: _File, path: Path) -> ClusterSpec:
+    machines = _machines(file, path)
+    numbers = {machine.node.name: i for i, machine in enumerate(machines)}
+    draft_on = _numbers_of("draft_on", file.draft_on, numbers)
+    others = [name for name, i in numbers.items() if i not in draft_on]
+    target_on = _numbers_of("target_on", others if file.target_on is None else file.target_on, numbers)
+    if not target_on:
+        raise ValueError("target_on names no node: give one for each rank that holds layers, the head first")
+    shares, draft_shares = _shares(file, len(target_on), len(draft_on))
+    n_ranks = len(target_on) + len(draft_on)
+    if len(file.threads) not in (0, n_ranks):
+        raise ValueError(f"threads is a list of {len(file.threads)} numbers for {n_ranks} ranks: give one for each")
+    profiles = list({id(m.measured[0]): m.measured[0] for m in machines if m.measured is not None}.values())
+    local = file.local.link() if file.local else usual_link(profiles, True) or _LOCAL
+    links: Mapping[tuple[int, int], Link] = {}
+    if file.network is None:
+        links = measured_links([machines[i].measured for i in target_on + draft_on])
+        network = usual_link(profiles, False) or (local if len(machines) == 1 else None)
+        if network is None:
+            raise ValueError("[network] is missing: give latency_us and gbit_per_s between nodes")
+    else:
+        network = file.network.link()
+    return ClusterSpec(
+        title=file.title or path.stem,
+        nodes=tuple(machine.node for machine in machines),
+        target_on=target_on,
+        draft_on=draft_on,
+        target=file.target.shape("target") if file.target else None,
+        draft=file.draft.shape("draft") if file.draft else None,
+        network=network,
+        local=local,
+        shares=shares,
+        draft_shares=draft_shares,
+        threads=tuple(file.threads),
+        links=links,
+        overheads=_overheads(file, measured_overheads(machine.measured for machine in machines)),
+    )
+
+
+def _machines(file: _File, path: Path) -> list[_Machine]:
+    if not file.node:
+        raise ValueError("[[node]] is missing: describe at least one machine")
+    profiles: dict[Path, Profile] = {}
+    machines: list[_Machine] = []
+    for number, table in enumerate(file.node, 1):
+
+        def name_of(steps: Steps, number: int = number) -> str:
+            return f"[[node]] {number} {_named(steps)}".rstrip()
+
+        is_profiled = "profile" in table
+        node = decode(table, _ProfiledNode, name_of) if is_profiled else decode(table, _Node, name_of)
+        name = node.name or f"node{number}"
+        if isinstance(node, _Node):
+            machine = _Machine(_described(node, name))
+        else:
+            file_path = path.parent / node.profile
+            if file_path not in profiles:
+                profiles[file_path] = read(file_path)
+            profile, rank = profiles[file_path], node.profile_rank
+            if rank >= (n_ranks := len(profile.ranks)):
+                raise ValueError(f"{name_of(['profile_rank'])} is {rank}, and {file_path} has ranks 0 to {n_ranks - 1}")
+            machine = _Machine(_profiled(node, profile, name), (profile, rank))
+        for i in range(1, node.count + 1):
+            own = replace(machine.node, name=f"{name}{i}" if node.count > 1 else name)
+            machines.append(replace(machine, node=own))
+    names = [machine.node.name for machine in machines]
+    if len(names) > _MOST_NODES:
+        raise ValueError(f"[[node]] describes {len(names)} machines; {_MOST_NODES} are possible")
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"[[node]] names {twice[0]} twice: give each machine a name of its own")
+    return machines
+
+
+def _described(node: _Node, name: str) -> NodeSpec:
+    core_gb_per_s = node.core_gb_per_s or node.memory_gb_per_s
+    return NodeSpec(
+        name=name,
+        cores=node.cores,
+        memory_bytes=node.memory_gb * 1e9,
+        bytes_per_s=node.memory_gb_per_s * 1e9,
+        core_bytes_per_s=core_gb_per_s * 1e9,
+        core_flop_per_s=node.core_gflops * 1e9,
+        crowd=node.crowd,
+    )
+
+
+def _profiled(node: _ProfiledNode, profile: Profile, name: str) -> NodeSpec:
+    """As it was measured, but for what the cluster file gives."""
+    own = profiled_node(profile, node.profile_rank, name)
+    memory_bytes = node.memory_gb * 1e9 if node.memory_gb else own.memory_bytes
+    return replace(own, cores=node.cores or own.cores, memory_bytes=memory_bytes, crowd=node.crowd or own.crowd)
+
+
+def _overheads(file: _File, overheads: Overheads) -> Overheads:
+    """As they were measured, but for what the cluster file gives."""
+    table = decode(file.overheads, _Overheads, lambda path: f"[overheads] {dotted(path)}")
+    given = {key.replace("_us", "_s"): us / 1e6 for key, us in structs.asdict(table).items() if us is not None}
+    return replace(overheads, **given)
+
+
+def _numbers_of(key: str, names: Sequence[str], numbers: Mapping[str, int]) -> tuple[int, ...]:
+    for name in names:
+        if name not in numbers:
+            raise ValueError(f"{key} names {name!r}, and the nodes are {', '.join(numbers)}")
+    return tuple(numbers[name] for name in names)
+
+
+def _shares(file: _File, n_target: int, n_draft: int) -> tuple[tuple[float, ...] | None, tuple[float, ...]]:
+    if file.layer_split is None:
+        return None, ()
+    text = file.layer_split
+    try:
+        shares, draft_shares = parse_shares(text)
+    except UsageError as e:
+        raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
+    if (len(shares), len(draft_shares)) != (n_target, n_draft):
+        raise ValueError(
+            f"layer_split {text}: {len(shares)} shares for {n_target} target ranks, {len(draft_shares)} for {n_draft} "
+            "draft ranks; give one for each"
+        )
+    return shares, draft_shares
+
+
+def _named(path: Steps) -> str:
+    """`[network] latency_us`; `threads[1]`."""
+    match path:
+        case [str(table), str(key)]:
+            return f"[{table}] {key}"
+    return dotted(path)

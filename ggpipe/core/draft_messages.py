@@ -1,0 +1,102 @@
+"""What the head and the drafters send each other: the text so far, draft tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ggpipe.config import SpeculationConfig
+
+ROOT = 0
+"""As a draft token's parent: the last accepted token that the drafter knew."""
+
+Candidates = tuple[tuple[int, float], ...]
+"""A draft's best tokens for one position with their probabilities, the most probable first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What a drafter proposes after one node: its best candidates with their probabilities.
+
+    The first `n` candidates are draft tokens, numbered `first`, `first + 1`, ... within their request and drafter.
+    """
+
+    parent: int
+    first: int
+    n: int
+    candidates: Candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Draft tokens on their way to the head, parents before children."""
+
+    request: int
+    epoch: int
+    """Accepted tokens that the drafter knew of."""
+    expansions: tuple[Expansion, ...]
+    complete: bool
+    """The drafter sends nothing more until a further token is accepted."""
+    drafter: int = 0
+    """Which drafter drafted them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabularies:
+    """The tokens of a target and of its draft: the same ids name the same tokens, and one may have a few more.
+
+    Chat fine-tunes add tokens such as `<|im_end|>` that a draft for the base model does not have. The draft reads
+    `stand_in` in their place. The text stays the target's, which verifies each draft token.
+    """
+
+    n_target: int
+    n_draft: int
+    stand_in: int
+
+    def for_draft(self, token: int) -> int:
+        """The token that the draft reads for one of the target's."""
+        return token if token < self.n_draft else self.stand_in
+
+    @property
+    def only_draft(self) -> tuple[int, ...]:
+        """Tokens that the target does not have."""
+        return tuple(range(self.n_target, self.n_draft))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """A request to draft for."""
+
+    request: int
+    prompt: tuple[int, ...]
+    n_left: int
+    """Tokens that may be generated."""
+    lead: int
+    """Depth of the deepest draft token below the last accepted token, at most."""
+    ends: frozenset[int]
+    """Tokens that end the text."""
+    banned: tuple[int, ...]
+    """Tokens that are never drafted."""
+    speculation: SpeculationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Tokens that the target added to the text since the last such message."""
+
+    request: int
+    epoch: int
+    """All tokens accepted so far."""
+    tokens: tuple[int, ...]
+    lead: int
+    """Replaces the one of `Begin`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """No more draft tokens are needed for this request."""
+
+    request: int
+
+
+Steering = Begin | Accepted | Done
+"""What the head sends to a drafter."""

@@ -1,0 +1,1 @@
+"""Drafters: what proposes draft tokens, one file each, and what they share."""

@@ -1,0 +1,70 @@
+"""What the head learns of a drafter: its agreement with the target, against its own probabilities, and its pace."""
+
+from __future__ import annotations
+
+import math
+
+_JUDGE = 0.05  # weight of the latest draft token
+_PACE = 0.2  # weight of the latest time
+_ONCE, _LEAST_AGREEMENT = 1 / 500, 0.01
+_TIMED = 4  # draft tokens below a fresh root that show the drafter's pace; later ones may wait for the head
+
+
+class Calibration:
+    """Running means for one drafter and one request."""
+
+    def __init__(self) -> None:
+        self.agreement = 0.7
+        """Share of draft tokens beside the target's token that were that token."""
+        self._named = 0.7
+        """Mean probability that the drafter gave them."""
+
+    def judged(self, prob: float, right: bool) -> None:
+        """A draft token that the drafter gave `prob` was the target's token, or another one was."""
+        self.agreement += _JUDGE * (right - self.agreement)
+        self._named += _JUDGE * (prob - self._named)
+
+    def chance(self, prob: float) -> float:
+        """How probable it is that a draft token is right to which the drafter gives `prob`."""
+        return min(prob * self.agreement / self._named, 1.0) if self._named > 0 else self.agreement
+
+    @property
+    def reach(self) -> int:
+        """Depth to which a chain of usual draft tokens is worth having: deeper ones are right once in 500 times, so
+        that their runs only take energy, and cores from others."""
+        agreement = min(max(self.agreement, _LEAST_AGREEMENT), 1 - _LEAST_AGREEMENT)
+        return max(math.ceil(math.log(_ONCE) / math.log(agreement)), 2)
+
+
+class Pace:
+    """How long a drafter takes to send draft tokens below a root that it had not drafted."""
+
+    def __init__(self) -> None:
+        self.first_s: float | None = None
+        """From sending it the root to its first draft token."""
+        self.next_s: float | None = None
+        """From each draft token to the next."""
+        self._since: float | None = None
+        """When the root was sent, or the latest draft tokens below it came; None: not measured now."""
+        self._n_below = 0
+
+    def root_sent(self, fresh: bool, now: float) -> None:
+        """The drafter is sent a new root; `fresh`: it had not drafted it."""
+        self._since, self._n_below = (now if fresh else None), 0
+
+    def came(self, n: int, now: float) -> None:
+        """Some expansions below the newest root came, all in one message."""
+        if not n or self._since is None:
+            return
+        self.noted(self._n_below == 0, (now - self._since) / n)
+        self._n_below += n
+        self._since = now if self._n_below < _TIMED else None
+
+    def noted(self, first: bool, seconds: float) -> None:
+        """It took so long to the first draft token, or from one to the next."""
+        known = self.first_s if first else self.next_s
+        known = seconds if known is None else known + _PACE * (seconds - known)
+        if first:
+            self.first_s = known
+        else:
+            self.next_s = known

@@ -1,0 +1,228 @@
+"""A draft model as a drafter: what it decodes next, and which draft tokens go to the head.
+
+It has a tree of its own for each request, with the draft model's KV cache behind it, and the last token it knows
+accepted as its root. It decodes the tips of the most probable branches, all in one run. Each answer gives candidates,
+and some of these become children (`growth`): the draft tokens, which are sent to the head at once. How far it runs
+ahead is bounded from the root, so it stops by itself and goes on when a token is accepted. Then its tree moves as the
+target's does: the branch that holds the token stays, cells and all; a token that it did not draft is decoded afresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Vocabularies
+from ggpipe.core.drafters.base import DraftAction, DraftEvent, Send
+from ggpipe.core.drafters.growth import Growth
+from ggpipe.core.drafters.thresholds import Thresholds
+from ggpipe.core.events import RunDone, RunEnded, Tick
+from ggpipe.core.in_flight import InFlight, cancel_action, record_of
+from ggpipe.core.messages import Row, RunResult, Want, WantKind
+from ggpipe.core.request import Limits
+from ggpipe.core.tree import Node, Tree
+
+_SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes
+_MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for whoever records what the draft proposed
+
+
+class DraftModel:
+    """See the module's text. It serves several requests; one run of draft tokens is in flight at a time."""
+
+    def __init__(self, limits: Limits, vocabularies: Vocabularies | None = None, drafter: int = 0) -> None:
+        """`limits`: of the draft model's pipeline. `vocabularies`: None where target and draft have the same tokens.
+        `drafter`: its id, which the head knows it by."""
+        self._limits = limits
+        self._vocabularies = vocabularies
+        self._drafter = drafter
+        self._in_flight: InFlight[Growth] = InFlight(limits.n_seq, limits.n_requests)
+        self._requests: dict[int, Growth] = {}
+        self._attempt_s = 0.0
+        """Of the latest run of draft tokens."""
+
+    def handle(self, event: DraftEvent, now: float) -> list[DraftAction]:
+        """Take in one event that happened at `now` (seconds, any clock that does not go back).
+
+        Raises ValueError for a run that is not in flight.
+        """
+        actions: list[DraftAction] = []
+        match event:
+            case Begin():
+                self._begin(event)
+            case Accepted():
+                self._accepted(event, actions)
+            case Done(request):
+                self._done(request, actions)
+            case RunEnded(result):
+                self._run_ended(result, now, actions)
+            case Tick():
+                for growth in self._requests.values():
+                    if growth.retry_at is not None and now >= growth.retry_at:
+                        growth.retry_at = None
+        for growth in self._requests.values():
+            for batch in growth.grow():
+                self._send(growth, batch, False, actions)
+        self._decode(now, actions)
+        for growth in self._requests.values():
+            self._settle(growth, now, actions)
+        if self._in_flight.ops and not self._requests:  # no run is coming that could carry them
+            actions.append(self._in_flight.submit_ops(now))
+        return actions
+
+    @property
+    def wake_at(self) -> float | None:
+        """When to send `Tick`, by the clock of `now`; None when only other events matter."""
+        return min((g.retry_at for g in self._requests.values() if g.retry_at is not None), default=None)
+
+    def validate(self) -> None:
+        """Check what must hold between events. Raises AssertionError."""
+        trees = [(growth, growth.tree.validate()) for growth in self._requests.values()]
+        self._in_flight.validate(trees)
+        taken = sum(len(ids) for _, ids in trees)
+        assert len(self._in_flight.ids) == self._limits.n_seq - taken, "an id is lost"
+        for growth in self._requests.values():
+            assert growth.text[-1] == growth.tree.root.token
+            assert growth.tree.root.pos == len(growth.text) - 1
+            assert all(node.answer and not node.children for node in growth.open)
+
+    # The text
+
+    def _begin(self, begin: Begin) -> None:
+        tree = Tree(self._in_flight.ids, self._in_flight.ops, begin.prompt[-1], len(begin.prompt) - 1)
+        thresholds = Thresholds(begin.speculation)
+        self._requests[begin.request] = Growth(
+            begin=begin, tree=tree, thresholds=thresholds, text=list(begin.prompt), lead=begin.lead
+        )
+
+    def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
+        growth = self._requests.get(message.request)
+        if growth is None:
+            return
+        growth.lead = message.lead
+        if growth.held:  # they are numbered from this epoch's root
+            self._send_held(growth, False, actions)
+        dead = growth.accept(message.tokens, message.epoch)
+        self._cancel(self._in_flight.drop(growth, dead), actions)
+
+    def _done(self, request: int, actions: list[DraftAction]) -> None:
+        growth = self._requests.pop(request, None)
+        if growth is not None:
+            growth.tree.close()
+            self._cancel([run.run.id for run in self._in_flight.of(growth) if not run.cancelled], actions)
+
+    def _cancel(self, runs: Sequence[int], actions: list[DraftAction]) -> None:
+        if runs:
+            actions.append(cancel_action(self._in_flight.cancel(runs)))
+
+    # Draft tokens
+
+    def _run_ended(self, result: RunResult, now: float, actions: list[DraftAction]) -> None:
+        run = self._in_flight.end(result)
+        growth = run.owner
+        if growth is None:
+            return
+        actions.append(RunDone(record_of(run, result)))
+        if run.cancelled:
+            return
+        if not run.n_text:
+            self._attempt_s = now - run.submitted_at
+        growth.answered(run.nodes)
+
+    def _settle(self, growth: Growth, now: float, actions: list[DraftAction]) -> None:
+        """Send what was drafted. When nothing more comes by itself, report that, or try again soon with lower
+        thresholds."""
+        runs = self._in_flight.of(growth)
+        # With nothing in flight at all, nothing could be submitted just now.
+        waits = self._in_flight.n_computed > 0 and (
+            any(not run.cancelled for run in runs) or self._text_waits(growth) or bool(growth.tips())
+        )
+        may_retry = growth.overlaps and growth.retry_at is None and growth.thresholds.can_fall
+        if not waits and may_retry and any(growth.may_grow(node) for node in growth.open):
+            growth.thresholds.n_failed += 1
+            growth.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
+        enough = growth.n_batch >= growth.begin.speculation.n_min
+        stuck = not growth.overlaps or (not growth.tree.root.children and growth.retry_at is None)
+        complete = not waits and stuck and not growth.complete
+        if enough and (complete or growth.held):
+            self._send_held(growth, complete, actions)
+        elif complete:
+            self._send(growth, (), True, actions)
+
+    def _send_held(self, growth: Growth, complete: bool, actions: list[DraftAction]) -> None:
+        self._send(growth, tuple(growth.held), complete, actions)
+        growth.held = []
+
+    def _send(
+        self, growth: Growth, expansions: tuple[Expansion, ...], complete: bool, actions: list[DraftAction]
+    ) -> None:
+        growth.complete = growth.complete or complete
+        batch = MicroBatch(
+            request=growth.begin.request,
+            epoch=growth.epoch,
+            expansions=expansions,
+            complete=complete,
+            drafter=self._drafter,
+        )
+        actions.append(Send(batch))
+
+    # The pipeline
+
+    def _decode(self, now: float, actions: list[DraftAction]) -> None:
+        """Submit text first, in chunks; then the tips of one request."""
+        for growth in self._requests.values():
+            while self._in_flight.n_computed < self._limits.n_in_flight and self._text_waits(growth):
+                at = growth.n_decoded
+                chunk = growth.text[at : at + min(self._limits.n_rows, self._free_cells(growth))]
+                growth.n_decoded += len(chunk)
+                last = growth.n_decoded == len(growth.text)
+                nodes = growth.tree.place([growth.tree.root], self._in_flight.next_run, 1) if last else []
+                self._submit(growth, nodes, chunk[: len(chunk) - last], at, now, actions)
+        if self._in_flight.n_computed:
+            return
+        for growth in list(self._requests.values()):
+            most = min(growth.begin.speculation.draft_rows, self._limits.n_rows, self._free_cells(growth))
+            if nodes := growth.tree.place(growth.tips(), self._in_flight.next_run, most):
+                self._submit(growth, nodes, (), 0, now, actions)
+                self._requests[growth.begin.request] = self._requests.pop(growth.begin.request)  # others are next
+                return
+
+    def _text_waits(self, growth: Growth) -> bool:
+        wanted = growth.n_decoded < len(growth.text) and growth.deepest > growth.tree.root.pos
+        return wanted and self._free_cells(growth) > 0
+
+    def _free_cells(self, growth: Growth) -> int:
+        others = (other.n_cells for other in self._requests.values() if other is not growth)
+        return max(self._limits.n_ctx - sum(others) - growth.n_used, 0)
+
+    def _submit(
+        self,
+        growth: Growth,
+        nodes: list[Node],
+        text: Sequence[int],
+        at: int,
+        now: float,
+        actions: list[DraftAction],
+    ) -> None:
+        """Put a run into the pipeline: `text` from position `at` on, then nodes."""
+        request, own = growth.begin.request, (growth.tree.own,)
+        rows = [Row(token=self._readable(token), pos=at + i, seqs=own, request=request) for i, token in enumerate(text)]
+        rows += [
+            Row(
+                token=self._readable(node.token),
+                pos=node.pos,
+                seqs=tuple(sorted(node.seqs)),
+                request=request,
+                want=0,
+            )
+            for node in nodes
+        ]
+        wants = (self._want(growth),) if nodes else ()
+        actions.append(self._in_flight.submit(growth, rows, wants, nodes, len(nodes), now))
+
+    def _want(self, growth: Growth) -> Want:
+        only_draft = self._vocabularies.only_draft if self._vocabularies is not None else ()
+        n = max(_MIN_CANDIDATES, growth.begin.speculation.n_parallel)
+        return Want(WantKind.TOP, n, (*growth.begin.banned, *only_draft))
+
+    def _readable(self, token: int) -> int:
+        """A token of the text as the draft model can read it. The tree keeps the target's."""
+        return token if self._vocabularies is None else self._vocabularies.for_draft(token)

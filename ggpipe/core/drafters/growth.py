@@ -1,0 +1,150 @@
+"""One request's tree in the draft model, and how it grows: which candidates become draft tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ggpipe.core.draft_messages import ROOT, Begin, Candidates, Expansion
+from ggpipe.core.drafters.thresholds import Thresholds
+from ggpipe.core.messages import RowLogits
+from ggpipe.core.tree import Node, Tree
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Growth:
+    """A request that is drafted for. An open node has its logits and no children yet."""
+
+    begin: Begin
+    tree: Tree
+    thresholds: Thresholds
+    text: list[int]
+    """Prompt and accepted tokens; the root is the last."""
+    lead: int
+    """Depth of the deepest draft token below the root, at most."""
+    n_decoded: int = 0
+    """Tokens of the text that are submitted."""
+    epoch: int = 0
+    """Accepted tokens."""
+    open: list[Node] = field(default_factory=list)
+    next_number: int = ROOT + 1
+    n_batch: int = 0
+    """Draft tokens in this micro-batch so far."""
+    held: list[Expansion] = field(default_factory=list)
+    """Not sent yet."""
+    complete: bool = False
+    """The head was sent that nothing more is coming at this epoch."""
+    retry_at: float | None = None
+    """When to try again with lower thresholds."""
+
+    @property
+    def overlaps(self) -> bool:
+        """It keeps drafting while earlier draft tokens are verified; else one micro-batch for each epoch."""
+        return self.begin.speculation.mode == "async" and self.begin.speculation.continuous
+
+    @property
+    def batch_is_full(self) -> bool:
+        """The micro-batch has as many draft tokens as it may have."""
+        return self.n_batch >= self.begin.speculation.n_draft
+
+    @property
+    def deepest(self) -> int:
+        """Position of the last draft token that is of use now."""
+        return self.tree.root.pos + min(self.lead, self.begin.n_left - self.epoch - 1)
+
+    @property
+    def reserve(self) -> int:
+        """Cells that the text may take up."""
+        return len(self.begin.prompt) + self.begin.n_left
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use."""
+        return self.n_decoded + self.tree.n_submitted
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that others may not take."""
+        return max(self.reserve, self.n_used)
+
+    def may_grow(self, node: Node) -> bool:
+        """Children of this node would be of use now."""
+        return node.pos < self.deepest and (self.overlaps or not self.batch_is_full)
+
+    def tips(self) -> list[Node]:
+        """Draft tokens to decode, the most probable path first."""
+        return [node for node in self.tree.waiting if self.may_grow(node)]
+
+    def answered(self, nodes: Iterable[Node]) -> None:
+        """Logits of these nodes came: those that still hang on the root are open."""
+        for node in nodes:
+            if node.answer is not None and node.within(self.tree.root):
+                node.answer = candidates(node.answer)
+                self.open.append(node)
+
+    def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
+        """The text went on with these tokens, `epoch` so far. Returns the nodes that died of it."""
+        dead: list[Node] = []
+        for token in tokens:
+            dead += self.tree.advance(token)
+            self.text.append(token)
+            if self.tree.root.submitted:
+                self.n_decoded = len(self.text)
+        root = self.tree.root
+        self.open = [node for node in self.open if node.within(root)]
+        self.epoch, self.complete, self.retry_at = epoch, False, None
+        self.n_batch = 0 if self.overlaps else sum(1 for _ in root.below())
+        self.thresholds.accepted()
+        return dead
+
+    def grow(self) -> list[tuple[Expansion, ...]]:
+        """Turn candidates into draft tokens, as far as thresholds and lead allow; they are held until they are sent.
+
+        Returns the micro-batches that became full: they are to be sent at once.
+        """
+        if not self.open:
+            return []
+        full: list[tuple[Expansion, ...]] = []
+        root = self.tree.root
+        n_tips = sum(not node.children for node in (root, *root.below()))
+        self.open.sort(key=lambda node: -node.log_path)
+        waiting, self.open = self.open, []
+        for node in waiting:
+            best, prob = node.answer[0]
+            if not self.may_grow(node) or prob < self.thresholds.cutoff:
+                self.open.append(node)
+                continue
+            if best in self.begin.ends:
+                continue
+            n = self._n_children(node.answer, n_tips)
+            n_tips += n - 1
+            self._expand(node, n)
+            if self.overlaps and self.batch_is_full:
+                full.append(tuple(self.held))
+                self.held = []
+                self.n_batch = 0
+                self.thresholds.n_batches += 1
+        return full
+
+    def _n_children(self, found: Candidates, n_tips: int) -> int:
+        """How many candidates become draft tokens: the best, and further ones while tips and the batch have room."""
+        n, speculation = 1, self.begin.speculation
+        most = min(len(found), speculation.n_draft - self.n_batch, 1 + speculation.n_parallel - n_tips)
+        while n < most and found[n][1] >= self.thresholds.split and found[n][0] not in self.begin.ends:
+            n += 1
+        return n
+
+    def _expand(self, node: Node, n: int) -> None:
+        for i, (token, prob) in enumerate(node.answer[:n]):
+            self.tree.add(node, token, prob, self.next_number + i)
+        parent = ROOT if node is self.tree.root else node.number
+        self.held.append(Expansion(parent, self.next_number, n, node.answer))
+        self.next_number += n
+        self.n_batch += n
+
+
+def candidates(row: RowLogits) -> Candidates:
+    """A row's best tokens with their probabilities, best first."""
+    assert row.ids is not None
+    return tuple((token, math.exp(x - row.log_sum_exp)) for token, x in zip(row.ids, row.logits, strict=True))

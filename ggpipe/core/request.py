@@ -1,0 +1,112 @@
+"""A request as it comes in, why it ends, and what is counted for it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ggpipe.config import SpeculationConfig
+
+
+class Finish(enum.Enum):
+    """Why a request ended."""
+
+    END_OF_TEXT = "end of text"
+    LENGTH = "length"
+    CONTEXT_FULL = "context full"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a pipeline can hold."""
+
+    n_ctx: int
+    """KV cells, for all requests together."""
+    n_batch: int
+    n_ubatch: int
+    n_in_flight: int
+    """Runs in the pipeline at the same time; more only wait in its queues, and delay the next correction."""
+    n_seq: int = 1
+    """Sequence ids, for all requests together."""
+    n_requests: int = 1
+    """Requests that are served at the same time."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in a run, at most."""
+        return min(self.n_batch, self.n_ubatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt to continue."""
+
+    id: int
+    prompt: tuple[int, ...]
+    n_predict: int = -1
+    """Tokens to generate at most; -1 until the text ends or the context is full."""
+    speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig(mode="iterative"))
+    drafters: tuple[int, ...] = (0,)
+    """Ids of the drafters that draft for it, unless its mode is iterative."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the text: nothing is drafted behind them."""
+    banned: tuple[int, ...] = ()
+    """Tokens that are never sampled."""
+    want_grows: bool = False
+    """Sampling takes one more of the best logits for each further token in the text (penalties look back on it)."""
+
+    @property
+    def drafts(self) -> bool:
+        """Drafters work for it."""
+        return self.speculation.mode != "iterative" and bool(self.drafters)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What speculation did for a request so far."""
+
+    drafted_tokens: int = 0
+    """Draft tokens that came from the drafters."""
+    submitted_tokens: int = 0
+    """Draft tokens that went into the pipeline."""
+    accepted_tokens: int = 0
+    """Submitted draft tokens that the target confirmed."""
+    cancelled_tokens: int = 0
+    """Draft tokens in runs that were cancelled."""
+    speculative_runs: int = 0
+    """Runs with draft tokens."""
+    verified_runs: int = 0
+    """Runs with draft tokens that came back with logits."""
+    cancelled_runs: int = 0
+    rejected_rows: dict[int, int] = field(default_factory=dict)
+    """By run: rows whose draft token was rejected."""
+    by_lead: dict[int, list[int]] = field(default_factory=dict)
+    """[submitted, accepted] draft tokens, by their depth below the last accepted token when they were submitted."""
+
+    def submitted(self, leads: Iterable[int]) -> None:
+        """A run went into the pipeline with one draft token at each of these depths."""
+        for lead in leads:
+            self.submitted_tokens += 1
+            self.by_lead.setdefault(lead, [0, 0])[0] += 1
+
+    def accepted(self, lead: int) -> None:
+        """The target confirmed a draft token that was submitted at this depth."""
+        self.accepted_tokens += 1
+        self.by_lead[lead][1] += 1
+
+    def rejected(self, runs: Iterable[int]) -> None:
+        """One row of each of these runs was rejected; a run may occur several times."""
+        for run in runs:
+            self.rejected_rows[run] = self.rejected_rows.get(run, 0) + 1
+
+    @property
+    def acceptance(self) -> float | None:
+        """Acceptance rate: accepted / submitted draft tokens, 0 to 1; None before the first."""
+        return self.accepted_tokens / self.submitted_tokens if self.submitted_tokens else None
+
+    @property
+    def accepted_per_run(self) -> float | None:
+        """Accepted draft tokens for each verified run."""
+        return self.accepted_tokens / self.verified_runs if self.verified_runs else None

@@ -1,0 +1,214 @@
+"""What the scheduler knows of a request.
+
+phase       leaves when                                                to
+PREFILL     the prompt's last chunk is submitted                       DECODING
+DECODING    the logits of the last accepted token are back             SAMPLING
+SAMPLING    the next token is sampled                                  DECODING
+any above   the text ends, is long enough, fills the context,          ENDING
+            or the user stops it
+ENDING      its last run came back                                     ENDED
+
+A request that waits to be admitted has no state yet: the scheduler holds it in a queue.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ggpipe.core.draft_messages import ROOT, MicroBatch
+from ggpipe.core.drafters.calibration import Calibration, Pace
+from ggpipe.core.messages import Want
+from ggpipe.core.request import Counters, Finish, Request
+from ggpipe.core.tree import Node, Tree
+
+
+class Phase(enum.Enum):
+    """Where a request is, see the module's text."""
+
+    PREFILL = enum.auto()
+    DECODING = enum.auto()
+    SAMPLING = enum.auto()
+    ENDING = enum.auto()
+    ENDED = enum.auto()
+
+
+_NEXT: Mapping[Phase, frozenset[Phase]] = {
+    Phase.PREFILL: frozenset({Phase.DECODING, Phase.ENDING}),
+    Phase.DECODING: frozenset({Phase.SAMPLING, Phase.ENDING}),
+    Phase.SAMPLING: frozenset({Phase.DECODING, Phase.ENDING}),
+    Phase.ENDING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+class DrafterState:
+    """What the head knows of one drafter's work for a request."""
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        self.pace = Pace()
+        self.nodes: dict[int, Node] = {}
+        """Live draft tokens by their numbers."""
+        self.accepted: dict[int, int] = {}
+        """Draft tokens that became text: number -> tokens accepted with it."""
+        self.complete = False
+        """It sends no more draft tokens below this root."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState:
+    """A request that is being served."""
+
+    request: Request
+    want: Want
+    """What sampling the next token takes."""
+    tree: Tree
+    chunks: collections.deque[tuple[int, ...]]
+    """Of the prompt, not submitted yet."""
+    reserve: int
+    """Cells that its text may take up."""
+    phase: Phase = Phase.PREFILL
+    finish: Finish | None = None
+    """Why it ends; None before `Phase.ENDING`."""
+    n_past: int = 0
+    """Prompt tokens that are submitted."""
+    text: list[int] = field(default_factory=list)
+    """Accepted tokens; their number is the epoch."""
+    n_sent: int = 0
+    """Accepted tokens that the drafters were sent."""
+    drafters: dict[int, DrafterState] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    root_waits_until: float | None = None
+    """A fresh root waits so long for draft tokens that go into its run."""
+    next_run_at: float | None = None
+    """When the next run of draft tokens may go in."""
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to another phase."""
+        assert phase in _NEXT[self.phase], f"from {self.phase} to {phase}"
+        self.phase = phase
+
+    @property
+    def is_open(self) -> bool:
+        """It goes on."""
+        return self.finish is None
+
+    @property
+    def epoch(self) -> int:
+        """Accepted tokens."""
+        return len(self.text)
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use."""
+        return self.tree.root.pos + 1 + self.tree.n_submitted
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that others may not take."""
+        return max(self.reserve, self.n_used)
+
+    @property
+    def n_depths(self) -> int:
+        """How far below the root a draft token is of use."""
+        depths = self.reserve - 1 - self.tree.root.pos
+        if self.request.n_predict >= 0:  # the last token of the text is sampled from the row before it
+            depths = min(depths, self.request.n_predict - self.epoch - 1)
+        return depths
+
+    @property
+    def all_complete(self) -> bool:
+        """No drafter sends more draft tokens below this root."""
+        return all(drafter.complete for drafter in self.drafters.values())
+
+    def waiting_draft_tokens(self) -> list[Node]:
+        """Draft tokens that are worth a row, the most probable path first, so parents before their children."""
+        last = self.tree.root.pos + self.n_depths
+        return [node for node in self.tree.waiting if node.pos <= last]
+
+    def chances(self, nodes: Sequence[Node]) -> list[float]:
+        """How probable each of these draft tokens is, from the first parent on that is in the pipeline."""
+        chances: dict[Node, float] = {}
+        for node in nodes:
+            before = chances.get(node.parent, 1.0) if node.parent is not None else 1.0
+            drafter, _ = node.names[0]
+            chances[node] = before * self.drafters[drafter].calibration.chance(node.prob)
+        return list(chances.values())
+
+    def root_sent(self, now: float) -> None:
+        """The drafters are sent the root."""
+        named_by = {drafter for drafter, _ in self.tree.root.names}
+        for number, drafter in self.drafters.items():
+            drafter.pace.root_sent(number not in named_by, now)
+
+    def accept(self, token: int) -> list[Node]:
+        """The target's next token is known: it becomes the root. Returns the nodes that died of it."""
+        self.text.append(token)
+        for node in self.tree.root.children.values():
+            for drafter, _ in node.names:
+                self.drafters[drafter].calibration.judged(node.prob, node.token == token)
+        dead = self.tree.advance(token)
+        root = self.tree.root
+        self.root_waits_until = self.next_run_at = None
+        for drafter, number in root.names:
+            self.drafters[drafter].accepted[number] = self.epoch
+        for node in (root, *dead):
+            for drafter, number in node.names:
+                self.drafters[drafter].nodes.pop(number, None)
+        for state in self.drafters.values():
+            state.complete = False
+        if root.submitted:
+            self.counters.accepted(root.lead)
+        self.counters.rejected(node.run for node in dead if node.submitted)
+        return dead
+
+    def add(self, batch: MicroBatch, now: float) -> None:
+        """A drafter sent draft tokens: add those to the tree that may still be accepted."""
+        drafter = self.drafters.get(batch.drafter)
+        if drafter is None:
+            return
+        if batch.epoch == self.epoch:
+            drafter.pace.came(len(batch.expansions), now)
+            drafter.complete = drafter.complete or batch.complete
+        for expansion in batch.expansions:
+            self.counters.drafted_tokens += expansion.n
+            at = batch.epoch if expansion.parent == ROOT else drafter.accepted.get(expansion.parent)
+            parent = drafter.nodes.get(expansion.parent)
+            for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
+                self._add(batch.drafter, at, parent, expansion.first + i, token, prob)
+
+    def _add(self, drafter: int, at: int | None, parent: Node | None, number: int, token: int, prob: float) -> None:
+        """Add a draft token below `parent`, or behind `at` accepted tokens (which the drafter knew as the last)."""
+        if at is not None:
+            if at < self.epoch:  # the text went on: whether it is accepted is known already
+                if self.text[at] == token:
+                    self.drafters[drafter].accepted[number] = at + 1
+                return
+            parent = self.tree.root
+        if parent is not None and parent.within(self.tree.root) and token not in self.request.ends:
+            self.drafters[drafter].nodes[number] = self.tree.add(parent, token, prob, number, drafter)
+
+    def validate(self) -> frozenset[int]:
+        """Check what must hold between events; returns the ids of its tree. Raises AssertionError."""
+        assert (self.finish is not None) == (self.phase in (Phase.ENDING, Phase.ENDED))
+        if not self.is_open:
+            return frozenset()
+        assert bool(self.chunks) == (self.phase is Phase.PREFILL)
+        assert self.phase is not Phase.SAMPLING or self.tree.root.answer is not None
+        assert 0 <= self.n_sent <= self.epoch
+        for number, drafter in self.drafters.items():
+            for node in drafter.nodes.values():
+                assert node.within(self.tree.root), f"drafter {number} has a dead node"
+        return self.tree.validate()
+
+
+def cut_prompt(prompt: tuple[int, ...], n_batch: int, n_ubatch: int) -> list[tuple[int, ...]]:
+    """A prompt's chunks, as libllama cuts it: batches of `n_batch` tokens, each in pieces of `n_ubatch`."""
+    return [
+        prompt[at : min(at + n_ubatch, start + n_batch, len(prompt))]
+        for start in range(0, len(prompt), n_batch)
+        for at in range(start, min(start + n_batch, len(prompt)), n_ubatch)
+    ]

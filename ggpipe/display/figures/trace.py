@@ -1,0 +1,235 @@
+"""A request's timeline, for ui.perfetto.dev and chrome://tracing (the Trace Event Format, as a JSON object).
+
+| ph       | what it is                                                                                |
+|----------|-------------------------------------------------------------------------------------------|
+| X        | a rank's work on a run ("run", "draft run"), inside it the decode; the waits between runs |
+| b, e     | "send": from the end of a run in one stage to its start in the next                       |
+| s, f     | the same as an arrow                                                                      |
+| i        | a token of the answer: an accepted draft token, or the target's own                       |
+| C        | runs in flight                                                                            |
+| M        | the names of ranks and of their tracks                                                    |
+
+A process (`pid`) is a rank, a thread (`tid`) one of its tracks. Times are whole µs since the request arrived, by the
+head's clock: what is rounded once stays in order, and the slices of a track have to nest exactly.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ggpipe.core.layout import layer_range
+from ggpipe.core.messages import RunRecord, Span
+from ggpipe.display.files import write_text
+from ggpipe.display.format import counted
+from ggpipe.metrics.activity import Part, part
+from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.transport.base import HEAD
+
+Event = dict[str, Any]
+
+
+_TARGET, _DRAFT, _TOKENS = 1, 2, 3
+_CANCELLED, _WAITING, _DRAFTED = "terrible", "grey", "good"  # names that chrome://tracing has colours for
+
+
+def write_trace(path: Path, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
+    """Write the request's timeline. `ranks`: their names, and how their clocks differ from the head's.
+
+    Raises UsageError when the file cannot be written.
+    """
+    write_text(path, json.dumps(trace(stats, ranks), separators=(",", ":")) + "\n")
+
+
+def trace(stats: RequestStats, ranks: Sequence[RankStats]) -> dict[str, Any]:
+    """The timeline as an object: `traceEvents`, names first, then by time."""
+    target = _slices(stats.runs, False, stats, ranks)
+    draft = _slices(stats.draft_runs, True, stats, ranks)
+    events = [
+        *_waits([*target, *draft], stats),
+        *(event for run in (*target, *draft) for piece in run for event in _work(piece)),
+        *_sends([*target, *draft]),
+        *_tokens(stats),
+        *_in_flight(target),
+    ]
+    events.sort(key=lambda event: event["ts"])  # stable: what encloses stays in front of what it encloses
+    at_work = {(piece.span.rank, piece.draft) for run in (*target, *draft) for piece in run}
+    return {
+        "traceEvents": [*_names(stats, ranks, at_work), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "n_prompt_tokens": stats.n_prompt,
+            "n_generated_tokens": stats.n_generated,
+            "finish": stats.finish.value if stats.finish else None,
+            **asdict(stats.speculation),
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slice:
+    """A rank's time on a run, µs."""
+
+    run: RunRecord
+    span: Span
+    draft: bool
+    start: int
+    end: int
+
+    @property
+    def track(self) -> Event:
+        return _track(self.span.rank, _DRAFT if self.draft else _TARGET)
+
+    @property
+    def name(self) -> str:
+        return f"draft run {self.run.id}" if self.draft else f"run {self.run.id}"
+
+
+def _track(rank: int, kind: int) -> Event:
+    """Viewers expect a `tid` to be there once, and take the thread that has its process's `pid` for the main one."""
+    return {"pid": rank, "tid": 10 * rank + kind}
+
+
+def _slices(
+    runs: Sequence[RunRecord], draft: bool, stats: RequestStats, ranks: Sequence[RankStats]
+) -> list[list[_Slice]]:
+    """Each run's slices, stage by stage. A rank does one thing at a time, also after rounding."""
+    offsets = {part(rank): rank.clock_offset_s for rank in ranks}
+    starts = [
+        (span.start_s + offsets.get((span.rank, draft), 0.0) - stats.arrived, i, place)
+        for i, run in enumerate(runs)
+        for place, span in enumerate(run.spans)
+    ]
+    free: dict[int, int] = collections.defaultdict(int)
+    placed: dict[tuple[int, int], _Slice] = {}
+    for start_s, i, place in sorted(starts):
+        span = runs[i].spans[place]
+        start = max(_us(start_s), free[span.rank])
+        end = max(_us(start_s + span.busy_s), start)
+        free[span.rank] = end
+        placed[i, place] = _Slice(run=runs[i], span=span, draft=draft, start=start, end=end)
+    return [[placed[i, place] for place in range(len(run.spans))] for i, run in enumerate(runs)]
+
+
+def _work(piece: _Slice) -> Iterator[Event]:
+    run, span = piece.run, piece.span
+    words = [piece.name, counted(run.n_rows, "token")]
+    outer: Event = {**piece.track, "ph": "X", "ts": piece.start, "dur": piece.end - piece.start, "cat": "run"}
+    if run.cancelled:
+        words.append("cancelled")
+        outer |= {"cat": "run,cancelled", "cname": _CANCELLED}
+    outer["name"] = " · ".join(words)
+    outer["args"] = {
+        "run": run.id,
+        "rows": run.n_rows,
+        "draft_tokens": run.n_draft_tokens,
+        "sent_bytes": span.sent_bytes,
+        "cancelled": run.cancelled,
+    }
+    yield outer
+    decode = min(_us(span.compute_s), piece.end - piece.start)
+    if decode > 0:  # its start is not measured: taking the run up takes least of all
+        yield {**outer, "name": "decode", "dur": decode, "cat": outer["cat"].replace("run", "decode"), "args": {}}
+
+
+def _waits(runs: Iterable[Sequence[_Slice]], stats: RequestStats) -> Iterator[Event]:
+    tracks: dict[Part, list[_Slice]] = collections.defaultdict(list)
+    for run in runs:
+        for piece in run:
+            tracks[piece.span.rank, piece.draft].append(piece)
+    for pieces in tracks.values():
+        pieces.sort(key=lambda piece: (piece.start, piece.end))
+        last = pieces[-1].end if stats.ended is None else _us(stats.ended - stats.arrived)
+        starts = [*(piece.start for piece in pieces), last]
+        for start, end in zip([0, *(piece.end for piece in pieces)], starts, strict=True):
+            if end > start:
+                times = {"ts": start, "dur": end - start}
+                yield {**pieces[0].track, "ph": "X", "name": "wait", "cat": "wait", "cname": _WAITING, **times}
+
+
+def _sends(runs: Iterable[Sequence[_Slice]]) -> Iterator[Event]:
+    hops = [(a, b) for run in runs for a, b in itertools.pairwise(run)]
+    for number, (source, target) in enumerate(hops, start=1):
+        arrived = max(target.start, source.end)
+        common = {"name": "send", "id": f"0x{number:x}"}
+        args = {"run": source.run.id, "sent_bytes": source.span.sent_bytes, "to_rank": target.span.rank}
+        yield {**source.track, **common, "ph": "b", "ts": source.end, "cat": "send", "args": args}
+        yield {**source.track, **common, "ph": "e", "ts": arrived, "cat": "send"}
+        inside = max(source.end - 1, source.start)  # an arrow belongs to the slice that it begins in
+        yield {**source.track, **common, "ph": "s", "ts": inside, "cat": "flow"}
+        yield {**target.track, **common, "ph": "f", "bp": "e", "ts": max(target.start, inside), "cat": "flow"}
+
+
+def _tokens(stats: RequestStats) -> Iterator[Event]:
+    for i, time_s in enumerate(stats.token_times):
+        drafted = i < len(stats.drafted) and stats.drafted[i]
+        origin = "drafted" if drafted else "own"
+        event: Event = {
+            **_track(HEAD, _TOKENS),
+            "ph": "i",
+            "s": "t",
+            "ts": max(_us(time_s - stats.arrived), 0),
+            "name": f"{origin} token {i + 1}",
+            "cat": f"token,{origin}",
+            "args": {"token": i + 1, "drafted": drafted},
+        }
+        yield event | {"cname": _DRAFTED} if drafted else event
+
+
+def _in_flight(runs: Iterable[Sequence[_Slice]]) -> Iterator[Event]:
+    """The number of runs between the first stage's start and the last stage's end, over time."""
+    changes: dict[int, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for run in runs:
+        if run:
+            kind = int(run[0].run.cancelled)
+            changes[run[0].start][kind] += 1
+            changes[max(run[-1].end, run[0].start)][kind] -= 1
+    live = cancelled = 0
+    for time in sorted(changes):
+        live, cancelled = live + changes[time][0], cancelled + changes[time][1]
+        counts = {"live": live, "cancelled": cancelled}
+        yield {**_track(HEAD, _TOKENS), "ph": "C", "ts": time, "name": "runs in flight", "cat": "run", "args": counts}
+
+
+def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[Part]) -> Iterator[Event]:
+    """Names of all ranks, and of the tracks that are used."""
+    parts = {
+        **{(rank, draft): RankStats(rank=rank, draft=draft) for rank, draft in at_work},
+        **{part(rank): rank for rank in ranks},
+    }
+    for number in sorted({HEAD, *(number for number, _ in parts)}):
+        own = [parts[key] for key in ((number, False), (number, True)) if key in parts]
+        host = next((rank.host for rank in own if rank.host), "")
+        roles = [_role(rank) for rank in own if part(rank) in at_work or rank.layers[0] < rank.layers[1]]
+        words = [f"rank {number}", host, "head" if number == HEAD else "", *roles]
+        process = _track(number, _DRAFT if own and own[0].draft else _TARGET)
+        yield _name("process_name", process, name=" · ".join(filter(None, words)))
+        yield _name("process_sort_index", process, sort_index=number)
+        for rank in own:
+            if part(rank) in at_work:
+                yield from _track_names(_track(number, _DRAFT if rank.draft else _TARGET), _role(rank))
+        if number == HEAD and stats.token_times:
+            yield from _track_names(_track(HEAD, _TOKENS), "tokens")
+
+
+def _role(rank: RankStats) -> str:
+    layers = layer_range(rank.layers)
+    return ("draft" if rank.draft else "target") + ("" if layers == "-" else f" layers {layers}")
+
+
+def _track_names(track: Event, name: str) -> Iterator[Event]:
+    yield _name("thread_name", track, name=name)
+    yield _name("thread_sort_index", track, sort_index=track["tid"])
+
+
+def _name(kind: str, track: Event, **args: Any) -> Event:
+    return {**track, "ph": "M", "name": kind, "ts": 0, "args": args}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

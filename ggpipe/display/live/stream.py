@@ -1,0 +1,119 @@
+"""The streamed text: its complete lines, and the rows of its unfinished line."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+
+from rich.cells import get_character_cell_size
+from rich.segment import Segment
+from rich.style import Style
+
+from ggpipe.display.format import harmless
+
+Row = list[Segment]
+
+_TAB = 8
+_KEPT_ROWS = 200
+_WIDENS = "\ufe0f"  # wants the character before it two cells wide; not all terminals obey
+
+
+class TextStream:
+    """Takes text from any thread (`feed`); everything else is for the one thread that draws."""
+
+    def __init__(self) -> None:
+        self._fed: collections.deque[tuple[str, Style | None]] = collections.deque()
+        self.complete: list[Segment] = []
+        """Lines with their ends that have not been printed yet; the printer empties it."""
+        self.line: list[Segment] = []
+        """The unfinished line after the complete ones."""
+        self._wrap = _Wrap(80)
+
+    def feed(self, text: str, style: Style | None = None) -> None:
+        """Append text. Never waits."""
+        self._fed.append((text, style))
+
+    def take(self) -> None:
+        """Divide the text that was fed into complete lines and the unfinished one."""
+        while self._fed:
+            text, style = self._fed.popleft()
+            *ended, rest = harmless(text).split("\n")
+            for part in ended:
+                self.complete += [*self.line, Segment(part, style), Segment("\n")]
+                self.line = []
+                self._wrap = _Wrap(self._wrap.width)
+            if rest:
+                self.line.append(Segment(rest, style))
+                self._wrap.add(rest, style)
+
+    def rest(self) -> list[Segment]:
+        """The text that has not been printed, complete or not."""
+        return [*self.complete, *self.line]
+
+    def rows(self, width: int, n_rows: int) -> list[Row]:
+        """The unfinished line's last rows, at least one, on a screen that is `width` cells wide."""
+        if width != self._wrap.width:
+            self._wrap = _Wrap(width)
+            for text, style, _ in self.line:
+                self._wrap.add(text, style)
+        return list(self._wrap.rows)[-max(n_rows, 1) :]
+
+
+class _Wrap:
+    """One line, broken where a terminal breaks it: after any character, at the right edge.
+
+    Widths that terminals disagree on (joined emoji) count in full: a row may end early, it never runs over.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.rows: collections.deque[Row] = collections.deque([[]], maxlen=_KEPT_ROWS)
+        self._column = 0
+
+    def add(self, text: str, style: Style | None) -> None:
+        """Append text without line ends. Tabs become blanks, up to the right edge as on a terminal."""
+        for i, part in enumerate(text.split("\t")):
+            if i:
+                blanks = max(min(_TAB - self._column % _TAB, self.width - self._column), 0)
+                self._append(" " * blanks, style)
+                self._column += blanks
+            start = 0
+            for end, cells in self._breaks(part):
+                self._append(part[start:end], style)
+                self._column += cells
+                if end < len(part):
+                    self._new_row()
+                start = end
+
+    def _breaks(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where rows end in the text, and at its own end: (index, cells since the one before)."""
+        room = max(self.width - self._column, 0)
+        if text.isascii():
+            end = 0
+            while len(text) - end > room:
+                end += room
+                yield end, room
+                room = self.width
+            yield len(text), len(text) - end
+            return
+        used = 0
+        for i, character in enumerate(text):
+            cells = 1 if character == _WIDENS else get_character_cell_size(character)
+            if used + cells > room and (room < self.width or used):
+                yield i, used
+                room, used = self.width, 0
+            used += cells
+        yield len(text), used
+
+    def _new_row(self) -> None:
+        self.rows.append([])
+        self._column = 0
+
+    def _append(self, text: str, style: Style | None) -> None:
+        row = self.rows[-1]
+        if not text:
+            return
+        if row and row[-1].style is style:
+            row[-1] = Segment(row[-1].text + text, style)
+        else:
+            row.append(Segment(text, style))

@@ -1,0 +1,262 @@
+"""Where to draw: the user's terminal, also from inside a rank whose own stderr is a pipe to mpirun.
+
+| who started us      | the terminal is                                                               |
+|---------------------|-------------------------------------------------------------------------------|
+| the user            | stderr, when it is one                                                        |
+| our launcher        | the device that GGPIPE_TTY names, on the machine GGPIPE_TTY_HOST; "" is none  |
+| the user's mpirun   | mpirun's own stderr, when it is one: mpirun is among our ancestors (/proc)    |
+| anyone, --color on  | stderr, whatever it is                                                        |
+
+A rank's own stdout does not show that: Open MPI puts a pseudo terminal there even when the answer goes to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import sys
+from dataclasses import dataclass
+from typing import IO, Any, Literal, TextIO, cast
+
+from rich.console import Console
+
+from ggpipe.launch.environment import is_rank
+
+Color = Literal["auto", "on", "off"]
+
+_COLOR_SYSTEMS = ("standard", "256", "truecolor")
+_LAUNCHERS = ("prterun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun")
+_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # "synchronized output"; ignored where unknown
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terminal:
+    """Where the live display is drawn."""
+
+    console: Console
+    stdout_shared: bool
+    """The program's standard output shows up here too: text goes through the display alone."""
+    fd: int | None = None
+    """The file that is asked for the terminal's size. None: the size does not change."""
+    own_stderr: bool = False
+    """The terminal is this process's stderr: other output there must go around the live region."""
+    reflows: bool = True
+    """The terminal wraps long rows when it gets narrower. Most do; xterm, screen and the Linux console cut them."""
+    device: TextIO | None = None
+    """The file that `close` closes."""
+
+    def measure(self) -> None:
+        """Read the terminal's present size."""
+        if self.fd is None:
+            return
+        try:
+            columns, lines = os.get_terminal_size(self.fd)
+        except OSError:
+            return
+        if columns > 0 and lines > 0:
+            self.console.size = (columns, lines)
+
+    def close(self) -> None:
+        """Close the device. stderr stays open."""
+        if self.device is not None:
+            with contextlib.suppress(OSError):
+                self.device.close()
+
+
+def open_terminal(color: Color = "auto") -> Terminal | None:
+    """The terminal to draw on; None: write no control codes at all.
+
+    `off` draws without colours, as does NO_COLOR unless `color` is `on`. A dumb terminal is none, unless
+    `color` is `on`.
+    """
+    colourless = color == "off" or (color == "auto" and bool(os.environ.get("NO_COLOR")))
+    if color != "on" and _dumb():
+        return None
+    if _is_terminal(sys.stderr):
+        return _on_stream(sys.stderr, _is_terminal(sys.stdout), colourless)
+    launcher = launcher_process()
+    device, system = "", "auto"
+    shared = _same_file("/dev/fd/1", "/dev/fd/2")
+    if "GGPIPE_TTY" in os.environ:
+        if os.environ.get("GGPIPE_TTY_HOST", socket.gethostname()) == socket.gethostname():
+            device = os.environ["GGPIPE_TTY"]
+        system = os.environ.get("GGPIPE_COLOR", "auto")
+        shared = os.environ.get("GGPIPE_STDOUT_TTY") == "1"
+    elif launcher is not None:
+        device = f"/proc/{launcher}/fd/2"  # opens what mpirun has there, whatever its name
+        shared = _same_file(f"/proc/{launcher}/fd/1", device)
+    terminal = _on_device(device, shared, colourless or (system == "none" and color != "on"), system)
+    if terminal is None and color == "on":
+        return _on_stream(sys.stderr, shared, colourless, system)
+    return terminal
+
+
+def open_launcher_stderr() -> TextIO | None:
+    """Stderr of the mpirun above us on this machine, when that is a pipe or a terminal; else None."""
+    launcher = launcher_process()
+    if launcher is not None:
+        with contextlib.suppress(OSError):
+            path = f"/proc/{launcher}/fd/2"
+            mode = os.stat(path).st_mode
+            if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+                fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
+                return os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="replace")
+    return None
+
+
+def launcher_environment() -> dict[str, str]:
+    """The variables that a launcher sets for its ranks so that the head finds the terminal.
+
+    To be called in the launching process, which can see it. `GGPIPE_TTY` is empty when stderr is none.
+    """
+    environment = {"GGPIPE_TTY": "", "GGPIPE_TTY_HOST": socket.gethostname()}
+    if _same_file("/dev/fd/1", "/dev/fd/2") or (_is_terminal(sys.stdout) and _is_terminal(sys.stderr)):
+        environment["GGPIPE_STDOUT_TTY"] = "1"
+    if not _is_terminal(sys.stderr) or _dumb():
+        return environment
+    try:
+        environment["GGPIPE_TTY"] = os.ttyname(sys.stderr.fileno())
+        columns, lines = os.get_terminal_size(sys.stderr.fileno())
+    except OSError:
+        return environment
+    system = None if os.environ.get("NO_COLOR") else Console(stderr=True, force_terminal=True).color_system
+    return {
+        **environment,
+        "GGPIPE_COLUMNS": str(columns),
+        "GGPIPE_LINES": str(lines),
+        "GGPIPE_COLOR": system or "none",
+    }
+
+
+def restore_terminal() -> None:
+    """Show the cursor again. For a launcher whose ranks died without a chance to do so."""
+    if _is_terminal(sys.stderr) and not _dumb():
+        sys.stderr.write(_SHOW_CURSOR)
+        sys.stderr.flush()
+
+
+class _Console(Console):
+    """Draws on the terminal that it is given; whether it should is decided above."""
+
+    @property
+    def is_dumb_terminal(self) -> bool:
+        return False
+
+
+class _Sink:
+    """The part of a file that Rich uses. A terminal may go away: that ends the drawing, and nothing else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write one frame."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(_BEGIN_FRAME + text + _END_FRAME)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the file."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Rich takes it for a terminal."""
+        return True
+
+
+def _on_stream(stream: TextIO, shared: bool, colourless: bool, system: str = "auto") -> Terminal:
+    console = _console(stream, colourless, system)
+    fd = stream.fileno() if _is_terminal(stream) else None
+    terminal = Terminal(
+        console=console, stdout_shared=shared, fd=fd, own_stderr=stream is sys.stderr, reflows=_reflows()
+    )
+    terminal.measure()
+    return terminal
+
+
+def _on_device(path: str, shared: bool, colourless: bool, system: str) -> Terminal | None:
+    if not path:
+        return None
+    try:
+        if not stat.S_ISCHR(os.stat(path).st_mode):  # to open a FIFO without a reader would wait for one
+            return None
+        fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if not os.isatty(fd):
+        os.close(fd)
+        return None
+    device = os.fdopen(fd, "w", encoding="utf-8", errors="replace")
+    terminal = Terminal(
+        console=_console(device, colourless, system), stdout_shared=shared, fd=fd, reflows=_reflows(), device=device
+    )
+    terminal.measure()
+    return terminal
+
+
+def _console(stream: TextIO, colourless: bool, system: str) -> Console:
+    color_system: Any = system if system in _COLOR_SYSTEMS else "auto"
+
+    def size(name: str, default: int) -> int:
+        value = os.environ.get(f"GGPIPE_{name}", "")
+        return int(value) if value.isdigit() and int(value) > 0 else default
+
+    return _Console(
+        file=cast(IO[str], _Sink(stream)),
+        force_terminal=True,
+        force_interactive=True,
+        legacy_windows=False,
+        color_system=color_system,
+        no_color=colourless,
+        width=size("COLUMNS", 80),
+        height=size("LINES", 24),
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _dumb() -> bool:
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+
+
+def _reflows() -> bool:
+    term = os.environ.get("TERM", "")
+    inner_cuts = term.startswith(("linux", "screen")) and "TMUX" not in os.environ
+    return not inner_cuts and ("XTERM_VERSION" not in os.environ or "TMUX" in os.environ)
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def launcher_process() -> int | None:
+    """The process id of the mpirun above us; None when there is none, or on another machine."""
+    if not is_rank():
+        return None
+    process = os.getppid()
+    while process > 1:
+        try:
+            with open(f"/proc/{process}/stat") as file:
+                head, _, tail = file.read().rpartition(")")
+        except OSError:
+            return None
+        if head.partition("(")[2] in _LAUNCHERS:
+            return process
+        process = int(tail.split()[1])
+    return None

@@ -1,0 +1,128 @@
+"""Results on stdout: a text as it comes, and whole pages, in colour on a terminal."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import io
+import os
+import select
+import stat
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from ggpipe.display.live.terminal import launcher_process, open_terminal
+from ggpipe.errors import RunError
+from ggpipe.launch.environment import is_rank
+
+_LOG_WIDTH = 120
+_POLL_MS = 100
+_READS_AGAIN_S = 1.0  # how long a reader that does not read is waited for once the user wants an end
+
+
+class Stdout:
+    """A text's way to its reader, around the stream's own buffer.
+
+    A pipe is written to when it has room: in a write that blocks, a process is deaf to signals.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """None: the reader has gone."""
+        self._stream = stream
+        self._fd: int | None = None
+        if stream is not None:
+            with contextlib.suppress(OSError):  # not a file of the system
+                self._fd = stream.fileno()
+            self._encoder = codecs.getincrementalencoder(stream.encoding or "utf-8")(errors="replace")
+
+    def write(self, text: str, stopping: Callable[[], bool] = lambda: False) -> bool:
+        """Write it all; False when there is no reader any more.
+
+        A reader that does not read is waited for until `stopping` says that the user wants an end, and a little longer.
+        Raises RunError when the text cannot be written.
+        """
+        try:
+            if self._stream is not None and not self._write(self._stream, text, stopping):
+                self._stream = None
+        except BrokenPipeError:
+            self._stream = None
+        except OSError as e:
+            raise RunError(f"cannot write to stdout: {e.strerror}") from e
+        return self._stream is not None
+
+    def _write(self, stream: TextIO, text: str, stopping: Callable[[], bool]) -> bool:
+        if self._fd is None:
+            stream.write(text)
+            return True
+        stream.flush()
+        rest = memoryview(self._encoder.encode(text))
+        while rest:
+            if not _has_room(self._fd, stopping):
+                return False
+            rest = rest[os.write(self._fd, rest[: select.PIPE_BUF]) :]
+        return True
+
+
+def _has_room(fd: int, stopping: Callable[[], bool]) -> bool:
+    """Wait until a pipe takes PIPE_BUF bytes without blocking; anything else that can be written to takes some."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    deadline: float | None = None
+    while not poll.poll(_POLL_MS):
+        if deadline is None and stopping():
+            deadline = time.monotonic() + _READS_AGAIN_S
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+    return True
+
+
+def open_stdout() -> Stdout:
+    """This program's stdout.
+
+    Under an mpirun on this machine whose own stdout is a pipe or a terminal, that one, opened directly: Open MPI
+    passes on whole lines only, and a text can go for long without an end of line.
+    """
+    launcher = launcher_process()
+    if launcher is None:
+        return Stdout(sys.stdout)
+    try:
+        path = f"/proc/{launcher}/fd/1"
+        mode = os.stat(path).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
+            os.set_blocking(fd, True)
+            return Stdout(os.fdopen(fd, "w", encoding="utf-8"))
+    except OSError as e:
+        if e.errno == errno.ENXIO:  # a pipe that nobody reads
+            return Stdout(None)
+    return Stdout(sys.stdout)
+
+
+def page_console() -> Console:
+    """The console that a page is laid out for."""
+    if not is_rank():
+        if sys.stdout.isatty():
+            return Console(highlight=False)
+    else:
+        terminal = open_terminal()
+        if terminal is not None and terminal.stdout_shared:
+            terminal.measure()
+            return terminal.console
+    return Console(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False, highlight=False)
+
+
+def print_page(console: Console, *parts: RenderableType) -> None:
+    """Print on stdout what was made for this console; only `Text` that is longer than a line goes on beyond its end.
+
+    Raises RunError when it cannot be written.
+    """
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text), highlight=False)
+    if isinstance(console.file, io.StringIO):
+        Stdout(sys.stdout).write("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n")

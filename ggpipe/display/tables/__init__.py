@@ -1,0 +1,1 @@
+"""Results as tables and files, one module for each command."""

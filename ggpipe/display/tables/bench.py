@@ -1,0 +1,231 @@
+"""Show and write a bench: medians with their spread, modes side by side; tables, CSV, JSON, plots and timelines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from ggpipe.display.figures import plots
+from ggpipe.display.figures.trace import write_trace
+from ggpipe.display.files import write_text
+from ggpipe.display.format import counted, harmless, human_rate, human_seconds, percent, three_digits
+from ggpipe.display.live.terminal import Terminal
+from ggpipe.display.tables.columns import Column, columns_table
+from ggpipe.display.tables.summary import csv_numbers, request_object
+from ggpipe.metrics.stats import Spread
+from ggpipe.metrics.summary import BenchRun, BenchSummary, base_mode, median_run, summarise
+
+CSV_COLUMNS = ("prefill_tokens_per_s", "decode_tokens_per_s", "itl_s", "ttft_s", "mode", "round", "prompt")
+"""The first four are PipeInfer's columns, in its order."""
+
+_SHOWN_TOKENS = 40  # in the timeline: more would be too fine to see
+_GAP = 2
+_LOG_WIDTH = 120
+
+
+def print_bench(
+    terminal: Terminal | None, write: Callable[[str], object], runs: Sequence[BenchRun], modes: Sequence[str]
+) -> None:
+    """Print the tables: on the terminal where stdout shows up there too, else `write` them as plain text."""
+    if terminal is not None and terminal.stdout_shared:
+        terminal.measure()
+        terminal.console.print(bench_tables(runs, modes, terminal.console.width))
+        return
+    plain = io.StringIO()
+    Console(file=plain, width=_LOG_WIDTH, color_system=None, force_terminal=False, markup=False).print(
+        bench_tables(runs, modes, _LOG_WIDTH)
+    )
+    write("\n".join(line.rstrip() for line in plain.getvalue().splitlines()) + "\n")
+
+
+def bench_tables(runs: Sequence[BenchRun], modes: Sequence[str], width: int) -> Group:
+    """All modes side by side; below, the speed after each prompt, and a line on the texts."""
+    summaries = summarise(runs, modes)
+    base = base_mode(modes)
+    parts: list[RenderableType] = []
+    if summaries:
+        parts.append(columns_table(_columns(summaries, base), width, _GAP))
+    prompts = {run.prompt: run.stats.n_prompt for run in runs}
+    if len(prompts) > 1:
+        table = columns_table(_prompt_columns(runs, modes, base, prompts), width, _GAP)
+        parts.append(Padding(table, (1, 0, 0, 0)))
+    parts.append(Padding(Text(_verdict(runs, summaries, base)), (1, 0, 0, 0)))
+    return Group(*parts)
+
+
+def begin_bench_csv(path: Path) -> None:
+    """Write a new file with the columns' names. Raises UsageError when it cannot be written."""
+    write_text(path, _line(CSV_COLUMNS))
+
+
+def append_bench_csv(path: Path, run: BenchRun) -> None:
+    """Append a run's line as soon as the run is over, so that a long bench that breaks keeps what it measured.
+
+    Raises UsageError when the file cannot be written.
+    """
+    write_text(path, _line([*csv_numbers(run.stats), run.mode, run.round, run.prompt]), "a")
+
+
+def _line(cells: Iterable[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def write_bench_json(path: Path, runs: Sequence[BenchRun], modes: Sequence[str], extra: Mapping[str, Any]) -> None:
+    """Write one object: `extra`, `summary` with an object for each mode, `runs` with each run as in `generate --json`.
+
+    Spreads are objects with `low`, `middle` and `high`: quartiles and median. Raises UsageError when the file cannot be
+    written.
+    """
+    summaries = [_summary_object(summary) for summary in summarise(runs, modes)]
+    objects = [
+        {**request_object(run.stats, run.ranks), "mode": run.mode, "round": run.round, "prompt": run.prompt}
+        for run in runs
+    ]
+    everything = {**extra, "summary": summaries, "runs": objects}
+    write_text(path, json.dumps(everything, indent=2, default=str) + "\n")
+
+
+def write_plots(folder: Path, ending: str, runs: Sequence[BenchRun], modes: Sequence[str]) -> list[Path]:
+    """Plot t/s, TTFT and ITL as bars, the median run's timeline, and acceptance by position. Returns the files."""
+    prompts = list(dict.fromkeys(run.prompt for run in runs))
+    of = {
+        prompt: {s.mode: s for s in summarise([run for run in runs if run.prompt == prompt], modes)}
+        for prompt in prompts
+    }
+    shown = [mode for mode in modes if any(mode in by_mode for by_mode in of.values())]
+    written = []
+    for name, field, scale, title, unit in (
+        ("speed", "tokens_per_s", 1, "Generation speed", "tokens/s"),
+        ("ttft", "ttft_s", 1e3, "Time to first token", "ms"),
+        ("itl", "itl_s", 1e3, "Inter-token latency, mean", "ms"),
+    ):
+        series = {
+            mode: [_scaled(getattr(of[prompt].get(mode), field, None), scale) for prompt in prompts] for mode in shown
+        }
+        written.append(folder / f"{name}.{ending}")
+        plots.bars(written[-1], prompts, series, title=title, unit=unit)
+    speculative = [mode for mode in shown if mode in ("async", "speculative")]
+    run = median_run(runs, "async" if "async" in shown else (speculative or shown)[-1])
+    if run is not None and run.stats.token_times:
+        times = run.stats.token_times
+        first, last = (times[i] - run.stats.arrived for i in (0, min(_SHOWN_TOKENS, len(times)) - 1))
+        window = max(first - 0.1 * (last - first), 0.0), last
+        written.append(folder / f"occupancy.{ending}")
+        title = f"{run.mode}, after {run.prompt}: {human_rate(run.stats.decode_tps)}"
+        plots.occupancy_timeline(written[-1], run.stats, run.ranks, title=title, window_s=window)
+    if speculative:
+        written.append(folder / f"acceptance.{ending}")
+        by_lead = {mode: _by_lead([run for run in runs if run.mode == mode]) for mode in speculative}
+        plots.acceptance_by_position(written[-1], by_lead, title="Acceptance")
+    return written
+
+
+def write_traces(folder: Path, runs: Sequence[BenchRun], modes: Sequence[str]) -> list[Path]:
+    """Write each mode's median run as a timeline for Perfetto. Returns the files."""
+    written = []
+    for mode in modes:
+        run = median_run(runs, mode)
+        if run is not None:
+            written.append(folder / f"{mode}.json")
+            write_trace(written[-1], run.stats, run.ranks)
+    return written
+
+
+def _columns(summaries: Sequence[BenchSummary], base: str) -> list[Column]:
+    def column(title: str, cells: list[str], need: int) -> list[Column]:
+        return [Column(title, cells, need)] if any(cell != "-" for cell in cells) else []
+
+    return [
+        Column("mode", [s.mode for s in summaries], 0, "left"),
+        *column("t/s", [_spread(s.tokens_per_s) for s in summaries], 0),
+        *column(f"x {base}", [_spread(s.gain) if s.mode != base else "-" for s in summaries], 0),
+        *column("TTFT", [human_seconds(s.ttft_s.middle if s.ttft_s else None) for s in summaries], 1),
+        *column("ITL p50", [human_seconds(s.pooled.itl_p50_s) for s in summaries], 3),
+        *column("ITL p99", [human_seconds(s.pooled.itl_p99_s) for s in summaries], 4),
+        *column("accepted", [_share(s.pooled.acceptance) for s in summaries], 1),
+        *column("cancelled", [_share(s.pooled.cancelled) for s in summaries], 5),
+        *column("wasted", [_share(s.pooled.wasted) for s in summaries], 2),
+        *column("occupied", [_share(s.pooled.occupancy) for s in summaries], 2),
+    ]
+
+
+def _prompt_columns(runs: Sequence[BenchRun], modes: Sequence[str], base: str, prompts: dict[str, int]) -> list[Column]:
+    names = list(prompts)
+    of = {name: {s.mode: s for s in summarise([run for run in runs if run.prompt == name], modes)} for name in names}
+    columns = [
+        Column("t/s after", [harmless(name) for name in names], 0, "left"),
+        Column("tokens", [f"{prompts[name]}" for name in names], 1),
+    ]
+    for need, mode in enumerate(modes, start=2):
+        cells = []
+        for name in names:
+            summary = of[name].get(mode)
+            speed = _middle(summary.tokens_per_s if summary else None)
+            ratio = f" ({_middle(summary.gain)}x)" if summary and summary.gain and mode != base else ""
+            cells.append(speed + ratio)
+        columns.append(Column(mode, cells, need))
+    return columns
+
+
+def _verdict(runs: Sequence[BenchRun], summaries: Sequence[BenchSummary], base: str) -> str:
+    lengths = {run.stats.n_generated for run in runs}
+    length = counted(min(lengths, default=0), "token")
+    if len(lengths) > 1:
+        length = f"{min(lengths)} to {counted(max(lengths), 'token')}"
+    n_rounds = len({run.round for run in runs})
+    n_prompts = len({run.prompt for run in runs})
+    first = f"Medians [quartiles] of {counted(n_rounds, 'round')}, {counted(n_prompts, 'prompt')}, {length} each."
+    n_differ = sum(s.n_differ for s in summaries)
+    others = sum(s.pooled.n_requests for s in summaries if s.mode != base)
+    if not others:
+        return first
+    if n_differ == 0:
+        return f"{first} All texts are the same."
+    return f"{first} {n_differ} of {counted(others, 'text')} differ from {base}'s: two tokens nearly tied, see --exact."
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{_middle(spread)} [{three_digits(spread.low)}-{three_digits(spread.high)}]"
+
+
+def _middle(spread: Spread | None) -> str:
+    return "-" if spread is None else three_digits(spread.middle)
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else percent(share)
+
+
+def _summary_object(summary: BenchSummary) -> dict[str, Any]:
+    """The pooled numbers, and the spread of those that have one."""
+    spreads = {"tokens_per_s": summary.tokens_per_s, "gain": summary.gain, "ttft_s": summary.ttft_s}
+    spreads["itl_s"] = summary.itl_s
+    named = {name: None if spread is None else spread._asdict() for name, spread in spreads.items()}
+    return {"mode": summary.mode, **asdict(summary.pooled), **named, "n_differ": summary.n_differ}
+
+
+def _scaled(spread: Spread | None, scale: float) -> plots.Value:
+    return None if spread is None else (scale * spread.low, scale * spread.middle, scale * spread.high)
+
+
+def _by_lead(runs: Sequence[BenchRun]) -> dict[int, list[int]]:
+    total: dict[int, list[int]] = {}
+    for run in runs:
+        for lead, (submitted, accepted) in run.stats.counters.by_lead.items():
+            counts = total.setdefault(lead, [0, 0])
+            counts[0] += submitted
+            counts[1] += accepted
+    return total

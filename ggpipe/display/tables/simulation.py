@@ -1,0 +1,219 @@
+"""Show and write simulations: modes side by side, sweeps as tables, CSV, JSON, plots and timelines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.recording import Recording
+from ggpipe.config import Mode
+from ggpipe.display.files import write_text
+from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
+from ggpipe.display.stdout import page_console, print_page
+from ggpipe.display.tables.columns import Column, columns_table
+from ggpipe.display.tables.summary import request_object
+from ggpipe.sim.simulation_spec import SimulationSpec
+from ggpipe.sim.sweep import Combination, ModeResult
+
+_GAP = 3
+_BEST = "best"
+_TOKENS_SHOWN = 32  # in the timeline of one simulation
+
+
+def print_simulation(spec: SimulationSpec, found: Sequence[Combination], modes: Sequence[Mode]) -> None:
+    """Print on stdout what was simulated, then the modes side by side or, for a sweep, a row for each combination.
+
+    A sweep's table shows the speed of each of `modes`, and more of the last one.
+    """
+    heading = _heading(spec, found[0].values)
+    if found[0].values:
+        _print_sweep(heading, found, modes)
+    else:
+        _print_modes(heading, found[0])
+
+
+def write_csv(path: Path, found: Sequence[Combination]) -> None:
+    """Write a row for each combination and mode. Raises UsageError when the file cannot be written."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    first = next(iter(found[0].by_mode.values()))
+    writer.writerow([*found[0].values, "mode", *_numbers(first)])
+    for each in found:
+        for mode, own in each.by_mode.items():
+            writer.writerow([*map(_exact, each.values.values()), mode, *map(_exact, _numbers(own).values())])
+    write_text(path, text.getvalue())
+
+
+def write_json(path: Path, spec: SimulationSpec, found: Sequence[Combination]) -> None:
+    """Write what was simulated, the numbers of each combination and mode and, without a sweep, each request's.
+
+    Raises UsageError when the file cannot be written.
+    """
+    results = []
+    for each in found:
+        for mode, own in each.by_mode.items():
+            result = {"values": dict(each.values), "mode": mode, **_numbers(own)}
+            if own.requests:
+                result["requests"] = [request_object(request, request.ranks) for request in own.requests]
+            results.append(result)
+    write_text(path, json.dumps({**_facts(spec), "results": results}, indent=1) + "\n")
+
+
+def plot_simulation(path: Path, spec: SimulationSpec, found: Sequence[Combination], modes: Sequence[Mode]) -> None:
+    """Plot the ranks' timeline in the last of `modes` or, for a sweep of one name, speed over it, a line for each
+    mode; for a sweep of two names speed in the last mode, a cell for each pair of values.
+
+    Raises UsageError when the file cannot be written.
+    """
+    from ggpipe.display.figures.plots import Value, heat, lines, occupancy_timeline
+
+    title, main = spec.cluster.title, modes[-1]
+    axes = {name: sorted({each.values[name] for each in found}) for name in found[0].values}
+    if not axes:
+        request = found[0].by_mode[main].requests[0]
+        times = request.token_times
+        window_s = (0.0, times[-1]) if len(times) <= _TOKENS_SHOWN else (times[0], times[_TOKENS_SHOWN])
+        occupancy_timeline(path, request, request.ranks, title=f"{title}: {main}", window_s=window_s)
+    elif len(axes) == 1:
+        ((name, _),) = axes.items()
+        ordered = sorted(found, key=lambda each: each.values[name])
+        series: dict[str, list[Value]] = {mode: [_speed(each, mode) for each in ordered] for mode in modes}
+        lines(path, [each.values[name] for each in ordered], series, title=title, x_label=name, unit="tokens/s")
+    else:
+        (down, rows), (across, columns) = axes.items()
+        speeds = {(each.values[down], each.values[across]): _speed(each, main) for each in found}
+        values = [[speeds[y, x] for x in columns] for y in rows]
+        heat(path, columns, rows, values, title=f"{title}: {main}, tokens/s", x_label=across, y_label=down)
+
+
+def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
+    """What is simulated, without what is swept."""
+    n_target, n_draft = len(spec.placement.target_on), len(spec.placement.draft_on)
+    models = f"target {_model(spec.target)} on {counted(n_target, 'rank')}"
+    if spec.draft is not None:
+        where = f"on {counted(n_draft, 'rank')}" if n_draft else "inside the head"
+        models += f"; draft {_model(spec.draft)} {where}"
+    tokens, n_predict, request = spec.tokens, spec.n_predict, []
+    if isinstance(tokens, Recording):
+        request.append(counted(len(tokens.takes), "recorded prompt"))
+        lengths = [len(take.text) if n_predict < 0 else n_predict for take in tokens.takes]
+        request.append(f"texts of {' + '.join(map(str, lengths))} tokens")
+        request.append(f"agreement {percent(tokens.agreement)}")
+    else:
+        if "prompt-tokens" not in swept:
+            request.append(f"prompt of {counted(tokens.n_prompt, 'token')}")
+        request.append(f"text of {n_predict}")
+        if "acceptance" not in swept:
+            request.append(f"agreement {percent(tokens.agreement)}, {tokens.confidence}")
+    return [spec.cluster.title, models, ", ".join(request)]
+
+
+def _model(shape: ModelShape) -> str:
+    return f"{shape.name} ({counted(shape.n_layer, 'layer')})"
+
+
+def _facts(spec: SimulationSpec) -> dict[str, object]:
+    """What was simulated, for the JSON file."""
+    tokens = spec.tokens
+    return {
+        "cluster": spec.cluster.title,
+        "target": spec.target.name,
+        "draft": spec.draft.name if spec.draft else None,
+        "layers": spec.placement.layout.layers if spec.placement.layout else None,
+        "speculation": asdict(spec.speculation),
+        "tokens": {"agreement": tokens.agreement} if isinstance(tokens, Recording) else asdict(tokens),
+    }
+
+
+def _print_modes(heading: Sequence[str], only: Combination) -> None:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    table.add_column("", style="dim", no_wrap=True)
+    for mode in only.by_mode:
+        table.add_column(mode, justify="right", no_wrap=True)
+    rows = {name: [cell(own) for own in only.by_mode.values()] for name, cell in _ROWS.items()}
+    for name, cells in rows.items():
+        if set(cells) != {"-"}:
+            table.add_row(name, *cells)
+    _print(heading, table)
+
+
+def _print_sweep(heading: Sequence[str], found: Sequence[Combination], modes: Sequence[Mode]) -> None:
+    main = modes[-1]
+    best = max(found, key=lambda each: _speed(each, main) or 0.0)
+    columns = [Column(name, [_short(each.values[name]) for each in found], 0) for name in found[0].values]
+    for mode in modes:
+        speeds = [_rate(_speed(each, mode)) for each in found]
+        columns.append(Column(f"{mode} t/s" if len(modes) > 1 else "t/s", speeds, 0 if mode == main else 1))
+    needs = {"x iterative": 0, "TTFT": 3, "ITL p99": 5, "accepted": 2, "per run": 6, "occupied": 4, "wasted": 4}
+    for name, need in needs.items():
+        cells = [_ROWS[name](each.by_mode[main]) for each in found]
+        if set(cells) != {"-"}:
+            columns.append(Column(name, cells, need))
+    columns.append(Column("", [_BEST if each is best else "" for each in found], 0, "left"))
+    console = page_console()
+    table = columns_table(columns, console.width, 2)
+    table.row_styles = ["bold" if each is best else "" for each in found]
+    _print([*heading, f"columns from x iterative on: {main}"] if len(modes) > 1 else heading, table, console)
+
+
+def _speed(each: Combination, mode: Mode) -> float | None:
+    return each.by_mode[mode].summary.tokens_per_s
+
+
+def _numbers(result: ModeResult) -> dict[str, Any]:
+    return {**asdict(result.summary), "gain": result.gain}
+
+
+def _rate(per_s: float | None) -> str:
+    return "-" if per_s is None else three_digits(per_s)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else percent(share)
+
+
+def _bytes(n_bytes: float | None) -> str:
+    return "-" if n_bytes is None else human_bytes(n_bytes)
+
+
+def _two_digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+_ROWS: dict[str, Callable[[ModeResult], str]] = {
+    "t/s": lambda own: _rate(own.summary.tokens_per_s),
+    "x iterative": lambda own: _two_digits(own.gain),
+    "TTFT": lambda own: human_seconds(own.summary.ttft_s),
+    "ITL mean": lambda own: human_seconds(own.summary.itl_mean_s),
+    "ITL p99": lambda own: human_seconds(own.summary.itl_p99_s),
+    "accepted": lambda own: _percent(own.summary.acceptance),
+    "per run": lambda own: _two_digits(own.summary.accepted_per_run),
+    "cancelled runs": lambda own: "-" if own.summary.cancelled_runs is None else f"{own.summary.cancelled_runs}",
+    "occupied": lambda own: _percent(own.summary.occupancy),
+    "wasted": lambda own: _percent(own.summary.wasted),
+    "draft occupied": lambda own: _percent(own.summary.draft_occupancy),
+    "sent/token": lambda own: _bytes(own.summary.sent_bytes_per_token),
+}
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value}"
+
+
+def _exact(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _print(heading: Sequence[str], table: RenderableType, console: Console | None = None) -> None:
+    lines = Group(*(Text(harmless(line), style="dim" if i else "bold") for i, line in enumerate(heading)))
+    print_page(console or page_console(), lines, Text(), table)

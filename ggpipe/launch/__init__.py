@@ -1,0 +1,1 @@
+"""Starting ranks: hostfiles, mpirun, what launchers put into the environment."""

@@ -1,0 +1,41 @@
+"""Hostfiles as mpirun reads them: which rank is on which machine."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ggpipe.errors import LaunchError
+
+_SLOTS = re.compile(r"\bslots\s*=\s*(\d+)|^\S+?:(\d+)(?:\s|$)")
+_NAME = re.compile(r"[^\s:]+")
+
+
+def hosts_of(hostfile: Path) -> list[str]:
+    """The machine of each rank that a hostfile has room for: `slots=N` or `HOST:N` of them, else one.
+
+    Raises LaunchError for a file that cannot be read, or names nothing.
+    """
+    try:
+        text = hostfile.read_text()
+    except (OSError, ValueError) as e:
+        why = e.strerror if isinstance(e, OSError) else "no text"
+        raise LaunchError(f"`hostfile` {hostfile}: {why}") from e
+    hosts: list[str] = []
+    for line in text.splitlines():
+        if line := line.partition("#")[0].strip():
+            match = _SLOTS.search(line)
+            name = _NAME.match(line)
+            hosts += [name[0] if name else line] * (int(match[1] or match[2]) if match else 1)
+    if not hosts:
+        raise LaunchError(f"`hostfile` {hostfile} names no machines: write one a line, as in `node1 slots=1`")
+    return hosts
+
+
+def hostfile_lines(hosts: Sequence[str], like: Path | None = None) -> list[str]:
+    """A hostfile with these machines for ranks 0, 1, 2, …; in the way of another one, which is there, or Open MPI's."""
+    is_hydra = like is not None and re.search(r"^[^\s#]+:\d", like.read_text(), re.MULTILINE)
+    between = ":" if is_hydra else " slots="
+    return [f"{host}{between}{len(list(ranks))}" for host, ranks in itertools.groupby(hosts)]

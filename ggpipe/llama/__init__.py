@@ -1,0 +1,1 @@
+"""libllama inside this process: models, stages, vocabularies, sampling."""

@@ -1,0 +1,74 @@
+"""libllama and the native extension, loaded once and in the right order, with their logs caught.
+
+llama_cpp comes first: the wheel holds its libraries under several names, and an extension that needed one under
+another name than llama_cpp opens would put two of everything into the process.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import sys
+import threading
+
+# libgomp reads this once, when it is loaded: its threads spin a little between operators (a futex sleep there
+# costs more than the wait) but not from one run to the next, where other ranks need the core.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+import llama_cpp.llama_cpp as lib
+
+import ggpipe._native as native
+
+__all__ = ["lib", "logged_errors", "native", "set_log_level", "start"]
+
+_LEVELS = {1: "debug", 2: "info", 3: "warn", 4: "error"}
+_errors: collections.deque[str] = collections.deque(maxlen=20)
+_level = 5
+_last = 0
+_started = _numa_started = False
+_starting = threading.Lock()
+
+
+def _on_log(level: int, text: bytes, _data: object) -> None:
+    global _last
+    level = _last if level == 5 else level  # 5 continues the last line
+    _last = level
+    line = text.decode("utf-8", "replace")
+    if level == 4:
+        _errors.append(line.strip())
+    if level >= _level:
+        sys.stderr.write(line)
+
+
+_log_callback = lib.llama_log_callback(_on_log)
+
+
+def set_log_level(level: int) -> None:
+    """Pass libllama's messages of this level and above to stderr: 1 debug, 2 info, 3 warn, 4 error, 5 none."""
+    global _level
+    _level = level
+
+
+def logged_errors() -> list[str]:
+    """Error lines that libllama logged since the last call, oldest first."""
+    lines = list(_errors)
+    _errors.clear()
+    return lines
+
+
+def start(numa: str | None = None) -> None:
+    """Initialise libllama, and NUMA with this NUMA strategy: each once a process, by the first call that asks.
+
+    Headers are read, which needs libllama, before anybody knows of a strategy.
+    """
+    global _started, _numa_started
+    with _starting:  # the head reads its vocabulary while its stage loads
+        if not _started:
+            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+            lib.llama_backend_init()
+            _started = True
+        if numa is not None and not _numa_started:
+            strategies = {"distribute": 1, "isolate": 2, "numactl": 3}
+            lib.llama_numa_init(strategies[numa])
+            _numa_started = True

@@ -1,0 +1,127 @@
+"""What an architecture's metadata say of one layer: its KV cache, and the room that libllama computes in.
+
+Formulas were fitted to what libllama allocates for models of 16 architectures; tests/test_memory.py compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ggpipe.cluster.model_shape import FLOAT_BYTES
+from ggpipe.llama.gguf import ModelFile, TensorInfo
+from ggpipe.llama.libllama import native
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_RECURRENT = ("ssm_", "time_mix_", "shortconv.")
+_ATTENTION = ("attn_k.", "attn_kv_a_mqa.")
+_MASK_BYTES = 2
+
+
+class ModelHeader:
+    """Metadata by layer, and the tensors of each."""
+
+    def __init__(self, model_file: ModelFile) -> None:
+        self._metadata = model_file.metadata
+        self._prefix = model_file.architecture
+        self.n_layer = model_file.n_layer
+        self.width = self.number("embedding_length")
+        self.layers: list[dict[str, TensorInfo]] = [{} for _ in range(self.n_layer)]
+        """Tensors of each layer, by their names within it."""
+        self.others: dict[str, TensorInfo] = {}
+        for name, tensor in model_file.tensors.items():
+            match = _LAYER.fullmatch(name)
+            if match and int(match[1]) < self.n_layer:
+                self.layers[int(match[1])][match[2]] = tensor
+            else:
+                self.others[name] = tensor
+
+    def number(self, key: str, default: int = 0) -> int:
+        """A whole number; of an array the largest."""
+        return max(self.per_layer(key, default))
+
+    def per_layer(self, key: str, default: int) -> tuple[int, ...]:
+        """A setting that may be one for all layers, or one for each."""
+        value = self._metadata.get(f"{self._prefix}.{key}")
+        if isinstance(value, tuple) and len(value) >= self.n_layer:
+            return value[: self.n_layer]
+        return (value if isinstance(value, int) else default,) * self.n_layer
+
+    def cell_bytes(self, layer: int, cache_type_k: str, cache_type_v: str) -> float:
+        """KV cache of a token in a layer (libllama's llama_kv_cache)."""
+        if layer >= self.n_layer - self.number("attention.shared_kv_layers") or self._is_recurrent(layer):
+            return 0.0
+        k, v = self._kv_width(layer)
+        return k * number_bytes(cache_type_k) + (0 if self._is_latent else v * number_bytes(cache_type_v))
+
+    def row_bytes(self, layer: int) -> float:
+        """For each row of a run, what a layer's results take at most at the same time."""
+        return FLOAT_BYTES * (4 * self.width + max(self._attention_width(layer), self._feed_forward_width(layer)))
+
+    def row_cell_bytes(self, flash_attn: bool) -> float:
+        """For each row of a run and each token of the context: masks, and without flash attention also scores."""
+        n_masks = 2 if self.number("attention.sliding_window") else 1
+        if flash_attn:
+            return n_masks * _MASK_BYTES
+        return n_masks * FLOAT_BYTES + self.number("attention.head_count") * FLOAT_BYTES
+
+    def _attention_width(self, layer: int) -> int:
+        if self._is_recurrent(layer):
+            return max(8 * self.number("ssm.inner_size"), 16 * self.width)
+        n_head = self.per_layer("attention.head_count", 0)[layer]
+        if self._is_latent:
+            return n_head * (2 * self._head_size("key", layer) + self.number("attention.key_length_mla"))
+        q, (k, v) = n_head * self._head_size("key", layer), self._kv_width(layer)
+        return max(2 * q, q + 2 * k + v)
+
+    def _feed_forward_width(self, layer: int) -> int:
+        tensors, wide = self.layers[layer], 0
+        down = tensors.get("ffn_down_exps.weight")
+        if down is not None:
+            n_used = self.per_layer("expert_used_count", 1)[layer]
+            inner = n_numbers(down) // max(self.width * self.number("expert_count", 1), 1)
+            wide = n_used * max(3 * inner, self.width)
+            return wide + (2 * self.width if "ffn_down_shexp.weight" in tensors else 0)
+        inner = self.per_layer("feed_forward_length", 0)[layer]
+        up = tensors.get("ffn_up.weight")
+        is_gated = "ffn_gate.weight" in tensors or (up is not None and n_numbers(up) > inner * self.width)
+        return 3 * inner if is_gated else inner
+
+    @property
+    def _is_latent(self) -> bool:
+        """Latent attention: V is a part of K."""
+        return self.number("attention.key_length_mla") > 0
+
+    def _is_recurrent(self, layer: int) -> bool:
+        tensors = self.layers[layer]
+        has_state = any(name.startswith(_RECURRENT) for name in tensors)
+        return has_state and not any(name.startswith(_ATTENTION) for name in tensors)
+
+    def _kv_width(self, layer: int) -> tuple[int, int]:
+        n_head = self.per_layer("attention.head_count_kv", -1)[layer]
+        if n_head < 0:
+            n_head = self.per_layer("attention.head_count", 0)[layer]
+        return n_head * self._head_size("key", layer), n_head * self._head_size("value", layer)
+
+    def _head_size(self, kind: str, layer: int) -> int:
+        n_head = self.per_layer("attention.head_count", 0)[0]
+        size = self.number(f"attention.{kind}_length", self.width // n_head if n_head else 0)
+        slides = self.per_layer("attention.sliding_window_pattern", 0)[layer]
+        # As a number the pattern leaves open which layers slide; as an array of truths it says.
+        return self.number(f"attention.{kind}_length_swa", size) if slides is True else size
+
+
+def number_bytes(type_name: str) -> float:
+    """Bytes of a number of this type, as ggml names it."""
+    n, n_bytes = native.type_sizes()[type_name]
+    return n_bytes / n
+
+
+def n_numbers(tensor: TensorInfo) -> int:
+    """How many numbers a tensor has."""
+    return round(tensor.size / number_bytes(tensor.type))
+
+
+def n_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+    """Of all these tensors."""
+    return sum(tensor.size for tensor in tensors.values())

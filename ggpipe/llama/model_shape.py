@@ -1,0 +1,60 @@
+"""The shape of a model, from its GGUF's header: no weights are loaded."""
+
+from __future__ import annotations
+
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.profile import ModelFacts
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_header import ModelHeader, n_bytes, n_numbers
+
+_OUTPUT = ("output", "cls")
+
+
+def shape_of(
+    model_file: ModelFile, cache_type_k: str = "f16", cache_type_v: str = "f16", flash_attn: bool = True
+) -> ModelShape:
+    """The shape of a model whose KV cache has these types, as in `ContextConfig`."""
+    header = ModelHeader(model_file)
+    layers = range(header.n_layer)
+    output = {name: tensor for name, tensor in header.others.items() if name.startswith(_OUTPUT)}
+    embedding = {name: tensor for name, tensor in header.others.items() if name not in output}
+    if model_file.tied_output and "token_embd.weight" in embedding:
+        output["token_embd.weight"] = embedding["token_embd.weight"]
+    expert_bytes = tuple(
+        n_bytes({name: tensor for name, tensor in tensors.items() if "_exps." in name}) for tensors in header.layers
+    )
+    has_experts = any(expert_bytes)
+    return ModelShape(
+        name=str(model_file.metadata.get("general.name") or model_file.paths[0].stem),
+        layer_bytes=tuple(map(n_bytes, header.layers)),
+        input_bytes=n_bytes(embedding),
+        output_bytes=n_bytes(output),
+        parameters_per_byte=sum(map(n_numbers, model_file.tensors.values())) / model_file.n_bytes,
+        n_embd=header.width,
+        layer_cell_bytes=tuple(header.cell_bytes(layer, cache_type_k, cache_type_v) for layer in layers),
+        n_vocab=model_file.array_lengths.get("tokenizer.ggml.tokens", 0) or header.number("vocab_size"),
+        layer_expert_bytes=expert_bytes if has_experts else (),
+        n_expert=header.number("expert_count") if has_experts else 0,
+        n_expert_used=header.number("expert_used_count") if has_experts else 0,
+        n_ctx=header.number("context_length"),
+        row_bytes=max(map(header.row_bytes, layers)),
+        row_cell_bytes=header.row_cell_bytes(flash_attn),
+    )
+
+
+def facts_of(model_file: ModelFile) -> ModelFacts:
+    """The part of a model's shape that a profile keeps, and which model it is."""
+    shape = shape_of(model_file)
+    return ModelFacts(
+        name=shape.name,
+        architecture=model_file.architecture,
+        fingerprint=model_file.fingerprint,
+        n_layer=shape.n_layer,
+        n_embd=shape.n_embd,
+        n_vocab=shape.n_vocab,
+        n_expert=shape.n_expert,
+        n_expert_used=shape.n_expert_used,
+        layer_bytes=shape.layer_bytes,
+        input_bytes=shape.input_bytes,
+        output_bytes=shape.output_bytes,
+    )

@@ -1,0 +1,96 @@
+"""Our settings as libllama's parameter structs."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.errors import SettingError
+from ggpipe.llama.libllama import lib
+
+_GGML_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30,
+}  # fmt: skip
+_FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+_ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}
+_LOAD_MODE_NONE, _LOAD_MODE_DIRECT_IO = 0, 4
+_SPLIT_MODE_LAYER = 1
+
+
+def model_params(config: ModelConfig, keep: list[object]) -> Any:
+    """`llama_model_params` without devices. What the struct points to is appended to `keep`: hold it as long."""
+    params = lib.llama_model_default_params()
+    params.load_mode = _LOAD_MODE_DIRECT_IO if config.load_mode == "dio" else _LOAD_MODE_NONE
+    params.split_mode = _SPLIT_MODE_LAYER
+    params.lazy_mode = 0
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = config.repack
+    if config.override_kv:
+        overrides = (lib.llama_model_kv_override * (len(config.override_kv) + 1))()
+        for item, text in zip(overrides, config.override_kv, strict=False):
+            _fill_override(item, text)
+        keep.append(overrides)
+        params.kv_overrides = overrides
+    return params
+
+
+def _fill_override(item: Any, text: str) -> None:
+    key, eq, typed = text.partition("=")
+    kind, colon, value = typed.partition(":")
+    try:
+        if not (key and eq and colon) or len(key) > 127 or len(value) > 127:
+            raise ValueError
+        item.key = key.encode()
+        match kind:
+            case "int":
+                item.tag, item.value.val_i64 = 0, int(value)
+            case "float":
+                item.tag, item.value.val_f64 = 1, float(value)
+            case "bool":
+                item.tag, item.value.val_bool = 2, {"true": True, "false": False}[value]
+            case "str":
+                item.tag, item.value.val_str = 3, value.encode()
+            case _:
+                raise ValueError
+    except (ValueError, KeyError) as e:
+        raise SettingError(f"`override_kv` {text}: write KEY=TYPE:VALUE with TYPE int, float, bool or str") from e
+
+
+def place_layers(params: Any, counts: list[tuple[int, int]], keep: list[object]) -> None:
+    """Give the model's layers, the output layer last, to devices: (address, number of layers) in order."""
+    placed = [(device, n) for device, n in counts if n > 0]
+    devices = (ctypes.c_void_p * (len(placed) + 1))(*(d for d, _ in placed), None)
+    split = (ctypes.c_float * lib.llama_max_devices())(*(float(n) for _, n in placed))
+    keep += [devices, split]
+    params.devices = ctypes.cast(devices, ctypes.c_void_p)
+    params.tensor_split = split
+    params.n_gpu_layers = sum(n for _, n in placed)
+
+
+def context_params(config: ContextConfig, threads: int, threads_batch: int) -> Any:
+    """`llama_context_params` for a stage: unified KV cells, full-size sliding windows, so that rollback works."""
+    params = lib.llama_context_default_params()
+    params.n_ctx = config.n_ctx
+    # A run is one decode of one ubatch. libllama aborts where that has fewer rows than there are sequences.
+    params.n_batch = params.n_ubatch = max(min(config.n_batch, config.n_ubatch), config.n_seq)
+    params.n_seq_max = config.n_seq
+    params.n_threads = threads
+    params.n_threads_batch = threads_batch
+    params.kv_unified = True
+    params.swa_full = True
+    params.no_perf = True
+    params.type_k = _GGML_TYPES[config.cache_type_k]
+    params.type_v = _GGML_TYPES[config.cache_type_v]
+    params.flash_attn_type = _FLASH_ATTN[config.flash_attn]
+    if config.rope_scaling is not None:
+        params.rope_scaling_type = _ROPE_SCALING[config.rope_scaling]
+    if config.rope_scale > 0:
+        params.rope_freq_scale = 1 / config.rope_scale
+    for name in ("rope_freq_base", "rope_freq_scale", "yarn_orig_ctx"):
+        if getattr(config, name) > 0:
+            setattr(params, name, getattr(config, name))
+    for name in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+        if getattr(config, name) >= 0:
+            setattr(params, name, getattr(config, name))
+    return params

@@ -1,0 +1,333 @@
+"""A stage: layers [first, last) of a model, on this machine, as one rank of a pipeline computes them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
+from ggpipe.errors import IndivisibleModelError, ModelError, RunError, SettingError, UsageError
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.libllama import lib, logged_errors, native, start
+from ggpipe.llama.params import context_params, model_params, place_layers
+
+_INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
+_FRAME = struct.Struct("<IIQ")  # native/wire.cpp: bytes of the name, how often it came before, bytes of data
+_N_NOISES = 256
+
+Progress = Callable[[int, int], bool]
+"""Called while loading with bytes done and total bytes; False stops the loading."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a dry run found to cross a stage's borders: tensor names, with how often each crosses."""
+
+    wanted: Counter[str]
+    produced: Counter[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run: bytes for the next rank, or, on the last one, what its rows asked for."""
+
+    outgoing: bytearray
+    """`headroom` bytes for the caller, then what crosses to the next rank."""
+    rows: tuple[RowLogits, ...]
+    compute_s: float
+    """In `llama_decode`."""
+    cancelled: bool
+
+
+class Stage:
+    """Layers [first, last) of a model with a context of their own.
+
+    All methods but `cancel` belong to one thread at a time; native calls release the GIL.
+    """
+
+    def __init__(
+        self,
+        model_file: ModelFile,
+        layers: tuple[int, int],
+        model: ModelConfig,
+        context: ContextConfig,
+        threads: tuple[int, int],
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the layers. `threads`: for single tokens, for batches.
+
+        Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
+        the context cannot be made (too large for the memory, say).
+        """
+        start(model.numa)
+        a, b = layers
+        if not 0 <= a < b <= model_file.n_layer:
+            raise ValueError(f"layers {a} to {b} of {model_file.n_layer}")
+        self.layers = layers
+        self.is_first, self.is_last = a == 0, b == model_file.n_layer
+        self._file = model_file
+        self._keep: list[object] = []
+        self._model: Any = None
+        self._context: Any = None
+        self._noises: Any = None
+        self._native = native.Stage(first=self.is_first, repack=model.repack, exact=context.exact)
+        try:
+            self._load(model, progress)
+            self._open_context(model, context, threads)
+            self.cut = self._dry_run()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, config: ModelConfig, progress: Progress | None) -> None:
+        a, b = self.layers
+        params = model_params(config, self._keep)
+        up, local, down = self._native.devices()
+        # The output layer counts as one more layer, behind the last.
+        counts = [(up, a), (local, b - a + self.is_last), (down, self._file.n_layer + (not self.is_last) - b)]
+        place_layers(params, counts, self._keep)
+        mapped = config.load_mode in ("mmap", "mmap+mlock")
+        mapping = native.MappedModel([os.fsencode(p) for p in self._file.paths]) if mapped else None
+        total = self._file.n_bytes
+
+        wanted = True
+
+        def tell(done: int) -> bool:
+            nonlocal wanted
+            if progress is not None:
+                all_bytes = max(total - self._native.hidden_bytes + self._native.mapped_bytes, 1)
+                wanted = wanted and progress(done, all_bytes)
+            return wanted
+
+        def on_progress(share: float, _data: object) -> bool:  # libllama counts hidden tensors into the whole
+            return tell(int(share * total))
+
+        callback = lib.llama_progress_callback(on_progress)
+        params.progress_callback = callback
+        logged_errors()
+        self._native.begin_load(mapping)
+        try:
+            self._model = lib.llama_model_load_from_file(os.fsencode(self._file.paths[0]), params)
+        finally:
+            self._native.end_load()
+        if not wanted:
+            raise RunError("loading was stopped")
+        if not self._model:
+            raise ModelError(f"cannot load {self._file.paths[0]}: {_last_error()}")
+        if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
+            raise ModelError(f"'{self._file.architecture}' models do not continue text; give a decoder-only model")
+        if lib.llama_model_is_diffusion(self._model):
+            raise ModelError(f"'{self._file.architecture}' is a diffusion model; it does not write token by token")
+        if mapped and config.numa is None:  # with NUMA, pages settle where they are first used
+            read = total - self._native.hidden_bytes
+            self._native.populate(lambda done, _all: tell(read + done))
+        if config.load_mode in ("mlock", "mmap+mlock") and (error := native.lock_memory()):
+            raise SettingError(
+                f"`load_mode` {config.load_mode}: cannot lock memory ({error}); "
+                "raise the limit with `ulimit -l unlimited`"
+            )
+        if not tell(total):
+            raise RunError("loading was stopped")
+
+    def _open_context(self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int]) -> None:
+        n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
+        if n_asked < config.n_seq:
+            raise UsageError(
+                f"`n_seq` {config.n_seq} needs a context of as many tokens; the model's own has {n_asked}: set `n_ctx`"
+            )
+        logged_errors()
+        self._context = lib.llama_init_from_model(self._model, context_params(config, *threads))
+        if not self._context:
+            raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {_last_error()}")
+        self._apply_loras(model)
+        self._memory = lib.llama_get_memory(self._context)
+        self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self.n_ctx = int(lib.llama_n_ctx(self._context))
+        self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
+        self.n_ubatch = int(lib.llama_n_ubatch(self._context))
+        self._batch = _Batch(self.n_ubatch, config.n_seq)
+
+    def _apply_loras(self, config: ModelConfig) -> None:
+        adapters, scales = [], []
+        for path, scale in config.loras:
+            adapter = lib.llama_adapter_lora_init(self._model, os.fsencode(path)) if path.is_file() else None
+            if not adapter:
+                why = _last_error() if path.is_file() else "no such file"
+                raise ModelError(f"`loras` {path}: {why}")
+            adapters.append(adapter)
+            scales.append(scale)
+        if adapters:
+            pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+            factors = (ctypes.c_float * len(scales))(*scales)
+            if lib.llama_set_adapters_lora(self._context, pointers, len(adapters), factors) != 0:
+                raise ModelError(f"`loras`: these adapters cannot be applied together: {_last_error()}")
+
+    def _dry_run(self) -> Cut:
+        """Decode one token of nothing: warms the stage up, and shows whether the cut is sound."""
+        token = max(int(lib.llama_vocab_bos(lib.llama_model_get_vocab(self._model))), 0)
+        self._batch.fill((Row(token=token, pos=0, seqs=(0,), request=0, want=0),), self.is_last)
+        self._native.begin_run(0, None, 0)
+        status = lib.llama_decode(self._context, self._batch.struct)
+        self._native.end_run()
+        if status != 0:
+            raise RunError(f"libllama cannot decode with this model (status {status}): {_last_error()}")
+        if self._native.misplaced or (self.is_first and self._native.missing):
+            raise IndivisibleModelError(
+                f"layers of '{self._file.architecture}' models depend on each other in a way that cannot be cut "
+                "between ranks; run it on one rank (without `shares`)"
+            )
+        self.forget_all()
+        return Cut(Counter(self._native.wanted), Counter(self._native.produced))
+
+    def apply(self, ops: tuple[KvOp, ...]) -> None:
+        """Apply KV operations, in order. Raises RunError where the model's memory cannot roll back."""
+        for op in ops:
+            match op.kind:
+                case KvKind.RM:
+                    if not lib.llama_memory_seq_rm(self._memory, op.seq, op.p0, op.p1):
+                        raise RunError(f"'{self._file.architecture}' models cannot forget part of a sequence")
+                case KvKind.CP:
+                    lib.llama_memory_seq_cp(self._memory, op.seq, op.dst, op.p0, op.p1)
+
+    def forget_all(self) -> None:
+        """Empty all sequences."""
+        lib.llama_memory_clear(self._memory, True)
+
+    def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
+        """Apply the run's operations and decode its rows.
+
+        `incoming`: what the stage before this one put out, behind its headroom; on a later stage None is for timing
+        only, and computes on noise. `headroom`: bytes to leave free at the start of what goes out. Raises RunError when
+        libllama refuses the run.
+        """
+        self.apply(run.ops)
+        if run.cancelled or not run.rows:
+            return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
+        self._batch.fill(run.rows, self.is_last)
+        timing_only = incoming is None and not self.is_first
+        received = self._noise(run) if timing_only else incoming  # a name of its own: libllama reads it until end_run
+        self._native.begin_run(run.id, received, headroom)
+        start_s = time.perf_counter()
+        status = lib.llama_decode(self._context, self._batch.struct)
+        compute_s = time.perf_counter() - start_s
+        outgoing = self._native.end_run()
+        if status == 2:
+            self._forget(run)
+            return Outcome(outgoing[:headroom], (), compute_s, True)
+        if status == 1:
+            raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise `n_ctx`")
+        if status != 0:
+            raise RunError(f"libllama cannot decode run {run.id} (status {status}): {_last_error()}")
+        if self._native.misplaced or (self._native.missing and not timing_only):
+            raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
+        rows = self._extract(run) if self.is_last else ()
+        return Outcome(outgoing, rows, compute_s, False)
+
+    def _noise(self, run: Run) -> bytes:
+        """What could come in for a run: numbers that differ from row to row, so that the rows' experts do too.
+
+        As large as a layer's output for each row; where something else crosses the border, it is taken for zeros.
+        """
+        if self._noises is None:
+            n_embd = int(lib.llama_model_n_embd(self._model))
+            self._noises = np.random.default_rng(0).standard_normal((_N_NOISES, n_embd), np.float32)
+        chosen = (run.id * 37 + np.arange(len(run.rows))) % _N_NOISES
+        data = self._noises[chosen].tobytes()
+        parts = []
+        for name, count in self.cut.wanted.items():
+            encoded = name.encode()
+            for i in range(count):
+                parts.append(_FRAME.pack(len(encoded), i, len(data)))
+                parts += [part + bytes(-len(part) % 8) for part in (encoded, data)]
+        return b"".join(parts)
+
+    @property
+    def rolls_back(self) -> bool:
+        """The model's memory can forget the end of a sequence; recurrent and hybrid models' cannot."""
+        return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+
+    def cancel(self, run_id: int) -> None:
+        """Stop the run with this id if it is being computed. From any thread."""
+        self._native.cancel(run_id)
+
+    def _forget(self, run: Run) -> None:
+        """After an abort libllama has freed the rows' cells for their first sequence ids only."""
+        first: dict[int, int] = {}
+        for row in run.rows:
+            for seq in row.seqs:
+                first[seq] = min(first.get(seq, row.pos), row.pos)
+        for seq, pos in first.items():
+            lib.llama_memory_seq_rm(self._memory, seq, pos, -1)
+
+    def _extract(self, run: Run) -> tuple[RowLogits, ...]:
+        found = []
+        for i, row in enumerate(run.rows):
+            if row.want < 0:
+                continue
+            want = run.wants[row.want]
+            pointer = lib.llama_get_logits_ith(self._context, i)
+            address = ctypes.addressof(pointer.contents)
+            if want.kind is WantKind.FULL:
+                full = np.ctypeslib.as_array(pointer, (self._n_vocab,)).copy()
+                full[list(want.banned)] = -np.inf
+                found.append(RowLogits(i, None, full, 0.0))
+            else:
+                ids, logits, log_sum_exp = native.top(address, self._n_vocab, want.n, list(want.banned))
+                found.append(RowLogits(i, tuple(ids), tuple(logits), log_sum_exp))
+        return tuple(found)
+
+    def close(self) -> None:
+        """Free the context and the model. A second call does nothing."""
+        if self._context:
+            lib.llama_free(self._context)
+        if self._model:
+            lib.llama_model_free(self._model)
+        self._context = self._model = None
+
+
+class _Batch:
+    """A `llama_batch` over arrays that are filled again for each run."""
+
+    def __init__(self, n_rows: int, n_seq: int) -> None:
+        self._n_rows, self._n_seq = n_rows, n_seq
+        self._tokens = (ctypes.c_int32 * n_rows)()
+        self._pos = (ctypes.c_int32 * n_rows)()
+        self._counts = (ctypes.c_int32 * n_rows)()
+        self._seqs = (ctypes.c_int32 * (n_rows * n_seq))()
+        start = ctypes.addressof(self._seqs)
+        pointer = ctypes.POINTER(ctypes.c_int32)
+        self._seq_rows = (pointer * n_rows)(*(ctypes.cast(start + 4 * n_seq * i, pointer) for i in range(n_rows)))
+        self._flags = (ctypes.c_int8 * n_rows)()
+        self.struct = lib.llama_batch(
+            0, self._tokens, None, self._pos, self._counts, self._seq_rows, ctypes.cast(self._flags, _INT8_POINTER)
+        )
+
+    def fill(self, rows: Sequence[Row], outputs: bool) -> None:
+        """Take over a run's rows; with `outputs`, those that want something are flagged."""
+        n = len(rows)
+        if n > self._n_rows:
+            raise RunError(f"a run of {n} rows is longer than `n_ubatch` {self._n_rows}")
+        self.struct.n_tokens = n
+        tokens, pos, counts, seqs, flags = self._tokens, self._pos, self._counts, self._seqs, self._flags
+        for i, row in enumerate(rows):
+            tokens[i] = row.token
+            pos[i] = row.pos
+            flags[i] = outputs and row.want >= 0
+            counts[i] = len(row.seqs)
+            at = i * self._n_seq
+            for k, seq in enumerate(row.seqs):
+                seqs[at + k] = seq
+
+
+def _last_error() -> str:
+    lines = logged_errors()
+    return lines[0].rstrip(".") if lines else "libllama gives no reason"

@@ -1,0 +1,158 @@
+"""A model's vocabulary: text to tokens and back."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import os
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from ggpipe.config import ModelConfig
+from ggpipe.core.draft_messages import Vocabularies
+from ggpipe.errors import ModelError, UsageError
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.libllama import lib, logged_errors, start
+from ggpipe.llama.params import model_params
+
+_MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding
+_FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by converters
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabOutline:
+    """What vocabularies are compared by."""
+
+    kind: int
+    """libllama's number of the tokenizer's kind."""
+    added_bos: int | None
+    """The token that tokenizing adds before a text; None where it adds none."""
+    added_eos: int | None
+    """The token that tokenizing adds behind a text; None where it adds none."""
+    eos: int
+    """The token that ends a text; below 0 where there is none."""
+    checksums: tuple[int, ...]
+    """Of the text of each token."""
+    rolls_back: bool
+    """As `Vocab.rolls_back`."""
+
+
+class Vocab:
+    """The vocabulary alone: no weights are read. Safe to use from several threads."""
+
+    def __init__(self, model_file: ModelFile, config: ModelConfig) -> None:
+        """Raises ModelError when libllama cannot read the vocabulary."""
+        start(config.numa)
+        keep: list[object] = []
+        params = model_params(config, keep)
+        params.vocab_only = True
+        logged_errors()
+        self._model: Any = lib.llama_model_load_from_file(os.fsencode(model_file.paths[0]), params)
+        if not self._model:
+            raise ModelError(f"cannot read the vocabulary of {model_file.paths[0]}: {'; '.join(logged_errors()[:1])}")
+        self.pointer = lib.llama_model_get_vocab(self._model)
+        if lib.llama_vocab_type(self.pointer) == 0:
+            self.close()
+            raise ModelError(f"{model_file.paths[0]} has no vocabulary: it cannot continue text")
+        self.n_tokens = int(lib.llama_vocab_n_tokens(self.pointer))
+        self.end_tokens = tuple(t for t in range(self.n_tokens) if lib.llama_vocab_is_eog(self.pointer, t))
+        """Tokens that end a text."""
+        n = ctypes.c_int32()
+        suppressed = lib.llama_vocab_get_suppress_tokens(self.pointer, ctypes.byref(n))
+        self.suppressed_tokens = tuple(int(suppressed[i]) for i in range(n.value))
+        """Tokens that the model's file says must never be drawn."""
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """A prompt's tokens, as llama.cpp makes them: BOS as the model wants it, special tokens parsed.
+
+        Raises UsageError for text that this vocabulary has no tokens for.
+        """
+        data = text.encode("utf-8", "surrogateescape")
+        size = len(data) + 16
+        while True:
+            tokens = (ctypes.c_int32 * size)()
+            n = lib.llama_tokenize(self.pointer, data, len(data), tokens, size, True, True)
+            if n >= 0:
+                return tuple(tokens[:n])
+            if n == -(2**31) or -n <= size:
+                raise UsageError("this model's vocabulary cannot tokenize the prompt")
+            size = -n
+
+    def piece(self, token: int) -> bytes:
+        """A token's text, which may be part of a UTF-8 character; special tokens have none."""
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = lib.llama_token_to_piece(self.pointer, token, buffer, size, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    @property
+    def rolls_back(self) -> bool:
+        """The model's memory can forget the end of a sequence; recurrent and hybrid models' cannot."""
+        return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+
+    def outline(self) -> VocabOutline:
+        """What this vocabulary is compared with another one by."""
+        vocab = self.pointer
+        adds_bos, adds_eos = lib.llama_vocab_get_add_bos(vocab), lib.llama_vocab_get_add_eos(vocab)
+        return VocabOutline(
+            kind=int(lib.llama_vocab_type(vocab)),
+            added_bos=int(lib.llama_vocab_bos(vocab)) if adds_bos else None,
+            added_eos=int(lib.llama_vocab_eos(vocab)) if adds_eos else None,
+            eos=int(lib.llama_vocab_eos(vocab)),
+            checksums=tuple(zlib.crc32(lib.llama_vocab_get_text(vocab, t) or b"") for t in range(self.n_tokens)),
+            rolls_back=self.rolls_back,
+        )
+
+    def with_draft(self, outline: VocabOutline) -> Vocabularies:
+        """This target's vocabulary beside a draft's.
+
+        Raises ModelError where they do not name the same tokens.
+        """
+        own = self.outline()
+        n_own, n_other = len(own.checksums), len(outline.checksums)
+        if own.kind != outline.kind:
+            why = "their tokenizers are of different kinds"
+        elif abs(n_own - n_other) > _MOST_EXTRA_TOKENS:
+            why = f"the target has {n_own} tokens, the draft {n_other}; at most {_MOST_EXTRA_TOKENS} may be extra"
+        elif own.added_bos != outline.added_bos:
+            why = f"to a text the target adds {_added(own.added_bos)} as BOS, the draft {_added(outline.added_bos)}"
+        elif own.added_eos != outline.added_eos:
+            why = f"to a text the target adds {_added(own.added_eos)} as EOS, the draft {_added(outline.added_eos)}"
+        else:
+            pairs = enumerate(zip(own.checksums, outline.checksums, strict=False))
+            wrong = next((token for token, (a, b) in pairs if token >= _FIRST_COMPARED and a != b), None)
+            if wrong is None:
+                return Vocabularies(n_own, n_other, max(outline.eos, 0))
+            text = (lib.llama_vocab_get_text(self.pointer, wrong) or b"").decode("utf-8", "replace")
+            why = f"token {wrong} is {text!r} in the target and another text in the draft"
+        raise ModelError(f"`draft.model` does not fit `model`: {why}; use a draft model of the same family")
+
+    def close(self) -> None:
+        """Free it. A second call does nothing."""
+        if self._model:
+            lib.llama_model_free(self._model)
+        self._model = None
+
+
+def _added(token: int | None) -> str:
+    return "nothing" if token is None else f"token {token}"
+
+
+class TextDecoder:
+    """Turns tokens into text as they come; a character cut by a token border waits for its rest."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that is whole now."""
+        return self._utf8.decode(self._vocab.piece(token))
+
+    def finish(self) -> str:
+        """What is left: a replacement character when the text ends inside a character."""
+        return self._utf8.decode(b"", final=True)

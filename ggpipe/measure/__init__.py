@@ -1,0 +1,1 @@
+"""Measuring real ranks: profiles, links, benches, recordings."""

@@ -1,0 +1,214 @@
+"""A bench: the same prompts in several modes, which take turns, so that each round compares them at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Literal, cast, get_args
+
+from ggpipe.cluster.memory import stage_memory
+from ggpipe.config import EngineConfig, Mode, SamplingConfig, SpeculationConfig
+from ggpipe.core.request import Finish
+from ggpipe.errors import UsageError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_shape import shape_of
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.metrics.summary import BenchRun
+from ggpipe.runtime import handshake
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.session import Session
+from ggpipe.transport.local import LocalWorld
+
+BenchMode = Literal["iterative", "speculative", "async", "single"]
+"""How a text is written: in one of the engine's modes, or by the whole model in one process."""
+MODES: tuple[BenchMode, ...] = get_args(BenchMode)
+SPECULATIVE_MODES: tuple[BenchMode, ...] = ("speculative", "async")
+
+_SETTLE_S = 0.1  # the last request's ranks get ready for the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSpec:
+    """What the user wants to have measured."""
+
+    config: EngineConfig
+    texts: Mapping[str, str]
+    """Prompts by name."""
+    may_skip_texts: bool
+    """Leave out a prompt that does not fit, instead of refusing it."""
+    modes: tuple[BenchMode, ...] | None
+    """None: all that are possible."""
+    rounds: int
+    n_predict: int
+    sampling: SamplingConfig
+    speculation: SpeculationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is measured."""
+
+    prompts: Mapping[str, tuple[int, ...]]
+    """Tokens by name, in the order in which prompts take turns."""
+    modes: tuple[BenchMode, ...]
+    rounds: int
+    n_predict: int
+    sampling: SamplingConfig
+    speculation: SpeculationConfig
+    """The settings of both speculative modes; its own mode is not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request."""
+
+    mode: BenchMode
+    round: int
+    """0 warms up, and is not counted."""
+    prompt: str
+
+
+def work_of(spec: BenchSpec, session: Session, say: Callable[[str], None]) -> Work:
+    """The part of `spec` that is possible with a loaded session; `say` gets a line on whatever is left out.
+
+    Raises UsageError when no prompt or no mode is left.
+    """
+    prompts: dict[str, tuple[int, ...]] = {}
+    for name, text in spec.texts.items():
+        prompt = session.vocab.tokenize(text)
+        try:
+            check_room(name, prompt, spec.n_predict, session.n_ctx)
+            session.check_prompt(prompt)
+            prompts[name] = prompt
+        except UsageError as e:
+            if not spec.may_skip_texts:
+                raise
+            say(f"{e}; left out")
+    if not prompts:
+        raise UsageError(
+            f"no prompt fits into a context of {session.n_ctx} tokens with `n_predict` {spec.n_predict}: raise `n_ctx`"
+        )
+    modes = spec.modes or tuple(mode for mode in MODES if mode not in SPECULATIVE_MODES or spec.config.draft)
+    if not session.can_speculate:
+        modes = tuple(mode for mode in modes if mode not in SPECULATIVE_MODES)
+    if "single" in modes and (why := why_not_single(spec.config, session)):
+        say(f"mode single is left out: {why}")
+        modes = tuple(mode for mode in modes if mode != "single")
+    if not modes:
+        raise UsageError(f"there is nothing to measure: mode {', '.join(spec.modes or ())} is left out")
+    return Work(
+        prompts=prompts,
+        modes=modes,
+        rounds=spec.rounds,
+        n_predict=spec.n_predict,
+        sampling=spec.sampling,
+        speculation=spec.speculation,
+    )
+
+
+def turns(prompts: Sequence[str], modes: Sequence[BenchMode], rounds: int) -> list[Turn]:
+    """Each mode once to warm up; then round by round, and in each prompt by prompt, another mode first every time."""
+    order = [Turn(mode, 0, prompts[0]) for mode in modes]
+    for i in range(rounds):
+        for j, prompt in enumerate(prompts):
+            first = (i + j) % len(modes)
+            order += [Turn(mode, i + 1, prompt) for mode in (*modes[first:], *modes[:first])]
+    return order
+
+
+def measure(
+    session: Session, single: Session | None, work: Work, on_turn: Callable[[Turn], None] = lambda _: None
+) -> Iterator[BenchRun]:
+    """Serve all turns; those of mode `single` by a session of its own. Ends early when a session is stopped.
+
+    `on_turn` is called before each. Raises RunError when a rank breaks.
+    """
+    for turn in turns(list(work.prompts), work.modes, work.rounds):
+        own, mode = session, cast(Mode, turn.mode)
+        if turn.mode == "single":
+            assert single is not None
+            own, mode = single, "iterative"
+        on_turn(turn)
+        session.idle(_SETTLE_S)
+        stats = RequestStats()
+        speculation = replace(work.speculation, mode=mode)
+        tokens = own.generate(work.prompts[turn.prompt], work.sampling, work.n_predict, stats, speculation)
+        ids = tuple(token.id for token in tokens)
+        if stats.finish is Finish.STOPPED:
+            return
+        if turn.round > 0:
+            yield BenchRun(
+                mode=turn.mode, round=turn.round, prompt=turn.prompt, tokens=ids, stats=stats, ranks=own.ranks
+            )
+
+
+def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -> None:
+    """All modes must write texts of the same length. Raises UsageError when the context is too small for that."""
+    if len(prompt) + n_predict > n_ctx:
+        raise UsageError(
+            f"{name} has {len(prompt)} tokens, `n_predict` is {n_predict}, and the context has room for {n_ctx}: "
+            f"raise `n_ctx` to {len(prompt) + n_predict}"
+        )
+
+
+# One process alone
+
+
+def single_config(config: EngineConfig) -> EngineConfig:
+    """For the whole target in the head's process."""
+    return replace(
+        config, draft=None, context=replace(config.context, n_seq=1), pipeline=replace(config.pipeline, shares=None)
+    )
+
+
+def why_not_single(config: EngineConfig, session: Session, free_bytes: int | None = None) -> str | None:
+    """Why the whole target is not run in the head's process as well: it would be no different, or memory is short.
+
+    `session`: the one with all ranks, loaded. `free_bytes`: available memory; None: as the machine has it.
+    """
+    target = [rank for rank in session.ranks if not rank.draft]
+    if len(target) == 1 and target[0].threads == handshake.threads_of(config, LocalWorld(1).transports[0], False):
+        return "one rank holds the whole model anyway"
+    context = config.context
+    shape = shape_of(ModelFile.open(config.model.path), context.cache_type_k, context.cache_type_v)
+    needed_bytes = stage_memory(shape, (0, shape.n_layer), session.n_ctx, context.n_ubatch).total
+    free_bytes = machine.available_bytes() if free_bytes is None else free_bytes
+    if needed_bytes > free_bytes:
+        return (
+            f"the whole model takes {needed_bytes / 1e9:.1f} GB, and the first rank has {free_bytes / 1e9:.1f} GB left"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def open_single(config: EngineConfig) -> Iterator[Head]:
+    """One rank in this process, nothing loaded yet. What stops or ends the process's own head stops it as well."""
+    with (
+        Head(LocalWorld(1).transports[0], single_config(config)) as head,
+        _also({signal.SIGINT: head.stop, signal.SIGUSR1: head.stop, signal.SIGTERM: head.terminate}),
+    ):
+        yield head
+
+
+@contextlib.contextmanager
+def _also(actions: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """Do these at signals, after what is done at them so far. Only from the main thread."""
+    before = {number: signal.getsignal(number) for number in actions}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        actions[signal.Signals(number)]()
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+
+    for number in actions:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

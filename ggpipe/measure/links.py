@@ -1,0 +1,70 @@
+"""How fast messages travel between two ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from ggpipe.transport.base import Kind, Message, Transport
+from ggpipe.transport.control import LinkMeasured
+
+_SMALL = bytes(512)  # as a result with the best 40 tokens
+_LARGE_BYTES = (256 << 10, 4 << 20)
+_LARGE_S = 0.3  # a large message may take this long whatever the budget
+_PAUSE_S = 2e-3  # a rank that waits for a hop has waited as long as a stage computes
+_MOST_TRIPS = 50
+
+
+class LinkTimer:
+    """One rank's end of its links: times round trips to others, and answers theirs. Belongs to the main thread.
+
+    A round trip is a RESULT message and a small RESULT message back.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._answer_due_from: int | None = None
+
+    def on_message(self, message: Message) -> None:
+        """Take the answer to our own message, or answer another rank's."""
+        if message.kind is not Kind.RESULT:
+            return
+        if message.source == self._answer_due_from:
+            self._answer_due_from = None
+        else:
+            self._transport.send(message.source, Kind.RESULT, _SMALL)
+
+    def measure(self, peer: int, budget_s: float, wait: Callable[[], object]) -> LinkMeasured:
+        """Latency of a small message to `peer`, and bytes a second of large ones beyond it. `wait` waits for a message
+        and brings it to `on_message`.
+
+        Both ranks wait as ranks do for a hop (`Inbox`), and were idle for a while before each message. Latency is half
+        the median round trip. A large message is answered by a small one.
+        """
+        start = time.monotonic()
+        for _ in range(2):  # the first messages open connections
+            self._round_trip(peer, _SMALL, wait)
+        small: list[float] = []
+        while len(small) < 5 or (len(small) < _MOST_TRIPS and time.monotonic() < start + budget_s / 2):
+            small.append(self._round_trip(peer, _SMALL, wait))
+        trip_s = statistics.median(small)
+        bytes_per_s = 0.0
+        for n_bytes in _LARGE_BYTES:
+            now, payload = time.monotonic(), bytes(n_bytes)
+            if bytes_per_s and n_bytes / bytes_per_s > max(start + budget_s - now, _LARGE_S):
+                break
+            large = [self._round_trip(peer, payload, wait)]
+            while len(large) < 5 and time.monotonic() + large[-1] < start + budget_s:
+                large.append(self._round_trip(peer, payload, wait))
+            bytes_per_s = n_bytes / max(statistics.median(large) - trip_s, 1e-6)
+        return LinkMeasured(trip_s / 2, bytes_per_s)
+
+    def _round_trip(self, peer: int, payload: bytes, wait: Callable[[], object]) -> float:
+        time.sleep(_PAUSE_S)
+        self._answer_due_from = peer
+        start = time.perf_counter()
+        self._transport.send(peer, Kind.RESULT, payload)
+        while self._answer_due_from is not None:
+            wait()
+        return time.perf_counter() - start

@@ -1,0 +1,277 @@
+"""How long one rank's stage takes for runs, and how fast its memory is read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.cluster.profile import Point
+from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.llama import machine
+from ggpipe.llama.stage import Progress, Stage
+from ggpipe.runtime.control_channel import ControlChannel
+from ggpipe.runtime.stage_thread import Broke, Ended, Loaded, Notice, Passed, StageThread
+from ggpipe.transport import codec
+
+ROWS = (1, 2, 4, 8, 16, 32)
+FEW_ROWS = (1, 2, 4, 8)
+CHUNK_ROWS = 128
+SHORT_CELLS, LONG_CELLS = 32, 512
+_TOP = Want(WantKind.TOP, 40)  # what sampling asks for by default
+_MOST_ROUNDS = 15
+_SLICE_S, _SHARED_S = 5e-3, 0.5
+
+
+class TimedStage:
+    """A stage in its thread, on sequence 0."""
+
+    def __init__(
+        self,
+        channel: ControlChannel[Notice],
+        load: Callable[[Progress], Stage],
+        n_vocab: int,
+        poll_s: tuple[float, float],
+    ) -> None:
+        """Load the stage. `load` and `poll_s` as in `StageThread`, whose notices go to the channel's inbox."""
+        self._n_vocab = max(n_vocab, 1)
+        self._channel = channel
+        inbox = channel.inbox
+        self._thread = StageThread(channel.transport.rank, load, inbox.put, inbox.put, poll_s=poll_s)
+        try:
+            notice = self._wait()
+            while not isinstance(notice, Loaded):
+                notice = self._wait()
+        except BaseException:
+            self._thread.close()
+            raise
+        self.stage = notice.stage
+        inbox.relieved = self._thread.relief_s
+        self.n_past = 0
+        """KV cells in use before a run."""
+        self._id = 0
+        self._last_rows = 0
+        self._rolls_back = self.stage.rolls_back
+
+    def run(self, n_rows: int, keep: bool = False) -> Timing:
+        """Compute `n_rows` rows behind `n_past` others; with `keep` they stay.
+
+        With models that cannot roll back they always stay, as long as the context has room for them.
+        """
+        stays = keep or not self._rolls_back
+        ops: tuple[KvOp, ...] = (KvOp(KvKind.RM, 0, p0=self.n_past),) if self._rolls_back and self.n_past else ()
+        if self.n_past + n_rows > self.stage.n_ctx or not self.n_past:
+            self.n_past, ops = 0, (KvOp(KvKind.RM, 0),)
+        self._id += 1
+        wanting = range(n_rows) if n_rows <= ROWS[-1] else (n_rows - 1,)
+        rows = tuple(
+            Row(
+                token=(17 * self._id + 7 * i) % self._n_vocab,
+                pos=self.n_past + i,
+                seqs=(0,),
+                request=0,
+                want=0 if i in wanting else -1,
+            )
+            for i in range(n_rows)
+        )
+        run = Run(id=self._id, rows=rows, ops=ops, wants=(_TOP,))
+        start = time.perf_counter()
+        self._thread.submit(run)
+        outcome = self._wait()
+        total_s = time.perf_counter() - start
+        assert isinstance(outcome, Passed | Ended)
+        spans = outcome.result.spans if isinstance(outcome, Ended) else codec.read_run(outcome.message)[2]
+        changed, self._last_rows = self._last_rows != n_rows, n_rows
+        self.n_past += n_rows if stays else 0
+        return Timing(spans[-1].compute_s, total_s - spans[-1].compute_s, changed)
+
+    def fill(self, n_cells: int, chunk_rows: int) -> None:
+        """Make the KV cells in use `n_cells`, more or fewer."""
+        if n_cells < self.n_past:
+            self.n_past = n_cells if self._rolls_back else 0
+        while self.n_past < n_cells:
+            self.run(min(chunk_rows, n_cells - self.n_past), keep=True)
+
+    def close(self) -> None:
+        """Free the stage."""
+        self._channel.inbox.relieved = lambda: None
+        self._thread.close()
+
+    def _wait(self) -> Notice:
+        """The next notice. Raises what the stage, or another rank, failed with."""
+        notice = self._channel.notice()
+        if isinstance(notice, Broke):
+            raise notice.error
+        return notice
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run."""
+
+    compute_s: float
+    rest_s: float
+    """From `submit` until the outcome was there, without `compute_s`."""
+    changed: bool
+    """The run before had another number of rows."""
+
+
+@dataclass
+class Samples:
+    """Runs of one stage, by their number of rows."""
+
+    same_s: dict[int, list[float]] = field(default_factory=dict)
+    """Decode seconds of runs with as many rows as the run before; where rows are many, of all runs."""
+    change_s: list[float] = field(default_factory=list)
+    """By how many seconds a decode of few rows was longer when the run before had another number of rows."""
+    rest_s: list[float] = field(default_factory=list)
+    """Seconds outside the decode, of runs of one row."""
+
+    def measure(self, timed: TimedStage, n_rows: int) -> None:
+        """A few runs of `n_rows` rows."""
+        timings = [timed.run(n_rows) for _ in range(_runs_of(n_rows))]
+        alike = [t.compute_s for t in timings if not t.changed] or [timings[-1].compute_s]
+        self.same_s.setdefault(n_rows, []).extend(alike)
+        if len(timings) > 1 and timings[0].changed:
+            self.change_s.append(timings[0].compute_s - statistics.median(alike))
+        if n_rows == 1:
+            self.rest_s += [t.rest_s for t in timings]
+
+    @property
+    def fastest_s(self) -> float:
+        """Decode seconds of the fastest run of one row."""
+        return min(self.same_s[1])
+
+    def seconds(self, n_rows: int) -> float:
+        """Time of a run of `n_rows` rows, from the nearest measured number of rows at or below it."""
+        known = [n for n in self.same_s if n <= n_rows]
+        return statistics.median(self.same_s[max(known)]) * n_rows / max(known) if known else 0.0
+
+    def points(self, n_past: int, middle: Callable[[list[float]], float] = statistics.median) -> list[Point]:
+        """Times of these runs as points, by default their medians."""
+        return [Point(n, n_past, middle(self.same_s[n])) for n in sorted(self.same_s)]
+
+
+def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], until: float) -> Samples:
+    """Measure these numbers of rows in turn, until a point in time (`time.monotonic`).
+
+    The `needed` ones are measured at least once, others only while they can be expected to end in time.
+    """
+    samples, sizes = Samples(), tuple(dict.fromkeys(rows))
+    for _ in range(_MOST_ROUNDS):
+        n_done = 0
+        for n in sizes:
+            known = samples.same_s.get(n, ())
+            ends = time.monotonic() + samples.seconds(n) * _runs_of(n)
+            if (n in needed and not known) or (ends < until and len(known) < _most_runs_of(n)):
+                samples.measure(timed, n)
+                n_done += 1
+        if not n_done:
+            break
+    return samples
+
+
+def _runs_of(n_rows: int) -> int:
+    """Runs one after the other: the first pays for the change of rows, and the caches hold what they hold while tokens
+    are generated."""
+    return 4 if n_rows <= FEW_ROWS[-1] else 1
+
+
+def _most_runs_of(n_rows: int) -> int:
+    return _MOST_ROUNDS if n_rows <= FEW_ROWS[-1] else 3
+
+
+def cells_before(n_ctx: int) -> int:
+    """KV cells in use in a short context."""
+    return max(min(SHORT_CELLS, n_ctx // 4), 1)
+
+
+def fitting(rows: Iterable[int], timed: TimedStage) -> tuple[int, ...]:
+    """Those of these numbers of rows that a run of this stage may have."""
+    n_ctx = timed.stage.n_ctx
+    return tuple(n for n in rows if n <= min(timed.stage.n_ubatch, n_ctx - cells_before(n_ctx)))
+
+
+def measure_short(timed: TimedStage, budget_s: float, needed: Collection[int] = FEW_ROWS) -> Samples:
+    """Runs in a short context: few and many rows, and a chunk of a prompt; `needed` as in `sample`."""
+    until = time.monotonic() + budget_s
+    chunk = _chunk(timed)
+    timed.fill(cells_before(timed.stage.n_ctx), chunk)
+    return sample(timed, (*fitting(ROWS, timed), chunk), needed, until)
+
+
+def measure_long(timed: TimedStage, short: Samples, budget_s: float) -> list[Point]:
+    """The same in a long context, of as many cells as there is time to fill; no points where that is too few."""
+    until, n_ctx = time.monotonic() + budget_s, timed.stage.n_ctx
+    chunk, rows = _chunk(timed), fitting(ROWS, timed)
+    affordable = int(0.6 * budget_s / (short.seconds(chunk) / chunk))
+    n_cells = min(LONG_CELLS, n_ctx - max(rows), cells_before(n_ctx) + affordable) // 32 * 32
+    if n_cells < 2 * cells_before(n_ctx):
+        return []
+    timed.fill(n_cells, timed.stage.n_ubatch)
+    return sample(timed, (n for n in (*rows, chunk) if n_cells + n <= n_ctx), (1, 8), until).points(n_cells)
+
+
+def measure_together(
+    timed: TimedStage, budget_s: float, ready: Callable[[], None], enough: Callable[[], bool]
+) -> list[Point]:
+    """Runs of few rows, again and again, until `enough` returns True; `ready` is called once we have enough."""
+    n_cells, samples = cells_before(timed.stage.n_ctx), Samples()
+    rows = fitting(FEW_ROWS, timed)
+    timed.fill(n_cells, _chunk(timed))
+    start, n_rounds, is_ready = time.monotonic(), 0, False
+    while True:
+        for n in rows:
+            samples.measure(timed, n)
+            if is_ready and enough():
+                return samples.points(n_cells, typical_s)
+        n_rounds += 1
+        spent_s = time.monotonic() - start
+        if not is_ready and (spent_s >= budget_s or (spent_s >= _SHARED_S and n_rounds >= _MOST_ROUNDS)):
+            ready()
+            is_ready = True
+
+
+def intercept_s(small: tuple[int, float], large: tuple[int, float]) -> float:
+    """Seconds of a stage without weights, by a straight line through two points (bytes, seconds).
+
+    At most a quarter of the smaller point's seconds: no model comes near that, so more is noise.
+    """
+    (a, a_s), (b, b_s) = small, large
+    return min(max(a_s - (b_s - a_s) * a / (b - a), 0.0), a_s / 4) if b > a else 0.0
+
+
+def typical_s(seconds: list[float]) -> float:
+    """A typical time of runs that share cores: the median, or the mean of runs shorter than a time slice, of which the
+    kernel delays only a few, but those for long."""
+    median_s = statistics.median(seconds)
+    return median_s if median_s > _SLICE_S else statistics.fmean(seconds)
+
+
+def _chunk(timed: TimedStage) -> int:
+    return max(fitting((*ROWS, CHUNK_ROWS), timed))
+
+
+def memory_speed(threads: int, budget_s: float) -> float:
+    """Bytes a second that `threads` threads together read from memory.
+
+    Each thread searches an array of its own for the largest byte, again and again (numpy does so with vector
+    instructions, without the GIL). Together the arrays are four times as large as the caches.
+    """
+    n_bytes = min(max(4 * machine.cache_bytes(), 64 << 20), 1 << 30, max(machine.available_bytes() // 8, 1 << 20))
+
+    def read(part: NDArray[np.uint8]) -> float:
+        start, n = time.perf_counter(), 0
+        while n < 3 or time.perf_counter() - start < budget_s:
+            part.max()
+            n += 1
+        return n * part.size / (time.perf_counter() - start)
+
+    with ThreadPoolExecutor(threads) as pool:
+        parts = list(pool.map(lambda _: np.ones(n_bytes // threads, np.uint8), range(threads)))
+        return sum(pool.map(read, parts))

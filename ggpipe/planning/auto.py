@@ -1,0 +1,210 @@
+"""An automatic split: ranks measure themselves, the head plans for exactly these and sends the others their shares."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import msgspec
+
+import ggpipe
+from ggpipe.cluster.from_profile import spec_from_profile
+from ggpipe.cluster.profile import Profile
+from ggpipe.config import EngineConfig
+from ggpipe.core.layout import Layout, layer_range, shares_text
+from ggpipe.errors import IndivisibleModelError, RunError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_shape import shape_of
+from ggpipe.measure.profile import kernels_of, profile_ranks
+from ggpipe.planning import profile_cache
+from ggpipe.planning.candidates import Constraints
+from ggpipe.planning.planner import Plan, PlanRequest, make_plan
+from ggpipe.runtime import handshake
+from ggpipe.runtime.control_channel import ControlChannel
+from ggpipe.runtime.process import run_alike
+from ggpipe.sim.simulation_spec import SyntheticText
+from ggpipe.sim.simulator import Sizes
+from ggpipe.transport.base import HEAD, Transport
+from ggpipe.transport.control import RankFacts, StartProfile, UseShares
+
+_BUDGET_S = 1.5
+_AGREEMENT, _N_PROMPT = 0.7, 128
+_EFFORT = 0.25
+
+
+Channel = ControlChannel[None]
+
+
+def settle(transport: Transport, attend: Callable[[], None], config: EngineConfig) -> EngineConfig:
+    """The config with shares for exactly these ranks. All ranks call it, each gets the same shares.
+
+    Raises on the head what any rank failed with, UsageError when the model does not fit, and RankError on the others.
+    """
+    channel: Channel = ControlChannel(transport, attend)
+    with channel.failing_together():
+        if transport.rank != HEAD:
+            return _with_shares(config, _follow(channel, config))
+        profile = _measured(channel, config)
+        if transport.size == 1:
+            plan = _plan(config, profile, n_ranks=1, attend=attend)
+            config = _with_threads(config, plan)
+        else:
+            plan = _plan(config, profile, in_order=True, attend=attend)
+        shares = _shares(plan)
+        channel.send_to_all(shares)
+    print(f"ggpipe: {_chosen(plan)}", file=sys.stderr)
+    return _with_shares(config, shares)
+
+
+def ranks_here(config: EngineConfig) -> int:
+    """How many ranks are best on this machine alone: one, or one more for the draft."""
+    if config.draft is None or machine.cores() == 1:
+        return 1
+    profile = run_alike(config, lambda transport, attend: _measured(ControlChannel(transport, attend), config))
+    return len(_plan(config, profile).ranks)
+
+
+def _follow(channel: Channel, config: EngineConfig) -> UseShares:
+    """The part of all ranks but the head: the shares that the head chose."""
+    channel.send(HEAD, _facts(channel.transport, config))
+    order = channel.receive().message
+    if isinstance(order, StartProfile):
+        profile_ranks(channel.transport, config, budget_s=_BUDGET_S, attend=channel.attend)
+        order = channel.receive().message
+    if not isinstance(order, UseShares):
+        raise RunError(f"the head sent {type(order).__name__} instead of UseShares: use one ggpipe everywhere")
+    return order
+
+
+def _measured(channel: Channel, config: EngineConfig) -> Profile:
+    """How fast all ranks are: known from before, or measured now. Their available memory is what it is now."""
+    transport = channel.transport
+    facts = [_facts(transport, config), *channel.gather(RankFacts, range(1, transport.size)).values()]
+    lasting = [msgspec.structs.asdict(msgspec.structs.replace(own, memory_bytes=0)) for own in facts]
+    key = profile_cache.key_of([msgspec.to_builtins(kernels_of(config)), *lasting])
+    profile = profile_cache.find(key, transport.size, facts[HEAD].draft)
+    if profile is None:
+        channel.send_to_all(StartProfile())
+        profile = _profile(channel, config)
+        profile_cache.keep(key, profile)
+    ranks = (replace(rank, memory_bytes=facts[rank.rank].memory_bytes) for rank in profile.ranks)
+    return replace(profile, ranks=tuple(ranks))
+
+
+def _profile(channel: Channel, config: EngineConfig) -> Profile:
+    """The head's part of measuring. A model that cannot be cut is measured whole, on one rank."""
+
+    def measure(layers: tuple[int, int] | None) -> Profile:
+        profile = profile_ranks(channel.transport, config, layers, _BUDGET_S, channel.attend)
+        return cast(Profile, profile)  # this is the head
+
+    try:
+        return measure(None)
+    except IndivisibleModelError as e:
+        model_file = ModelFile.open(config.model.path)
+        if channel.transport.size > 1:
+            raise IndivisibleModelError(
+                f"'{model_file.architecture}' models cannot be cut between ranks; run it on one rank (without `shares`)"
+            ) from e
+        return measure((0, model_file.n_layer))
+
+
+def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
+    """This rank's facts. Raises ModelError for a model that cannot be read."""
+    draft = config.draft
+    return RankFacts(
+        host=transport.host,
+        target=ModelFile.open(config.model.path).fingerprint,
+        draft=ModelFile.open(draft.model.path).fingerprint if draft is not None else None,
+        threads=handshake.threads_of(config, transport, False),
+        ranks_on_host=transport.ranks_on_host,
+        cpu=machine.cpu_name(),
+        cores=machine.cores(),
+        cpu_features=tuple(machine.cpu_features()),
+        ggpipe=ggpipe.__version__,
+        libllama=machine.libllama_version(),
+        memory_bytes=machine.available_bytes(),
+    )
+
+
+def _plan(
+    config: EngineConfig,
+    profile: Profile,
+    *,
+    n_ranks: int | None = None,
+    in_order: bool = False,
+    attend: Callable[[], None] = lambda: None,
+) -> Plan:
+    spec = spec_from_profile(profile, "these ranks")
+    context, threads = config.context, config.pipeline.threads
+    has_flash_attn = context.flash_attn != "off"
+    target = shape_of(ModelFile.open(config.model.path), context.cache_type_k, context.cache_type_v, has_flash_attn)
+    draft, draft_threads = None, -1
+    if config.draft is not None:
+        own = config.draft.context
+        draft = shape_of(ModelFile.open(config.draft.model.path), own.cache_type_k, own.cache_type_v, has_flash_attn)
+        draft_threads = config.draft.threads
+    constraints = Constraints(
+        n_ctx=context.n_ctx,
+        n_ubatch=context.n_ubatch,
+        n_ranks=n_ranks,
+        in_order=in_order,
+        threads=threads[0] if len(threads) == 1 and threads[0] > 0 else None,
+        draft_threads=draft_threads if draft_threads > 0 else None,
+        must_draft=draft is not None,
+    )
+    sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
+    request = PlanRequest(
+        constraints=constraints,
+        tokens=SyntheticText(agreement=_AGREEMENT, n_prompt=_N_PROMPT),
+        sizes=sizes,
+        mode="iterative" if draft is None else "async",
+        tunes=False,
+        effort=_EFFORT,
+    )
+    return make_plan(spec, target, draft, request, lambda _done, _total: attend())
+
+
+def _shares(plan: Plan) -> UseShares:
+    placement = plan.placement
+    assert placement.layout is not None
+    draft = placement.draft_layout
+    return UseShares(_shares_of(placement.layout), _shares_of(draft) if draft is not None else ())
+
+
+def _shares_of(layout: Layout) -> tuple[float, ...]:
+    n_layer = sum(b - a for a, b in layout.layers)
+    return tuple((b - a) / n_layer for a, b in layout.layers)
+
+
+def _with_shares(config: EngineConfig, shares: UseShares) -> EngineConfig:
+    draft = replace(config.draft, shares=shares.draft) if config.draft is not None else None
+    return replace(config, pipeline=replace(config.pipeline, shares=shares.target, auto=False), draft=draft)
+
+
+def _with_threads(config: EngineConfig, plan: Plan) -> EngineConfig:
+    """On one rank, the threads of the plan where the user names none: target and draft divide the cores."""
+    pipeline, draft = config.pipeline, config.draft
+    if pipeline.threads == (-1,):
+        pipeline = replace(pipeline, threads=plan.placement.threads[:1])
+    if draft is not None and draft.threads == -1 and plan.placement.draft_threads is not None:
+        draft = replace(draft, threads=plan.placement.draft_threads)
+    return replace(config, pipeline=pipeline, draft=draft)
+
+
+def _chosen(plan: Plan) -> str:
+    """One line for the user."""
+    placement = plan.placement
+    assert placement.layout is not None
+    text = shares_text(placement.layout, placement.draft_layout)
+    n_target = len(placement.target_on)
+    draft = ""
+    if placement.draft_on:
+        draft = f", the draft on rank {n_target}"
+    elif placement.draft_threads is not None:
+        draft = ", the draft inside the first rank"
+    layers = [layer_range(rank.layers) for rank in plan.ranks[:n_target]]
+    return f"layer split {text}: layers {', '.join(layers)}{draft}"

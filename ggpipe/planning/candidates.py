@@ -1,0 +1,270 @@
+"""Arrangements with splits that memory allows, and their estimated speed; or one line on what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.config import Mode
+from ggpipe.core.layout import Layout
+from ggpipe.errors import UsageError
+from ggpipe.planning.evaluate import Candidate
+from ggpipe.planning.placements import Arrangement, arrangements
+from ggpipe.planning.splits import good_splits
+from ggpipe.sim.virtual_cluster import stage_cost
+
+USABLE = 0.95
+"""Share of a machine's memory that ranks may use."""
+ROWS = (1, 2, 3, 4, 6, 8)
+"""Numbers of rows in a run that are estimated."""
+_N_PAST = 160  # tokens in the context of the estimated runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What a plan must keep to: the context, and the ranks."""
+
+    n_ctx: int
+    n_ubatch: int
+    n_ranks: int | None = None
+    """Number of ranks; None: as many as are best."""
+    in_order: bool = False
+    """The ranks exist and keep their order; the last one may be for the draft."""
+    threads: int | None = None
+    """Threads of each rank; None: a part of its machine's cores."""
+    draft_threads: int | None = None
+    must_draft: bool = False
+    """Only plans with a draft count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A candidate's speed from its stages' times alone."""
+
+    candidate: Candidate
+    slowest_s: tuple[float, ...]
+    """Time of the slowest stage, for runs of each of `ROWS` rows."""
+    all_s: tuple[float, ...]
+    """Time of all stages and of the messages between them, for runs of each of `ROWS` rows."""
+    draft_s: float
+    """Time of the draft for one token; 0: there is no draft."""
+
+    def token_s(self, mode: Mode, agreement: float) -> float:
+        """About how long a token takes, with the best number of draft tokens in a run.
+
+        In a chain of draft tokens, each accepted with probability a, a / (1 - a) are accepted before the first rejected
+        one, in a / (1 - a^n) runs of n; then a run goes through all stages, and the draft begins anew.
+        """
+        if mode == "iterative" or not self.candidate.arrangement.drafts:
+            return self.all_s[0]
+        a = min(agreement, 0.99)
+        both = zip(ROWS, self.slowest_s, self.all_s, strict=True)
+        if mode == "async":
+            chains_s = [a / (1 - a**n) * max(slowest_s, n * self.draft_s) for n, slowest_s, _ in both]
+            return (1 - a) * (self.all_s[0] + self.draft_s + min(chains_s))
+        return min((all_s + (n - 1) * self.draft_s) * (1 - a) / (1 - a**n) for n, _, all_s in both)
+
+
+class CandidateSearch:
+    """Finds the candidates for one cluster and its models."""
+
+    def __init__(
+        self, spec: ClusterSpec, target: ModelShape, draft: ModelShape | None, constraints: Constraints
+    ) -> None:
+        self._spec = spec
+        self._target = target
+        self._draft = draft
+        self._constraints = constraints
+        own_kinds = [replace(node, name="") for node in spec.nodes]
+        self._kind = [own_kinds.index(kind) for kind in own_kinds]
+        self._seconds: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._factors: dict[tuple[int, int], list[float]] = {}
+        self._memory = self._memory_table()
+
+    def all(self) -> list[Estimate]:
+        """Raises UsageError when nothing fits."""
+        constraints = self._constraints
+        speeds = [1 / self._seconds_table(node, spec.cores)[0, 1] for node, spec in enumerate(self._spec.nodes)]
+        possible = arrangements(
+            self._spec,
+            self._draft is not None,
+            speeds.__getitem__,
+            n_ranks=constraints.n_ranks,
+            in_order=constraints.in_order,
+            threads=constraints.threads,
+            draft_threads=constraints.draft_threads,
+        )
+        possible = [arrangement for arrangement in possible if arrangement.drafts or not constraints.must_draft]
+        found = [estimate for arrangement in possible for estimate in self._of(arrangement)]
+        if not found:
+            raise self._missing()
+        return found
+
+    def estimate(self, candidate: Candidate) -> Estimate | None:
+        """The estimate of another split; None when it does not fit."""
+        if not self.fits(candidate):
+            return None
+        arrangement, end = candidate.arrangement, 0
+        stages: list[list[float]] = []
+        for place, threads, count in zip(arrangement.target, arrangement.threads, candidate.counts, strict=True):
+            if count:
+                one_s = float(self._seconds_table(place.node, threads)[end, end + count])
+                stages.append([one_s * factor for factor in self._row_factors(place.node, threads)])
+            end += count
+        by_rows = list(zip(*stages, strict=True))
+        return Estimate(
+            candidate=candidate,
+            slowest_s=tuple(map(max, by_rows)),
+            all_s=tuple(map(sum, by_rows)),
+            draft_s=self._draft_s(arrangement),
+        )
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Every machine can hold its ranks."""
+        needed = [0.0] * len(self._spec.nodes)
+        for node, memory in self.memory(candidate):
+            needed[node] += memory.total
+        return all(need <= self._usable(node) for node, need in enumerate(needed))
+
+    def memory(self, candidate: Candidate) -> list[tuple[int, Memory]]:
+        """The node of each rank, and the memory that the rank needs."""
+        draft = self._draft if candidate.arrangement.drafts else None
+        _, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
+        layout = placement.layout or Layout(())
+        needs = memory_by_rank(
+            self._target, layout, draft, placement.draft_layout, self._constraints.n_ctx, self._constraints.n_ubatch
+        )
+        return list(zip(placement.node_of, needs, strict=True))
+
+    def _of(self, arrangement: Arrangement) -> Iterator[Estimate]:
+        rooms = [self._usable(node) for node in range(len(self._spec.nodes))]
+        if arrangement.draft is not None:
+            rooms[arrangement.draft.node] -= self._draft_memory(True)
+        inside = self._draft_memory(False) if arrangement.inside else 0.0
+        on = [place.node for place in arrangement.target]
+        if min(rooms) < 0:
+            return
+        places = []
+        for i, (place, threads) in enumerate(zip(arrangement.target, arrangement.threads, strict=True)):
+            room, memory = rooms[place.node] / on.count(place.node), self._memory
+            if inside and (i == 0 or arrangement.skips[0]):
+                memory = memory.copy()
+                memory[0] += inside
+            places.append(np.where(memory <= room, self._seconds_table(place.node, threads), np.inf))
+        for counts in good_splits(places, arrangement.skips):
+            estimate = self.estimate(Candidate(arrangement, counts))
+            if estimate is not None:
+                yield estimate
+
+    def _usable(self, node: int) -> float:
+        return self._spec.nodes[node].memory_bytes * USABLE
+
+    def _draft_memory(self, own_rank: bool) -> float:
+        assert self._draft is not None
+        memory = stage_memory(
+            self._draft, (0, self._draft.n_layer), self._constraints.n_ctx, self._constraints.n_ubatch
+        )
+        return (memory + process_memory(self._draft, True)).total if own_rank else memory.total
+
+    def _draft_s(self, arrangement: Arrangement) -> float:
+        if self._draft is None or not arrangement.drafts:
+            return 0.0
+        node = arrangement.draft.node if arrangement.draft is not None else arrangement.target[0].node
+        layers = (0, self._draft.n_layer)
+        cost = stage_cost(self._spec.nodes[node], self._draft, layers, arrangement.draft_threads, is_draft=True)
+        return self._spec.overheads.run_s + cost.seconds(1, _N_PAST)
+
+    def _memory_table(self) -> NDArray[np.float64]:
+        """[a, b]: bytes that a rank with layers [a, b) needs."""
+        n, constraints = self._target.n_layer, self._constraints
+        table = np.full((n + 1, n + 1), np.inf)
+        for a in range(n):
+            process = process_memory(self._target, a == 0).total
+            for b in range(a + 1, n + 1):
+                table[a, b] = (
+                    stage_memory(self._target, (a, b), constraints.n_ctx, constraints.n_ubatch).total + process
+                )
+        return table
+
+    def _seconds_table(self, node: int, threads: int) -> NDArray[np.float64]:
+        """[a, b]: seconds of a run of one row in layers [a, b), with the message to the next rank."""
+        key = self._kind[node], threads
+        if key not in self._seconds:
+            spec, shape = self._spec, self._target
+            message_s = spec.overheads.run_s + spec.network.latency_s + shape.border_bytes / spec.network.bytes_per_s
+            n = shape.n_layer
+            known: dict[tuple[float, float, int], float] = {}
+            table = np.full((n + 1, n + 1), np.inf)
+            for a in range(n):
+                for b in range(a + 1, n + 1):
+                    alike = shape.read_bytes((a, b)), shape.cell_bytes((a, b)), b - a
+                    if alike not in known:
+                        known[alike] = stage_cost(spec.nodes[node], shape, (a, b), threads).seconds(1, _N_PAST)
+                    table[a, b] = message_s + known[alike]
+            self._seconds[key] = table
+        return self._seconds[key]
+
+    def _row_factors(self, node: int, threads: int) -> list[float]:
+        """Times of runs of `ROWS` rows, as multiples of one row's."""
+        key = self._kind[node], threads
+        if key not in self._factors:
+            layers = (0, max(self._target.n_layer // 2, 1))
+            cost = stage_cost(self._spec.nodes[node], self._target, layers, threads)
+            self._factors[key] = [cost.seconds(n, _N_PAST) / cost.seconds(1, _N_PAST) for n in ROWS]
+        return self._factors[key]
+
+    def _missing(self) -> UsageError:
+        """Fill machine after machine, and name what is left over."""
+        target, constraints = self._target, self._constraints
+        whole = stage_memory(target, (0, target.n_layer), constraints.n_ctx, constraints.n_ubatch)
+        what = f"weights of {_gb(whole.weights)}, a KV cache of {_gb(whole.kv)}"
+        draft_bytes = 0.0
+        if self._draft is not None:
+            draft_bytes = self._draft_memory(False)
+            what += f", a draft of {_gb(draft_bytes)}"
+        nodes, start, left = range(len(self._spec.nodes)), 0, 0.0
+        order = sorted(nodes, key=lambda node: -self._usable(node))
+        for node in order:
+            ends = np.flatnonzero(self._memory[start] <= self._usable(node))
+            start = int(ends[-1]) if len(ends) else start
+            if start == target.n_layer:
+                break
+        if start < target.n_layer:
+            rest = stage_memory(target, (start, target.n_layer), constraints.n_ctx, constraints.n_ubatch)
+            left = rest.weights + rest.kv
+        elif constraints.must_draft:
+            left = draft_bytes
+        if left == 0:
+            return UsageError(
+                f"no way to divide {target.name}'s {target.n_layer} layers over {constraints.n_ranks or len(nodes)} "
+                f"ranks fits their machines: {what}; use fewer ranks, lower `n_ctx` or `n_ubatch`, or name a split"
+            )
+        where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
+        return UsageError(
+            f"{target.name} does not fit: {what} and room to compute in, and the machines have {where}; "
+            f"{_gb(left)} are missing: add memory or machines, lower `n_ctx` or `n_ubatch`, or take a smaller model"
+        )
+
+
+def _gb(n_bytes: float) -> str:
+    if n_bytes < 1e8:
+        return f"{n_bytes / 1e6:.3g} MB"
+    return f"{n_bytes / 1e9:.3g} GB" if n_bytes < 1e12 else f"{n_bytes / 1e12:.3g} TB"
+
+
+def ranked(estimates: Sequence[Estimate], mode: Mode, agreement: float, n: int, n_each: int = 4) -> list[Estimate]:
+    """The `n` best for a mode, of each arrangement at most `n_each`."""
+    taken: dict[Arrangement, int] = {}
+    best: list[Estimate] = []
+    for estimate in sorted(estimates, key=lambda e: (e.token_s(mode, agreement), len(e.candidate.counts))):
+        arrangement = estimate.candidate.arrangement
+        if taken.get(arrangement, 0) < n_each:
+            taken[arrangement] = taken.get(arrangement, 0) + 1
+            best.append(estimate)
+    return best[:n]

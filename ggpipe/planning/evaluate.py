@@ -1,0 +1,120 @@
+"""Short simulations that compare candidates of a plan."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.recording import Recording
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.planning.placements import Arrangement
+from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
+from ggpipe.sim.simulator import Sizes
+
+_SHORT, _LONG, _TEXTS = 64, 128, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An arrangement with layers at each of its places."""
+
+    arrangement: Arrangement
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of simulating a candidate."""
+
+    tokens_per_s: float
+    """Decode speed, after the first token."""
+    ttft_s: float
+    busy_s: tuple[float, ...]
+    """Decode time of each target rank with layers, in order."""
+
+
+class Evaluator:
+    """Simulates candidates, none twice with the same settings."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        target: ModelShape,
+        draft: ModelShape | None,
+        tokens: SyntheticText | Recording,
+        sizes: Sizes,
+        on_run: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """`on_run` is called after each evaluation that takes simulations, with their number so far."""
+        self._spec = spec
+        self._target = target
+        self._draft = draft
+        self._tokens = tokens
+        self._sizes = replace(sizes, n_ctx=0)
+        self._on_run = on_run
+        self._known: dict[tuple[Candidate, SpeculationConfig, bool], Evaluation] = {}
+        self.n_runs = 0
+        """Simulations so far."""
+
+    def evaluate(
+        self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig | None = None, *, carefully: bool = False
+    ) -> Evaluation:
+        """Simulate a candidate; `carefully`: with longer texts, and several. Without a draft the mode is iterative.
+
+        Small differences change the order of runs, so two plans that are equally good can differ by 3 % on one text.
+        """
+        if not candidate.arrangement.drafts:
+            mode = "iterative"
+        speculation = replace(speculation or SpeculationConfig(), mode=mode)
+        if mode == "iterative":
+            speculation = SpeculationConfig(mode="iterative")
+        key = candidate, speculation, carefully
+        if key not in self._known:
+            self._known[key] = self._run(*key)
+            self._on_run(self.n_runs)
+        return self._known[key]
+
+    def _run(self, candidate: Candidate, speculation: SpeculationConfig, carefully: bool) -> Evaluation:
+        draft = self._draft if candidate.arrangement.drafts else None
+        spec, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
+        n_text, n_texts = (_LONG, _TEXTS) if carefully and speculation.mode != "iterative" else (_SHORT, 1)
+        requests: list[RequestStats] = []
+        for tokens in _some(self._tokens, n_texts):
+            setup = SimulationSpec(
+                cluster=spec,
+                placement=placement,
+                target=self._target,
+                draft=draft,
+                speculation=speculation,
+                tokens=tokens,
+                n_predict=n_text,
+                sizes=self._sizes,
+            )
+            requests += setup.run(speculation.mode)
+        self.n_runs += len(requests)
+        return _evaluation(requests)
+
+
+def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Recording]:
+    """The first `n` texts."""
+    if isinstance(tokens, Recording):
+        return [replace(tokens, takes=tokens.takes[:n])]
+    return [replace(tokens, seed=tokens.seed + i) for i in range(n)]
+
+
+def _evaluation(requests: Sequence[RequestStats]) -> Evaluation:
+    n_tokens = sum(stats.n_generated - 1 for stats in requests)
+    decode_s = sum(stats.decode_s for stats in requests)
+    busy_s = [
+        tuple(rank.compute_s for rank in stats.ranks if not rank.draft and rank.layers[0] < rank.layers[1])
+        for stats in requests
+    ]
+    return Evaluation(
+        n_tokens / decode_s if decode_s > 0 else 0.0,
+        statistics.fmean(stats.ttft_s or 0.0 for stats in requests),
+        tuple(map(sum, zip(*busy_s, strict=True))),
+    )

@@ -1,0 +1,317 @@
+"""The fastest way to run a model on a cluster, and the best settings: a search that evaluates with the simulator.
+
+1. `placements` lists which machines can hold ranks in which order, and where the draft can run; `splits` finds for each
+   the splits that memory allows and that no other beats in both the time of all stages and that of the slowest.
+2. A formula in `candidates` picks the most promising ones, short simulations in `evaluate` the best of these.
+3. Layers move between its ranks as long as that helps. Where there are few splits, each is simulated.
+4. Speculation settings are tried one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ggpipe.cluster.memory import Memory
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.recording import Recording
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.planning.candidates import CandidateSearch, Constraints, Estimate, ranked
+from ggpipe.planning.evaluate import Candidate, Evaluator
+from ggpipe.planning.placements import Arrangement, Place
+from ggpipe.sim.simulation_spec import SyntheticText
+from ggpipe.sim.simulator import Sizes
+from ggpipe.sim.virtual_cluster import Placement
+
+_WORTH = 1.03  # another setting than the default, or another placement, has to be this much faster
+_NOISE = 1.04  # noise of careful simulations: an even split that is this much slower may be as good
+_FEW_SPLITS = 24
+_FINALISTS = 4  # candidates that are evaluated carefully
+_MOST_SHIFTS = 3  # layers that move at once
+_MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
+_FLAGS: dict[Mode, tuple[tuple[str, tuple[float, ...]], ...]] = {
+    "iterative": (),
+    "speculative": (("n_draft", (1, 2, 3, 4, 6)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
+    "async": (("n_draft", (2, 4)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is planned."""
+
+    constraints: Constraints
+    tokens: SyntheticText | Recording
+    sizes: Sizes = field(default_factory=Sizes)
+    mode: Mode | None = None
+    """The mode; None: the fastest."""
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    """Speculation settings to begin with."""
+    tunes: bool = True
+    """Search for better speculation settings."""
+    effort: float = 1.0
+    """Number of simulations, as a share of the usual number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """A rank of the plan."""
+
+    node: str
+    drafts: bool
+    """It holds the draft and nothing else."""
+    layers: tuple[int, int]
+    threads: int
+    memory: Memory
+    """Memory that the rank needs, a draft inside it included."""
+    has_bytes: float
+    """Memory of its machine."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted speed of a mode with its best settings."""
+
+    mode: Mode
+    speculation: SpeculationConfig
+    tokens_per_s: float
+    ttft_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Ranks, and their predicted speed."""
+
+    placement: Placement
+    places: tuple[Place, ...]
+    """The place of each rank."""
+    ranks: tuple[RankPlan, ...]
+    best: Prediction
+    predictions: Mapping[Mode, Prediction]
+    """Each mode's speed with these ranks."""
+    elsewhere: Mapping[Mode, tuple[Placement, Prediction]]
+    """Modes that would be clearly faster with other ranks, or that need others, with those ranks."""
+    n_simulations: int
+
+    @property
+    def draft_inside(self) -> bool:
+        """The head's process holds the draft as well."""
+        return self.placement.draft_threads is not None
+
+
+def make_plan(
+    spec: ClusterSpec,
+    target: ModelShape,
+    draft: ModelShape | None,
+    request: PlanRequest,
+    on_run: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
+    """Search. `on_run` is called after each simulation with the number done and about their total.
+
+    Raises UsageError when nothing fits.
+    """
+    return _Search(spec, target, draft, request, on_run).plan()
+
+
+class _Search:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        target: ModelShape,
+        draft: ModelShape | None,
+        request: PlanRequest,
+        on_run: Callable[[int, int], None],
+    ) -> None:
+        self._spec = spec
+        self._draft = draft if request.mode != "iterative" or request.constraints.must_draft else None
+        self._target = target
+        self._request = request
+        must_draft = request.constraints.must_draft or request.mode in ("speculative", "async")
+        self._candidates = CandidateSearch(
+            spec, target, self._draft, replace(request.constraints, must_draft=must_draft)
+        )
+        self._evaluator = Evaluator(spec, target, self._draft, request.tokens, request.sizes, self._count)
+        self._on_run = on_run
+        self._expected = 0
+        self._agreement = request.tokens.agreement
+
+    def plan(self) -> Plan:
+        estimates = self._candidates.all()
+        modes: tuple[Mode, ...] = (self._request.mode,) if self._request.mode else _MODES
+        self._expected = 2 * self._most_runs(estimates) if "async" in modes else 0
+        found: dict[Mode, tuple[Candidate, Prediction]] = {}
+        for mode in modes:
+            candidate = self._best_candidate(estimates, mode)
+            if candidate is not None:
+                found[mode] = candidate, self._predict(candidate, mode, self._tuned(candidate, mode))
+        best = max(found, key=lambda mode: self._worth(*found[mode]))
+        candidate, prediction = found[best]
+        predictions = {best: prediction}
+        elsewhere: dict[Mode, tuple[Placement, Prediction]] = {}
+        for mode, (other, own) in found.items():
+            if mode == best:
+                continue
+            if candidate.arrangement.drafts or mode == "iterative":
+                predictions[mode] = self._predict(candidate, mode, own.speculation)
+            if mode not in predictions or own.tokens_per_s > _WORTH * predictions[mode].tokens_per_s:
+                elsewhere[mode] = self._placement(other), own
+        places = candidate.arrangement.places(candidate.counts)
+        ranks = self._ranks(candidate)
+        return Plan(
+            placement=self._placement(candidate),
+            places=places,
+            ranks=ranks,
+            best=prediction,
+            predictions=predictions,
+            elsewhere=elsewhere,
+            n_simulations=self._evaluator.n_runs,
+        )
+
+    def _count(self, n_runs: int) -> None:
+        self._on_run(n_runs, max(self._expected, n_runs))
+
+    def _worth(self, candidate: Candidate, prediction: Prediction) -> float:
+        """The candidate's speed, slightly less for more ranks: of two that are about as fast, fewer ranks win."""
+        n_ranks = len(self._placement(candidate).node_of)
+        return prediction.tokens_per_s * (1 - 0.001 * n_ranks)
+
+    def _best_candidate(self, estimates: Sequence[Estimate], mode: Mode) -> Candidate | None:
+        drafts = mode != "iterative"
+        own = [e for e in estimates if e.candidate.arrangement.drafts == drafts]
+        if not drafts and not own:  # every candidate has a draft
+            own = list(estimates)
+        if not own:
+            return None
+        if mode != "async":
+            return self._steady(own, mode)
+        most = self._most_runs(own)
+        first = ranked(own, mode, self._agreement, max(round(most * 0.5), 2))
+        speeds = {e.candidate: self._speed(e.candidate, mode) for e in first}
+        good = list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]
+        known: set[Arrangement] = set()
+        for arrangement in good:
+            every = self._all_splits(next(c for c in speeds if c.arrangement == arrangement), mode)
+            speeds |= every
+            known |= {arrangement} if every else set()
+        last = sorted(speeds, key=lambda c: -speeds[c])[: max(round(_FINALISTS * self._request.effort), 2)]
+        best = max(last, key=lambda c: self._speed(c, mode, carefully=True))
+        if best.arrangement in known:
+            return best
+        even = self._most_even([e.candidate for e in own if e.candidate.arrangement == best.arrangement])
+        is_as_good = self._speed(even, mode, carefully=True) * _NOISE >= self._speed(best, mode, carefully=True)
+        return self._climbed(even if is_as_good else best, mode, max(round(most * 0.15), 2))
+
+    def _most_even(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The candidate with the fastest slowest stage."""
+        estimates = [e for candidate in candidates if (e := self._candidates.estimate(candidate)) is not None]
+        return min(estimates, key=lambda e: e.slowest_s[0]).candidate
+
+    def _steady(self, estimates: Sequence[Estimate], mode: Mode) -> Candidate:
+        """For modes in which ranks wait for one another: the stages' times add up, and no simulation is needed.
+
+        Many candidates are equally fast then. Fewer ranks are better and, for prompts and memory, an even split.
+        """
+        times_s = {e: e.token_s(mode, self._agreement) for e in estimates}
+        good = [e for e in estimates if times_s[e] <= _WORTH * min(times_s.values())]
+        in_order = self._request.constraints.in_order
+        n_used = {e: 0 if in_order else sum(count > 0 for count in e.candidate.counts) for e in good}
+        return min(good, key=lambda e: (n_used[e], e.slowest_s[0])).candidate
+
+    def _most_runs(self, estimates: Sequence[Estimate]) -> int:
+        """Number of simulations that the search for one mode may take: the more ranks, the longer each takes."""
+        n_stages = max(sum(count > 0 for count in e.candidate.counts) for e in estimates)
+        return max(round(self._request.effort * min(max(400 / n_stages, 24), 48)), 2)
+
+    def _speed(self, candidate: Candidate, mode: Mode, *, carefully: bool = False) -> float:
+        return self._evaluator.evaluate(candidate, mode, self._request.speculation, carefully=carefully).tokens_per_s
+
+    def _all_splits(self, candidate: Candidate, mode: Mode) -> dict[Candidate, float]:
+        """The speed of every split over the same ranks, where there are few splits."""
+        used = [i for i, count in enumerate(candidate.counts) if count]
+        n_layer = sum(candidate.counts)
+        if math.comb(n_layer - 1, len(used) - 1) > _FEW_SPLITS * self._request.effort:
+            return {}
+        speeds = {}
+        for cuts in itertools.combinations(range(1, n_layer), len(used) - 1):
+            counts = [0] * len(candidate.counts)
+            for i, (a, b) in zip(used, itertools.pairwise((0, *cuts, n_layer)), strict=True):
+                counts[i] = b - a
+            other = replace(candidate, counts=tuple(counts))
+            if self._candidates.fits(other):
+                speeds[other] = self._speed(other, mode)
+        return speeds
+
+    def _climbed(self, candidate: Candidate, mode: Mode, most: int) -> Candidate:
+        """Move layers between ranks as long as that helps; at most `most` moves are tried."""
+        speed, left = self._speed(candidate, mode, carefully=True), most
+        tried = self._neighbours(candidate, mode)
+        while left > 0 and (other := next(tried, None)) is not None:
+            if not self._candidates.fits(other):
+                continue
+            left -= 1
+            own_speed = self._speed(other, mode, carefully=True)
+            if own_speed > speed * _NOISE:
+                candidate, speed, tried = other, own_speed, self._neighbours(other, mode)
+        return candidate
+
+    def _neighbours(self, candidate: Candidate, mode: Mode) -> Iterator[Candidate]:
+        """Move some layers, then one, from the busiest ranks to the least busy ones."""
+        used = [i for i, count in enumerate(candidate.counts) if count]
+        evaluation = self._evaluator.evaluate(candidate, mode, self._request.speculation, carefully=True)
+        busy_s = dict(zip(used, evaluation.busy_s, strict=True))
+        by_work = sorted(used, key=lambda i: -busy_s[i])
+        n_layer = sum(candidate.counts)
+        large = min(max(n_layer // (8 * len(used)), 1), _MOST_SHIFTS)
+        for n in dict.fromkeys((large, 1)):
+            for giver, taker in itertools.product(by_work[:2], reversed(by_work)):
+                left = candidate.counts[giver] - n
+                if giver != taker and (left > 0 or (left == 0 and candidate.arrangement.skips[giver])):
+                    counts = list(candidate.counts)
+                    counts[giver] -= n
+                    counts[taker] += n
+                    yield replace(candidate, counts=tuple(counts))
+
+    def _tuned(self, candidate: Candidate, mode: Mode) -> SpeculationConfig:
+        best = replace(self._request.speculation, mode=mode)
+        if not self._request.tunes:
+            return best
+        most = self._evaluator.evaluate(candidate, mode, best, carefully=True).tokens_per_s
+        for name, values in _FLAGS[mode]:
+            for value in values:
+                other = replace(best, **{name: value})  # type: ignore[arg-type]
+                speed = self._evaluator.evaluate(candidate, mode, other, carefully=True).tokens_per_s
+                if speed > most * _WORTH:
+                    best, most = other, speed
+        return best
+
+    def _predict(self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig) -> Prediction:
+        evaluation = self._evaluator.evaluate(candidate, mode, speculation, carefully=True)
+        return Prediction(mode, speculation, evaluation.tokens_per_s, evaluation.ttft_s)
+
+    def _placement(self, candidate: Candidate) -> Placement:
+        n_draft = self._draft.n_layer if self._draft and candidate.arrangement.drafts else None
+        return candidate.arrangement.placed(self._spec, candidate.counts, n_draft)[1]
+
+    def _ranks(self, candidate: Candidate) -> tuple[RankPlan, ...]:
+        placement = self._placement(candidate)
+        n_target = len(placement.target_on)
+        ranks = []
+        for rank, (node, memory) in enumerate(self._candidates.memory(candidate)):
+            layout = placement.draft_layout if rank >= n_target else placement.layout
+            assert layout is not None
+            own = self._spec.nodes[node]
+            layers, threads = layout.layers_of(rank), placement.threads[rank]
+            ranks.append(
+                RankPlan(
+                    node=own.name,
+                    drafts=rank >= n_target,
+                    layers=layers,
+                    threads=threads,
+                    memory=memory,
+                    has_bytes=own.memory_bytes,
+                )
+            )
+        return tuple(ranks)

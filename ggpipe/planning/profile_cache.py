@@ -1,0 +1,44 @@
+"""Profiles that are kept, so that the same ranks need not be measured each time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ggpipe.cache import cache_folder, whole_file
+from ggpipe.cluster.profile import Profile, as_text, read
+from ggpipe.errors import UsageError
+
+_KIND = "profiles"
+_MOST_AGE_S = 30 * 24 * 3600
+
+
+def key_of(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The name of a profile of ranks with these properties; values are of JSON's types."""
+    return hashlib.sha256(json.dumps(list(ranks), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def find(key: str, n_ranks: int, draft: str | None = None) -> Profile | None:
+    """The profile that was kept under this name, with the draft of the fingerprint `draft`; None: with any draft.
+
+    A file that is damaged, old, or of another format counts as none.
+    """
+    try:
+        path = cache_folder(_KIND) / f"{key}.json"
+        if time.time() - path.stat().st_mtime > _MOST_AGE_S:
+            return None
+        profile = read(path)
+    except (OSError, UsageError):
+        return None
+    has_draft = profile.draft is not None and profile.draft.fingerprint == draft
+    return profile if len(profile.ranks) == n_ranks and (has_draft or draft is None) else None
+
+
+def keep(key: str, profile: Profile) -> None:
+    """Keep a profile, where the cache can be written to."""
+    with contextlib.suppress(OSError, UsageError), whole_file(cache_folder(_KIND) / f"{key}.json") as path:
+        path.write_text(as_text(profile))

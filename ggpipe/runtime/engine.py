@@ -1,0 +1,274 @@
+"""The engine: loaded ranks that serve any number of requests at a time.
+
+request = engine.submit(engine.vocab.tokenize("Once upon"), SamplingConfig(temp=0))
+while request.is_active:
+    for event in engine.step():
+        ...
+
+It knows nothing of terminals and command lines. All methods belong to one thread, which works on requests while it is
+in `step`.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.core.events import (
+    Action,
+    Arrived,
+    Cancel,
+    Drafted,
+    Emit,
+    Event,
+    Finished,
+    RunDone,
+    RunEnded,
+    Sample,
+    Sampled,
+    Steer,
+    Stop,
+    Submit,
+    Tick,
+)
+from ggpipe.core.messages import RowLogits, RunRecord, RunResult
+from ggpipe.core.request import Finish, Request
+from ggpipe.core.scheduler import Scheduler
+from ggpipe.errors import UsageError
+from ggpipe.llama.sampler import Sampler
+from ggpipe.llama.vocab import TextDecoder, Vocab
+from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.runtime.head import DraftUpdate, LoadedHead, News
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token and the text that became whole with it (empty inside a character)."""
+
+    id: int
+    text: str
+    drafted: bool = False
+    """A drafter had named it: it was in the pipeline before it was sampled."""
+
+
+class ActiveRequest:
+    """A request that was submitted."""
+
+    def __init__(self, request: Request, sampler: Sampler, decoder: TextDecoder, stats: RequestStats) -> None:
+        self.id = request.id
+        self.stats = stats
+        """Filled in while the request is served."""
+        self.sampler = sampler
+        self.decoder = decoder
+
+    @property
+    def is_active(self) -> bool:
+        """It is waiting or being served."""
+        return self.stats.finish is None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReady:
+    """The next token of a request."""
+
+    request: ActiveRequest
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request is over; `stats.finish` says why."""
+
+    request: ActiveRequest
+    rest: str
+    """Text of a character whose last bytes never came, as a replacement character; mostly empty."""
+
+
+EngineEvent = TokenReady | RequestEnded
+
+
+class Engine:
+    """See the module's text."""
+
+    def __init__(self, head: LoadedHead) -> None:
+        """`head`: everything is loaded."""
+        self.vocab: Vocab = head.vocab
+        self.ranks: Sequence[RankStats] = head.head.ranks
+        """All ranks in order; behind them the draft inside the head's process, if there is one."""
+        self.n_ctx = head.limits.n_ctx
+        """KV cells, for all requests together."""
+        self.can_speculate = head.can_speculate
+        self._head = head
+        self._scheduler = Scheduler(head.limits)
+        self._ends = frozenset(head.vocab.end_tokens)
+        self._ids = itertools.count(1)
+        self._active: dict[int, ActiveRequest] = {}
+        self._events: list[EngineEvent] = []
+        self._entry = {(stats.rank, stats.draft): i for i, stats in enumerate(self.ranks)}
+        gc.freeze()  # what is there now stays: the collector need not look at it again
+
+    # Requests
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raises UsageError for a prompt that is empty or that leaves no room for an answer."""
+        if not prompt:
+            raise UsageError("the prompt is empty: give a text of one token or more")
+        if len(prompt) >= self.n_ctx:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens and the context {self.n_ctx}: "
+                "raise `n_ctx` above the prompt's length"
+            )
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingConfig,
+        n_predict: int = -1,
+        speculation: SpeculationConfig | None = None,
+        stats: RequestStats | None = None,
+    ) -> ActiveRequest:
+        """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
+
+        A token that ends the text is not given out. `speculation` needs a draft model. `stats` is filled in while the
+        request is served. Requests beyond those that fit wait. Raises UsageError for a bad prompt.
+        """
+        self.check_prompt(prompt)
+        stats = stats if stats is not None else RequestStats()
+        sampler = Sampler(sampling, self.vocab, self.n_ctx)
+        sampler.accept(prompt)
+        request = Request(
+            id=next(self._ids),
+            prompt=prompt,
+            n_predict=n_predict,
+            speculation=self._possible(speculation or SpeculationConfig()),
+            ends=self._ends,
+            banned=sampler.banned,
+            want_grows=sampling.penalizes,
+        )
+        stats.seed, stats.n_prompt, stats.arrived = sampler.seed, len(prompt), time.monotonic()
+        stats.ranks = [
+            RankStats(rank=r.rank, draft=r.draft, host=r.host, layers=r.layers, threads=r.threads) for r in self.ranks
+        ]
+        stats.speculation = request.speculation
+        active = self._active[request.id] = ActiveRequest(request, sampler, TextDecoder(self.vocab), stats)
+        self._work([Arrived(request, sampler.want(), stats.counters)])
+        return active
+
+    def cancel(self, request: ActiveRequest) -> None:
+        """End a request soon; `RequestEnded` follows, after tokens that are generated already. Does nothing when it is
+        over."""
+        if request.is_active:
+            self._work([Stop(request.id)])
+
+    def _possible(self, speculation: SpeculationConfig) -> SpeculationConfig:
+        if not self.can_speculate:
+            speculation = replace(speculation, mode="iterative")
+        if self._head.head.config.context.exact:  # branches would change the order of the cells
+            speculation = speculation.as_chain
+        return speculation
+
+    # Work
+
+    def step(self) -> list[EngineEvent]:
+        """Wait for something to happen, at most 0.1 s, and work on it. Returns what came of it, in order.
+
+        Raises RunError when a rank breaks, Terminated when this process is to end.
+        """
+        if not self._events:
+            self._take(self._head.next(self._scheduler.wake_at))
+        events, self._events = self._events, []
+        return events
+
+    def idle(self, seconds: float) -> None:
+        """Stay ready for so long. No request may be active."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._take(self._head.next())
+
+    def _take(self, news: News) -> None:
+        match news:
+            case RunResult() as result:
+                self._work([RunEnded(result)])
+            case DraftUpdate(batch, records):
+                for record in records:
+                    self._count(record, draft=True)
+                self._work([Drafted(batch)])
+            case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
+                self._work([Tick()])
+
+    def _work(self, events: Sequence[Event]) -> None:
+        """Give the scheduler events and do all that comes of them: the pipeline first, the user second."""
+        waiting = collections.deque(events)
+        while waiting:
+            for action in self._scheduler.handle(waiting.popleft(), time.monotonic()):
+                if (event := self._perform(action)) is not None:
+                    waiting.append(event)
+        for active in self._active.values():
+            active.stats.n_in_flight = self._scheduler.n_in_flight
+
+    def _perform(self, action: Action) -> Event | None:
+        """Perform one action; returns the event that follows from it, if any."""
+        match action:
+            case Submit(run):
+                self._head.submit(run)
+            case Cancel(runs):
+                self._head.cancel(runs)
+            case Steer(message):
+                self._head.steer(message)
+            case Sample(request, row):
+                return self._sample(self._active[request], row)
+            case Emit(request, token, drafted):
+                self._emit(self._active[request], token, drafted)
+            case RunDone(record):
+                self._count(record, draft=False)
+            case Finished(request, reason):
+                self._finish(self._active.pop(request), reason)
+        return None
+
+    def _sample(self, active: ActiveRequest, row: RowLogits) -> Sampled:
+        token = active.sampler.sample(row)
+        active.sampler.accept((token,))
+        return Sampled(active.id, token, token in self._ends, active.sampler.want())
+
+    def _emit(self, active: ActiveRequest, token: int, drafted: bool) -> None:
+        active.stats.token_times.append(time.monotonic())
+        active.stats.drafted.append(drafted)
+        self._events.append(TokenReady(active, Token(token, active.decoder.push(token), drafted)))
+
+    def _finish(self, active: ActiveRequest, reason: Finish) -> None:
+        active.stats.finish, active.stats.ended = reason, time.monotonic()
+        active.sampler.close()
+        self._events.append(RequestEnded(active, active.decoder.finish()))
+
+    def _count(self, record: RunRecord, draft: bool) -> None:
+        """Add a run to the statistics of ranks and of its request. The draft's last runs may outlive their request."""
+        active = self._active.get(record.request)
+        if active is not None:
+            (active.stats.draft_runs if draft else active.stats.runs).append(record)
+        for span in record.spans:
+            entry = self._entry[span.rank, draft]
+            self.ranks[entry].add(span)
+            if active is not None:
+                active.stats.ranks[entry].add(span)
+
+    # Measuring, ending
+
+    def measure_usage(self) -> None:
+        """Fill in the CPU time and resident memory of all `ranks`."""
+        self._head.head.measure_usage(self._head.next, self._take)
+
+    def align_clocks(self) -> None:
+        """Fill in `clock_offset_s` of all `ranks`."""
+        self._head.head.align_clocks(self._head.next, self._take)
+
+    def close(self) -> None:
+        """Free what is in this process. Requests that are still active are lost. A second call does nothing."""
+        for active in self._active.values():
+            active.sampler.close()
+        self._active.clear()
+        self._head.close()

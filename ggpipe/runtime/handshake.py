@@ -1,0 +1,121 @@
+"""How ranks find out, before anything is loaded, that they fit together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import ggpipe
+from ggpipe.config import EngineConfig
+from ggpipe.errors import IndivisibleModelError, LaunchError, ModelError, SettingError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.stage import Cut, Progress, Stage
+from ggpipe.transport.base import Transport
+from ggpipe.transport.control import Hello
+
+
+def check_ranks(config: EngineConfig, n_ranks: int) -> None:
+    """Settings that name ranks against the ranks there are. Raises UsageError, the same one on every rank."""
+    pipeline, n_draft = config.pipeline, config.n_draft_ranks
+    for field, values in (("threads", pipeline.threads), ("threads_batch", pipeline.threads_batch)):
+        if len(values) not in (1, n_ranks):
+            raise SettingError(
+                f"`{field}` has {len(values)} values for {n_ranks} ranks: give one for all, or one for each rank"
+            )
+    if pipeline.shares is not None and len(pipeline.shares) + n_draft != n_ranks:
+        n = len(pipeline.shares) + n_draft
+        raise LaunchError(
+            f"`shares` names {n} ranks, but {n_ranks} were started: use mpirun -n {n}, or give {n_ranks} shares"
+        )
+
+
+def is_draft(config: EngineConfig, transport: Transport) -> bool:
+    """This rank holds nothing but the draft model."""
+    return transport.rank >= transport.size - config.n_draft_ranks
+
+
+def hello(transport: Transport, model_file: ModelFile, draft: bool) -> Hello:
+    """This rank's part of the handshake; `draft`: the file is the draft model's."""
+    return Hello(
+        host=transport.host,
+        holds_draft=draft,
+        fingerprint=model_file.fingerprint,
+        architecture=model_file.architecture,
+        n_layer=model_file.n_layer,
+        ggpipe=ggpipe.__version__,
+        libllama=machine.libllama_version(),
+        cpu_features=tuple(sorted(machine.cpu_features())),
+    )
+
+
+def compare(hellos: Sequence[Hello]) -> list[str]:
+    """Do all ranks hold the same? Returns warnings. Raises ModelError or LaunchError where they cannot work together.
+
+    `hellos`: one for each rank, in order.
+    """
+    head, warnings = hellos[0], []
+    for rank, other in enumerate(hellos):
+        where = f"rank {rank} ({other.host})"
+        first_rank, first = next((i, hello) for i, hello in enumerate(hellos) if hello.holds_draft == other.holds_draft)
+        if other.fingerprint != first.fingerprint:
+            raise ModelError(
+                f"{where} has another model than rank {first_rank} ({first.host}) as "
+                f"{'`draft.model`' if other.holds_draft else '`model`'}: copy it there again"
+            )
+        versions = (("ggpipe", other.ggpipe, head.ggpipe), ("libllama", other.libllama, head.libllama))
+        for package, version, wanted in versions:
+            if version != wanted:
+                raise LaunchError(
+                    f"{where} runs {package} {version}, rank 0 runs {wanted}: install the same everywhere"
+                )
+        if other.cpu_features != head.cpu_features:
+            differ = sorted(set(other.cpu_features) ^ set(head.cpu_features))
+            warnings.append(f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): texts may differ")
+    return warnings
+
+
+def check_cuts(cuts: list[Cut], architecture: str) -> None:
+    """Does each stage get what it needs? `cuts` in pipeline order. Raises IndivisibleModelError."""
+    for before, after in itertools.pairwise(cuts):
+        if after.wanted - before.produced:
+            raise IndivisibleModelError(
+                f"'{architecture}' models cannot be cut between ranks (a layer needs more than the layer before it); "
+                "run it on one rank (without `shares`)"
+            )
+
+
+def threads_of(config: EngineConfig, transport: Transport, draft: bool) -> tuple[int, int]:
+    """This rank's threads for single tokens and for batches, of the target or of the draft."""
+    own_cores = max(machine.cores() // transport.ranks_on_host, 1)
+    single, batch = config.pipeline.threads_of(transport.rank, own_cores)
+    if draft and config.draft is not None:
+        if config.draft.threads > 0:
+            single = batch = config.draft.threads
+        if config.draft.threads_batch > 0:
+            batch = config.draft.threads_batch
+    return single, batch
+
+
+def poll_s(config: EngineConfig) -> tuple[float, float]:
+    """Seconds between two polls for messages while a rank computes, at least and at most.
+
+    With speculation a cancel or a correction may be among them, which are worth an early poll.
+    """
+    return (0.2e-3, 0.4e-3) if config.draft is not None else (1e-3, 10e-3)
+
+
+def stage_loader(
+    config: EngineConfig, transport: Transport, model_file: ModelFile, layers: tuple[int, int], draft: bool
+) -> Callable[[Progress], Stage]:
+    """A function that makes this rank's stage, of the target or of the draft, given a callback for its progress."""
+    threads = threads_of(config, transport, draft)
+    part = config.draft if draft and config.draft is not None else config
+    shares_cores = draft and transport.ranks_on_host > config.n_draft_ranks
+
+    def load(progress: Progress) -> Stage:
+        if shares_cores:
+            machine.yield_to_others()
+        return Stage(model_file, layers, part.model, part.context, threads, progress)
+
+    return load

@@ -1,0 +1,223 @@
+"""The head's side of all ranks: `Head` from the start, `LoadedHead` once every stage is loaded (`loading.load_all`)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from ggpipe.config import EngineConfig
+from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.messages import Run, RunRecord, RunResult
+from ggpipe.core.request import Limits
+from ggpipe.errors import GgpipeError, RunError, Terminated
+from ggpipe.llama import machine
+from ggpipe.llama.vocab import Vocab
+from ggpipe.metrics.stats import RankStats
+from ggpipe.runtime.control_channel import ControlChannel, Received
+from ggpipe.runtime.inner_draft import InnerDraft
+from ggpipe.runtime.pipeline import Pipeline
+from ggpipe.runtime.stage_thread import Broke, Ended, Notice, Passed
+from ggpipe.transport import codec
+from ggpipe.transport.base import HEAD, Kind, Message, Transport
+from ggpipe.transport.control import AskClock, AskUsage, Clock, Quit, Usage
+
+_TICK_S = 0.1  # between two checks whether the user wants to stop
+_PINGS = 9
+_USAGE_S = 5.0
+_FLUSH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftUpdate:
+    """Draft tokens, and the draft's runs that ended since the last ones."""
+
+    batch: MicroBatch
+    records: tuple[RunRecord, ...]
+
+
+News = RunResult | DraftUpdate | Received | None
+"""What `LoadedHead.next` brings."""
+
+
+class Head:
+    """The control channel to all ranks, what is known of each, and whether the user wants an end.
+
+    All methods but `stop` and `terminate` belong to the main thread. As a context manager it has all ranks exit when it
+    is left, with the exit code of the error that leaves it.
+    """
+
+    def __init__(self, transport: Transport, config: EngineConfig) -> None:
+        """Nothing is loaded yet, and no other process is asked anything. A draft model without ranks gets one in this
+        process."""
+        self._inner: InnerDraft | None = None
+        self._process_ranks = range(1, transport.size)
+        if config.draft is not None and config.n_draft_ranks == 0:
+            self._inner = InnerDraft(transport, config, config.draft)
+            transport, config = self._inner.transport, self._inner.config
+        self.transport = transport
+        self.config = config
+        n_target = transport.size - config.n_draft_ranks
+        self.ranks = [RankStats(rank=rank, draft=rank >= n_target) for rank in range(transport.size)]
+        """All ranks in order; a draft inside this process comes last, under the head's number."""
+        if self._inner is not None:
+            self.ranks[-1].rank = HEAD
+        self.channel: ControlChannel[Notice] = ControlChannel(transport)
+        self.stopping = False
+        """The user wants an end of what is going on."""
+        self.terminated = False
+        """This process is to end."""
+        self.is_open = True
+        """Quit was not sent yet."""
+        self._at_close = contextlib.ExitStack()
+
+    def next(self, timeout_s: float = _TICK_S) -> Received | Message | Notice | None:
+        """The next message or notice; None after a tick, or after `timeout_s` seconds.
+
+        Raises what another rank, or a stage of ours, failed with, and Terminated after `terminate`.
+        """
+        if self.terminated:
+            raise Terminated("terminated from outside, or because another rank is gone")
+        event = self.channel.next(min(timeout_s, _TICK_S))
+        match event:
+            case Broke(error):
+                raise error
+        return event
+
+    def stop(self) -> None:
+        """End loading, or the current request, soon; what is generated is kept. From any thread or a signal handler."""
+        self.stopping = True
+
+    def terminate(self) -> None:
+        """Give up waiting for anything. From any thread or a signal handler."""
+        self.terminated = True
+
+    def is_ending(self) -> bool:
+        """The user wants an end, or this process is to end."""
+        return self.stopping or self.terminated
+
+    def measure_usage(self, next_event: Callable[[], object], attend: Callable[[News], None]) -> None:
+        """Fill in `cpu_s` and `resident_bytes` of all processes that answer within seconds. `next_event` brings events,
+        of which other ones go to `attend`."""
+        for rank in self._process_ranks:
+            self.channel.send(rank, AskUsage())
+        own = Usage(time.process_time(), machine.resident_bytes())
+        others = self.channel.gather(Usage, self._process_ranks, next_event, attend, _USAGE_S)
+        for rank, usage in {HEAD: own, **others}.items():
+            self.ranks[rank].cpu_s, self.ranks[rank].resident_bytes = usage.cpu_s, usage.resident_bytes
+
+    def align_clocks(self, next_event: Callable[[], object], attend: Callable[[News], None]) -> None:
+        """Fill in `clock_offset_s` of all ranks, from the quickest of some pings. One machine's ranks share a clock.
+        Events as for `measure_usage`."""
+        for rank in self._process_ranks:
+            stats = self.ranks[rank]
+            if stats.host == self.ranks[HEAD].host:
+                continue
+            best_s = math.inf
+            for _ in range(_PINGS):
+                sent = time.monotonic()
+                self.channel.send(rank, AskClock())
+                clock = self.channel.gather(Clock, [rank], next_event, attend)[rank]
+                took_s = time.monotonic() - sent
+                if took_s < best_s:
+                    best_s, stats.clock_offset_s = took_s, sent + took_s / 2 - clock.now_s
+
+    # Ending
+
+    def at_close(self, free: Callable[[], None]) -> None:
+        """Call this after Quit was sent: it frees what is loaded in this process."""
+        self._at_close.callback(free)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Have all other ranks exit with this code, and free what is loaded here. A second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.channel.send_to_all(Quit(exit_code))
+        self.transport.flush(_FLUSH_S)
+        self._at_close.close()
+        if self._inner is not None:
+            self._inner.join()
+
+    def __enter__(self) -> Head:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(error.exit_code if isinstance(error, GgpipeError) else int(kind is not None))
+
+
+class LoadedHead:
+    """Everything is loaded: runs go in, results and draft tokens come out. Belongs to the main thread."""
+
+    def __init__(
+        self,
+        head: Head,
+        pipeline: Pipeline,
+        draft_rank: int | None,
+        vocab: Vocab,
+        limits: Limits,
+        warnings: tuple[str, ...],
+    ) -> None:
+        """`draft_rank`: the first rank of the draft model; None without speculation. `limits`: of the target."""
+        self.head = head
+        self.vocab = vocab
+        self.limits = limits
+        self.warnings = warnings
+        self._pipeline = pipeline
+        self._draft_rank = draft_rank
+
+    @property
+    def can_speculate(self) -> bool:
+        """There is a draft model, and both models can roll back."""
+        return self._draft_rank is not None
+
+    # Sending
+
+    def submit(self, run: Run) -> None:
+        """Put a run into the target's pipeline."""
+        self._pipeline.submit(run)
+
+    def cancel(self, runs: tuple[int, ...]) -> None:
+        """Nobody needs these runs."""
+        self._pipeline.cancel(runs)
+
+    def steer(self, message: Steering) -> None:
+        """Send a message to the draft model."""
+        assert self._draft_rank is not None
+        self.head.transport.send(self._draft_rank, Kind.STEER, codec.steering_message(message))
+
+    # Receiving
+
+    def next(self, wake_at: float | None = None) -> News:
+        """Wait for something to happen, at most a tick, and not beyond `wake_at` (`time.monotonic`).
+
+        Raises what another rank, or a stage of ours, failed with.
+        """
+        wait_s = _TICK_S if wake_at is None else max(wake_at - time.monotonic(), 0.0)
+        match self.head.next(wait_s):
+            case Received() as received:
+                return received
+            case Message() as message:
+                return self._read(message)
+            case Ended(result):
+                return result
+            case Passed() as outcome:
+                self._pipeline.deliver(outcome)
+        return None
+
+    @staticmethod
+    def _read(message: Message) -> RunResult | DraftUpdate:
+        match message.kind:
+            case Kind.RESULT:
+                return codec.read_result(message.payload)
+            case Kind.MICRO_BATCH:
+                return DraftUpdate(*codec.read_micro_batch(message.payload))
+        raise RunError(f"rank {message.source} sent {message.kind.name} to the head: use one ggpipe everywhere")
+
+    def close(self) -> None:
+        """Free our own stage and the vocabulary."""
+        self._pipeline.close()
+        self.vocab.close()

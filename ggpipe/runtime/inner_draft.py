@@ -1,0 +1,42 @@
+"""A draft model in the head's process: a draft rank like any other, which is a thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from ggpipe.config import DraftConfig, EngineConfig
+from ggpipe.errors import RunError
+from ggpipe.runtime import handshake
+from ggpipe.runtime.control_channel import ControlChannel
+from ggpipe.runtime.worker import Worker
+from ggpipe.transport.base import HEAD, Transport
+from ggpipe.transport.joined import JoinedTransport
+
+
+class InnerDraft:
+    """Runs until the head sends Quit to its rank."""
+
+    def __init__(self, outer: Transport, config: EngineConfig, draft: DraftConfig) -> None:
+        """`outer`: the head's transport. `draft`: the draft model of `config`, which has no ranks."""
+        single, batch = handshake.threads_of(config, outer, True)
+        draft = replace(draft, shares=(1.0,), threads=single, threads_batch=batch)
+        self.config = replace(config, draft=draft)
+        """The head's config, with the draft rank."""
+        self.transport = JoinedTransport(outer)
+        """The head's transport, with the draft rank."""
+        pipeline = replace(config.pipeline, threads=(single,), threads_batch=(batch,))
+        self._worker = Worker(self.transport.inner, replace(self.config, pipeline=pipeline), process_rank=HEAD)
+        self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._worker.serve()
+        except Exception as e:  # a bug, but the head must not wait for ever
+            error = RunError(f"internal error: {type(e).__name__}: {e}")
+            ControlChannel[object](self.transport.inner).fail(error)
+
+    def join(self) -> None:
+        """To be called after Quit was sent: wait until its memory is free."""
+        self._thread.join()

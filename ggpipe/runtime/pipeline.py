@@ -1,0 +1,68 @@
+"""A pipeline as one of its ranks sees it. For its head: runs go in at the first stage, cancels go to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ggpipe.core.layout import Layout
+from ggpipe.core.messages import Run
+from ggpipe.runtime.stage_thread import Ended, Outcome, StageThread
+from ggpipe.transport import codec
+from ggpipe.transport.base import Kind, Transport
+
+
+class Pipeline:
+    """The stages of a layout, one of which may be this rank's own."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        rank: int,
+        ended: Callable[[Ended], None],
+        start: Callable[[Callable[[Outcome], None]], StageThread] | None,
+    ) -> None:
+        """We are `rank` in it. `ended` takes the results of our own stage when it is the last one, in its thread.
+
+        `start` makes the thread of our own stage, given `deliver`; None where we hold no layers.
+        """
+        self._transport = transport
+        self.layout = layout
+        self._rank = rank
+        self._ended = ended
+        self._following = layout.next_of(rank)
+        self._own = start(self.deliver) if start is not None else None
+
+    def submit(self, run: Run) -> None:
+        """Put a run in at the first stage."""
+        if self._own is not None and self.layout.stage_ranks[0] == self._rank:
+            self._own.submit(run)
+        else:
+            header = codec.header_with(codec.run_header(run), (), False)
+            self._transport.send(self.layout.stage_ranks[0], Kind.RUN, header)
+
+    def cancel(self, runs: tuple[int, ...]) -> None:
+        """Nobody needs these runs: every stage skips or stops them."""
+        for rank in self.layout.stage_ranks:
+            if rank == self._rank:
+                self.cancel_own(runs)
+            else:
+                self._transport.send(rank, Kind.CANCEL, codec.ids_message(runs))
+
+    def cancel_own(self, runs: tuple[int, ...]) -> None:
+        """Our own stage skips or stops these runs."""
+        if self._own is not None:
+            self._own.cancel(runs)
+
+    def deliver(self, outcome: Outcome) -> None:
+        """Send on what came of a run in our own stage; from its thread where the transport allows."""
+        if isinstance(outcome, Ended):
+            self._ended(outcome)
+        else:
+            assert self._following is not None
+            self._transport.send(self._following, Kind.RUN, outcome.message)
+
+    def close(self) -> None:
+        """Free our own stage."""
+        if self._own is not None:
+            self._own.close()

@@ -1,0 +1,92 @@
+"""What the user, or mpirun, asks of a rank by signals.
+
+| signal  | sent by                                               | first rank                     | other ranks     |
+|---------|-------------------------------------------------------|--------------------------------|-----------------|
+| SIGINT  | Ctrl-C in a process without a launcher of ours; srun  | stop; again: KeyboardInterrupt | ignored         |
+| SIGUSR1 | our launcher, through mpirun, after its Ctrl-C        | stop                           | ignored         |
+| SIGTERM | mpirun, after its Ctrl-C or when a rank died; `kill`  | terminate; again: ends at once | end in a second |
+
+Open MPI kills all ranks as soon as one of them ends after SIGTERM, so the others give the first one time for its last
+words.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+from ggpipe.errors import RunError, Terminated
+
+_FIRST_LASTS_S, _OTHERS_LAST_S = 5.0, 1.0  # after SIGTERM; then SIGALRM ends a rank, whatever it waits for
+
+
+class Signals:
+    """Remembers what was asked for, stops from the rank's first moment on. Belongs to the main thread."""
+
+    def __init__(self, rank: int) -> None:
+        """SIGTERM still ends this process at once: it could not be seen while MPI starts."""
+        self._rank = rank
+        self._stopped = self._terminated = False
+        self._on_stop: Callable[[], None] = lambda: None
+        self._on_terminate: Callable[[], None] = lambda: None
+        if rank == 0:
+            signal.signal(signal.SIGINT, self._interrupt)
+            signal.signal(signal.SIGUSR1, self._stop)
+        else:
+            _ignore_stops()
+
+    def connected(self) -> None:
+        """MPI has started: SIGTERM gets its meaning, too."""
+        signal.signal(signal.SIGTERM, self._terminate if self._rank == 0 else self._end_in_a_second)
+
+    def attend(self) -> None:
+        """To be called while something is waited for. Raises RunError after a stop, Terminated after SIGTERM."""
+        if self._terminated:
+            raise Terminated("terminated from outside, or because another rank is gone")
+        if self._stopped:
+            raise RunError("stopped before all was measured")
+
+    def follow(self, on_stop: Callable[[], None], on_terminate: Callable[[], None]) -> None:
+        """Call these from now on, at once for what was asked for before."""
+        self._on_stop, self._on_terminate = on_stop, on_terminate
+        if self._stopped:
+            on_stop()
+        if self._terminated:
+            on_terminate()
+
+    @staticmethod
+    def leave() -> None:
+        """This rank waits for nothing but the others' leaving: a stop has nothing to do, SIGTERM ends it at once."""
+        _ignore_stops()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    @staticmethod
+    def restore() -> None:
+        """No rank any more: what goes on in this process ends with KeyboardInterrupt."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._stopped:
+            signal.default_int_handler(number, frame)
+        self._stop(number, frame)
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        self._stopped = True
+        self._on_stop()
+
+    def _terminate(self, _number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _FIRST_LASTS_S)
+        self._terminated = True
+        self._on_terminate()
+
+    @staticmethod
+    def _end_in_a_second(_number: int, _frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, _OTHERS_LAST_S)
+
+
+def _ignore_stops() -> None:
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,162 @@
+"""What is simulated: a cluster, its models, the text and the settings; and what a sweep can change of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ggpipe.cluster.links import Link
+from ggpipe.cluster.memory import memory_by_rank
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.recording import Recording
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.core.layout import lay_out
+from ggpipe.errors import UsageError
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.sim.simulator import Sizes, simulate
+from ggpipe.sim.text import Confidence, SyntheticTokens, Tokens, requests_of
+from ggpipe.sim.virtual_cluster import Placement, build
+
+_HEADROOM = 4096  # KV cells beyond the text, for draft tokens
+_SPECULATION = {
+    "draft": "n_draft",
+    "draft-min": "n_min",
+    "pa": "p_accept",
+    "ps": "p_split",
+    "pr": "p_recovery",
+    "pd": "p_decay",
+    "np": "n_parallel",
+}
+WHOLE = ("draft", "draft-min", "np", "prompt-tokens")
+"""Names whose values are whole numbers."""
+NAMES = (*_SPECULATION, "acceptance", "prompt-tokens", "latency-us", "gbit")
+"""What `SimulationSpec.changed` can change. latency-us and gbit are those of the links between nodes,
+acceptance is the agreement of a synthetic text."""
+SPECULATIVE_NAMES = (*_SPECULATION, "acceptance")
+"""Names that make no difference without draft tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticText:
+    """A text without models, see `SyntheticTokens`."""
+
+    agreement: float = 0.7
+    """How often the draft's best candidate is the target's token."""
+    n_prompt: int = 128
+    confidence: Confidence = "calibrated"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.agreement <= 1:
+            raise UsageError(f"`acceptance` must be a share between 0 and 1, got {self.agreement:g}")
+        if self.n_prompt < 1:
+            raise UsageError(f"a prompt must have at least one token, got {self.n_prompt}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSpec:
+    """One simulation, without its mode."""
+
+    cluster: ClusterSpec
+    placement: Placement
+    target: ModelShape
+    draft: ModelShape | None
+    speculation: SpeculationConfig
+    tokens: SyntheticText | Recording
+    n_predict: int
+    """Tokens of text; -1: as many as were recorded."""
+    sizes: Sizes
+    """Sizes of context and batches. A context of 0 tokens is as large as it has to be."""
+
+    def check(self) -> None:
+        """Raises UsageError when the context cannot hold the text, or a node's memory its ranks."""
+        n_ctx, n_tokens = self.sizes.n_ctx, max(map(_n_tokens, self._requests()))
+        if 0 < n_ctx < n_tokens:
+            raise UsageError(f"a context of {n_ctx} tokens cannot hold {n_tokens}: raise `n_ctx`, or lower `n_predict`")
+        needed_bytes = self._needed_bytes(n_ctx or n_tokens)
+        for number, node in enumerate(self.cluster.nodes):
+            if needed_bytes[number] > node.memory_bytes:
+                raise UsageError(
+                    f"{node.name} has {node.memory_bytes / 1e9:.3g} GB of memory, and its ranks need "
+                    f"{needed_bytes[number] / 1e9:.3g} GB: give it a smaller share of the layers, or use more nodes"
+                )
+
+    def _needed_bytes(self, n_ctx: int) -> Counter[int]:
+        """Bytes that the ranks of each node need."""
+        placement, needed = self.placement, Counter[int]()
+        layout = placement.layout or lay_out(self.target.n_layer, len(placement.target_on), None)
+        needs = memory_by_rank(self.target, layout, self.draft, placement.draft_layout, n_ctx, self.sizes.n_ubatch)
+        for node, need in zip(placement.node_of, needs, strict=True):
+            needed[node] += math.ceil(need.total)
+        return needed
+
+    def changed(self, values: Mapping[str, float]) -> SimulationSpec:
+        """With other values for some of `NAMES`. Raises UsageError where they make no sense."""
+        own = {_SPECULATION[name]: _as_given(name, value) for name, value in values.items() if name in _SPECULATION}
+        n_draft = int(own.get("n_draft", self.speculation.n_draft))
+        n_min = int(own.get("n_min", self.speculation.n_min))
+        speculation = replace(self.speculation, **{**own, "n_min": min(n_min, n_draft)})  # type: ignore[arg-type]
+        return replace(self, speculation=speculation, tokens=self._tokens(values), cluster=self._cluster(values))
+
+    def run(self, mode: Mode) -> list[RequestStats]:
+        """Simulate a request or, with a recording, one for each of its prompts. Raises UsageError as `check`."""
+        self.check()
+        virtual = build(self.cluster, self.placement, self.target, self.draft)
+        speculation, requests = replace(self.speculation, mode=mode), self._requests()
+        n_ctx = self.sizes.n_ctx or max(map(_n_tokens, requests)) + _HEADROOM
+        sizes = replace(self.sizes, n_ctx=n_ctx)
+        return [simulate(virtual, tokens, speculation, len(tokens.text), sizes) for tokens in requests]
+
+    def _requests(self) -> Sequence[Tokens]:
+        if isinstance(self.tokens, Recording):
+            return requests_of(self.tokens, None if self.n_predict < 0 else self.n_predict)
+        return (_synthetic(self.tokens, self.n_predict),)
+
+    def _tokens(self, values: Mapping[str, float]) -> SyntheticText | Recording:
+        names = [name for name in ("acceptance", "prompt-tokens") if name in values]
+        if not names:
+            return self.tokens
+        if isinstance(self.tokens, Recording):
+            raise UsageError(f"a recording has its own {names[0]}: leave out `recording`, or that sweep")
+        agreement = values.get("acceptance", self.tokens.agreement)
+        return replace(
+            self.tokens, agreement=agreement, n_prompt=int(values.get("prompt-tokens", self.tokens.n_prompt))
+        )
+
+    def _cluster(self, values: Mapping[str, float]) -> ClusterSpec:
+        names = [name for name in ("latency-us", "gbit") if name in values]
+        if not names:
+            return self.cluster
+        node_of = self.placement.node_of
+        if len(set(node_of)) < 2:
+            raise UsageError(f"{names[0]} is that of the network between nodes, and all ranks are on one node")
+        if values.get("gbit", 1) <= 0:
+            raise UsageError(f"gbit must be above 0, got {values['gbit']:g}")
+        if values.get("latency-us", 0) < 0:
+            raise UsageError(f"latency-us must be 0 or more, got {values['latency-us']:g}")
+
+        def other(link: Link) -> Link:
+            latency_s = values["latency-us"] / 1e6 if "latency-us" in values else link.latency_s
+            return Link(latency_s, values["gbit"] * 1e9 / 8 if "gbit" in values else link.bytes_per_s)
+
+        links = {
+            (a, b): other(link) if node_of[a] != node_of[b] else link for (a, b), link in self.cluster.links.items()
+        }
+        return replace(self.cluster, network=other(self.cluster.network), links=links)
+
+
+@functools.lru_cache(64)
+def _synthetic(tokens: SyntheticText, n_text: int) -> SyntheticTokens:
+    return SyntheticTokens(tokens.agreement, tokens.n_prompt, n_text, tokens.seed, tokens.confidence)
+
+
+def _n_tokens(tokens: Tokens) -> int:
+    return len(tokens.prompt) + len(tokens.text)
+
+
+def _as_given(name: str, value: float) -> float:
+    return int(value) if name in WHOLE else value

@@ -1,0 +1,266 @@
+"""The virtual cluster: nodes, the ranks on them, their stages, the links between them.
+
+It is built from a `ClusterSpec`, the models' shapes and a `Placement`: which rank holds which layers on which node.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ggpipe.cluster.links import Link, Overheads
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.profile import Part, Point
+from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.core.layout import Layout, lay_out
+from ggpipe.errors import UsageError
+from ggpipe.sim.costs import Cost, MeasuredCost, Roofline
+
+_LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
+_ALL_EXPERTS = 1_000_000  # rows that use every expert
+_MOST_FIXED = 0.25  # of a draft's run, as in `stage_timing.intercept_s`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualNode:
+    """A machine."""
+
+    name: str
+    cores: int
+    crowd: float = 1.0
+    """Speed of a core while all others of its node are busy, as a share of its speed alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """A rank's part of a pipeline."""
+
+    threads: int
+    cost: Cost
+    nice: bool = False
+    """It runs at nice 10: it takes the cores that others leave."""
+    change_s: float = 0.0
+    """Extra time of a run with another number of rows than the run before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """A model over some ranks."""
+
+    layout: Layout
+    stages: Mapping[int, StageSpec]
+    """The stage of each rank that holds layers."""
+    row_bytes: int
+    """Bytes that go to the next stage for each row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualCluster:
+    """A cluster with models on it, ready to be simulated."""
+
+    title: str
+    nodes: tuple[VirtualNode, ...]
+    node_of: tuple[int, ...]
+    """The node of each rank."""
+    target: PipelineSpec
+    draft: PipelineSpec | None
+    links: Mapping[tuple[int, int], Link]
+    """Links by (sender, receiver) where they differ from `network` and `local`."""
+    network: Link
+    """The link between nodes."""
+    local: Link
+    """The link between ranks of a node."""
+    overheads: Overheads = field(default_factory=Overheads)
+
+    def link(self, source: int, target: int) -> Link:
+        """The link from rank to rank."""
+        if (link := self.links.get((source, target))) is not None:
+            return link
+        return self.local if self.node_of[source] == self.node_of[target] else self.network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The node, layers and threads of each rank. Target ranks come first."""
+
+    target_on: tuple[int, ...]
+    """The node of each target rank."""
+    draft_on: tuple[int, ...] = ()
+    """The node of each draft rank; empty: a draft runs inside the head."""
+    layout: Layout | None = None
+    """The target's layers; None: an even split."""
+    draft_layout: Layout | None = None
+    threads: tuple[int, ...] = ()
+    """Threads of each rank; empty: the node's cores, divided among its ranks."""
+    draft_threads: int | None = None
+    """Threads of a draft inside the head; None: as the head's."""
+
+    @property
+    def node_of(self) -> tuple[int, ...]:
+        """The node of each rank."""
+        return self.target_on + self.draft_on
+
+
+def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None) -> Placement:
+    """The placement in a cluster file. Raises LaunchError for a split that the models' layers do not allow."""
+    draft_on = spec.draft_on if draft is not None else ()
+    layout = lay_out(target.n_layer, len(spec.target_on), spec.shares)
+    draft_layout = None
+    if draft is not None and draft_on:
+        draft_layout = lay_out(draft.n_layer, len(draft_on), spec.draft_shares or None, len(spec.target_on))
+    return Placement(
+        target_on=spec.target_on,
+        draft_on=draft_on,
+        layout=layout,
+        draft_layout=draft_layout,
+        threads=spec.threads[: len(spec.target_on + draft_on)],
+    )
+
+
+def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: ModelShape | None) -> VirtualCluster:
+    """The virtual cluster."""
+    node_of = placement.node_of
+    threads = [threads_of(spec, placement, rank) for rank in range(len(node_of))]
+    layout = placement.layout or lay_out(target.n_layer, len(placement.target_on), None)
+    nodes = [spec.nodes[node] for node in node_of]
+
+    def pipeline(shape: ModelShape, layout: Layout, is_draft: bool) -> PipelineSpec:
+        stages = {}
+        for rank in layout.stage_ranks:
+            n_threads = min(threads[rank], nodes[rank].cores)  # more threads gain nothing
+            cost = stage_cost(nodes[rank], shape, layout.layers_of(rank), n_threads, is_draft)
+            profile = nodes[rank].profile
+            change_s = profile.change_s if profile is not None else 0.0
+            stages[rank] = StageSpec(
+                threads=n_threads, cost=cost, nice=is_draft and _shared(placement, rank), change_s=change_s
+            )
+        return PipelineSpec(layout=layout, stages=stages, row_bytes=shape.border_bytes)
+
+    target_pipeline, draft_pipeline = pipeline(target, layout, False), None
+    if draft is not None:
+        if not placement.draft_on and placement.draft_threads is not None:
+            threads[0] = placement.draft_threads
+        draft_layout = placement.draft_layout or Layout.of_ranks([(0, draft.n_layer)])
+        draft_pipeline = pipeline(draft, draft_layout, True)
+    return VirtualCluster(
+        title=spec.title,
+        nodes=tuple(
+            VirtualNode(name=node.name, cores=node.cores, crowd=_crowd(spec, placement, i))
+            for i, node in enumerate(spec.nodes)
+        ),
+        node_of=node_of,
+        target=target_pipeline,
+        draft=draft_pipeline,
+        links=spec.links,
+        network=spec.network,
+        local=spec.local,
+        overheads=spec.overheads,
+    )
+
+
+def threads_of(spec: ClusterSpec, placement: Placement, rank: int) -> int:
+    """A rank's threads: as given, or its part of its node's cores."""
+    if placement.threads:
+        return placement.threads[rank]
+    node = placement.node_of[rank]
+    return max(spec.nodes[node].cores // placement.node_of.count(node), 1)
+
+
+def stage_cost(
+    node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int, is_draft: bool = False
+) -> Cost:
+    """The cost of layers [a, b) on a node with `threads` threads. `is_draft`: the layers are the draft model's, for
+    which a profile may have times of its own."""
+    threads = min(threads, node.cores)
+    if node.profile is not None:
+        if is_draft and node.profile.draft is not None:
+            return _measured_draft(node, node.profile.draft, shape, layers, threads)
+        return _measured(node, shape, layers, threads)
+    unused = 1 - shape.n_expert_used / shape.n_expert if shape.n_expert else 0.0
+    return Roofline(
+        weight_bytes=shape.read_bytes(layers, _ALL_EXPERTS),
+        cell_bytes=shape.cell_bytes(layers),
+        token_flop=shape.token_flop(layers),
+        bytes_per_s=min(node.bytes_per_s, threads * node.core_bytes_per_s),
+        flop_per_s=threads * node.core_flop_per_s,
+        fixed_s=_LAYER_S * (layers[1] - layers[0]),
+        expert_bytes=shape.expert_bytes(layers),
+        untouched=unused,
+    )
+
+
+def with_split(
+    spec: ClusterSpec, shares: tuple[float, ...] | None, draft_shares: tuple[float, ...] = ()
+) -> ClusterSpec:
+    """The cluster with its ranks and layers divided by these shares (`core.layout.parse_shares`).
+
+    Ranks stay where they are; shares for the target's ranks alone leave the draft's out. Raises UsageError when shares
+    and ranks differ in number.
+    """
+    if shares is None:
+        return spec
+    n_target, n_draft, places = len(shares), len(draft_shares), spec.target_on + spec.draft_on
+    if n_target + n_draft != len(places) and (n_target, n_draft) != (len(spec.target_on), 0):
+        raise UsageError(
+            f"`shares` names {n_target + n_draft} ranks, and the cluster has {len(places)}: give a share for "
+            "each, or change target_on and draft_on in its file"
+        )
+    target_on, draft_on = places[:n_target], places[n_target : n_target + n_draft]
+    threads = spec.threads[: n_target + n_draft]
+    return replace(
+        spec, target_on=target_on, draft_on=draft_on, shares=shares, draft_shares=draft_shares, threads=threads
+    )
+
+
+def _measured(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int) -> MeasuredCost:
+    """Scale the measured layers' times by the bytes that these layers read; threads share the work evenly."""
+    profile = node.profile
+    assert profile is not None
+    n_bytes = shape.read_bytes(layers, _ALL_EXPERTS if node.of_experts and shape.n_expert else 1)
+    ratio = min(profile.threads, node.cores) / threads
+    return MeasuredCost(profile.alone, n_bytes / profile.weight_bytes * ratio, profile.fixed_s)
+
+
+def _measured_draft(
+    node: NodeSpec, part: Part, shape: ModelShape, layers: tuple[int, int], threads: int
+) -> MeasuredCost:
+    """Scale the measured draft's times to these layers of this draft. `fixed_s` was measured with the target, and may
+    be more than a small draft takes."""
+    profile = node.profile
+    assert profile is not None
+    ratio = min(profile.threads, node.cores) / threads
+    fastest_s = min(point.seconds for point in part.alone if point.rows == 1)
+    fixed_s = min(profile.fixed_s, fastest_s * _MOST_FIXED)
+    points = (*part.alone, *_rise(part.alone, profile.alone))
+    return MeasuredCost(points, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
+
+
+def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:
+    """The draft's times in a long context, by the target's ratio: for a draft that was measured in a short one only."""
+    pasts = sorted({point.n_past for point in target})
+    if len({point.n_past for point in draft}) > 1 or pasts[-1] <= draft[0].n_past:
+        return
+    short, long = ({p.rows: p.seconds for p in target if p.n_past == past} for past in (pasts[0], pasts[-1]))
+    for point in draft:
+        if point.rows in short and point.rows in long:
+            yield Point(point.rows, pasts[-1], point.seconds * long[point.rows] / short[point.rows])
+
+
+def _crowd(spec: ClusterSpec, placement: Placement, number: int) -> float:
+    """A node's `Cores.crowd`: as given, else as its ranks share its memory throughput."""
+    node = spec.nodes[number]
+    if node.crowd is not None:
+        return node.crowd
+    shares = []
+    for rank, place in enumerate(placement.node_of):
+        if place == number:
+            threads = min(threads_of(spec, placement, rank), node.cores)
+            alone = min(node.bytes_per_s, threads * node.core_bytes_per_s)
+            shares.append(min(node.bytes_per_s * threads / node.cores / alone, 1.0))
+    return statistics.fmean(shares) if shares else 1.0
+
+
+def _shared(placement: Placement, rank: int) -> bool:
+    """The draft's rank shares its node with ranks of the target."""
+    return placement.node_of[rank] in placement.target_on

@@ -1,0 +1,308 @@
+"""Control messages between ranks: everything but runs, results and draft tokens. Msgpack behind a version byte.
+
+| where                | the head sends                | another rank sends                      |
+|----------------------|-------------------------------|-----------------------------------------|
+| `planning/auto`      |                               | RankFacts                               |
+|                      | StartProfile (then a profile) |                                         |
+|                      | UseShares                     |                                         |
+| `measure/profile`    |                               | ProfileHello                            |
+|                      | MeasureDraft                  | DraftMeasured                           |
+|                      | MeasureAlone                  | AloneMeasured                           |
+|                      | MeasureTogether               | ReadyToStop                             |
+|                      | StopTogether                  | TogetherMeasured                        |
+|                      | MeasureLink                   | LinkMeasured                            |
+|                      | EndProfile                    |                                         |
+| `runtime/loading`    |                               | Hello                                   |
+|                      | Load                          | DraftVocab, StageLoading …, StageLoaded |
+|                      | StartDraft                    |                                         |
+| `runtime/head`       | AskClock                      | Clock                                   |
+|                      | AskUsage                      | Usage                                   |
+|                      | Quit                          |                                         |
+| at any time          | Abort                         | Failed                                  |
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ggpipe.cluster.profile import Part, Point
+from ggpipe.core.draft_messages import Vocabularies
+from ggpipe.core.layout import Layout
+from ggpipe.core.request import Limits
+from ggpipe.errors import RunError
+from ggpipe.transport.base import Payload
+
+VERSION = 3
+"""Of the format. Raise it whenever a message changes."""
+
+
+class ControlMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all; the class name travels as the tag."""
+
+
+# Loading
+
+
+class Hello(ControlMessage, frozen=True, kw_only=True):
+    """The model file and the software of a rank."""
+
+    host: str
+    holds_draft: bool
+    """The rank holds layers of the draft model, else of the target."""
+    fingerprint: str
+    """As `ModelFile.fingerprint`."""
+    architecture: str
+    n_layer: int
+    ggpipe: str
+    """The version of ggpipe."""
+    libllama: str
+    """The version of libllama."""
+    cpu_features: tuple[str, ...]
+
+
+class Load(ControlMessage, frozen=True):
+    """Load your layers of this layout of the target, or of the draft on a draft rank."""
+
+    layout: Layout
+
+
+class DraftVocab(ControlMessage, frozen=True, kw_only=True):
+    """The draft's vocabulary, as `llama.vocab.VocabOutline`."""
+
+    kind: int
+    added_bos: int | None
+    added_eos: int | None
+    eos: int
+    checksums: tuple[int, ...]
+    rolls_back: bool
+
+
+class StageLoading(ControlMessage, frozen=True):
+    """How far a rank's stage is loaded."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class StageLoaded(ControlMessage, frozen=True, kw_only=True):
+    """A rank's stage is ready for runs."""
+
+    load_s: float
+    threads: tuple[int, int]
+    """For runs of one token, and for longer ones."""
+    resident_bytes: int
+    wanted: dict[str, int]
+    """Tensors that the stage needs from the stage before it, as `llama.stage.Cut.wanted`."""
+    produced: dict[str, int]
+    """Tensors that the stage sends to the next stage, as `llama.stage.Cut.produced`."""
+    n_ctx: int
+    """KV cells of the context that libllama made."""
+    n_batch: int
+    """Tokens of a prompt in a batch of that context."""
+
+
+class StartDraft(ControlMessage, frozen=True):
+    """All stages are loaded: the first draft rank becomes the draft's head."""
+
+    limits: Limits
+    vocabularies: Vocabularies
+
+
+# Serving
+
+
+class AskClock(ControlMessage, frozen=True):
+    """Answer with Clock at once."""
+
+
+class Clock(ControlMessage, frozen=True):
+    """A rank's `time.monotonic`."""
+
+    now_s: float
+
+
+class AskUsage(ControlMessage, frozen=True):
+    """Answer with Usage."""
+
+
+class Usage(ControlMessage, frozen=True):
+    """What a rank's process has used."""
+
+    cpu_s: float
+    resident_bytes: int
+
+
+class Quit(ControlMessage, frozen=True):
+    """Free the stage and exit."""
+
+    exit_code: int
+
+
+# Profiling
+
+
+class ProfileHello(ControlMessage, frozen=True, kw_only=True):
+    """The machine of a rank, and the models that it measures."""
+
+    target: Hello
+    draft: Hello | None
+    cores: int
+    threads: tuple[int, int]
+    """For runs of one token, and for longer ones."""
+    memory_bytes: int
+    """Available before anything is loaded."""
+    cache_bytes: int
+
+
+class MeasureDraft(ControlMessage, frozen=True):
+    """Measure the whole draft model while no other rank of your machine computes."""
+
+    budget_s: float
+
+
+class DraftMeasured(ControlMessage, frozen=True):
+    """All layers of the draft model; None where the rank's memory is too small for it."""
+
+    draft: Part | None
+
+
+class MeasureAlone(ControlMessage, frozen=True):
+    """Measure these layers of the target while no other rank of your machine computes."""
+
+    layers: tuple[int, int]
+    budget_s: float
+
+
+class AloneMeasured(ControlMessage, frozen=True, kw_only=True):
+    """The answer to MeasureAlone; the fields are those of `cluster.profile.RankProfile`."""
+
+    alone: tuple[Point, ...]
+    half: Part | None
+    memory_bytes_per_s: float
+    run_s: float
+    change_s: float
+    fixed_s: float
+
+
+class MeasureTogether(ControlMessage, frozen=True):
+    """Measure the layers of MeasureAlone again, while all ranks compute, until StopTogether."""
+
+    budget_s: float
+
+
+class ReadyToStop(ControlMessage, frozen=True):
+    """The rank has measured enough of MeasureTogether; it goes on computing for the others."""
+
+
+class StopTogether(ControlMessage, frozen=True):
+    """All ranks have measured enough of MeasureTogether."""
+
+
+class TogetherMeasured(ControlMessage, frozen=True):
+    """The answer to MeasureTogether."""
+
+    points: tuple[Point, ...]
+
+
+class MeasureLink(ControlMessage, frozen=True):
+    """Measure messages from your rank to the rank `peer`."""
+
+    peer: int
+    budget_s: float
+
+
+class LinkMeasured(ControlMessage, frozen=True):
+    """The answer to MeasureLink; the fields are those of `cluster.profile.LinkProfile`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+class EndProfile(ControlMessage, frozen=True):
+    """Everything is measured."""
+
+
+# Choosing the split
+
+
+class RankFacts(ControlMessage, frozen=True, kw_only=True):
+    """What the speed of a rank depends on, and its memory."""
+
+    host: str
+    target: str
+    """The fingerprint of the target's file."""
+    draft: str | None
+    """The fingerprint of the draft's file."""
+    threads: tuple[int, int]
+    """For runs of one token, and for longer ones."""
+    ranks_on_host: int
+    cpu: str
+    cores: int
+    cpu_features: tuple[str, ...]
+    ggpipe: str
+    libllama: str
+    memory_bytes: int
+    """Available before anything is loaded."""
+
+
+class StartProfile(ControlMessage, frozen=True):
+    """No profile of these ranks is known: measure one now, all together."""
+
+
+class UseShares(ControlMessage, frozen=True):
+    """The split: shares of the layers, as in `PipelineConfig.shares` and `DraftConfig.shares`."""
+
+    target: tuple[float, ...]
+    draft: tuple[float, ...]
+
+
+# Failing
+
+
+class Failed(ControlMessage, frozen=True):
+    """A rank has failed; `place` says which, `error` is the name of a class in `ggpipe.errors`."""
+
+    place: str
+    error: str
+    message: str
+
+
+class Abort(ControlMessage, frozen=True):
+    """The head gives up what all ranks do together."""
+
+
+AnyControlMessage = (
+    Hello | Load | DraftVocab | StageLoading | StageLoaded | StartDraft
+    | AskClock | Clock | AskUsage | Usage | Quit
+    | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
+    | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured | MeasureLink | LinkMeasured | EndProfile
+    | RankFacts | StartProfile | UseShares
+    | Failed | Abort
+)  # fmt: skip
+"""Every control message there is."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AnyControlMessage] = msgspec.msgpack.Decoder(AnyControlMessage)
+
+
+def encode(message: ControlMessage) -> bytes:
+    """A control message as bytes."""
+    return bytes((VERSION,)) + _ENCODER.encode(message)
+
+
+def decode(payload: Payload) -> AnyControlMessage:
+    """The inverse of `encode`. Raises RunError for what this version of ggpipe does not write."""
+    view = memoryview(payload)
+    if not view:
+        raise RunError("an empty control message arrived: use one ggpipe everywhere")
+    if view[0] != VERSION:
+        raise RunError(
+            f"a control message of format {view[0]} arrived, this rank reads format {VERSION}: "
+            "use one ggpipe everywhere"
+        )
+    try:
+        return _DECODER.decode(view[1:])
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
+        raise RunError(
+            f"an unreadable control message arrived ({' '.join(str(e).split())}): use one ggpipe everywhere"
+        ) from e

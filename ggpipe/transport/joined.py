@@ -1,0 +1,42 @@
+"""One rank more, in a thread of the first rank's process: for a draft model that has no rank of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ggpipe.transport.base import HEAD, Kind, Message, Payload, Transport
+from ggpipe.transport.local import LocalTransport, LocalWorld
+
+
+class JoinedTransport(Transport):
+    """The first rank's transport, with a rank behind the others that only the first rank knows of."""
+
+    def __init__(self, outer: Transport) -> None:
+        """`outer`: the first rank's transport to all other processes."""
+        assert outer.rank == HEAD
+        self.rank, self.size = HEAD, outer.size + 1
+        self.host, self.place, self.ranks_on_host = outer.host, outer.place, outer.ranks_on_host
+        self.sends_from_any_thread, self.must_poll = outer.sends_from_any_thread, outer.must_poll
+        self._outer = outer
+        world = LocalWorld(self.size)
+        self._local = world.transports[HEAD]
+        self.inner: LocalTransport = world.transports[outer.size]
+        """The further rank's own transport."""
+        self.inner.host, self.inner.ranks_on_host = outer.host, outer.ranks_on_host + 1
+        self.inner.place = "the draft model"
+
+    def send(self, dest: int, kind: Kind, payload: Payload) -> None:
+        (self._local if dest == self.inner.rank else self._outer).send(dest, kind, payload)
+
+    def poll(self) -> Message | None:
+        return self._local.poll() or self._outer.poll()
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._outer.flush(timeout_s)
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        self._local.set_waker(wake)
+        self._outer.set_waker(wake)
+
+    def close(self, wait_limit_s: float | None) -> None:
+        self._outer.close(wait_limit_s)

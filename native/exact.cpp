@@ -1,0 +1,99 @@
+// Exact graphs: each row's bits must not depend on how many rows a run has.
+//
+// ggml multiplies one row by dot products. From two rows on, its matrix kernels for floats and for IQ4_NL add in
+// another order, with `use_ref` as well. So the products they would take are put in such that they decline:
+//   floats  they take a number of outputs that is a multiple of 4: the last output is computed apart
+//   IQ4_NL  they take two rows or more: each row is computed apart
+// Attention without flash attention is such products, of F16 keys and values. MUL_MAT_ID never uses these kernels.
+#include "exact.h"
+
+#include <cstring>
+
+namespace ggpipe {
+
+namespace {
+enum class Cut { None, LastOutput, Rows };
+
+Cut cut_of(const ggml_tensor * node) {
+    if (node->op != GGML_OP_MUL_MAT || node->ne[1] < 2) return Cut::None;
+    const ggml_tensor * weight = node->src[0];
+    switch (weight->type) {
+        case GGML_TYPE_F32:
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16: return weight->ne[1] % 4 == 0 ? Cut::LastOutput : Cut::None;
+        case GGML_TYPE_IQ4_NL: return weight->extra ? Cut::None : Cut::Rows;  // repacked ones have kernels of their own
+        default: return Cut::None;
+    }
+}
+
+// n of a matrix's columns, from one on.
+ggml_tensor * columns(ggml_context * ctx, ggml_tensor * t, int64_t from, int64_t n) {
+    ggml_tensor * part =
+        ggml_view_4d(ctx, t, t->ne[0], n, t->ne[2], t->ne[3], t->nb[1], t->nb[2], t->nb[3], from * t->nb[1]);
+    part->buffer = t->buffer;
+    return part;
+}
+
+// A part of a product: `to` is its place in it.
+void add_product(ggml_cgraph * graph, const ggml_tensor * whole, ggml_tensor * to, ggml_tensor * a, ggml_tensor * b) {
+    to->op = whole->op;
+    to->flags = whole->flags;
+    memcpy(to->op_params, whole->op_params, sizeof to->op_params);
+    to->src[0] = a;
+    to->src[1] = b;
+    to->buffer = whole->buffer;
+    ggml_graph_add_node(graph, to);
+}
+
+void add_outputs(ggml_cgraph * graph, ggml_context * ctx, ggml_tensor * node, int64_t from, int64_t n) {
+    ggml_tensor * to = ggml_view_4d(
+        ctx, node, n, node->ne[1], node->ne[2], node->ne[3], node->nb[1], node->nb[2], node->nb[3], from * node->nb[0]);
+    add_product(graph, node, to, columns(ctx, node->src[0], from, n), node->src[1]);
+}
+}  // namespace
+
+bool repacking_breaks(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q2_K:
+        case GGML_TYPE_Q3_K:
+        case GGML_TYPE_Q4_K:
+        case GGML_TYPE_Q5_K:
+        case GGML_TYPE_Q6_K: return true;
+        default: return false;
+    }
+}
+
+ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph) {
+    const int n_nodes = ggml_graph_n_nodes(graph);
+    size_t n_parts = 0;
+    for (int i = 0; i < n_nodes; i++) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        const Cut cut = cut_of(node);
+        n_parts += cut == Cut::LastOutput ? 2 : cut == Cut::Rows ? node->ne[1] : 0;
+    }
+    if (n_parts == 0) return ggml_backend_graph_compute(backend, graph);
+    const size_t size = n_nodes + n_parts;
+    ggml_context * ctx = ggml_init(
+        {ggml_graph_overhead_custom(size, false) + 3 * n_parts * ggml_tensor_overhead(), nullptr, /*no_alloc*/ true});
+    ggml_cgraph * cut_graph = ggml_new_graph_custom(ctx, size, false);
+    for (int i = 0; i < n_nodes; i++) {
+        ggml_tensor * node = ggml_graph_node(graph, i);
+        switch (cut_of(node)) {
+            case Cut::None: ggml_graph_add_node(cut_graph, node); break;
+            case Cut::LastOutput:
+                add_outputs(cut_graph, ctx, node, 0, node->ne[0] - 1);
+                add_outputs(cut_graph, ctx, node, node->ne[0] - 1, 1);
+                break;
+            case Cut::Rows:
+                for (int64_t row = 0; row < node->ne[1]; row++) {
+                    ggml_tensor * to = columns(ctx, node, row, 1);
+                    add_product(cut_graph, node, to, node->src[0], columns(ctx, node->src[1], row, 1));
+                }
+        }
+    }
+    const ggml_status status = ggml_backend_graph_compute(backend, cut_graph);
+    ggml_free(ctx);
+    return status;
+}
+
+}  // namespace ggpipe

@@ -1,0 +1,1 @@
+"""Scripts for those who work on ggpipe: benchmarks, experiments, models to measure with."""

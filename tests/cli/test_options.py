@@ -1,0 +1,333 @@
+"""The table of options: its rows, what typer makes of them, and the settings that a command line gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from ggpipe.cli import engine_config, run, settings
+from ggpipe.cli.launching import start_ranks
+from ggpipe.cli.messages import SPELLINGS, in_flags
+from ggpipe.cli.options import COMMANDS, OPTIONS, PANELS
+from ggpipe.cli.parsing import Command, Option, Options, parse
+from ggpipe.cli.settings import (
+    BenchSettings,
+    Loading,
+    PlanSettings,
+    ProfileSettings,
+    Prompt,
+    Ranks,
+    SimulatedText,
+)
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.errors import SettingError, UsageError
+from ggpipe.launch import environment, mpirun
+
+CONFIGS = (ModelConfig, ContextConfig, SamplingConfig, SpeculationConfig, PipelineConfig, DraftConfig)
+ELSEWHERE = {  # fields that no row sets: the command line has them in another form, or finds them out
+    ModelConfig: {"path", "load_mode", "loras"},
+    ContextConfig: {"n_seq"},
+    PipelineConfig: {"shares", "auto"},
+    DraftConfig: {"model", "context", "shares"},
+}
+
+
+def options(line: str, command: str = "generate") -> Options:
+    return parse(next(c for c in COMMANDS if c.name == command), OPTIONS, line.split())
+
+
+def given(line: str) -> Options:
+    return options(f"-m m.gguf {line}")
+
+
+# The table
+
+
+@pytest.mark.parametrize("record", CONFIGS)
+def test_each_setting_has_an_option(record: type) -> None:
+    fields = {field.name for field in dataclasses.fields(record)}
+    set_by_rows = {row.field for row in OPTIONS if row.record is record}
+    assert set_by_rows | ELSEWHERE.get(record, set()) == fields
+    assert not set_by_rows & ELSEWHERE.get(record, set())
+
+
+def test_panels_stand_in_order() -> None:
+    panels = [PANELS.index(row.panel) for row in OPTIONS]
+    assert panels == sorted(panels)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_a_command_has_each_flag_once(command: Command) -> None:
+    rows = command.options(OPTIONS)
+    flags = [name.strip() for row in rows for flag in row.flags for name in flag.split("/") if name.strip()]
+    assert len(flags) == len(set(flags))
+    assert len({row.name for row in rows}) == len(rows)
+    assert command.required | set(command.defaults) <= {row.name for row in rows}
+    assert command.leave_out <= {row.name for row in OPTIONS if row.record in command.records}
+
+
+def test_a_setting_has_one_spelling() -> None:
+    for row in OPTIONS:
+        assert row.spelling == SPELLINGS[row.name], row.name
+
+
+def test_help_texts_stand_alone() -> None:
+    for row in OPTIONS:
+        assert row.help[0].isupper() or row.help.startswith(("async", "-")), row.help
+        assert row.help.endswith("."), row.help
+
+
+# What typer makes of it
+
+
+def test_defaults_are_the_records_own() -> None:
+    nothing = given("")
+    for record in (ContextConfig, PipelineConfig, SamplingConfig, SpeculationConfig, Prompt, Loading, Ranks):
+        assert nothing[record] == record()
+    config = engine_config.engine_config(nothing)
+    assert config.context == ContextConfig()
+    assert config.pipeline == PipelineConfig()
+    assert config.model == ModelConfig(path=Path("m.gguf"))
+    assert config.draft is None
+    assert engine_config.speculation_config(nothing) == SpeculationConfig()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_each_record_of_each_command_has_its_defaults(command: Command) -> None:
+    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"]}
+    arguments = [word for name in sorted(command.required) for word in needed[name]]
+    read = parse(command, OPTIONS, arguments)
+    for row in command.options(OPTIONS):
+        if row.name in {*command.required, *command.defaults} or row.record in (ModelConfig, DraftConfig):
+            continue
+        assert getattr(read[row.record], row.field) == row.default, row
+
+
+def test_a_command_has_its_own_defaults() -> None:
+    assert options("-m m", "bench")[Prompt] == Prompt(n_predict=128)
+    assert options("-m m -n 5", "bench")[Prompt].n_predict == 5
+    assert options("-m m", "bench")[SamplingConfig] == SamplingConfig(seed=1)
+
+
+def test_a_model_may_be_required_or_not() -> None:
+    with pytest.raises(typer.TyperException) as caught:
+        options("")
+    assert "--model" in caught.value.format_message()
+    with pytest.raises(UsageError, match="name a model with `model`"):
+        engine_config.model_config(options("", "plan"))
+
+
+def test_switches_and_repeated_options() -> None:
+    read = given("--no-cancel -nr --lora a --lora b --lora-scaled c:d:0.5 --override-kv x=int:1")
+    assert not read[SpeculationConfig].cancel
+    model = engine_config.model_config(read)
+    assert not model.repack
+    assert model.override_kv == ("x=int:1",)
+    assert model.loras == ((Path("a"), 1.0), (Path("b"), 1.0), (Path("c:d"), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("line", "draft"),
+    [("--draft-max 3", 3), ("--draft-n 4", 4), ("--spec-draft-n-max 5", 5), ("--draft 2 --draft-min 9", 2)],
+)
+def test_other_spellings_of_the_draft(line: str, draft: int) -> None:
+    speculation = engine_config.speculation_config(given(line))
+    assert speculation.n_draft == draft
+    assert speculation.n_min == (2 if "--draft-min" in line else 0)
+
+
+def test_a_record_in_the_place_of_another() -> None:
+    read = given("-n 5 -c 100")
+    other = read.having(Prompt(text="x"))
+    assert other[Prompt] == Prompt(text="x")
+    assert other[ContextConfig] == read[ContextConfig]
+    assert read[Prompt] == Prompt(n_predict=5)
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: given("-lm x")[Loading], "must be auto, mmap, none, mlock, mmap\\+mlock or dio, got x"),
+        (lambda: engine_config.model_config(given("--numa x")), "`numa` must be distribute, isolate or numactl, got x"),
+        (lambda: given("-fa x")[ContextConfig], "`flash_attn` must be on, off or auto, got x"),
+        (lambda: given("--mode x")[SpeculationConfig], "`mode` must be iterative, speculative or async, got x"),
+        (lambda: given("-n -2")[Prompt], "`n_predict` must be -1 .*, got -2"),
+        (lambda: given("-s -2")[SamplingConfig], "`seed` must be -1 .*, got -2"),
+        (lambda: engine_config.engine_config(given("--mode async")), "name one with `draft.model`"),
+        (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks behind the / needs a draft model"),
+        (lambda: given("-tb a"), "`threads_batch` a: give a number"),
+        (lambda: given("--lora-scaled a"), "`lora_scaled` a: write FILE:SCALE"),
+        (lambda: given("--lora-scaled a:b"), "`lora_scaled` a:b: write FILE:SCALE"),
+        (lambda: given("--mpi-layer-split 2"), "`shares` 2: shares add up to 2, more than 1"),
+        (lambda: given("")[Prompt].read(), "give one prompt"),
+        (lambda: given("-p x -f y")[Prompt].read(), "give one prompt"),
+        (lambda: given("-f nowhere")[Prompt].read(), "`file` nowhere: cannot read the prompt: No such file"),
+        (lambda: options("-m m --rounds 0", "bench")[BenchSettings], "`rounds` must be 1 or more, got 0"),
+        (lambda: options("-m m --modes async,x", "bench")[BenchSettings], "`modes` must be iterative, .*, got x"),
+        (lambda: options("-m m --layers 5-3", "profile"), "`layers` 5-3: write the first and the last layer"),
+        (lambda: options("-m m --seconds nan", "profile")[ProfileSettings], "`seconds` must be a time above 0"),
+        (lambda: options("-r 0", "plan")[PlanSettings], "`n_ranks` must be a number of ranks, 1 or more, got 0"),
+        (lambda: options("office -n 0", "simulate")[SimulatedText], "`n_predict` must be 1 or more, or -1"),
+    ],
+)
+def test_bad_values_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("4-7", (4, 8)), ("4", (4, 5)), ("0-0", (0, 1))])
+def test_layers(text: str, expected: tuple[int, int]) -> None:
+    assert settings.layers(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-", "1-", "-1", "a", "1-2-3", "3-2", "²"])
+def test_bad_layers_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write the first and the last layer"):
+        settings.layers(text)
+
+
+# The engine's settings
+
+
+def test_sequences_are_those_of_the_branches() -> None:
+    assert engine_config.engine_config(given("-np 4")).context.n_seq == 1
+    config = engine_config.engine_config(given("-np 4 -md d.gguf"))
+    assert config.draft is not None
+    assert (config.context.n_seq, config.draft.context.n_seq) == (4, 4)
+    exact = given("-np 4 -md d.gguf --exact")
+    config = engine_config.engine_config(exact)
+    assert config.draft is not None
+    assert (config.context.n_seq, config.draft.context.n_seq) == (1, 1)
+    assert engine_config.speculation_config(exact).n_parallel == 1
+    assert [in_flags(w) for w in engine_config.warnings_of(exact)] == [
+        "--exact drafts chains: -np/--parallel 1 is used"
+    ]
+    assert engine_config.warnings_of(given("-np 4 --exact")) == []
+    assert engine_config.warnings_of(given("-md d.gguf --exact")) == []
+
+
+def test_the_draft_is_loaded_as_the_target_and_keeps_its_own_positions() -> None:
+    line = (
+        "-c 99 -ctk q8_0 --exact --rope-scale 2 -t 1,2/3 --mlock -nr --numa isolate --lora a -md d.gguf -td 5 "
+        "--mpi-layer-split 0.5,0.5/1.0 --override-kv a=int:1"
+    )
+    config = engine_config.engine_config(given(line))
+    assert config.draft is not None
+    for weights in (config.model, config.draft.model):
+        assert (weights.load_mode, weights.repack, weights.numa) == ("mmap+mlock", False, "isolate")
+    assert config.model.loras == ((Path("a"), 1.0),)
+    assert (config.draft.model.loras, config.draft.model.override_kv) == ((), ())
+    assert (config.context.exact, config.context.rope_scale) == (True, 2.0)
+    assert config.draft.context == ContextConfig(n_ctx=99, cache_type_k="q8_0")
+    assert config.pipeline == PipelineConfig((0.5, 0.5), (1, 2, 3))
+    assert (config.draft.shares, config.draft.threads, config.draft.threads_batch) == ((1.0,), 5, -1)
+
+
+def test_a_split_may_be_planned() -> None:
+    pipeline = engine_config.engine_config(given("--mpi-layer-split auto")).pipeline
+    assert (pipeline.shares, pipeline.auto) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "mode"),
+    [
+        ("", "mmap"),
+        ("--no-mmap", "none"),
+        ("--no-mmap --mlock", "mlock"),
+        ("-lm dio --mlock", "dio"),
+        ("-lm mmap --no-mmap", "mmap"),
+        ("-lm none --mlock", "mlock"),
+        ("-lm auto --no-mmap", "none"),
+    ],
+)
+def test_ways_to_load(line: str, mode: str) -> None:
+    assert engine_config.model_config(given(line)).load_mode == mode
+
+
+def test_a_prompt_file_loses_its_last_newline(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"a\\tb\n\n")
+    assert Prompt(file=path).read() == "a\tb\n"
+    assert Prompt(file=path, escape=False).read() == "a\\tb\n"
+
+
+def test_a_row_names_the_value_it_refuses() -> None:
+    row = next(row for row in OPTIONS if row.name == "threads")
+    with pytest.raises(SettingError) as caught:
+        row.value("1,x")
+    assert caught.value.field == "threads"
+    assert isinstance(row, Option)
+
+
+# Ranks
+
+
+def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, Path | None]] = []
+
+    def launch(_arguments: object, n: int, hostfile: Path | None, _environment: object) -> int:
+        started.append((n, hostfile))
+        return 0
+
+    monkeypatch.setattr(mpirun, "launch", launch)
+    monkeypatch.setattr(environment, "is_rank", lambda: False)
+    one = engine_config.engine_config(given(""))
+    three = engine_config.engine_config(given("--mpi-layer-split 0.5,0.5/1 -md d.gguf"))
+    assert start_ranks(one, None) is None
+    with pytest.raises(UsageError, match="`hostfile` needs `shares`"):
+        start_ranks(one, Path("hosts"))
+    assert start_ranks(three, Path("hosts")) == 0
+    assert started == [(3, Path("hosts"))]
+    monkeypatch.setattr(environment, "is_rank", lambda: True)
+    assert start_ranks(three, None) is None
+    assert start_ranks(one, Path("hosts")) is None
+
+
+# What is loaded
+
+
+def loaded_after(arguments: list[str]) -> tuple[set[str], set[str]]:
+    """What is loaded when a command line has run: commands, and all modules."""
+    script = f"import sys; from ggpipe.cli import run; run({arguments}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    modules = set(done.stderr.split())
+    commands = {
+        name.removeprefix("ggpipe.cli.commands.") for name in modules if name.startswith("ggpipe.cli.commands.")
+    }
+    return commands, modules
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["plan", "--help"], ["plan", "--no-such"]])
+def test_help_loads_no_command(arguments: list[str]) -> None:
+    commands, modules = loaded_after(arguments)
+    assert commands == set()
+    assert not {"numpy", "msgspec", "mpi4py", "llama_cpp", "matplotlib", "rich.live", "ggpipe.runtime"} & modules
+
+
+def test_a_command_is_loaded_when_it_is_called() -> None:
+    commands, modules = loaded_after(["generate", "-m", "m"])  # a prompt is missing
+    assert commands == {"generate"}
+    assert not {"numpy", "mpi4py", "llama_cpp", "matplotlib"} & modules
+
+
+def test_a_bare_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    out, error = capsys.readouterr()
+    assert "generate" in out + error
+    assert "error" not in error

@@ -1,0 +1,250 @@
+"""`ggpipe simulate`: its output, its files and its errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.commands import TARGET, ggpipe
+from support.virtual import measured
+from test_layering import HEAVY, loaded_by
+
+from ggpipe.cli import run
+from ggpipe.cluster.profile import write
+from ggpipe.cluster.recording import BUNDLED
+from ggpipe.cluster.toml import CLUSTERS
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+SHORT = ("-n", "12", "--prompt-tokens", "8")
+MODES = ["iterative", "speculative", "async"]
+
+
+@pytest.fixture
+def simulate(capsys: pytest.CaptureFixture[str]) -> object:
+    """Run it; its stdout."""
+
+    def simulated(*arguments: object) -> str:
+        code = run(["simulate", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        return out
+
+    return simulated
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> object:
+    """Run what cannot be; its one line."""
+
+    def refused(*arguments: object) -> str:
+        code = run(["simulate", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("ggpipe: error: ")
+        return err
+
+    return refused
+
+
+def rows_of(out: str) -> dict[str, list[str]]:
+    """The table's rows by their first cells."""
+    lines = [re.split(r" {2,}", line.strip()) for line in out.split("\n\n", 1)[1].splitlines()]
+    return {name: cells for name, *cells in lines[1:]}
+
+
+def test_modes_side_by_side(simulate) -> None:  # type: ignore[no-untyped-def]
+    out = simulate("nodes4-gigabit", *SHORT, "-s", 3)
+    head, table = out.split("\n\n", 1)
+    assert head.splitlines() == [
+        "4 nodes of 16 cores and one for the draft, Gigabit Ethernet",
+        "target 70B Q4_K_M (80 layers) on 4 ranks; draft 1B Q4_K_M (16 layers) on 1 rank",
+        "prompt of 8 tokens, text of 12, agreement 70 %, calibrated",
+    ]
+    assert table.splitlines()[0].split() == MODES
+    rows = rows_of(out)
+    assert list(rows) == [
+        "t/s", "x iterative", "TTFT", "ITL mean", "ITL p99", "accepted", "per run", "cancelled runs", "occupied",
+        "wasted", "draft occupied", "sent/token",
+    ]  # fmt: skip
+    assert all(len(cells) == 3 for cells in rows.values())
+    speeds = [float(cell) for cell in rows["t/s"]]
+    assert speeds[0] < speeds[2]
+    assert rows["x iterative"][0] == "1.00"
+    assert float(rows["x iterative"][2]) == pytest.approx(speeds[2] / speeds[0], abs=0.02)
+    assert rows["accepted"][0] == rows["wasted"][0] == "-"
+    assert out == simulate("nodes4-gigabit", *SHORT, "-s", 3), "the same seed, the same table"
+    assert out != simulate("nodes4-gigabit", *SHORT, "-s", 4)
+    assert not any(line.endswith(" ") for line in out.splitlines())
+
+
+def test_one_mode(simulate) -> None:  # type: ignore[no-untyped-def]
+    rows = rows_of(simulate("nodes4-gigabit", *SHORT, "--mode", "async"))
+    assert len(rows["t/s"]) == 1
+    assert float(rows["x iterative"][0]) > 1
+    plain = rows_of(simulate("nodes4-gigabit", *SHORT, "--mode", "iterative"))
+    assert plain["x iterative"] == ["1.00"]
+    assert "accepted" not in plain
+
+
+def test_flags_reach_the_simulation(simulate) -> None:  # type: ignore[no-untyped-def]
+    usual = rows_of(simulate("nodes4-gigabit", *SHORT))
+    right = rows_of(simulate("nodes4-gigabit", *SHORT, "--acceptance", 1))
+    assert float(right["t/s"][2]) > float(usual["t/s"][2])
+    assert rows_of(simulate("nodes4-gigabit", *SHORT, "--draft", 1))["t/s"][1] != usual["t/s"][1]
+    assert rows_of(simulate("nodes4-gigabit", *SHORT, "--no-cancel"))["cancelled runs"][2] == "0"
+    assert float(rows_of(simulate("nodes4-gigabit", *SHORT, "-t", 1))["t/s"][0]) < float(usual["t/s"][0])
+    assert rows_of(simulate("nodes4-gigabit", *SHORT, "-td", 1))["draft occupied"] != usual["draft occupied"]
+    assert rows_of(simulate("nodes4-gigabit", *SHORT, "-ub", 1))["TTFT"] != usual["TTFT"]
+    stretched = rows_of(simulate("nodes4-gigabit", *SHORT, "--confidence", "overconfident", "-pa", 0.5))
+    assert stretched["t/s"] != rows_of(simulate("nodes4-gigabit", *SHORT, "-pa", 0.5))["t/s"]
+    split = simulate("nodes4-gigabit", *SHORT, "--mpi-layer-split", "0.7,0.1,0.1,0.1/1.0")
+    assert rows_of(split)["t/s"] != usual["t/s"]
+    assert "inside the head" in simulate("nodes4-gigabit", *SHORT, "--mpi-layer-split", "0.25,0.25,0.25,0.25")
+
+
+def test_shapes_from_models_and_a_recording(simulate) -> None:  # type: ignore[no-untyped-def]
+    models = ("-m", TARGET, "-md", DRAFT)
+    out = simulate("two-cores", *models, "--recording", BUNDLED, "-n", 16)
+    assert "target tales-target (8 layers) on 2 ranks; draft tales-draft (2 layers) on 1 rank" in out
+    assert re.search(r"3 recorded prompts, texts of 16 \+ 16 \+ 16 tokens, agreement \d\d %", out)
+    assert "texts of 256 + " in simulate("two-cores", *models, "--recording", BUNDLED, "--mode", "iterative")
+
+
+def test_a_profile_as_the_cluster(simulate, refuse, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    write(tmp_path / "measured.json", measured())
+    assert "describes no target model: name one with -m" in refuse(tmp_path / "measured.json")
+    out = simulate(tmp_path / "measured.json", "-m", TARGET, "-md", DRAFT, *SHORT)
+    assert out.startswith("measured\ntarget tales-target (8 layers) on 2 ranks; draft tales-draft (2 layers) inside")
+
+
+def test_without_a_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = (CLUSTERS / "nodes4-gigabit.toml").read_text()
+    own = tmp_path / "own.toml"
+    own.write_text(text.partition("[draft]")[0] + "[network]" + text.partition("[network]")[2])
+    assert run(["simulate", str(own), *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert out.split("\n\n", 1)[1].splitlines()[0].split() == ["iterative"]
+    assert err == "ggpipe: no draft model, so only iterative is simulated: name one with -md/--model-draft\n"
+    assert run(["simulate", str(own), "--mode", "async"]) == 2
+    assert "--mode async needs a draft model: name one with -md" in capsys.readouterr().err
+    assert run(["simulate", str(own), "--sweep", "draft=1..2"]) == 2
+    assert "draft=… makes no difference without draft tokens" in capsys.readouterr().err
+
+
+def test_sweep(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    written = tmp_path / "sweep.csv"
+    out = simulate("nodes4-gigabit", *SHORT, "--sweep", "draft=1..4", "--csv", written)
+    header, *rows = out.split("\n\n", 1)[1].splitlines()
+    assert header.split()[:6] == ["draft", "iterative", "t/s", "speculative", "t/s", "async"]
+    assert [row.split()[0] for row in rows] == ["1", "2", "3", "4"]
+    speeds = [float(row.split()[3]) for row in rows]
+    assert [row.endswith("best") for row in rows].index(True) == speeds.index(max(speeds))
+    assert sum(row.endswith("best") for row in rows) == 1
+    lines = list(csv.DictReader(written.open()))
+    assert [(line["draft"], line["mode"]) for line in lines] == [(str(n), mode) for n in range(1, 5) for mode in MODES]
+    assert [f"{float(line['tokens_per_s']):.2f}" for line in lines if line["mode"] == "async"] == [
+        row.split()[3] for row in rows
+    ]
+    assert {line["acceptance"] for line in lines if line["mode"] == "iterative"} == {""}
+
+
+def test_two_sweeps_in_one_mode(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    written = tmp_path / "sweep.json"
+    sweeps = ("--sweep", "pa=0.1,0.5", "--sweep", "acceptance=0.3,0.9")
+    out = simulate("nodes4-gigabit", *SHORT, *sweeps, "--mode", "async", "--json", written)
+    assert "agreement" not in out, "that is swept"
+    header, *rows = out.split("\n\n", 1)[1].splitlines()
+    assert header.split()[:3] == ["pa", "acceptance", "t/s"]
+    assert [row.split()[:2] for row in rows] == [["0.1", "0.3"], ["0.1", "0.9"], ["0.5", "0.3"], ["0.5", "0.9"]]
+    found = json.loads(written.read_text())
+    assert found["target"] == "70B Q4_K_M"
+    assert [(*line["values"].values(), line["mode"]) for line in found["results"]] == [
+        (pa, a, "async") for pa in (0.1, 0.5) for a in (0.3, 0.9)
+    ]
+    assert found["results"][1]["tokens_per_s"] > found["results"][0]["tokens_per_s"]
+
+
+def test_files_of_one_simulation(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    paths = [tmp_path / name for name in ("a.csv", "a.json", "a.svg", "trace.json")]
+    flags = [word for pair in zip(("--csv", "--json", "--plot", "--trace"), paths, strict=True) for word in pair]
+    simulate("nodes4-gigabit", *SHORT, *flags)
+    assert [line["mode"] for line in csv.DictReader(paths[0].open())] == MODES
+    found = json.loads(paths[1].read_text())
+    assert [result["mode"] for result in found["results"]] == MODES
+    assert [len(result["requests"][0]["token_times_s"]) for result in found["results"]] == [12] * 3
+    assert (found["cluster"], found["tokens"]["agreement"]) == (
+        "4 nodes of 16 cores and one for the draft, Gigabit Ethernet", 0.7,
+    )  # fmt: skip
+    assert "<svg" in paths[2].read_text()
+    trace = json.loads(paths[3].read_text())
+    assert trace["otherData"]["mode"] == "async"
+    assert {event["pid"] for event in trace["traceEvents"]} == set(range(5))
+
+
+@pytest.mark.parametrize("sweeps", [("draft=1..3",), ("draft=1..2", "pa=0.1,0.3")])
+def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    flags = [word for sweep in sweeps for word in ("--sweep", sweep)]
+    simulate("nodes4-gigabit", *SHORT, *flags, "--plot", tmp_path / "sweep.svg")
+    assert "<svg" in (tmp_path / "sweep.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nothing",), "there is no cluster file nothing; clusters that come with ggpipe are"),
+        (("office", "--mode", "fast"), "--mode must be iterative, speculative or async, got fast"),
+        (("office", "-m", "nothing.gguf"), "cannot open model file nothing.gguf"),
+        (("office", "-n", "0"), "-n/--predict must be 1 or more, or -1"),
+        (("office", "-n", "-2"), "-n/--predict must be 1 or more, or -1"),
+        (("office", "--prompt-tokens", "0"), "a prompt must have at least one token"),
+        (("office", "--acceptance", "2"), "--acceptance must be a share between 0 and 1, got 2"),
+        (("office", "--confidence", "some"), "--confidence must be calibrated, overconfident or underconfident"),
+        (("office", "--recording", "nothing.json"), "cannot read the recording nothing.json"),
+        (("office", "--recording", BUNDLED, "--acceptance", "0.5"), "leave out --recording or --acceptance"),
+        (("office", "--recording", BUNDLED, "--sweep", "acceptance=0..1"), "a recording has its own acceptance"),
+        (("office", "-c", "100"), "a context of 100 tokens cannot hold 384"),
+        (("office", "-c", "-1"), "-c/--ctx-size must be 0 (the model's own) or"),
+        (("office", "-ub", "0"), "-ub/--ubatch-size must be a number of tokens"),
+        (("office", "-t", "1,2"), "-t/--threads has 2 values for 6 ranks: give one for all, or one for each rank"),
+        (("office", "-t", "x"), "-t/--threads x: give a number"),
+        (("office", "-t", "0"), "-t/--threads must be -1"),
+        (("office", "-td", "0"), "-td/--threads-draft must be -1"),
+        (("office", "-pa", "2"), "-pa/--p-accept must be a probability from 0 to 1"),
+        (("office", "--mpi-layer-split", "0.5,0.5"), "names 2 ranks, and the cluster has 6"),
+        (("office", "--mpi-layer-split", "x"), "--mpi-layer-split x: write a share"),
+        (("office", "--mpi-layer-split", "0.9,0.025,0.025,0.025,0.001/1.0"), "would get no layer"),
+        (("nodes4-gigabit", "-c", "1000000"), "node1 has 64 GB of memory, and its ranks need"),
+        (("office", "--sweep", "draft"), "write NAME=VALUES"),
+        (("office", "--sweep", "layers=1..2"), "layers cannot be swept; names are"),
+        (("office", "--sweep", "draft=9..2"), "9..2 is empty"),
+        (("office", "--sweep", "draft=1..1000"), "are 3000 simulations, at most 2000"),
+        (("office", "--sweep", "draft=1", "--sweep", "draft=2"), "draft=… is given twice"),
+        (("office", "--sweep", "pa=0.5..2"), "-pa/--p-accept must be a probability from 0 to 1"),
+        (("office", "--sweep", "draft=1..2", "--mode", "iterative"), "makes no difference without draft tokens"),
+        (("two-cores", "--sweep", "gbit=1..2"), "gbit is that of the network between nodes"),
+        (("office", "--sweep", "draft=1", "--trace", "/tmp/x.json"), "--trace is of one simulation"),
+        (("office", "--plot", "/tmp/x.txt"), "cannot draw /tmp/x.txt"),
+        (("office", "--csv", "/nowhere/x.csv"), "there is no directory /nowhere"),
+        (("office", "--sweep", "np=1", "--sweep", "pa=0", "--sweep", "ps=0", "--plot", "/tmp/x.svg"),
+         "--plot draws sweeps of one or two names, not of 3"),
+    ],
+)  # fmt: skip
+def test_mistakes(refuse, arguments: tuple[object, ...], words: str) -> None:  # type: ignore[no-untyped-def]
+    assert words in refuse(*arguments)
+
+
+def test_as_a_command() -> None:
+    result = ggpipe("simulate", "nodes4-gigabit", *SHORT)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "x iterative" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [("nodes4-gigabit", *SHORT), ("nodes4-gigabit", "--sweep", "np=0")])
+def test_without_models_no_libllama_is_loaded(arguments: tuple[str, ...]) -> None:
+    modules, _ = loaded_by("-c", f"from ggpipe.cli import run; run({['simulate', *arguments]})")
+    assert "ggpipe.sim.sweep" in modules
+    assert not modules.intersection(HEAVY)
+    assert not [module for module in modules if module.startswith(("matplotlib", "numpy"))]

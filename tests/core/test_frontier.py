@@ -1,0 +1,169 @@
+"""How many draft tokens go into a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from ggpipe.core import frontier
+from ggpipe.core.drafters.calibration import Calibration, Pace
+from ggpipe.core.run_cost import RunCost
+
+CHAIN = [0.7**i for i in range(1, 9)]
+
+
+class Known:
+    """What is learned of a pipeline and of a drafter."""
+
+    def __init__(self) -> None:
+        self.cost, self.calibration, self.pace = RunCost(), Calibration(), Pace()
+
+    def best(self, chances: Iterable[float]) -> int:
+        return frontier.best_rows(chances, self.cost)
+
+    def usual(self, limit: int) -> int:
+        return frontier.usual_rows(limit, self.cost, self.calibration)
+
+    def beside_root(self, ready: Sequence[float], most: int) -> tuple[int, float]:
+        return frontier.rows_beside_root(ready, most, self.cost, self.calibration, self.pace)
+
+
+def learned(times: dict[int, float], rounds: int = 30) -> Known:
+    known = Known()
+    for _ in range(rounds):
+        for n, seconds in times.items():
+            known.cost.ended(n, seconds)
+    return known
+
+
+def test_where_arithmetic_is_the_limit_runs_are_short() -> None:
+    known = learned({n: 0.02 * n for n in range(1, 9)})
+    assert known.best(CHAIN) == 1
+    assert known.usual(8) == 1
+
+
+def test_where_memory_is_the_limit_runs_are_long() -> None:
+    known = learned({n: 0.02 * (1 + 0.05 * (n - 1)) for n in range(1, 9)})
+    assert known.best(CHAIN) >= 5
+    assert known.usual(8) >= 5
+
+
+def test_lengths_that_are_not_tried_are_tried() -> None:
+    """Draft tokens that are nearly sure: each length is expected to be cheap until it is measured."""
+    known = Known()
+    tried = set()
+    for _ in range(60):
+        known.cost.ended(1, 0.02)  # a root
+        n = known.best([0.99**i for i in range(1, 9)])
+        tried.add(n)
+        known.cost.ended(n, 0.02 * n)
+    assert tried >= set(range(2, 9))
+    assert known.best(CHAIN) == 1
+
+
+def test_cheap_rows_are_expected_to_stay_cheap() -> None:
+    """A run of two rows that took hardly longer than one row predicts longer runs; a dear one predicts nothing."""
+    cheap, dear = learned({1: 0.02, 2: 0.0204}, 1), learned({1: 0.02, 2: 0.04}, 1)
+    assert cheap.best(CHAIN) >= 6
+    assert dear.best(CHAIN) < 3
+
+
+def test_an_outlier_is_forgotten() -> None:
+    known = learned({1: 0.02, 2: 0.5})
+    for _ in range(400):
+        known.cost.ended(1, 0.02)
+    assert known.best([0.9, 0.81]) == 2
+
+
+def test_a_drafter_that_is_overconfident() -> None:
+    calibration = Calibration()
+    for i in range(400):
+        calibration.judged(0.9, right=i % 3 == 0)
+    assert calibration.chance(0.9) == pytest.approx(1 / 3, abs=0.1)
+    assert calibration.chance(0.0) == 0.0
+
+
+def test_nothing_to_choose_from() -> None:
+    assert Known().best([]) == 1
+
+
+def timed(row_s: float, n_stages: int = 2, first_s: float = 0.05, next_s: float = 0.05) -> Known:
+    """A run takes a second in each stage, and `row_s` more for each row; half of all draft tokens are right."""
+    known = Known()
+    for n in range(1, 5):
+        for _ in range(50):
+            known.cost.ended(n, 1 + row_s * (n - 1), (1 + row_s * (n - 1)) * n_stages)
+    for i in range(400):
+        known.calibration.judged(0.5, i % 2 == 0)
+    known.pace.noted(True, first_s)
+    known.pace.noted(False, next_s)
+    return known
+
+
+def test_a_row_more_is_dearer_where_a_run_passes_many_stages() -> None:
+    few, many = timed(0.2, 1), timed(0.2, 32)
+    assert few.usual(4) > many.usual(4) == 1
+
+
+def test_draft_tokens_go_with_a_root_where_rows_and_waiting_are_cheap() -> None:
+    assert timed(0.01).beside_root((), 3)[0] == 3
+    assert timed(0.01, n_stages=32).beside_root((), 3)[0] < 3, "each row makes 32 stages slower"
+    assert timed(0.9).beside_root((), 3) == (0, 0.0), "a row costs nearly a run"
+    assert timed(0.01, first_s=2.0).beside_root((), 3) == (0, 0.0), "the draft is slow"
+
+
+def test_a_root_waits_only_for_draft_tokens_that_are_still_to_come() -> None:
+    known = timed(0.01)
+    n, wait_s = known.beside_root((), 3)
+    assert n == 3
+    assert wait_s == pytest.approx(0.15)
+    n, wait_s = known.beside_root((0.5, 0.25), 3)
+    assert n == 3
+    assert wait_s == pytest.approx(0.05)
+    assert known.beside_root((0.5, 0.25), 2) == (2, 0.0)
+    assert timed(0.01, next_s=9.0, first_s=9.0).beside_root((0.5,), 3) == (1, 0.0)
+
+
+def test_an_improbable_draft_token_does_not_go_with_the_root() -> None:
+    assert timed(0.1).beside_root((0.01,), 1) == (0, 0.0)
+
+
+def test_the_root_goes_alone_before_the_draft_was_timed() -> None:
+    known = Known()
+    assert known.beside_root((0.9,), 4) == (0, 0.0)
+    assert known.cost.seconds(3) == 0
+
+
+def test_the_reach_follows_the_agreement() -> None:
+    def reach(agreement: float) -> int:
+        calibration = Calibration()
+        for i in range(2000):
+            calibration.judged(0.5, (i * agreement) % 1 < agreement)
+        return calibration.reach
+
+    reaches = [reach(agreement) for agreement in (0.0, 0.3, 0.7, 0.95, 1.0)]
+    assert reaches[0] == 2
+    assert reaches == sorted(reaches)
+    assert 10 < reaches[2] < 30, "0.7 to the power of 17 is 1 / 500"
+    assert reaches[-1] > 500
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.5, 1.0])
+def test_a_limit_out_of_reach_costs_nothing(agreement: float) -> None:
+    """`n_draft` may be any number: counting up to it would take hours."""
+    known = timed(0.0)
+    for i in range(2000):
+        known.calibration.judged(0.5, (i * agreement) % 1 < agreement)
+    reach = known.calibration.reach
+    assert known.usual(2**31) == known.usual(reach)
+    assert known.beside_root((0.9,) * 3, 2**31) == known.beside_root((0.9,) * 3, max(reach, 3))
+
+
+def test_draft_tokens_that_are_there_may_go_with_the_root_beyond_the_reach() -> None:
+    """Branches side by side are more than a chain is deep."""
+    known = timed(0.0)
+    for _ in range(200):
+        known.calibration.judged(0.5, False)
+    assert known.calibration.reach == 2
+    assert known.beside_root((0.3,) * 6, 8)[0] == 6

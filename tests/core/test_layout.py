@@ -1,0 +1,236 @@
+"""Shares of layers: what may be written, and which whole layers come of it."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggpipe.core.layout import Layout, lay_out, parse_shares, shares_text
+from ggpipe.errors import LaunchError, UsageError
+
+
+def counts(layout: Layout) -> list[int]:
+    return [b - a for a, b in layout.layers]
+
+
+# Parsing
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "draft"),
+    [
+        ("1", (1.0,), ()),
+        ("0.2,0.4,0.4", (0.2, 0.4, 0.4), ()),
+        ("0.1,0.2", (0.1, 0.2), ()),
+        ("0,0.5,0.5", (0.0, 0.5, 0.5), ()),
+        ("0.1,0.2,0.7", (0.1, 0.2, 0.7), ()),  # adds up to a little more than 1 in floating point
+        ("0.1,0.4,0.5/1.0", (0.1, 0.4, 0.5), (1.0,)),
+        ("0.5,0.5/0,1", (0.5, 0.5), (0.0, 1.0)),
+    ],
+)
+def test_shares_are_read(text: str, target: tuple[float, ...], draft: tuple[float, ...]) -> None:
+    assert parse_shares(text) == (target, draft)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0.5,0.5/", "give shares for the draft ranks behind the /, or leave it out"),
+        ("", "write a share for each rank, as in 0.2,0.4,0.4"),
+        ("half,half", "write a share for each rank, as in 0.2,0.4,0.4"),
+        ("0.5,,0.5", "write a share for each rank, as in 0.2,0.4,0.4"),
+        ("/0.5", "write a share for each rank, as in 0.2,0.4,0.4"),
+        ("0.5/0.5/0.5", "write a share for each rank, as in 0.2,0.4,0.4"),
+        ("0.5,-0.1", "a share is a number between 0 and 1"),
+        ("nan", "a share is a number between 0 and 1"),
+        ("0.5,inf", "a share is a number between 0 and 1"),
+        ("0.5,0,0.5", "only the first rank (the head) may have a share of 0"),
+        ("0.5,0.6", "shares add up to 1.1, more than 1"),
+        ("0.5/0.5,0.6", "shares add up to 1.1, more than 1"),
+        ("0", "no rank has a share"),
+        ("0.5,0.5/0", "no rank has a share"),
+    ],
+)
+def test_wrong_shares_end_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_shares(text)
+    assert str(caught.value) == f"`shares` {text}: {message}"
+    assert caught.value.exit_code == 2
+
+
+@given(st.text(max_size=20) | st.text("0123456789.,/-e ", max_size=20))
+def test_any_text_is_shares_or_a_usage_error(text: str) -> None:
+    try:
+        target, draft = parse_shares(text)
+    except UsageError:
+        return
+    for shares in filter(None, (target, draft)):
+        assert 0 < sum(shares) <= 1 + 1e-5
+        assert all(math.isfinite(share) and share >= 0 for share in shares)
+    assert target
+
+
+# Laying out
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "shares", "expected"),
+    [
+        (10, (1.0,), [10]),
+        (10, (0.2, 0.4, 0.4), [2, 4, 4]),
+        (32, (0.1, 0.4, 0.5), [4, 12, 16]),  # 3.2, 12.8, 16: the layer left over is the head's
+        (10, (0.1, 0.2, 0.7), [1, 2, 7]),
+        (10, (0.35, 0.35, 0.3), [4, 3, 3]),
+        (10, (0.1, 0.3), [7, 3]),  # what nobody named is left over, too
+        (100, (0.42, 0.29, 0.29), [42, 29, 29]),  # 0.29 * 100 is below 29 in floating point
+        (8, (0.25, 0.375, 0.375), [2, 3, 3]),
+        (3, (0.1, 0.34, 0.34), [1, 1, 1]),  # a head whose share is less than a layer lives on what is left over
+    ],
+)
+def test_leftovers_go_to_the_head(n_layer: int, shares: tuple[float, ...], expected: list[int]) -> None:
+    assert counts(lay_out(n_layer, len(shares), shares)) == expected
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "shares", "expected"),
+    [
+        (10, (0.0, 0.5, 0.5), [0, 5, 5]),
+        (10, (0.0, 0.34, 0.66), [0, 3, 7]),  # 3.4 and 6.6: the second lost more
+        (10, (0.0, 0.36, 0.64), [0, 4, 6]),  # 3.6 and 6.4: the first did
+        (7, (0.0, 0.5, 0.5), [0, 4, 3]),
+        (10, (0.0, 0.2, 0.2), [0, 5, 5]),  # 6 layers left over for two ranks
+        (1, (0.0, 1.0), [0, 1]),
+    ],
+)
+def test_a_head_of_share_0_only_coordinates(n_layer: int, shares: tuple[float, ...], expected: list[int]) -> None:
+    layout = lay_out(n_layer, len(shares), shares)
+    assert counts(layout) == expected
+    assert layout.layers[0] == (0, 0)
+    assert layout.stage_ranks == tuple(range(1, len(shares)))
+
+
+def test_without_shares_layers_are_spread_evenly_the_longer_ranges_first() -> None:
+    assert counts(lay_out(10, 3, None)) == [4, 3, 3]
+    assert counts(lay_out(8, 4, None)) == [2, 2, 2, 2]
+    assert counts(lay_out(5, 1, None)) == [5]
+
+
+def test_shares_and_ranks_must_agree_in_number() -> None:
+    with pytest.raises(LaunchError) as caught:
+        lay_out(10, 4, (0.5, 0.5))
+    assert str(caught.value) == ("`shares` names 2 ranks, but 4 were started: use mpirun -n 2, or give 4 shares")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "n_ranks", "shares", "empty"),
+    [
+        (2, 3, None, 2),
+        (10, 3, (0.5, 0.05, 0.4), 1),
+        (10, 2, (0.95, 0.05), 1),
+        (1, 3, (0.0, 0.5, 0.5), 2),
+    ],
+)
+def test_no_rank_is_left_without_a_layer(
+    n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, empty: int
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        lay_out(n_layer, n_ranks, shares)
+    assert str(caught.value) == (
+        f"rank {empty} would get no layer: the model has {n_layer} layers for {n_ranks} ranks; "
+        "give it a larger share, or use fewer ranks"
+    )
+    assert caught.value.exit_code == 2
+
+
+def test_the_next_stage() -> None:
+    layout = lay_out(6, 3, (0.0, 0.5, 0.5))
+    assert [layout.next_of(rank) for rank in range(3)] == [1, 2, None]
+    assert lay_out(6, 1, None).next_of(0) is None
+
+
+@st.composite
+def valid_shares(draw: st.DrawFn) -> tuple[float, ...]:
+    """As a user writes them: a few decimals, the head perhaps without a share, together at most 1."""
+    parts = draw(st.lists(st.integers(1, 50), min_size=1, max_size=8))
+    if len(parts) > 1 and draw(st.booleans()):
+        parts[0] = 0
+    whole = sum(parts) + draw(st.integers(0, 20))
+    digits = draw(st.sampled_from([2, 3, 17]))
+    text = ",".join(f"{max(math.floor(n / whole * 10**digits) / 10**digits, n and 0.01):.17g}" for n in parts)
+    try:
+        return parse_shares(text)[0]
+    except UsageError:
+        return (1.0,)
+
+
+@given(st.integers(1, 130), st.data())
+def test_ranges_are_contiguous_and_cover_all_layers(n_layer: int, data: st.DataObject) -> None:
+    shares = data.draw(st.none() | valid_shares())
+    n_ranks = len(shares) if shares is not None else data.draw(st.integers(1, 8))
+    try:
+        layout = lay_out(n_layer, n_ranks, shares)
+    except LaunchError:
+        too_small = n_layer < n_ranks if shares is None else min(filter(None, shares)) * n_layer < 1
+        assert too_small, "refused though every rank's share is a layer or more"
+        return
+    assert len(layout.layers) == n_ranks
+    borders = [0, *(b for _, b in layout.layers)]
+    assert [a for a, _ in layout.layers] == borders[:-1]
+    assert borders[-1] == n_layer
+    got = counts(layout)
+    coordinates_only = shares is not None and shares[0] == 0
+    assert all(n > 0 for n in got[coordinates_only:])
+    assert (got[0] == 0) == coordinates_only
+    assert layout.stage_ranks == tuple(range(int(coordinates_only), n_ranks))
+    if shares is None:
+        assert max(got) - min(got) <= 1
+        assert got == sorted(got, reverse=True)
+    elif not coordinates_only:
+        for share, n in zip(shares[1:], got[1:], strict=True):
+            assert n <= share * n_layer + 1e-3
+            assert n > share * n_layer - 1
+        assert got[0] > shares[0] * n_layer - 1
+
+
+# Writing
+
+
+def layout_of(counts: list[int], head: int = 0) -> Layout:
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    return Layout.of_ranks([(a, a + n) for a, n in zip(starts, counts, strict=True)], head)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ([8], "1.0"),
+        ([4, 4], "0.5,0.5"),
+        ([3, 5], "0.3,0.7"),
+        ([20, 20, 20, 20], "0.25,0.25,0.25,0.25"),
+        ([0, 4, 4], "0,0.5,0.5"),
+        ([0, 8], "0,1.0"),
+    ],
+)
+def test_shares_are_written_short(layers: list[int], text: str) -> None:
+    assert shares_text(layout_of(layers)) == text
+
+
+@given(st.integers(0, 9), st.lists(st.integers(1, 9), max_size=40), st.lists(st.integers(1, 5), max_size=3))
+def test_what_is_written_gives_the_same_layers(first: int, others: list[int], draft: list[int]) -> None:
+    if first + len(others) == 0:
+        return
+    layout = layout_of([first, *others])
+    draft_layout = layout_of(draft, len(layout.layers)) if draft else None
+    shares, draft_shares = parse_shares(shares_text(layout, draft_layout))
+    assert lay_out(first + sum(others), len(layout.layers), shares) == layout
+    if draft_layout is not None:
+        assert lay_out(sum(draft), len(draft), draft_shares, draft_layout.head) == draft_layout
+    else:
+        assert draft_shares == ()
+
+
+def test_what_no_shares_give() -> None:
+    with pytest.raises(ValueError, match="no shares give"):
+        shares_text(layout_of([3, 0, 3]))

@@ -1,0 +1,355 @@
+"""The scheduler, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.fakes import END
+from support.heads import Head, opened
+
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.draft_messages import ROOT, Accepted, Expansion, MicroBatch
+from ggpipe.core.events import Drafted, RunEnded
+from ggpipe.core.messages import KvKind, KvOp, RunResult
+from ggpipe.core.request import Finish, Request
+
+
+def speculating(number: int = 1, **settings: Any) -> Request:
+    return Request(
+        id=number,
+        prompt=(number * 100, 2, 3),
+        n_predict=8,
+        speculation=SpeculationConfig(**settings),
+        ends=frozenset({END}),
+    )
+
+
+def right(head: Head, n: int, request: int = 1) -> list[int]:
+    """The next `n` tokens of the text."""
+    seen = head.seen[request]
+    return head.model.text(request, seen.tokens, n, 999)[0]
+
+
+def draft_token(head: Head, parent: int, first: int, *tokens: int, prob: float = 0.9, complete: bool = False) -> None:
+    """Draft tokens beside each other, named at the head's own epoch."""
+    candidates = tuple((token, prob / (i + 1)) for i, token in enumerate(tokens))
+    expansions = (Expansion(parent, first, len(tokens), candidates),) if tokens else ()
+    head.handle(Drafted(MicroBatch(request=1, epoch=len(head.seen[1].text), expansions=expansions, complete=complete)))
+
+
+def come_back(head: Head) -> None:
+    """The oldest run comes back, and tokens are drawn from it as far as it goes."""
+    run = next(iter(head.pipeline.in_flight))
+    while run in head.pipeline.in_flight:
+        _, move = head.pipeline.moves("", head._hear_result)[-1]
+        move()
+    while head.to_sample:
+        head._sample()
+
+
+def tokens_in_flight(head: Head) -> list[list[int]]:
+    return [[row.token for row in run.rows] for run in head.pipeline.live]
+
+
+def test_chunks_follow_each_other_without_waiting() -> None:
+    head = opened(n_in_flight=3)
+    head.arrive(Request(id=1, prompt=tuple(range(1, 18)), n_predict=1))
+    assert [len(run.rows) for run in head.pipeline.live] == [4, 4, 4]
+    come_back(head)
+    assert len(head.pipeline.live) == 3
+
+
+def test_a_draft_token_that_is_right_is_not_evaluated_again() -> None:
+    head = opened()
+    head.arrive(speculating())
+    a, b = right(head, 2)
+    draft_token(head, ROOT, 1, a)
+    come_back(head)  # the prompt
+    assert head.seen[1].text == [a]
+    assert tokens_in_flight(head) == [[a]]
+    draft_token(head, 1, 2, b)
+    assert tokens_in_flight(head) == [[a], [b]]
+    come_back(head)
+    assert head.seen[1].text == [a, b]
+    assert tokens_in_flight(head) == [[b]]
+
+
+def test_a_draft_token_that_waited_goes_in_when_it_turns_out_right() -> None:
+    head = opened(n_in_flight=1)
+    head.arrive(speculating())
+    a, b = right(head, 2)
+    draft_token(head, ROOT, 1, a)
+    draft_token(head, 1, 2, b)
+    assert len(head.pipeline.live) == 1, "the prompt fills the pipeline"
+    come_back(head)
+    assert tokens_in_flight(head) == [[a]]
+    assert head.scheduler.counters(1).submitted_tokens == 0
+    assert head.seen[1].n_drafted == 0
+
+
+def test_one_run_may_confirm_many_tokens() -> None:
+    head = opened(n_in_flight=2)
+    head.arrive(speculating())
+    a, b, c = right(head, 3)
+    candidates = tuple(Expansion(i, i + 1, 1, ((token, 0.9),)) for i, token in enumerate((a, b)))
+    head.handle(Drafted(MicroBatch(request=1, epoch=0, expansions=candidates, complete=False)))
+    come_back(head)
+    assert tokens_in_flight(head) == [[a, b]]
+    come_back(head)
+    assert head.seen[1].text == [a, b, c]
+    assert tokens_in_flight(head) == [[c]]
+    told = [message.tokens for message in head.draft.steering if isinstance(message, Accepted)] if head.draft else []
+    assert told == [(a,), (b, c)], "tokens that come together are told together"
+
+
+def test_the_root_does_not_wait_for_wrong_draft_tokens() -> None:
+    head = opened(n_in_flight=2)
+    head.arrive(speculating(cancel=False))
+    draft_token(head, ROOT, 1, 998)
+    draft_token(head, 1, 2, 997)
+    come_back(head)
+    (a,) = head.seen[1].text
+    assert tokens_in_flight(head) == [[998], [a]]
+    assert not head.pipeline.cancelled
+
+
+def settled(**limits: int) -> Head:
+    """Runs take a second in each of two stages, however long, and the draft ten milliseconds a token; nothing is in
+    flight but the root."""
+    head = opened(**limits)
+    head.arrive(speculating(n_draft=4))
+    come_back(head)
+    pace = head.scheduler._states[1].drafters[0].pace
+    for n in range(1, 6):
+        head.scheduler.cost.ended(n, 1.0, 2.0)
+    pace.noted(True, 0.01)
+    pace.noted(False, 0.01)
+    head.now += 10
+    return head
+
+
+def test_a_fresh_root_waits_for_draft_tokens_where_that_pays() -> None:
+    head = settled()
+    (fresh,) = right(head, 1)
+    come_back(head)
+    assert tokens_in_flight(head) == []
+    assert head.scheduler.wake_at is not None
+    assert head.now < head.scheduler.wake_at < head.now + 0.1
+    sent: list[int] = []
+    while not tokens_in_flight(head):
+        sent.append(500 + len(sent))
+        draft_token(head, len(sent) - 1, len(sent), sent[-1])
+    assert len(sent) > 1
+    assert tokens_in_flight(head) == [[fresh, *sent]]
+    assert head.scheduler.wake_at is None
+
+
+def test_a_fresh_root_does_not_wait_for_a_draft_that_is_late() -> None:
+    head = settled()
+    (fresh,) = right(head, 1)
+    come_back(head)
+    draft_token(head, ROOT, 1, 500)
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh, 500]]
+
+
+def test_a_fresh_root_does_not_wait_for_a_draft_that_has_nothing() -> None:
+    head = settled()
+    (fresh,) = right(head, 1)
+    come_back(head)
+    draft_token(head, ROOT, 1, complete=True)
+    assert tokens_in_flight(head) == [[fresh]]
+
+
+def test_draft_tokens_wait_until_a_stage_is_about_to_be_free() -> None:
+    head = settled(n_in_flight=4)
+    (fresh,) = right(head, 1)
+    come_back(head)
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh]]
+    draft_token(head, ROOT, 1, 500)
+    draft_token(head, 1, 2, 501)
+    assert tokens_in_flight(head) == [[fresh]]
+    assert head.scheduler.wake_at is not None
+    assert head.now + 0.5 < head.scheduler.wake_at < head.now + 1
+    head._tick()
+    assert tokens_in_flight(head) == [[fresh], [500, 501]]
+
+
+def test_wrong_draft_tokens_are_cancelled_in_one_message() -> None:
+    head = opened(n_in_flight=4)
+    head.arrive(speculating())
+    for i in range(3):
+        draft_token(head, i, i + 1, 990 + i)
+    come_back(head)
+    assert list(head.pipeline.stages[0].cancels) == [(2, 3, 4)]
+    counters = head.scheduler.counters(1)
+    assert (counters.cancelled_runs, counters.cancelled_tokens) == (3, 3)
+
+
+def test_draft_tokens_are_counted_by_how_far_ahead_they_were() -> None:
+    head = opened(n_in_flight=4)
+    head.arrive(speculating())
+    a, b = right(head, 2)
+    draft_token(head, ROOT, 1, a)
+    draft_token(head, 1, 2, b)
+    draft_token(head, 2, 3, 998)
+    counters = head.scheduler.counters(1)
+    assert counters.by_lead == {1: [1, 0], 2: [1, 0], 3: [1, 0]}
+    come_back(head)  # the prompt: a is right
+    assert counters.by_lead == {1: [1, 1], 2: [1, 0], 3: [1, 0]}
+    draft_token(head, 3, 4, 997)
+    assert counters.by_lead[3] == [2, 0], "one ahead fewer, now that a is text"
+    come_back(head)
+    come_back(head)
+    assert counters.by_lead == {1: [1, 1], 2: [1, 1], 3: [2, 0]}
+    assert counters.rejected_rows == {4: 1, 5: 1}
+
+
+def test_a_dead_run_is_computed_for_a_live_one_that_hangs_on_it() -> None:
+    """Its third run has a row on a branch that died, and could not be computed without the second."""
+    head = opened(n_in_flight=4, n_seq=4)
+    head.arrive(speculating())
+    (a,) = right(head, 1)
+    draft_token(head, ROOT, 1, 998)
+    expansions = Expansion(ROOT, 2, 1, ((a, 0.5),)), Expansion(1, 3, 1, ((997, 0.5),))
+    head.handle(Drafted(MicroBatch(request=1, epoch=0, expansions=expansions, complete=False)))
+    assert tokens_in_flight(head)[1:] == [[998], [a, 997]]
+    come_back(head)
+    assert not head.pipeline.cancelled
+    come_back(head)
+    come_back(head)
+    assert head.seen[1].n_drafted == 1
+
+
+def test_without_continuous_draft_tokens_wait_for_each_other() -> None:
+    head = opened(n_in_flight=4)
+    head.arrive(speculating(continuous=False))
+    draft_token(head, ROOT, 1, 998)
+    draft_token(head, 1, 2, 997)
+    assert tokens_in_flight(head)[1:] == [[998]]
+
+
+def test_synchronous_speculation_waits_for_the_draft() -> None:
+    head = opened(n_in_flight=4)
+    head.arrive(speculating(mode="speculative"))
+    come_back(head)
+    assert not head.pipeline.live, "drafting"
+    a, b, c = (*head.seen[1].text, *right(head, 2))
+    draft_token(head, ROOT, 1, b)
+    assert not head.pipeline.live
+    draft_token(head, 1, 2, c, complete=True)
+    assert tokens_in_flight(head) == [[a, b, c]]
+
+
+def test_nothing_is_submitted_that_the_text_has_no_room_for() -> None:
+    head = opened(n_in_flight=4)
+    head.arrive(replace(speculating(), n_predict=2))
+    draft_token(head, ROOT, 1, 11)
+    draft_token(head, 1, 2, 12)
+    assert tokens_in_flight(head)[1:] == [[11]], "the last token is drawn from the row before it"
+
+
+def test_deeper_rows_want_more_logits() -> None:
+    head = opened()
+    head.arrive(replace(speculating(), want_grows=True))
+    head.handle(
+        Drafted(
+            MicroBatch(
+                request=1,
+                epoch=0,
+                expansions=tuple(Expansion(i, i + 1, 1, ((20 + i, 0.9),)) for i in range(3)),
+                complete=False,
+            )
+        )
+    )
+    run = head.pipeline.live[-1]
+    assert [run.wants[row.want].n for row in run.rows] == [4, 5, 6]
+
+
+def test_operations_that_no_run_could_carry_go_alone() -> None:
+    head = opened()
+    first, second = (Request(id=i, prompt=(i, 2, 3), n_predict=1) for i in (1, 2))
+    head.arrive(first)
+    head.arrive(second)
+    come_back(head)
+    clear = (KvOp(KvKind.RM, 0),)
+    assert head.seen[2].runs[0].ops == clear, "the next request's run takes them along"
+    come_back(head)
+    (marker,) = head.pipeline.in_flight.values()
+    assert (marker.rows, marker.ops) == ((), clear)
+    head.draft = None
+    head.drain()
+    head.check_end()
+
+
+def test_a_stop_cancels_all_that_is_in_flight_and_waits_for_it() -> None:
+    head = opened(n_in_flight=3)
+    head.arrive(Request(id=1, prompt=tuple(range(1, 30)), n_predict=5))
+    head.stop(1)
+    assert len(head.pipeline.cancelled) == 3
+    assert head.seen[1].finish is None
+    head.drain()
+    assert head.seen[1].finish is Finish.STOPPED
+    assert not head.seen[1].text
+
+
+def test_a_waiting_request_is_stopped_at_once() -> None:
+    head = opened()
+    for i in (1, 2, 3):
+        head.arrive(Request(id=i, prompt=(i, 2, 3), n_predict=2))
+    head.stop(2)
+    assert head.seen[2].finish is Finish.STOPPED
+    assert not head.pipeline.cancelled
+    head.drain()
+    assert [head.seen[i].finish for i in (1, 3)] == [Finish.LENGTH] * 2
+    assert not head.seen[2].runs
+
+
+def test_a_token_drawn_for_a_stopped_request_is_dropped() -> None:
+    head = opened()
+    head.arrive(Request(id=1, prompt=(1, 2, 3), n_predict=5))
+    while not head.to_sample:
+        head.moves()[-1][1]()
+    head.stop(1)
+    assert head.seen[1].finish is Finish.STOPPED
+    head._sample()
+    assert not head.pipeline.live
+    assert not head.seen[1].text
+
+
+def test_nothing_to_predict_still_reads_the_prompt() -> None:
+    head = opened()
+    head.arrive(Request(id=1, prompt=tuple(range(1, 11)), n_predict=0))
+    head.drain()
+    assert head.seen[1].finish is Finish.LENGTH
+    assert [len(run.rows) for run in head.seen[1].runs] == [4, 4, 2]
+
+
+def test_two_requests_share_the_pipeline() -> None:
+    head = opened(n_requests=2, n_in_flight=2)
+    head.arrive(Request(id=1, prompt=(1, 2), n_predict=6))
+    head.arrive(Request(id=2, prompt=(3, 4), n_predict=6))
+    assert [run.rows[0].request for run in head.pipeline.live] == [1, 2]
+    head.arrive(Request(id=3, prompt=(5, 6), n_predict=6))
+    assert not head.seen[3].runs
+    head.drain()
+    assert all(seen.finish is Finish.LENGTH for seen in head.seen.values())
+
+
+@pytest.mark.parametrize("n", [0, 64, 65])
+def test_a_prompt_that_does_not_fit_is_a_bug_of_the_caller(n: int) -> None:
+    with pytest.raises(ValueError, match=f"a prompt of {n} tokens in 64 cells"):
+        opened().arrive(Request(id=1, prompt=tuple(range(n)), n_predict=1))
+
+
+def test_a_run_ends_once() -> None:
+    head = opened()
+    head.arrive(Request(id=1, prompt=(1, 2, 3), n_predict=1))
+    with pytest.raises(ValueError, match="run 99 is not in flight"):
+        head.scheduler.handle(RunEnded(RunResult(99)), 0.0)
+    head.drain()
+    with pytest.raises(ValueError, match="run 1 is not in flight"):
+        head.scheduler.handle(RunEnded(RunResult(1)), 0.0)

@@ -1,0 +1,74 @@
+"""Prompts: the scheduler's chunks are libllama's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import llama_cpp
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.heads import cut_as_libllama, opened
+from support.zoo import ggml_base, make, quiet
+
+from ggpipe.core.messages import Row
+from ggpipe.core.request import Request
+from ggpipe.core.request_state import cut_prompt
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
+@example(0, 1, 1)
+@example(2049, 2048, 512)
+def test_chunk_borders_are_libllamas(n_tokens: int, n_batch: int, n_ubatch: int) -> None:
+    prompt = tuple(range(n_tokens))
+    chunks = cut_prompt(prompt, n_batch, n_ubatch)
+    assert [len(chunk) for chunk in chunks] == cut_as_libllama(n_tokens, n_batch, n_ubatch)
+    assert sum(chunks, ()) == prompt
+
+
+@pytest.mark.parametrize(("n_tokens", "n_batch", "n_ubatch"), [(70, 32, 12), (70, 64, 64), (33, 512, 16), (20, 8, 16)])
+def test_libllama_cuts_there_itself(n_tokens: int, n_batch: int, n_ubatch: int, tmp_path: Path) -> None:
+    """Seen from inside: how many rows enter the first layer, each time."""
+    quiet()
+    path = make("llama-tied", tmp_path / "model.gguf")
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
+    assert model is not None
+    seen: list[int] = []
+
+    @llama_cpp.ggml_backend_sched_eval_callback  # type: ignore[untyped-decorator]
+    def watch(tensor: int, ask: bool, _data: object) -> bool:
+        if ask and ggml_base().ggml_get_name(tensor) == b"attn_norm-0":
+            seen.append(ggml_base().ggml_nrows(tensor))
+        return not ask
+
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = 256, n_batch, n_ubatch
+    params.n_threads = params.n_threads_batch = 1
+    params.kv_unified = True
+    params.cb_eval = watch
+    context = llama_cpp.llama_init_from_model(model, params)
+    assert context is not None
+    seen.clear()  # the context was warmed up
+    for start in range(0, n_tokens, n_batch):
+        tokens = range(5 + start, 5 + min(start + n_batch, n_tokens))
+        array = (ctypes.c_int32 * len(tokens))(*tokens)
+        assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens))) == 0
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    assert seen == [len(chunk) for chunk in cut_prompt(tuple(range(n_tokens)), n_batch, n_ubatch)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 39), st.integers(1, 12), st.integers(1, 12))
+def test_chunks_do_not_depend_on_what_is_in_flight(n: int, n_batch: int, n_ubatch: int) -> None:
+    def rows(n_in_flight: int) -> list[tuple[Row, ...]]:
+        head = opened(n_batch=n_batch, n_ubatch=n_ubatch, n_in_flight=n_in_flight)
+        head.arrive(Request(id=1, prompt=tuple(range(1, n + 1)), n_predict=3))
+        head.drain()
+        head.check_end()
+        return [run.rows for run in head.seen[1].runs]
+
+    assert rows(1) == rows(2) == rows(5)

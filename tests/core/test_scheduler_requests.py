@@ -1,0 +1,202 @@
+"""The scheduler against fake pipelines and drafts whose messages take as long as hypothesis likes."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import random
+from dataclasses import dataclass, replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fake_drafts import Adversary, FakeDraftModel, RealDraft
+from support.fakes import END, FakeModel
+from support.heads import Head
+
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.request import Limits, Request
+
+N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    limits: Limits
+    draft_limits: Limits
+    n_stages: int
+    n_draft_stages: int
+    model: FakeModel
+    agreement: float
+    adversary: bool
+    requests: list[Request]
+    stops: dict[int, int]
+    """Request -> moves until it is stopped."""
+    pace: dict[str, int]
+    """How much more often than others some things happen."""
+    seed: int
+
+    def open(self) -> Head:
+        draft: RealDraft | Adversary | None = Adversary(self.model, self.agreement, self.seed)
+        if not self.adversary:
+            draft_model = FakeDraftModel(self.model, self.agreement)
+            draft = RealDraft(self.draft_limits, self.n_draft_stages, draft_model)
+        return Head(self.limits, self.n_stages, self.model, draft)
+
+
+SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)]).flatmap(
+    lambda sizes: speculations(*sizes)
+)
+
+
+def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfig]:
+    return st.builds(
+        SpeculationConfig,
+        mode=st.sampled_from(["async", "async", "speculative", "iterative"]),
+        n_draft=st.just(n_draft),
+        n_draft_rows=st.none() | st.integers(1, 4),
+        n_min=st.just(n_min),
+        p_accept=st.sampled_from([0.0, 0.0, 0.3, 0.8]),
+        p_split=st.sampled_from([0.01, 0.1, 0.5]),
+        p_recovery=st.sampled_from([0.0, 0.2]),
+        p_decay=st.sampled_from([0.0, 0.05, 0.3]),
+        n_parallel=st.integers(1, 4),
+        cancel=st.booleans(),
+        continuous=st.booleans(),
+    )
+
+
+PACES = st.fixed_dictionaries(
+    {
+        name: st.sampled_from([1, 5, 50])
+        for name in ("target stage", "target cancel", "target result", "sample", "draft", "draft tokens", "steering")
+    }
+)
+
+
+@st.composite
+def requests(
+    draw: st.DrawFn, number: int, speculations: st.SearchStrategy[SpeculationConfig], n_predict: tuple[int, ...]
+) -> Request:
+    n = draw(st.integers(1, 14))
+    return Request(
+        id=number,
+        prompt=tuple(range(number * 100, number * 100 + n)),
+        n_predict=draw(st.sampled_from(n_predict)),
+        speculation=draw(speculations),
+        ends=draw(st.sampled_from([frozenset({END}), frozenset()])),
+        want_grows=draw(st.booleans()),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """Anything."""
+    n_requests = draw(st.integers(1, 2))
+
+    def limits(n_ctx: int) -> Limits:
+        return Limits(
+            n_ctx=n_ctx,
+            n_batch=draw(st.sampled_from([1, 2, 5, 12, 12])),
+            n_ubatch=draw(st.sampled_from([1, 2, 5, 12, 12])),
+            n_in_flight=draw(st.integers(1, 5)),
+            n_seq=draw(st.sampled_from([n_requests, 3, 5, 9])),
+            n_requests=n_requests,
+        )
+
+    return Scenario(
+        limits(draw(st.sampled_from([20, 30, 60, 60]))),
+        limits(draw(st.sampled_from([15, 30, 60, 60]))),
+        n_stages=draw(st.integers(1, 3)),
+        n_draft_stages=draw(st.integers(1, 2)),
+        model=FakeModel(draw(st.sampled_from([3, 20, 100, 1000, 1000])), draw(st.integers(0, 99)), draw(st.booleans())),
+        agreement=draw(st.sampled_from([0.0, 0.5, 0.8, 0.9, 1.0])),
+        adversary=draw(st.booleans()),
+        requests=[draw(requests(i + 1, SPECULATIONS, (-1, 0, 1, 5, 15, 25))) for i in range(draw(st.integers(1, 3)))],
+        stops=draw(st.dictionaries(st.integers(1, 3), st.integers(0, 200), max_size=1)),
+        pace=draw(PACES),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+@st.composite
+def thickets(draw: st.DrawFn) -> Scenario:
+    """Many branches in many small runs, and ids that are scarce."""
+    speculations = st.builds(
+        SpeculationConfig, mode=st.just("async"), n_draft=st.integers(1, 3), n_parallel=st.integers(2, 4)
+    )
+    n = draw(st.integers(1, 2))
+    return Scenario(
+        Limits(
+            n_ctx=90,
+            n_batch=12,
+            n_ubatch=12,
+            n_in_flight=draw(st.integers(3, 6)),
+            n_seq=draw(st.integers(n, 12)),
+            n_requests=n,
+        ),
+        Limits(n_ctx=90, n_batch=12, n_ubatch=12, n_in_flight=2, n_seq=draw(st.integers(n, 12)), n_requests=n),
+        n_stages=draw(st.integers(1, 3)),
+        n_draft_stages=1,
+        model=FakeModel(1000, draw(st.integers(0, 99)), draws=True),
+        agreement=draw(st.sampled_from([0.5, 0.9])),
+        adversary=draw(st.booleans()),
+        requests=[draw(requests(i + 1, speculations, (4, 10, 15))) for i in range(n + 1)],
+        stops={},
+        pace=draw(PACES),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+def play(scenario: Scenario) -> Head:
+    """Let everything happen in an order that the seed and the paces say."""
+    head, rng = scenario.open(), random.Random(scenario.seed)
+    to_come = collections.deque(scenario.requests)
+    stops = dict(scenario.stops)
+    for n_moves in range(30_000):
+        for request in [request for request, at in stops.items() if at == n_moves]:
+            del stops[request]
+            head.stop(request)
+        moves = head.moves()
+        if to_come:
+            moves.append(("arrival", functools.partial(arrive_next, head, to_come)))
+        if not moves:
+            return head
+        weights = [max((w for p, w in scenario.pace.items() if name.startswith(p)), default=1) for name, _ in moves]
+        rng.choices(moves, weights)[0][1]()
+    raise AssertionError("it never ends")
+
+
+def arrive_next(head: Head, to_come: collections.deque[Request]) -> None:
+    head.arrive(to_come.popleft())
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios())
+def test_any_interleaving_gives_the_targets_own_text(scenario: Scenario) -> None:
+    play(scenario).check_end()
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(thickets())
+def test_branches_in_any_interleaving_give_the_targets_own_text(scenario: Scenario) -> None:
+    play(scenario).check_end()
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios(), st.integers(1, 30))
+def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predict: int) -> None:
+    (first, *_), limits = scenario.requests, replace(scenario.limits, n_ctx=60)
+    request = replace(first, n_predict=n_predict, speculation=replace(first.speculation, n_parallel=1))
+    head = play(
+        replace(
+            scenario,
+            limits=limits,
+            model=replace(scenario.model, draws=False),
+            agreement=1.0,
+            adversary=False,
+            requests=[request],
+            stops={},
+        )
+    )
+    assert all(run.ops == () for run in head.seen[1].runs)

@@ -1,0 +1,99 @@
+"""How ranks are started, what reaches them from the command line, and how Ctrl-C ends them before they have begun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of
+
+from ggpipe.launch import mpirun
+
+TEXT = ("generate", "-m", TARGET, "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
+
+
+@pytest.mark.parametrize("prompt", [":", "", " : ", "--", "$(exit 3) \"'\\", "-p\n:"])
+def test_any_prompt_reaches_the_ranks(prompt: str) -> None:
+    result = ggpipe(*TEXT, "--exact", "-p", prompt, *SPLITS[2])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ggpipe(*TEXT, "--exact", "-p", prompt).stdout
+
+
+def test_any_argument_reaches_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    arguments = [":", "", "a b", "$0", "::", *map(str, range(20)), ":"]
+    command = mpirun.rank_command(arguments)
+    assert ":" not in command
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == ["-P", "-m", "ggpipe", *arguments]
+
+
+def test_ranks_import_nothing_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "secrets.py").write_text("raise SystemExit('imported from the current directory')\n")
+    result = ggpipe(*TEXT, "-p", "Once", *SPLITS[2], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("moment", ["mpirun", "ranks"])
+def test_ctrl_c_while_ranks_start(moment: str) -> None:
+    job = Job(f"start-{moment}", *SPLITS[2])
+    if moment == "mpirun":
+        job.waits_for(lambda: len(processes_with(job.marker)) > 1)
+    else:
+        job.waits_for(lambda: 0 in ranks_of(job.marker))
+    job.process.send_signal(signal.SIGINT)
+    code, error = job.ends(within_s=60)
+    if job.text:  # the launcher repeats the signal, which may come when all is loaded
+        assert code == 0
+        assert "stopped" in error
+    else:
+        assert code == 1
+        assert error == "ggpipe: error: stopped while loading\n"
+
+
+def test_a_second_ctrl_c_ends_ranks_at_once() -> None:
+    job = Job("twice", *SPLITS[2])
+    job.waits_for(lambda: job.text)
+    head = ranks_of(job.marker)[0]
+    os.kill(head, signal.SIGSTOP)  # it will not stop by itself
+    job.process.send_signal(signal.SIGINT)
+    job.waits_for(lambda: is_pending(signal.SIGUSR1, head))
+    job.process.send_signal(signal.SIGINT)
+    code, _ = job.ends(within_s=60)
+    assert code != 0
+
+
+def is_pending(number: signal.Signals, process: int) -> bool:
+    """The process was sent the signal and has not seen it yet."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("ShdPnd"))
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from ggpipe.cli import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "ggpipe.cli.app", "ggpipe.cli.commands.generate", "llama_cpp"])
+def test_ctrl_c_while_modules_are_imported(module: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", INTERRUPTED, module, *map(str, TEXT), "-p", "Once"], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")

@@ -1,0 +1,137 @@
+"""Model shapes from headers: weights where their tensors' names say, KV caches as large as libllama makes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from support.commands import TARGET
+from support.reference import listen
+from support.zoo import ZOO, make, pair_script, quantize, split
+
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.config import ContextConfig, KvType, ModelConfig
+from ggpipe.llama import libllama
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_shape import shape_of
+from ggpipe.llama.stage import Stage
+
+MB = 2**20
+NAMES = ("llama", "llama-tied", "mistral", "falcon", "qwen3moe", "gemma2", "deepseek2", "gpt-oss", "mamba", "jamba")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("zoo")
+    return {name: make(name, folder / f"{name}.gguf") for name in NAMES}
+
+
+def shape(path: Path) -> ModelShape:
+    return shape_of(ModelFile.open(path))
+
+
+def kv_bytes(path: Path, context: ContextConfig, capsys: pytest.CaptureFixture[str]) -> float:
+    """What libllama says that it takes for the KV cache, to 0.01 MB."""
+    listen()
+    file = ModelFile.open(path)
+    libllama.set_log_level(2)
+    capsys.readouterr()
+    try:
+        Stage(file, (0, file.n_layer), ModelConfig(path=path), context, (1, 1)).close()
+    finally:
+        libllama.set_log_level(5)
+    return sum(float(size) for size in re.findall(r"KV buffer size = *([\d.]+) MiB", capsys.readouterr().err)) * MB
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights(name: str, models: Mapping[str, Path]) -> None:
+    reader = gguf.GGUFReader(models[name])
+    got = shape(models[name])
+    sizes = {str(tensor.name): int(tensor.n_bytes) for tensor in reader.tensors}
+    assert got.n_layer == ModelFile.open(models[name]).n_layer
+    for layer, n_bytes in enumerate(got.layer_bytes):
+        assert n_bytes == sum(size for name, size in sizes.items() if name.startswith(f"blk.{layer}."))
+    tied = sizes["token_embd.weight"] if "output.weight" not in sizes else 0
+    assert got.output_bytes == tied + sum(size for name, size in sizes.items() if name.startswith("output"))
+    assert got.weight_bytes == sum(sizes.values()) + tied
+    assert (got.n_embd, got.n_vocab) == (64 if name != "llama" else 256, 384 if ZOO[name].tokenizer == "spm" else 128)
+
+
+def test_experts(models: Mapping[str, Path]) -> None:
+    """The first of deepseek2's layers has none."""
+    got = shape(models["deepseek2"])
+    assert (got.n_expert, got.n_expert_used) == (4, 2)
+    assert got.layer_expert_bytes[0] == 0 < got.layer_expert_bytes[1] == got.layer_expert_bytes[2]
+    assert got.expert_bytes((0, 3)) == sum(got.layer_expert_bytes)
+    assert got.read_bytes((0, 1)) == got.layer_bytes[0]
+    assert got.read_bytes((1, 2)) == got.layer_bytes[1] - got.layer_expert_bytes[1] / 2
+    dense = shape(models["llama"])
+    assert (dense.layer_expert_bytes, dense.n_expert, dense.expert_bytes((0, 2))) == ((), 0, 0)
+    assert dense.read_bytes((0, 3)) == dense.weight_bytes - dense.input_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kv_cache_is_as_large_as_libllama_makes_it(
+    name: str, models: Mapping[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = shape(models[name])
+    made = kv_bytes(models[name], ContextConfig(n_ctx=1024), capsys)
+    assert got.cell_bytes((0, got.n_layer)) * 1024 == pytest.approx(made, abs=0.006 * MB)
+    if name == "jamba":
+        assert [cell > 0 for cell in got.layer_cell_bytes] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("types", [("q8_0", "q5_1"), ("f32", "bf16"), ("iq4_nl", "q4_0")])
+def test_kv_cache_of_other_types(
+    types: tuple[KvType, KvType], models: Mapping[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = shape_of(ModelFile.open(models["llama"]), *types)
+    made = kv_bytes(models["llama"], ContextConfig(n_ctx=1024, cache_type_k=types[0], cache_type_v=types[1]), capsys)
+    assert got.cell_bytes((0, got.n_layer)) * 1024 == pytest.approx(made, abs=0.006 * MB)
+
+
+def test_cells_are_counted_layer_by_layer(tmp_path: Path) -> None:
+    """Heads for each layer, sizes of its own where a window slides, last layers that use the cache of earlier ones."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma4")
+    writer.add_uint32("gemma4.block_count", 4)
+    writer.add_uint32("gemma4.embedding_length", 64)
+    writer.add_array("gemma4.attention.head_count_kv", [2, 1, 2, 2])
+    for key, value in {"head_count": 4, "key_length": 32, "value_length": 32, "shared_kv_layers": 1}.items():
+        writer.add_uint32(f"gemma4.attention.{key}", value)
+    writer.add_uint32("gemma4.attention.key_length_swa", 16)
+    writer.add_array("gemma4.attention.sliding_window_pattern", [True, False, False, True])
+    writer.add_tensor("token_embd.weight", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = ModelFile.open(tmp_path / "model.gguf")
+    assert shape_of(file).layer_cell_bytes == (2 * 2 * (16 + 32), 2 * 1 * 64, 2 * 2 * 64, 0)
+
+
+def test_parameters_of_a_byte(models: Mapping[str, Path], tmp_path: Path) -> None:
+    assert shape(models["llama"]).parameters_per_byte == 1 / 4
+    quantized = shape(quantize(models["llama"], tmp_path / "q4.gguf", "Q4_0"))
+    assert 1.4 < quantized.parameters_per_byte < 32 / 18  # norms stay float, the output layer is finer
+
+
+def test_the_demo_pair() -> None:
+    target, draft = shape(TARGET), shape(TARGET.with_name("tales-draft.gguf"))
+    assert (target.name, target.n_layer, target.n_embd, target.n_vocab) == ("tales-target", 8, 256, 2048)
+    assert target.layer_cell_bytes == (2 * 2 * 4 * 32,) * 8
+    assert draft.weight_bytes < target.weight_bytes / 2
+
+
+def test_parts_of_a_model_are_one(models: Mapping[str, Path], tmp_path: Path) -> None:
+    parts = split(models["llama"], tmp_path / "llama", 3)
+    assert shape(parts[0]) == shape(models["llama"])
+
+
+def test_large_vocabulary(tmp_path: Path) -> None:
+    of_pair = pair_script().Shape(n_layer=2, width=64, n_head=2, n_head_kv=1, n_ff=96, n_vocab=50_000)
+    pair_script().make_pair(tmp_path / "t.gguf", tmp_path / "d.gguf", of_pair)
+    assert shape(tmp_path / "t.gguf").n_vocab == 50_000

@@ -1,0 +1,89 @@
+"""A stage reads its own share of a model and keeps no more than that in memory."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from support.zoo import _copy, pair_script
+
+from ggpipe.llama.gguf import ModelFile
+
+MB = 1_000_000
+N_LAYER = 6
+STAGES = {"first": (0, 2), "middle": (2, 4), "last": (4, N_LAYER), "all": (0, N_LAYER)}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """150,000 tokens, so the embedding and the head have 65 MB each, all layers together 20; and the same, tied."""
+    folder = tmp_path_factory.mktemp("memory")
+    whole, draft, tied = (folder / f"{name}.gguf" for name in ("whole", "draft", "tied"))
+    shape = pair_script().Shape(n_layer=N_LAYER, width=768, n_head=12, n_head_kv=4, n_ff=2048, n_vocab=150_000)
+    pair_script().make_pair(whole, draft, shape)
+    draft.unlink()
+    _copy(whole, tied, r"^output\.weight")
+    return {"whole": whole, "tied": tied}
+
+
+def share_bytes(file: ModelFile, first: int, last: int) -> int:
+    """Bytes of the weights that layers [first, last) need, with the embedding and the head at the ends."""
+    names = {name for name in file.tensors if name.startswith(tuple(f"blk.{i}." for i in range(first, last)))}
+    if first == 0:
+        names.add("token_embd.weight")
+    if last == file.n_layer:
+        names |= {"output_norm.weight", "token_embd.weight" if file.tied_output else "output.weight"}
+    return sum(file.tensors[name].size for name in names)
+
+
+def probe(path: Path, layers: tuple[int, int], mode: str, repack: bool) -> dict[str, int]:
+    """What tests/probe_stage.py measures of this stage."""
+    script = Path(__file__).parents[1] / "support" / "probe_stage.py"
+    arguments = [str(path), *map(str, layers), mode, str(repack)]
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, int] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize(("stage", "repack"), [*((stage, True) for stage in STAGES), ("middle", False)])
+def test_reads_its_share(stage: str, repack: bool, models: Mapping[str, Path]) -> None:
+    file = ModelFile.open(models["whole"])
+    got = probe(models["whole"], STAGES[stage], "none", repack)
+    share, header = share_bytes(file, *STAGES[stage]), sum(file.header_bytes)
+    assert share <= got["read"] <= share + header + MB
+    assert got["grown"] < share + 60 * MB  # the vocabulary alone takes 25
+
+
+@pytest.mark.parametrize("stage", ["first", "middle", "last"])
+def test_reads_a_tied_head_once(stage: str, models: Mapping[str, Path]) -> None:
+    file = ModelFile.open(models["tied"])
+    assert file.tied_output
+    got = probe(models["tied"], STAGES[stage], "none", True)
+    share, header = share_bytes(file, *STAGES[stage]), sum(file.header_bytes)
+    assert share <= got["read"] <= share + header + MB
+
+
+@pytest.mark.parametrize("name", ["whole", "tied"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_mapped_share_is_resident(stage: str, name: str, models: Mapping[str, Path]) -> None:
+    """Mapped weights are not read but resident; of the embedding only the rows of tokens that were met."""
+    file = ModelFile.open(models[name])
+    got = probe(models[name], STAGES[stage], "mmap", False)
+    first, last = STAGES[stage]
+    share = share_bytes(file, first, last)
+    if first == 0 and not (last == N_LAYER and name == "tied"):
+        share -= file.tensors["token_embd.weight"].size
+    assert got["read"] <= 2 * sum(file.header_bytes) + MB
+    assert share <= got["grown"] <= share + 60 * MB
+    assert got["resident"] < share + 150 * MB
+
+
+def test_mapped_stage_reads_only_what_it_repacks(models: Mapping[str, Path]) -> None:
+    file = ModelFile.open(models["whole"])
+    got = probe(models["whole"], STAGES["middle"], "mmap", True)
+    share, headers = share_bytes(file, *STAGES["middle"]), 2 * sum(file.header_bytes)
+    assert got["read"] <= share + headers + MB
+    assert got["grown"] < share + 60 * MB

@@ -1,0 +1,68 @@
+"""Links: round trips are timed, and every rank answers those of the others."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ggpipe.measure.links import LinkTimer
+from ggpipe.runtime.control_channel import ControlChannel
+from ggpipe.transport.base import Kind, Message
+from ggpipe.transport.control import EndProfile
+from ggpipe.transport.local import LocalWorld
+
+
+class Rank:
+    """A rank that waits, and answers meanwhile."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        transport = world.transports[rank]
+        self.links = LinkTimer(transport)
+        self.channel: ControlChannel[str] = ControlChannel(transport, on_message=self.on_message)
+        self.messages: list[Message] = []
+
+    def on_message(self, message: Message) -> None:
+        self.messages.append(message)
+        self.links.on_message(message)
+
+
+def test_a_link_is_measured() -> None:
+    world = LocalWorld(2)
+    one, other = Rank(world, 0), Rank(world, 1)
+    waiting = threading.Thread(target=other.channel.receive, daemon=True)
+    waiting.start()
+    link = one.links.measure(1, 0.0, one.channel.wait)
+    one.channel.send(1, EndProfile())
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert link.latency_s > 0
+    assert link.bytes_per_s > 0
+    sizes = [len(message.payload) for message in other.messages]
+    assert sizes[:7] == [512] * 7, "small messages first"
+    assert min(sizes[7:]) >= 256 << 10
+    assert [len(message.payload) for message in one.messages] == [512] * len(sizes), "every message has a small answer"
+
+
+@pytest.mark.parametrize("kind", [Kind.RUN, Kind.CANCEL, Kind.STEER, Kind.MICRO_BATCH])
+def test_other_messages_are_not_answered(kind: Kind) -> None:
+    world = LocalWorld(2)
+    one, other = Rank(world, 0), Rank(world, 1)
+    world.transports[1].send(0, kind, b"late")
+    while not one.messages:
+        one.channel.wait()
+    assert other.channel.next(0) is None
+
+
+def test_a_third_rank_is_answered_while_a_link_is_measured() -> None:
+    world = LocalWorld(3)
+    one, other, third = (Rank(world, rank) for rank in range(3))
+    world.transports[2].send(0, Kind.RESULT, b"ping")
+    waiting = threading.Thread(target=other.channel.receive, daemon=True)
+    waiting.start()
+    one.links.measure(1, 0.0, one.channel.wait)
+    one.channel.send(1, EndProfile())
+    waiting.join(60)
+    answer = third.channel.next(0)
+    assert isinstance(answer, Message)
+    assert (answer.source, answer.kind) == (0, Kind.RESULT)

@@ -1,0 +1,263 @@
+"""Plans: never more than memory holds, layers in proportion to speed, and as good as any other plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ggpipe.cluster.links import Link
+from ggpipe.cluster.model_shape import ModelShape, even_shape
+from ggpipe.cluster.recording import BUNDLED, read
+from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.layout import lay_out, parse_shares, shares_text
+from ggpipe.errors import UsageError
+from ggpipe.planning.candidates import CandidateSearch, Constraints
+from ggpipe.planning.evaluate import Candidate, Evaluator
+from ggpipe.planning.placements import Arrangement, Place, arrangements
+from ggpipe.planning.planner import Plan, PlanRequest, make_plan
+from ggpipe.sim.simulation_spec import SyntheticText
+from ggpipe.sim.simulator import Sizes
+
+GB = 1e9
+TARGET = even_shape(
+    name="target", n_layer=24, weight_bytes=40 * GB, parameters=70e9, n_embd=8192, cell_bytes=320e3, n_vocab=32000
+)
+DRAFT = even_shape(
+    name="draft", n_layer=8, weight_bytes=1 * GB, parameters=1.8e9, n_embd=2048, cell_bytes=32e3, n_vocab=32000
+)
+SMALL = even_shape(
+    name="target", n_layer=4, weight_bytes=8 * GB, parameters=14e9, n_embd=4096, cell_bytes=120e3, n_vocab=32000
+)
+NETWORK, LOCAL = Link(80e-6, 1e8), Link(40e-6, 5e9)
+
+
+def node(name: str, speed: float = 1.0, memory_gb: float = 64, cores: int = 8) -> NodeSpec:
+    """A machine that is `speed` times as fast as any."""
+    return NodeSpec(
+        name=name,
+        cores=cores,
+        memory_bytes=memory_gb * GB,
+        bytes_per_s=speed * 40 * GB,
+        core_bytes_per_s=speed * 8 * GB,
+        core_flop_per_s=speed * 50e9,
+    )
+
+
+def cluster(*nodes: NodeSpec, ranks: Sequence[int] | None = None) -> ClusterSpec:
+    on = tuple(range(len(nodes)) if ranks is None else ranks)
+    return ClusterSpec(
+        title="test", nodes=nodes, target_on=on, draft_on=(), target=None, draft=None, network=NETWORK, local=LOCAL
+    )
+
+
+def request(effort: float = 0.2, tokens: SyntheticText | None = None, **needs: object) -> PlanRequest:
+    return PlanRequest(
+        constraints=Constraints(n_ctx=4096, n_ubatch=512, **needs),  # type: ignore[arg-type]
+        tokens=tokens or SyntheticText(agreement=0.7, n_prompt=32),
+        tunes=False,
+        effort=effort,
+    )
+
+
+def layers_of(plan: Plan) -> list[int]:
+    """Of the target's ranks."""
+    return [rank.layers[1] - rank.layers[0] for rank in plan.ranks if not rank.drafts]
+
+
+def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
+    """What holds of any plan."""
+    used: Counter[str] = Counter()
+    for rank in plan.ranks:
+        used[rank.node] += rank.memory.total  # type: ignore[assignment]
+        assert rank.threads >= 1
+    for machine in spec.nodes:
+        assert used[machine.name] <= machine.memory_bytes
+    layout = plan.placement.layout
+    assert layout is not None
+    assert sum(layers_of(plan)) == target.n_layer
+    shares, draft_shares = parse_shares(shares_text(layout, plan.placement.draft_layout))
+    assert lay_out(target.n_layer, len(layout.layers), shares) == layout
+    assert len(draft_shares) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
+    assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)
+
+
+nodes_strategy = st.lists(
+    st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([2, 6, 12, 24, 60]), st.sampled_from([1, 2, 8])),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes_strategy, st.booleans(), st.booleans())
+def test_memory_is_never_exceeded(machines: list[tuple[float, int, int]], in_order: bool, has_draft: bool) -> None:
+    spec = cluster(*(node(f"node{i}", *machine) for i, machine in enumerate(machines)))
+    try:
+        plan = make_plan(
+            spec,
+            TARGET,
+            DRAFT if has_draft else None,
+            request(0.05, in_order=in_order, must_draft=in_order and has_draft),
+        )
+    except UsageError:
+        # With half of the machines' memory it would fit, if it were in one place.
+        assert sum(memory for _, memory, _ in machines) < 2 * 45 or in_order
+    else:
+        check(plan, spec, TARGET)
+        assert len(plan.ranks) == len(machines) or not in_order
+
+
+def test_faster_machines_get_more_layers() -> None:
+    spec = cluster(node("a", 1), node("b", 2), node("c", 3), node("draft", 1))
+    plan = make_plan(spec, TARGET, DRAFT, replace(request(0.5, n_ranks=4), mode="async"))
+    check(plan, spec, TARGET)
+    layers = {rank.node: rank.layers[1] - rank.layers[0] for rank in plan.ranks}
+    drafts = next(rank.node for rank in plan.ranks if rank.drafts)
+    assert drafts in ("a", "draft")
+    slow = "a" if drafts == "draft" else "draft"
+    assert layers[slow] < layers["b"] < layers["c"]
+    for name, share in ((slow, 1 / 6), ("b", 2 / 6), ("c", 3 / 6)):
+        assert abs(layers[name] - 24 * share) <= 3
+
+
+def test_layers_go_to_machines_with_memory() -> None:
+    """The fast machine can hold a quarter of the model."""
+    spec = cluster(node("fast", 4, 14), node("large", 1, 64))
+    plan = make_plan(spec, TARGET, None, request())
+    check(plan, spec, TARGET)
+    assert {rank.node: rank.layers[1] - rank.layers[0] for rank in plan.ranks}["fast"] in (6, 7)
+
+
+def test_one_rank_is_best_for_plain_decoding_where_it_fits() -> None:
+    spec = cluster(*(node(f"node{i}") for i in range(4)))
+    plan = make_plan(spec, TARGET, None, request())
+    assert [rank.layers for rank in plan.ranks] == [(0, 24)]
+    assert plan.best.mode == "iterative"
+    assert set(plan.predictions) == {"iterative"}
+    with_draft = make_plan(spec, TARGET, DRAFT, request())
+    assert with_draft.best.mode == "async"
+    assert with_draft.best.tokens_per_s > 1.5 * plan.best.tokens_per_s
+    assert len(with_draft.ranks) > 2
+
+
+def test_a_useless_draft_is_left_out() -> None:
+    spec = cluster(node("a"), node("b"))
+    plan = make_plan(spec, TARGET, DRAFT, request(tokens=SyntheticText(agreement=0.02, n_prompt=32)))
+    assert plan.best.mode == "iterative"
+    assert not any(rank.drafts for rank in plan.ranks)
+    assert not plan.draft_inside
+    assert set(plan.elsewhere) == {"speculative", "async"}
+
+
+def test_ranks_in_order_keep_their_numbers() -> None:
+    spec = replace(cluster(node("a", 1), node("b", 2), node("c", 1), node("d", 0.5)), threads=(8, 4, 8, 2))
+    plan = make_plan(spec, TARGET, DRAFT, request(0.3, in_order=True, must_draft=True))
+    check(plan, spec, TARGET)
+    assert [rank.node for rank in plan.ranks] == ["a", "b", "c", "d"]
+    assert [rank.threads for rank in plan.ranks] == [8, 4, 8, 2]
+    assert plan.ranks[3].drafts or plan.draft_inside
+    assert all(n > 0 for n in layers_of(plan)[1:])
+
+
+def test_equal_ranks_without_a_draft_get_equal_parts() -> None:
+    spec = cluster(*(node(f"node{i}") for i in range(3)))
+    assert layers_of(make_plan(spec, TARGET, None, request(in_order=True))) == [8, 8, 8]
+
+
+def test_the_number_of_ranks_is_as_asked() -> None:
+    spec = cluster(node("slow", 0.5), node("a"), node("b"), node("c"))
+    for n_ranks in (1, 2, 4):
+        plan = make_plan(spec, TARGET, DRAFT, request(0.1, n_ranks=n_ranks))
+        assert len(plan.ranks) == n_ranks
+        if n_ranks < 4:
+            assert "slow" not in [rank.node for rank in plan.ranks]
+    with pytest.raises(UsageError, match="`n_ranks` 5: there is room for 4 ranks"):
+        make_plan(spec, TARGET, DRAFT, request(n_ranks=5))
+
+
+def test_measured_links_stay_with_their_ranks() -> None:
+    links = {(a, b): Link((10 * a + b) * 1e-6, 1e9) for a, b in itertools.permutations(range(3), 2)}
+    spec = replace(cluster(node("a"), node("b"), node("c")), links=links)
+    arrangement = Arrangement(target=(Place(2, 2), Place(0, 0)), threads=(8, 8), draft=Place(1, 1), skips=(True, True))
+    placed, placement = arrangement.placed(spec, (20, 4), 8)
+    assert placement.node_of == (2, 0, 1)
+    assert {pair: round(link.latency_s * 1e6) for pair, link in placed.links.items()} == {
+        (0, 1): 20, (1, 0): 2, (0, 2): 21, (2, 0): 12, (1, 2): 1, (2, 1): 10,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("speeds", "acceptance"), [((1, 3), 0.5), ((2, 1, 1), 0.8)])
+def test_no_plan_is_better(speeds: tuple[float, ...], acceptance: float) -> None:
+    """Compared with every split of every arrangement."""
+    spec = cluster(*(node(f"node{i}", speed) for i, speed in enumerate(speeds)))
+    own = request(1.0, SyntheticText(agreement=acceptance, n_prompt=32))
+    plan = make_plan(spec, SMALL, DRAFT, own)
+    check(plan, spec, SMALL)
+    evaluator = Evaluator(spec, SMALL, DRAFT, own.tokens, Sizes())
+    possible = CandidateSearch(spec, SMALL, DRAFT, own.constraints)
+    best = 0.0
+    for arrangement in arrangements(spec, True, lambda i: speeds[i]):
+        choices = [range(0 if skip else 1, SMALL.n_layer + 1) for skip in arrangement.skips]
+        for counts in itertools.product(*choices):
+            candidate = Candidate(arrangement, counts)
+            if sum(counts) == SMALL.n_layer and possible.fits(candidate):
+                best = max(best, evaluator.evaluate(candidate, "async", carefully=True).tokens_per_s)
+    assert plan.best.tokens_per_s >= 0.98 * best
+
+
+def test_better_settings_are_found() -> None:
+    """A confident draft with low agreement should stop early: that is what -pa is for."""
+    spec = cluster(node("a"), node("b"), node("c"))
+    tokens = SyntheticText(agreement=0.5, n_prompt=32)
+    tuned = make_plan(spec, SMALL, DRAFT, replace(request(0.3, tokens), tunes=True, mode="speculative"))
+    plain = make_plan(spec, SMALL, DRAFT, replace(request(0.3, tokens), mode="speculative"))
+    assert tuned.best.speculation != SpeculationConfig(mode="speculative")
+    assert tuned.best.tokens_per_s > 1.02 * plain.best.tokens_per_s
+
+
+def test_plans_are_evaluated_with_a_recording() -> None:
+    spec = cluster(node("a"), node("b"))
+    own = PlanRequest(
+        constraints=Constraints(n_ctx=4096, n_ubatch=512), tokens=read(BUNDLED), mode="async", tunes=False, effort=0.1
+    )
+    assert make_plan(spec, SMALL, DRAFT, own).best.tokens_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "needs", "message"),
+    [
+        ((node("a", 1, 16), node("b", 1, 8)), {}, r"weights of 40 GB, .* a 15.2 GB, b 7.6 GB; [\d.]+ GB are missing"),
+        ((node("a", 1, 64),), {"n_ctx": 500_000}, r"KV cache of 160 GB.* 1\d\d GB are missing: .*lower `n_ctx`"),
+        (
+            [node(f"node{i}") for i in range(30)],
+            {"in_order": True},
+            r"no way to divide target's 24 layers over 30 ranks fits",
+        ),
+    ],
+)
+def test_what_does_not_fit_gets_one_line(nodes: Sequence[NodeSpec], needs: dict[str, int], message: str) -> None:
+    own = request()
+    own = replace(own, constraints=replace(own.constraints, **needs))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=message) as caught:
+        make_plan(cluster(*nodes), TARGET, None, own)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_that_does_not_fit_is_left_out_unless_it_is_required() -> None:
+    spec = cluster(node("a", 1, 26), node("b", 1, 26))
+    large = replace(DRAFT, output_bytes=round(20 * GB))
+    assert make_plan(spec, TARGET, large, request()).best.mode == "iterative"
+    with pytest.raises(UsageError, match=r"target does not fit: .*a draft of 2\d.\d GB.* are missing"):
+        make_plan(spec, TARGET, large, replace(request(), mode="async"))
+
+
+def test_the_same_cluster_gets_the_same_plan() -> None:
+    spec = cluster(node("a"), node("b", 2), node("c"))
+    assert make_plan(spec, SMALL, DRAFT, request()) == make_plan(spec, SMALL, DRAFT, request())

@@ -1,0 +1,108 @@
+"""The main job over MPI: the same text from any number of ranks, and a clean end however it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, SPLITS, TARGET, Endless, ggpipe, mpirun
+
+GREEDY = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--temp", 0)
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temp", 0.8, "-s", 5), ("--temp", 0.8, "--top-k", 0, "-s", 5)])
+def test_the_same_text_on_one_to_four_ranks(sampling: tuple[object, ...]) -> None:
+    texts = [ggpipe(*GREEDY, "--exact", *sampling, *SPLITS[n]).stdout for n in (1, 2, 3, 4)]
+    assert len(texts[0]) > 100
+    assert set(texts) == {texts[0]}
+
+
+def test_under_a_users_mpirun() -> None:
+    result = mpirun(3, *GREEDY, "--exact")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ggpipe(*GREEDY, "--exact").stdout
+    assert "\x1b" not in result.stderr  # no terminal, no control codes
+    assert "decode" in result.stderr
+
+
+def test_a_head_without_layers() -> None:
+    result = ggpipe(*GREEDY, "--exact", "--mpi-layer-split", "0,0.5,0.5")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ggpipe(*GREEDY, "--exact").stdout
+
+
+def test_a_prompt_of_many_chunks() -> None:
+    long = ("generate", "-m", TARGET, "-f", "prompts/long.txt", "-n", 20, "-c", 1024, "-t", 1, "--temp", 0, "--exact")
+    assert ggpipe(*long, "-ub", 32, *SPLITS[3]).stdout == ggpipe(*long).stdout
+
+
+def test_threads_of_each_rank_and_load_modes(tmp_path: Path) -> None:
+    text = ggpipe(*GREEDY, "--exact").stdout
+    for extra in (("-t", "1,2,1", "-tb", "2"), ("--no-mmap",), ("--no-repack",), ("--numa",), ("-lm", "dio")):
+        result = ggpipe(*GREEDY, "--exact", *SPLITS[3], *extra)
+        assert (result.returncode, result.stdout) == (0, text), (extra, result.stderr)
+
+
+def test_measurements(tmp_path: Path) -> None:
+    csv, out = tmp_path / "results.csv", tmp_path / "all.json"
+    for _ in range(2):
+        result = ggpipe(*GREEDY, "--csv", csv, "--json", out, *SPLITS[3])
+        assert result.returncode == 0, result.stderr
+    lines = csv.read_text().splitlines()
+    assert len(lines) == 2
+    assert all(float(x) > 0 for line in lines for x in line.split(","))
+    content = json.loads(out.read_text())
+    assert "60" in json.dumps(content)
+    assert result.stdout.count("\x1b") == 0
+
+
+def test_the_text_ends_where_the_context_does() -> None:
+    result = ggpipe(
+        "generate", "-m", TARGET, "-f", "prompts/tale.txt", "-c", 256, "--temp", 0, "--ignore-eos", *SPLITS[2]
+    )
+    assert result.returncode == 0
+    assert "context full" in result.stderr
+
+
+def test_no_tokens_are_asked_for() -> None:
+    result = ggpipe(*GREEDY[:5], "-n", 0, *SPLITS[2])
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_ends_the_job(rank: int) -> None:
+    job = Endless(f"kill{rank}")
+    os.kill(job.ranks[rank], signal.SIGKILL)
+    code, _ = job.ends(within_s=5)
+    assert code != 0
+    assert len(job.text) > 200
+
+
+def test_ctrl_c_ends_cleanly() -> None:
+    job = Endless("interrupt")
+    job.process.send_signal(signal.SIGINT)
+    code, error = job.ends(within_s=5)
+    assert code == 0
+    assert "stopped" in error
+    assert "decode" in error  # the summary
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_die_with_their_launcher(number: signal.Signals) -> None:
+    job = Endless(f"launcher{number}")
+    job.process.send_signal(number)
+    code, _ = job.ends(within_s=8)
+    assert code != 0
+
+
+def test_a_reader_who_has_enough() -> None:
+    command = (
+        f"{sys.executable} -m ggpipe generate -m {TARGET} -p Once -n 400 --ignore-eos -t 1 2>/dev/null | head -c 20"
+    )
+    result = subprocess.run(command, shell=True, capture_output=True, timeout=60, cwd=ROOT)
+    assert len(result.stdout) == 20

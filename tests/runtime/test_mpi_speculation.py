@@ -1,0 +1,85 @@
+"""Speculation over MPI, as its users start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.commands import TARGET, Endless, ggpipe, mpirun
+from support.zoo import make
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+PAIR = ("generate", "-m", TARGET, "-md", DRAFT, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1)
+ITERATIVE = ("--mode", "iterative")
+
+
+@pytest.mark.parametrize("sampling", [("--temp", 0), ("--temp", 0.8, "-s", 5), ("--temp", 0.8, "--top-k", 0, "-s", 5)])
+def test_the_same_text_everywhere(sampling: tuple[object, ...]) -> None:
+    exact = (*PAIR, "--exact", *sampling)
+    expected = ggpipe(*exact, *ITERATIVE).stdout
+    assert len(expected) > 100
+    for arguments in (
+        ("--mpi-layer-split", "1.0/1.0"),
+        ("--mpi-layer-split", "0.5,0.5"),  # the draft inside the head
+        ("--mpi-layer-split", "0,0.5,0.5/0.5,0.5", "--draft", 3),
+        ("--mpi-layer-split", "0.5,0.5/1.0", "--mode", "speculative", "--spec-draft-n-max", 4),
+        ("--mpi-layer-split", "0.5,0.5/1.0", "--no-cancel", "-t", "1,1,2"),
+    ):
+        result = ggpipe(*exact, *arguments)
+        assert (result.returncode, result.stdout) == (0, expected), (arguments, result.stderr)
+
+
+@pytest.mark.parametrize("split", ["0.1,0.4,0.5/1.0", "0.1,0.4,0.25,0.25"])
+@pytest.mark.parametrize("n", [("-n", 40), ()])
+def test_pipeinfers_command(split: str, n: tuple[object, ...]) -> None:
+    """Its README's, with fewer threads; with the part behind the / or without, with -n or without, and -b below the
+    prompt."""
+    result = mpirun(
+        4, "generate", "-md", DRAFT, "-m", TARGET, "-e", "-f", "prompts/program.txt", *n, "--mpi-layer-split", split,
+        *(["--ignore-eos"] if n else []), "--temp", "-1.0", "--repeat-last-n", 0, "--draft", 4, "-tb", "1,2,1,1",
+        "-t", "1,1,2,1", "-c", 512, "-pa", 0.001, "-ps", 0.8, "--numa", "-pr", 0.4, "-pd", 0.01, "-np", 3, "-b", 32,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout) > 20
+
+
+def test_measurements_and_trace(tmp_path: Path) -> None:
+    out, trace = tmp_path / "all.json", tmp_path / "trace.json"
+    result = ggpipe(*PAIR, "--mpi-layer-split", "0.5,0.5/1.0", "--temp", 0, "--json", out, "--trace", trace)
+    assert result.returncode == 0, result.stderr
+    content = json.loads(out.read_text())
+    assert content["mode"] == "async"
+    assert content["accepted_tokens"] <= content["submitted_tokens"] <= content["drafted_tokens"]
+    assert [rank["draft"] for rank in content["ranks"]] == [False, False, True]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2}
+    assert "async" in result.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_ends_the_job(rank: int) -> None:
+    job = Endless(f"kill-draft{rank}", "-md", DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
+    os.kill(job.ranks[rank], signal.SIGKILL)
+    code, _ = job.ends(within_s=5)
+    assert code != 0
+    assert len(job.text) > 200
+
+
+def test_ctrl_c_ends_cleanly() -> None:
+    job = Endless("interrupt-draft", "-md", DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
+    job.process.send_signal(signal.SIGINT)
+    code, error = job.ends(within_s=5)
+    assert code == 0
+    assert "stopped" in error
+
+
+def test_a_model_that_cannot_take_tokens_back(tmp_path: Path) -> None:
+    model = make("mamba", tmp_path / "mamba.gguf")
+    arguments = ("generate", "-m", model, "-p", "Once", "-n", 8, "--ignore-eos", "--temp", 0, "-t", 1, "-c", 256)
+    result = ggpipe(*arguments, "-md", model)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ggpipe(*arguments).stdout
+    assert result.stderr.count("cannot roll back") == 2  # a line for each of the models

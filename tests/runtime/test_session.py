@@ -1,0 +1,146 @@
+"""A session inside one process: head and workers as threads, real stages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from support.commands import TARGET
+from support.reference import Reference
+
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    LoadMode,
+    Mode,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.core.request import Finish
+from ggpipe.errors import RunError, UsageError
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.stage import Stage
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.session import Session
+from ggpipe.runtime.worker import Worker
+from ggpipe.transport.local import LocalWorld
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+
+
+@contextmanager
+def ranks(n_ranks: int, context: ContextConfig | None = None, drafts: bool = False) -> Iterator[Head]:
+    """Nothing is loaded yet. `drafts`: with a draft model inside the head's process."""
+    context = context or ContextConfig(n_ctx=512, n_ubatch=8)
+    draft = DraftConfig(model=ModelConfig(path=DRAFT), context=context) if drafts else None
+    config = EngineConfig(ModelConfig(path=TARGET), context, PipelineConfig(threads=(1,)), draft)
+    transports = LocalWorld(n_ranks).transports
+    workers = [threading.Thread(target=Worker(t, config).serve, daemon=True) for t in transports[1:]]
+    for worker in workers:
+        worker.start()
+    try:
+        with Head(transports[0], config) as head:
+            yield head
+    finally:
+        for worker in workers:
+            worker.join(10)
+            assert not worker.is_alive()
+
+
+def text(session: Session, prompt: str, n: int, stats: RequestStats | None = None) -> str:
+    return "".join(token.text for token in session.generate(session.vocab.tokenize(prompt), GREEDY, n, stats))
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_serves_several_requests(n_ranks: int) -> None:
+    with ranks(n_ranks) as head:
+        session = Session.load(head)
+        stats = RequestStats()
+        first = text(session, "Once upon a time there was a king who had three sons", 30, stats)
+        assert text(session, "The wolf", 30) != first
+        assert text(session, "Once upon a time there was a king who had three sons", 30) == first
+        assert stats.n_generated == 30
+        assert stats.finish is Finish.LENGTH
+        assert len(stats.runs) > 30  # the prompt took several
+        assert all(rank.runs == len(stats.runs) for rank in stats.ranks)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize(("n_ubatch", "chunks"), [(512, [300, 50]), (128, [128, 128, 44, 50])])
+def test_a_context_shorter_than_a_batch(n_ubatch: int, chunks: list[int], n_ranks: int) -> None:
+    """libllama caps batches at -c and then rounds the context up: the prompt may be longer than a batch."""
+    prompt = tuple(range(5, 355))
+    with Reference(TARGET, 300, n_ubatch=n_ubatch) as reference:
+        expected = reference.generate(prompt, GREEDY, 20)
+    with ranks(n_ranks, ContextConfig(n_ctx=300, n_ubatch=n_ubatch)) as head:
+        session = Session.load(head)
+        stats = RequestStats()
+        tokens = [token.id for token in session.generate(prompt, GREEDY, 20, stats)]
+        assert [run.n_rows for run in stats.runs[: len(chunks)]] == chunks
+        assert tokens == expected
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_an_abandoned_request_is_out_of_the_way(n_ranks: int) -> None:
+    with ranks(n_ranks) as head:
+        session = Session.load(head)
+        tokens = session.generate(session.vocab.tokenize("The wolf"), GREEDY, 100)
+        next(tokens)
+        tokens.close()
+        assert text(session, "The wolf", 20) == text(session, "The wolf", 20)
+
+
+@pytest.mark.parametrize("mode", ["mmap", "none"])
+def test_loading_can_be_stopped(mode: LoadMode) -> None:
+    config = ModelConfig(path=TARGET, load_mode=mode)
+    with pytest.raises(RunError, match="stopped"):
+        Stage(ModelFile.open(TARGET), (0, 8), config, ContextConfig(n_ctx=256), (1, 1), lambda _done, _all: False)
+
+
+def test_a_stop_while_loading_ends_the_session() -> None:
+    with ranks(2) as head:
+        head.stop()
+        with pytest.raises(RunError, match="while loading"):
+            Session.load(head)
+
+
+def test_a_session_serves_one_request_at_a_time() -> None:
+    with ranks(1) as head:
+        session = Session.load(head)
+        first = session.generate(session.vocab.tokenize("The wolf"), GREEDY, 5)
+        next(first)
+        with pytest.raises(UsageError, match="one request at a time"):
+            next(session.generate(session.vocab.tokenize("Once"), GREEDY, 5))
+        assert len(list(first)) == 4
+        assert len(list(session.generate(session.vocab.tokenize("Once"), GREEDY, 5))) == 5
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", ["iterative", "speculative", "async"])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_an_iterator_that_is_closed_at_its_last_token(n_ranks: int, mode: Mode) -> None:
+    with ranks(n_ranks, drafts=mode != "iterative") as head:
+        session = Session.load(head)
+        tokens = session.generate(
+            session.vocab.tokenize("The wolf"), GREEDY, 5, speculation=SpeculationConfig(mode=mode)
+        )
+        for _ in range(5):
+            next(tokens)
+        tokens.close()
+        assert text(session, "The wolf", 5) == text(session, "The wolf", 5)
+
+
+@pytest.mark.timeout(60)
+def test_an_iterator_that_outlives_its_session() -> None:
+    with ranks(2) as head:
+        session = Session.load(head)
+        tokens = session.generate(session.vocab.tokenize("The wolf"), GREEDY, 100)
+        next(tokens)
+    tokens.close()

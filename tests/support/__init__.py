@@ -1,0 +1,1 @@
+"""Fakes, builders and references for tests."""

@@ -1,0 +1,40 @@
+"""Chat fine-tunes of the demo target: the same model with further tokens behind its own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+_CONTROL = 3  # gguf.TokenType
+
+
+def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int) -> Path:
+    """Write `src` to `dst` with a control token for each text, behind all others.
+
+    The model reads and writes each of them as it does the token `like`, so it draws them about as often.
+    """
+    reader = gguf.GGUFReader(src)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(dst, architecture)
+    for key, field in reader.fields.items():
+        value = field.contents()
+        if key == "tokenizer.ggml.tokens":
+            value = [*value, *texts]
+        elif key == "tokenizer.ggml.token_type":
+            value = [*value, *[_CONTROL] * len(texts)]
+        elif key == f"{architecture}.vocab_size":
+            value += len(texts)
+        if not key.startswith(("GGUF.", "general.architecture")):
+            sub_type = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(key, value, field.types[0], sub_type)
+    for tensor in reader.tensors:
+        data = tensor.data
+        if tensor.name in ("token_embd.weight", "output.weight"):
+            data = np.concatenate([data, *[data[like : like + 1]] * len(texts)])
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return dst

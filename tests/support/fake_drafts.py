@@ -1,0 +1,218 @@
+"""Drafts for tests of the core: the drafter itself over a fake pipeline, and one that says anything at any time."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import random
+from dataclasses import dataclass
+
+from ggpipe.core.draft_messages import ROOT, Accepted, Begin, Done, Expansion, MicroBatch, Steering
+from ggpipe.core.drafters.base import DraftEvent, Send
+from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.events import Cancel, RunEnded, Submit, Tick
+from ggpipe.core.messages import Row, RowLogits, Run, Want
+from ggpipe.core.request import Limits
+from support.fakes import FakeModel, FakePipeline, Move, Tokens, chance, is_below
+
+
+@dataclass(frozen=True)
+class FakeDraftModel:
+    """Thinks as the target does in `agreement` of all cases (0 to 1), and names further candidates."""
+
+    target: FakeModel
+    agreement: float
+
+    def candidates(self, history: Tokens, n: int) -> list[tuple[int, float]]:
+        """The best `n` tokens with their probabilities."""
+        ranking = self.target.ranking(history, n)
+        roll = chance("draft", self.target.seed, history)
+        if roll % 1000 >= 1000 * self.agreement:
+            ranking = ranking[1 + roll % 2 :] + ranking[: 1 + roll % 2]
+        best = 0.2 + 0.75 * (roll // 1000 % 100) / 100
+        return [(token, best * (1 - best) ** i) for i, token in enumerate(ranking)]
+
+
+class RealDraft:
+    """The core's drafter over a fake pipeline, and the way to and from it."""
+
+    def __init__(self, limits: Limits, n_stages: int, model: FakeDraftModel) -> None:
+        self.drafter = DraftModel(limits)
+        self.model = model
+        self.n_rows = min(limits.n_batch, limits.n_ubatch)
+        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer)
+        self.steering: collections.deque[Steering] = collections.deque()
+        self.batches: collections.deque[MicroBatch] = collections.deque()
+        self.text: dict[int, Tokens] = {}
+        """Of each request, as far as the drafter was sent."""
+        self.begun: dict[int, Begin] = {}
+        self.lead: dict[int, int] = {}
+        self.paths: dict[tuple[int, int], Tokens] = {}
+        """(request, number of a draft token) -> all tokens up to it."""
+        self.now = 0.0
+
+    def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
+        best = self.model.candidates(history, want.n)
+        return RowLogits(i, tuple(token for token, _ in best), tuple(math.log(prob) for _, prob in best), 0.0)
+
+    def moves(self) -> list[Move]:
+        moves = self.pipeline.moves("draft", self._hear_result)
+        if self.steering:
+            moves.append(("steering", self._hear_steering))
+        if self.drafter.wake_at is not None:
+            moves.append(("tick", self._tick))
+        return moves
+
+    def _hear_steering(self) -> None:
+        message = self.steering.popleft()
+        match message:
+            case Begin(request=request, prompt=prompt):
+                self.text[request] = prompt
+                self.begun[request] = message
+                self.lead[request] = message.lead
+            case Accepted(request, epoch, tokens, lead):
+                self.text[request] += tokens
+                self.lead[request] = lead
+                assert len(self.text[request]) == len(self.begun[request].prompt) + epoch
+            case Done(request):
+                del self.text[request]
+        self.handle(message)
+
+    def _hear_result(self) -> None:
+        self.handle(RunEnded(self.pipeline.take_result()))
+
+    def _tick(self) -> None:
+        assert self.drafter.wake_at is not None
+        self.now = max(self.now, self.drafter.wake_at)
+        self.handle(Tick())
+
+    def handle(self, event: DraftEvent) -> None:
+        self.now += 0.001
+        for action in self.drafter.handle(event, self.now):
+            match action:
+                case Submit(run):
+                    self._submitted(run)
+                case Cancel(runs):
+                    self.pipeline.cancel(runs)
+                case Send(batch):
+                    self._sent(batch)
+        self.drafter.validate()
+        for run in self.pipeline.live:
+            assert any(self._lives(*row) for row in self.pipeline.rows_of[run.id]), "a run that nobody needs goes on"
+
+    def _lives(self, request: int, history: Tokens) -> bool:
+        text = self.text.get(request)
+        return text is not None and history[: len(text)] == text[: len(history)]
+
+    def _submitted(self, run: Run) -> None:
+        speculating = [other for other in self.pipeline.live if self._draft_tokens(other)]
+        self.pipeline.submit(run)
+        if not run.rows:
+            return
+        (request,) = {row.request for row in run.rows}
+        begin, text = self.begun[request], self.text[request]
+        for _, history in self.pipeline.rows_of[run.id]:
+            assert self._lives(request, history), "a token that is known to be rejected"
+            assert len(history) <= len(text) + self.lead[request] - 1, "deeper than allowed"
+        if self._draft_tokens(run):
+            assert not speculating, "two runs of draft tokens in flight"
+            assert len(run.rows) <= begin.speculation.draft_rows
+        for row in run.rows:
+            assert row.want == -1 or run.wants[row.want].banned == begin.banned
+
+    def _draft_tokens(self, run: Run) -> bool:
+        return any(row.pos >= len(self.text.get(row.request, ())) for row in run.rows)
+
+    def _sent(self, batch: MicroBatch) -> None:
+        speculation = self.begun[batch.request].speculation
+        n = sum(expansion.n for expansion in batch.expansions)
+        assert n <= speculation.n_draft
+        assert n or batch.complete, "nothing in it"
+        n_text = len(self.begun[batch.request].prompt) + batch.epoch
+        text = self.text[batch.request][:n_text]
+        assert len(text) == n_text
+        for expansion in batch.expansions:
+            assert 0 < expansion.n <= speculation.n_parallel
+            path = text if expansion.parent == ROOT else self.paths[batch.request, expansion.parent]
+            assert path[: len(text)] == text, "a draft token that is known to be rejected"
+            assert [token for token, _ in expansion.candidates] == [
+                token for token, _ in self.model.candidates(path, len(expansion.candidates))
+            ]
+            for i, (token, _) in enumerate(expansion.candidates[: expansion.n]):
+                self.paths[batch.request, expansion.first + i] = (*path, token)
+        paths = [path for (request, _), path in self.paths.items() if request == batch.request and is_below(path, text)]
+        leaves = set(paths) - {path[:-1] for path in paths}
+        assert len(leaves) <= speculation.n_parallel
+        self.batches.append(batch)
+
+    def check_empty(self) -> None:
+        assert not self.steering
+        assert not self.batches
+        self.pipeline.check_empty()
+
+
+class Adversary:
+    """A draft that sends any tree: wrong tokens, old epochs, unknown parents, the same token twice, end tokens."""
+
+    def __init__(self, target: FakeModel, agreement: float, seed: int) -> None:
+        self.target, self.agreement = target, agreement
+        self.random = random.Random(seed)
+        self.steering: collections.deque[Steering] = collections.deque()
+        self.batches: collections.deque[MicroBatch] = collections.deque()
+        self._begun: dict[int, Begin] = {}
+        self._text: dict[int, Tokens] = {}
+        self._paths: dict[int, dict[int, Tokens]] = {}
+        """Request -> number of a draft token -> all tokens up to it."""
+        self._to_send: dict[int, int] = {}
+
+    def moves(self) -> list[Move]:
+        moves: list[Move] = [("steering", self._hear)] if self.steering else []
+        moves += [("draft", functools.partial(self._draft_token, request)) for request in self._to_send]
+        return moves
+
+    def _hear(self) -> None:
+        match self.steering.popleft():
+            case Begin(request=request, prompt=prompt) as begin:
+                self._begun[request], self._text[request], self._paths[request] = begin, prompt, {}
+                self._to_send[request] = self.random.randint(1, 5)
+            case Accepted(request, _, tokens, _):
+                self._text[request] += tokens
+                self._to_send[request] = self.random.randint(1, 5)
+            case Done(request):
+                self._to_send.pop(request, None)
+
+    def _draft_token(self, request: int) -> None:
+        self._to_send[request] -= 1
+        if complete := not self._to_send[request]:
+            del self._to_send[request]
+        text, n_prompt = self._text[request], len(self._begun[request].prompt)
+        epoch = len(text) - n_prompt
+        if self.random.random() < 0.2:
+            epoch = self.random.randint(0, epoch)
+        expansions = [self._expand(request, text[: n_prompt + epoch]) for _ in range(self.random.randint(0, 4))]
+        complete = complete and epoch == len(text) - n_prompt
+        if not complete and request not in self._to_send:
+            self._to_send[request] = 1  # it must say so at the newest epoch
+        self.batches.append(MicroBatch(request=request, epoch=epoch, expansions=tuple(expansions), complete=complete))
+
+    def _expand(self, request: int, text: Tokens) -> Expansion:
+        paths = self._paths[request]
+        live = [draft_token for draft_token, path in paths.items() if path[: len(text)] == text][-12:]
+        parent = self.random.choice([ROOT, *live, *live])
+        if self.random.random() < 0.1:
+            parent = self.random.choice([*paths, 10**6])
+        path = text if parent == ROOT else paths.get(parent, text)
+        right = self.target.next(request, path, len(self._begun[request].prompt))
+        tokens = [self.random.randrange(self.target.n_vocab) for _ in range(self.random.randint(0, 3))]
+        if self.random.random() < self.agreement:
+            tokens.insert(self.random.randint(0, len(tokens)), right)
+        first = len(paths) + 1
+        for i, token in enumerate(tokens):
+            paths[first + i] = (*path, token)
+        n = max(len(tokens) - (self.random.random() < 0.2), 0)
+        return Expansion(parent, first, n, tuple((token, self.random.random()) for token in tokens))
+
+    def check_empty(self) -> None:
+        assert not self.steering
+        assert not self.batches

@@ -1,0 +1,308 @@
+"""Models, KV caches and pipelines for tests of the core: no libllama, no time, every step on demand.
+
+The caches keep libllama's rules and break the test where libllama would refuse a batch. The models see what lies in
+the cache of the last stage, so a cache that is out of step gives a wrong text.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Span, Want
+from ggpipe.core.request import Finish
+
+END = 0  # the token that ends a text
+
+Tokens = tuple[int, ...]
+Move = tuple[str, Callable[[], None]]
+"""Something that may happen next: what it is, and how to let it happen."""
+
+
+def is_below(path: Tokens, text: Tokens) -> bool:
+    """It begins with the text, and goes on."""
+    return len(path) > len(text) and path[: len(text)] == text
+
+
+def chance(*what: object) -> int:
+    """A number that depends on its arguments and on nothing else."""
+    return zlib.crc32(repr(what).encode())
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """Its logits are a hash of all tokens before; a small vocabulary ends texts soon."""
+
+    n_vocab: int
+    seed: int = 0
+    draws: bool = False
+    """The next token is drawn, from the best three: by the request and the number of its tokens, as a sampler does."""
+
+    def ranking(self, history: Tokens, n: int) -> Tokens:
+        """The best `n` tokens."""
+        best = chance(self.seed, history)
+        return tuple((best + i) % self.n_vocab for i in range(min(n, self.n_vocab)))
+
+    def rank(self, request: int, n_accepted: int) -> int:
+        """Which of the best tokens is drawn."""
+        return chance(self.seed, request, n_accepted) % min(3, self.n_vocab) if self.draws else 0
+
+    def next(self, request: int, history: Tokens, n_prompt: int) -> int:
+        return self.ranking(history, 3)[self.rank(request, len(history) - n_prompt)]
+
+    def text(self, request: int, prompt: Tokens, n_predict: int, n_ctx: int) -> tuple[list[int], Finish]:
+        """What plain decoding gives, one token after the other, and why it ends. The end token is not part of it."""
+        tokens = prompt
+        while len(tokens) - len(prompt) != n_predict:
+            if len(tokens) > n_ctx:  # the last token has no cell to be computed in
+                return list(tokens[len(prompt) :]), Finish.CONTEXT_FULL
+            token = self.next(request, tokens, len(prompt))
+            if token == END:
+                return list(tokens[len(prompt) :]), Finish.END_OF_TEXT
+            tokens += (token,)
+        return list(tokens[len(prompt) :]), Finish.LENGTH
+
+
+@dataclass(eq=False)
+class Cell:
+    token: int
+    pos: int
+    seqs: set[int]
+
+
+class FakeCache:
+    """A unified KV cache: cells that hold a token at a position for a set of sequences."""
+
+    def __init__(self, n_ctx: int, n_seq: int) -> None:
+        self.n_ctx, self.n_seq = n_ctx, n_seq
+        self.cells: set[Cell] = set()
+        self._sequences: dict[int, dict[int, Cell]] = collections.defaultdict(dict)
+
+    def apply(self, op: KvOp) -> None:
+        """As `llama_memory_seq_rm` and `_cp`."""
+        assert 0 <= op.seq < self.n_seq
+        p0, p1 = max(op.p0, 0), op.p1 if op.p1 >= 0 else math.inf
+        match op.kind:
+            case KvKind.RM:
+                self._remove(op.seq, p0, p1)
+            case KvKind.CP:
+                assert 0 <= op.dst < self.n_seq
+                assert op.dst != op.seq
+                assert not self._sequences[op.dst], "cells of an earlier user are left in that sequence"
+                for pos, cell in self._sequences[op.seq].items():
+                    if p0 <= pos < p1:
+                        cell.seqs.add(op.dst)
+                        self._sequences[op.dst][pos] = cell
+
+    def _remove(self, seq: int, p0: float, p1: float) -> None:
+        cells = self._sequences[seq]
+        for pos in [pos for pos in cells if p0 <= pos < p1]:
+            cell = cells.pop(pos)
+            cell.seqs.remove(seq)
+            if not cell.seqs:
+                self.cells.remove(cell)
+
+    def history(self, seq: int) -> Tokens:
+        """The tokens of a sequence. It must have no gap."""
+        cells = self._sequences[seq]
+        assert sorted(cells) == list(range(len(cells))), "a hole in the sequence"
+        return tuple(cells[pos].token for pos in range(len(cells)))
+
+    def decode(self, rows: Sequence[Row]) -> list[Tokens]:
+        """All tokens that each row sees, its own last."""
+        for row in rows:
+            assert row.seqs
+            assert len(set(row.seqs)) == len(row.seqs)
+            spans = {(min(cells, default=-1), max(cells, default=-1)) for cells in map(self._cells_of, row.seqs)}
+            assert len(spans) == 1, "libllama: coupled sequences have diverged"
+        histories = []
+        for row in rows:
+            cell = Cell(row.token, row.pos, set(row.seqs))
+            self.cells.add(cell)
+            for seq in row.seqs:
+                cells = self._cells_of(seq)
+                assert row.pos == max(cells, default=-1) + 1, "libllama: inconsistent sequence positions"
+                cells[row.pos] = cell
+            seen = {self.history(seq) for seq in row.seqs}
+            assert len(seen) == 1, "coupled sequences hold different tokens"
+            histories.append(seen.pop())
+        assert len(self.cells) <= self.n_ctx, "libllama: no free cells"
+        return histories
+
+    def _cells_of(self, seq: int) -> dict[int, Cell]:
+        assert 0 <= seq < self.n_seq
+        return self._sequences[seq]
+
+    def forget(self, rows: Sequence[Row]) -> None:
+        """After an abort: the rows' cells go, for all their sequences."""
+        for seq in {seq for row in rows for seq in row.seqs}:
+            self._remove(seq, min(row.pos for row in rows if seq in row.seqs), math.inf)
+
+
+Answer = Callable[[int, Row, Want, Tokens], RowLogits]
+"""What a model says of a row: its place in the run, the row, what it wants, and the tokens that it sees."""
+
+
+@dataclass
+class FakeStage:
+    """Runs and cancel messages come over different ways: each keeps its order, none waits for the other."""
+
+    cache: FakeCache
+    runs: collections.deque[Run] = field(default_factory=collections.deque)
+    cancels: collections.deque[Tokens] = field(default_factory=collections.deque)
+    cancelled: set[int] = field(default_factory=set)
+    past: set[int] = field(default_factory=set)
+    computing: Run | None = None
+    histories: list[Tokens] = field(default_factory=list)
+
+    def start(self) -> Run | None:
+        """Take the next run. Returns it when there is nothing to compute, so that it is through."""
+        run = self.runs.popleft()
+        for op in run.ops:
+            self.cache.apply(op)
+        if run.id in self.cancelled:
+            run = replace(run, cancelled=True)
+        if run.cancelled or not run.rows:
+            return self._through(run)
+        self.computing, self.histories = run, self.cache.decode(run.rows)
+        return None
+
+    def finish(self) -> Run:
+        """The run that is computed."""
+        assert self.computing is not None
+        return self._through(self.computing)
+
+    def hear(self) -> Run | None:
+        """Take a cancel message. Returns the run that it aborts."""
+        runs = set(self.cancels.popleft()) - self.past
+        self.cancelled |= runs
+        if self.computing is None or self.computing.id not in runs:
+            return None
+        self.cache.forget(self.computing.rows)
+        return self._through(replace(self.computing, cancelled=True))
+
+    def _through(self, run: Run) -> Run:
+        self.computing = None
+        self.past.add(run.id)
+        self.cancelled.discard(run.id)
+        return run
+
+
+class FakePipeline:
+    """Stages in a row, and what must hold of whoever feeds them. Nothing moves by itself."""
+
+    def __init__(self, n_stages: int, n_ctx: int, n_seq: int, n_rows: int, answer: Answer) -> None:
+        self.stages = [FakeStage(FakeCache(n_ctx, n_seq)) for _ in range(n_stages)]
+        self.results: collections.deque[tuple[Run, tuple[RowLogits, ...]]] = collections.deque()
+        self.in_flight: dict[int, Run] = {}
+        self.cancelled: set[int] = set()
+        """Of those in flight."""
+        self.run_of: dict[tuple[int, Tokens], int] = {}
+        """(request, tokens up to a row) -> the run that carries the row."""
+        self.rows_of: dict[int, list[tuple[int, Tokens]]] = {}
+        self.ended: set[int] = set()
+        self._n_rows = n_rows
+        self._answer = answer
+        self._plan = FakeCache(n_ctx, n_seq)
+        """What the cache holds after all runs so far, if none is cancelled."""
+
+    # What its head does
+
+    def submit(self, run: Run) -> None:
+        assert not run.cancelled
+        assert run.rows or run.ops
+        assert run.id not in self.in_flight
+        assert run.id not in self.ended
+        assert len(run.rows) <= self._n_rows, "more rows than a batch holds"
+        for op in run.ops:
+            self._plan.apply(op)
+        self.rows_of[run.id] = []
+        for row, history in zip(run.rows, self._plan.decode(run.rows), strict=True):
+            assert (row.request, history) not in self.run_of, "evaluated twice"
+            self.run_of[row.request, history] = run.id
+            self.rows_of[run.id].append((row.request, history))
+        self.in_flight[run.id] = run
+        self.stages[0].runs.append(run)
+
+    def cancel(self, runs: Tokens) -> None:
+        assert runs
+        assert set(runs) <= set(self.in_flight)
+        assert not self.cancelled & set(runs)
+        self.cancelled |= set(runs)
+        for stage in self.stages:
+            stage.cancels.append(runs)
+
+    def take_result(self, seconds: float = 0.0, total_s: float = 0.0) -> RunResult:
+        """The oldest that has come back. Each run ends once. `seconds`: in its slowest stage, `total_s`: in all."""
+        run, rows = self.results.popleft()
+        assert self.in_flight.pop(run.id).rows == run.rows
+        self.cancelled.discard(run.id)
+        self.ended.add(run.id)
+        spans = (
+            Span(rank=0, start_s=0.0, compute_s=seconds, busy_s=seconds, sent_bytes=0),
+            Span(rank=1, start_s=0.0, compute_s=0.0, busy_s=total_s - seconds, sent_bytes=0),
+        )
+        return RunResult(run.id, rows, spans, run.cancelled)
+
+    # What happens in it
+
+    def moves(self, name: str, hear_result: Callable[[], None]) -> list[Move]:
+        """All that can happen next; `name` goes into theirs."""
+        moves: list[Move] = []
+        for i, stage in enumerate(self.stages):
+            if stage.runs or stage.computing:
+                moves.append((f"{name} stage {i}", functools.partial(self.step, i)))
+            if stage.cancels:
+                moves.append((f"{name} cancel {i}", functools.partial(self.hear, i)))
+        if self.results:
+            moves.append((f"{name} result", hear_result))
+        return moves
+
+    def step(self, stage: int) -> None:
+        """A stage starts its next run or ends the one that it computes."""
+        here = self.stages[stage]
+        run = here.start() if here.computing is None else here.finish()
+        self._pass_on(stage, run)
+
+    def hear(self, stage: int) -> None:
+        self._pass_on(stage, self.stages[stage].hear())
+
+    def _pass_on(self, stage: int, run: Run | None) -> None:
+        if run is None:
+            return
+        if stage + 1 < len(self.stages):
+            self.stages[stage + 1].runs.append(run)
+            return
+        rows: tuple[RowLogits, ...] = ()
+        if not run.cancelled:
+            seen = zip(run.rows, self.stages[stage].histories if run.rows else [], strict=True)
+            rows = tuple(
+                self._answer(i, row, run.wants[row.want], history)
+                for i, (row, history) in enumerate(seen)
+                if row.want >= 0
+            )
+        self.results.append((run, rows))
+
+    # What must hold
+
+    @property
+    def live(self) -> list[Run]:
+        """Runs in flight that are not cancelled, markers left out."""
+        return [run for run in self.in_flight.values() if run.rows and run.id not in self.cancelled]
+
+    def depends(self, run: int, on: Iterable[int]) -> bool:
+        """A row of this run hangs on a row of those."""
+        parents = {self.run_of.get((request, history[:-1])) for request, history in self.rows_of[run]}
+        return bool((parents - {run}) & set(on))
+
+    def check_empty(self) -> None:
+        """All is over."""
+        assert not self.in_flight
+        for stage in self.stages:
+            assert not stage.runs
+            assert not stage.cancels
+            assert not stage.cache.cells, "cells are left behind"

@@ -1,0 +1,282 @@
+"""A scheduler with all that is around a head: fake pipelines and drafts, and what must hold between them."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+from ggpipe.core.events import (
+    Action,
+    Arrived,
+    Cancel,
+    Drafted,
+    Emit,
+    Event,
+    Finished,
+    RunDone,
+    RunEnded,
+    Sample,
+    Sampled,
+    Steer,
+    Stop,
+    Submit,
+    Tick,
+)
+from ggpipe.core.messages import Row, RowLogits, Run, RunRecord, Want, WantKind
+from ggpipe.core.request import Finish, Limits, Request
+from ggpipe.core.scheduler import Scheduler
+from support.fake_drafts import Adversary, RealDraft
+from support.fakes import END, FakeModel, FakePipeline, Move, Tokens, is_below
+
+
+@dataclass
+class Seen:
+    """What the head did for one request."""
+
+    request: Request
+    text: list[int] = field(default_factory=list)
+    n_sampled: int = 0
+    n_drafted: int = 0
+    """Tokens that were in the pipeline before they were drawn."""
+    runs: list[Run] = field(default_factory=list)
+    n_done: int = 0
+    """Runs that the scheduler said ended."""
+    told: list[int] = field(default_factory=list)
+    """Tokens that the draft was sent."""
+    stopped: bool = False
+    ended: bool = False
+    """The end token was drawn."""
+    finish: Finish | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        return (*self.request.prompt, *self.text)
+
+    def lives(self, history: Tokens) -> bool:
+        """It is part of the text, or may become so."""
+        n = min(len(history), len(self.tokens))
+        return history[:n] == self.tokens[:n]
+
+
+class Head:
+    """A scheduler, a pipeline, a draft, and all that must hold between them. Nothing moves by itself."""
+
+    def __init__(self, limits: Limits, n_stages: int, model: FakeModel, draft: RealDraft | Adversary | None) -> None:
+        self.limits, self.model, self.draft = limits, model, draft
+        self.scheduler = Scheduler(limits)
+        n_rows = min(limits.n_batch, limits.n_ubatch)
+        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer)
+        self.seen: dict[int, Seen] = {}
+        self.to_sample: collections.deque[Sample] = collections.deque()
+        self.now = 0.0
+
+    def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
+        ids = self.model.ranking(history, want.n)
+        return RowLogits(i, ids, want.n, 0.0)
+
+    # What the outside does
+
+    def arrive(self, request: Request) -> None:
+        seen = self.seen[request.id] = Seen(request)
+        self.handle(Arrived(request, self._want(seen)))
+
+    def stop(self, request: int) -> None:
+        seen = self.seen.get(request)
+        if seen is not None and seen.finish is None and (not self._is_over(seen) or seen.request.n_predict == 0):
+            seen.stopped = True
+        self.handle(Stop(request))
+
+    def moves(self) -> list[Move]:
+        """All that could happen next."""
+        moves: list[Move] = []
+        if self.scheduler.wake_at is not None:
+            moves.append(("tick", self._tick))
+        moves += self.pipeline.moves("target", self._hear_result)
+        if self.to_sample:
+            moves.append(("sample", self._sample))
+        if self.draft is not None:
+            moves += self.draft.moves()
+            if self.draft.batches:
+                moves.append(("draft tokens", self._take_micro_batch))
+        return moves
+
+    def drain(self) -> None:
+        """Let everything end, the youngest thing first."""
+        while moves := self.moves():
+            moves[-1][1]()
+
+    def _hear_result(self) -> None:
+        run, _ = self.pipeline.results[0]
+        seconds = 0.01 * (1 + run.id * 7919 % 13)  # times that say anything of run lengths
+        self.handle(RunEnded(self.pipeline.take_result(seconds, seconds * (1 + run.id % 4))))
+
+    def _tick(self) -> None:
+        assert self.scheduler.wake_at is not None
+        self.now = max(self.now, self.scheduler.wake_at)
+        self.handle(Tick())
+
+    def _take_micro_batch(self) -> None:
+        assert self.draft is not None
+        batch = self.draft.batches.popleft()
+        self.handle(Drafted(batch))
+        state = self.scheduler._states.get(batch.request)
+        if state is None or not state.is_open or isinstance(self.draft, Adversary):
+            return
+        tokens = self.seen[batch.request].tokens
+        for expansion in batch.expansions:
+            for draft_token in range(expansion.first, expansion.first + expansion.n):
+                if is_below(path := self.draft.paths[batch.request, draft_token], tokens):
+                    node = state.tree.root
+                    for token in path[len(tokens) :]:
+                        node = node.children[token]
+
+    def _sample(self) -> None:
+        sample = self.to_sample.popleft()
+        seen = self.seen[sample.request]
+        assert sample.row.ids is not None
+        assert sample.row.logits >= self._want(seen).n, "fewer logits than sampling takes"
+        token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
+        seen.n_sampled += 1
+        seen.ended = seen.ended or (token == END and not seen.stopped)
+        self.handle(Sampled(sample.request, token, token == END, self._want(seen)))
+
+    def _want(self, seen: Seen) -> Want:
+        return Want(WantKind.TOP, 3 + seen.n_sampled * seen.request.want_grows)
+
+    # What must hold
+
+    def handle(self, event: Event) -> None:
+        self.now += 0.001
+        for action in self.scheduler.handle(event, self.now):
+            self._act(action)
+        self.scheduler.validate()
+        for seen in self.seen.values():
+            self._check_request(seen)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Submit(run):
+                self._submitted(run)
+            case Sample(request):
+                assert not self._is_over(self.seen[request]) or self.seen[request].request.n_predict == 0
+                assert all(sample.request != request for sample in self.to_sample)
+                self.to_sample.append(action)
+            case Emit(request, token, drafted):
+                seen = self.seen[request]
+                assert not self._is_over(seen)
+                seen.text.append(token)
+                assert drafted == ((request, seen.tokens) in self.pipeline.run_of)
+                seen.n_drafted += drafted
+            case Cancel(runs):
+                self.pipeline.cancel(runs)
+                for run_id in runs:
+                    (request,) = {row.request for row in self.pipeline.in_flight[run_id].rows}
+                    seen = self.seen[request]
+                    assert self._is_over(seen) or (seen.request.speculation.cancel and self._is_dead(run_id))
+            case Steer(message):
+                assert self.draft is not None
+                self.draft.steering.append(message)
+            case RunDone(record):
+                self._run_done(record, record.request)
+            case Finished(request, reason):
+                self._finished(self.seen[request], reason)
+
+    def _submitted(self, run: Run) -> None:
+        self.pipeline.submit(run)
+        if not run.rows:
+            assert all(seen.finish is not None for seen in self.seen.values())
+            return
+        (request,) = {row.request for row in run.rows}
+        seen = self.seen[request]
+        seen.runs.append(run)
+        assert not self._is_over(seen) or not seen.text
+        histories = [history for _, history in self.pipeline.rows_of[run.id]]
+        assert all(seen.lives(history) for history in histories), "a token that is known to be rejected"
+        draft_tokens = [history for history in histories if len(history) > len(seen.tokens)]
+        assert len(draft_tokens) <= seen.request.speculation.n_draft
+        for row, history in zip(run.rows, histories, strict=True):
+            assert (row.want >= 0) == (len(history) >= len(seen.request.prompt))
+        if seen.request.n_predict > 0:
+            assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
+        fresh = bool(seen.text) and seen.tokens in histories
+        assert fresh or len(self.pipeline.live) <= self.limits.n_in_flight, "too much in flight"
+
+    def _run_done(self, record: RunRecord, request: int) -> None:
+        (run,) = (run for run in self.seen[request].runs if run.id == record.id)
+        assert record.n_rows == len(run.rows)
+        assert record.n_draft_tokens <= record.n_rows
+        self.seen[request].n_done += 1
+
+    def _is_over(self, seen: Seen) -> bool:
+        full = len(seen.tokens) > self.limits.n_ctx
+        return seen.stopped or seen.ended or full or len(seen.text) == seen.request.n_predict
+
+    def _is_dead(self, run: int) -> bool:
+        return not any(self.seen[request].lives(history) for request, history in self.pipeline.rows_of[run])
+
+    def _check_request(self, seen: Seen) -> None:
+        if seen.finish is not None or seen.request.id not in self.scheduler._states:
+            return
+        counters = self.scheduler.counters(seen.request.id)
+        assert counters.accepted_tokens == seen.n_drafted
+        assert counters.accepted_tokens <= counters.submitted_tokens <= counters.drafted_tokens
+        assert counters.verified_runs <= counters.speculative_runs
+        by_lead = counters.by_lead
+        assert all(lead > 0 and accepted <= submitted for lead, (submitted, accepted) in by_lead.items())
+        assert sum(submitted for submitted, _ in by_lead.values()) == counters.submitted_tokens
+        assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
+        assert sum(counters.rejected_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
+        assert counters.cancelled_tokens <= counters.submitted_tokens
+        if seen.request.speculation.cancel and not self._is_over(seen):
+            kept: list[int] = []
+            for run in reversed(self.pipeline.live):
+                if run.rows[0].request == seen.request.id:
+                    needed = any(self.pipeline.depends(other, [run.id]) for other in kept)
+                    assert needed or not self._is_dead(run.id), "a run that nobody needs goes on"
+                    kept.append(run.id)
+
+    def _finished(self, seen: Seen, reason: Finish) -> None:
+        assert seen.finish is None
+        assert seen.n_done == len(seen.runs)
+        seen.finish = reason
+        flying = [row for run in self.pipeline.in_flight.values() for row in run.rows]
+        assert all(row.request != seen.request.id for row in flying)
+        request = seen.request
+        text, why = self.model.text(request.id, request.prompt, request.n_predict, self.limits.n_ctx)
+        if reason is Finish.STOPPED:
+            assert seen.stopped
+            assert seen.text == text[: len(seen.text)]
+        else:
+            assert not seen.stopped or request.n_predict == 0
+            assert (seen.text, reason) == (text, why)
+            assert seen.n_sampled == len(text) + (why is Finish.END_OF_TEXT)
+        lengths = [n for n in (sum(row.pos < len(request.prompt) for row in run.rows) for run in seen.runs) if n]
+        expected = cut_as_libllama(len(request.prompt), self.limits.n_batch, self.limits.n_ubatch)
+        assert lengths == (expected[: len(lengths)] if seen.stopped else expected)
+
+    def check_end(self) -> None:
+        """Nothing can happen any more."""
+        assert all(seen.finish is not None for seen in self.seen.values()), "a request is stuck"
+        assert not self.to_sample
+        self.pipeline.check_empty()
+        self.scheduler.validate()
+        if self.draft is not None:
+            self.draft.check_empty()
+
+
+def cut_as_libllama(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
+    """llama.cpp's tools feed `n_batch` tokens to llama_decode, which computes `n_ubatch` at a time."""
+    lengths = []
+    while n_tokens > 0:
+        batch = min(n_tokens, n_batch)
+        n_tokens -= batch
+        while batch > 0:
+            lengths.append(min(batch, n_ubatch))
+            batch -= lengths[-1]
+    return lengths
+
+
+def opened(**limits: int) -> Head:
+    """A head with one stage whose draft says what the test wants it to say."""
+    known = {"n_ctx": 64, "n_batch": 8, "n_ubatch": 4, "n_in_flight": 2, "n_seq": 4} | limits
+    return Head(Limits(**known), 1, FakeModel(1000), Adversary(FakeModel(1000), 1.0, 0))

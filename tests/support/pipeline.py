@@ -1,0 +1,113 @@
+"""Pipelines inside this process: stages called one after the other, or all the ranks of a session as threads."""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ggpipe.config import ContextConfig, EngineConfig, ModelConfig
+from ggpipe.core.messages import Run
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.stage import Outcome, Stage
+from ggpipe.runtime.handshake import check_cuts
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.session import Session
+from ggpipe.runtime.worker import Worker
+from ggpipe.transport.local import LocalWorld
+from support.reference import Logits
+
+HEADROOM = 24
+
+
+class Pipeline:
+    """As many stages as there are cuts, and one more."""
+
+    def __init__(
+        self,
+        path: Path,
+        cuts: Sequence[int] = (),
+        context: ContextConfig | None = None,
+        model: ModelConfig | None = None,
+        threads: int = 1,
+    ) -> None:
+        """`cuts`: the layers that a further stage begins with. Raises ModelError where the model cannot be cut so."""
+        file = ModelFile.open(path)
+        edges = (0, *cuts, file.n_layer)
+        self.stages: list[Stage] = []
+        try:
+            for layers in itertools.pairwise(edges):
+                stage = Stage(
+                    file,
+                    layers,
+                    model or ModelConfig(path=path),
+                    context or ContextConfig(n_ctx=256),
+                    (threads, threads),
+                )
+                self.stages.append(stage)
+            check_cuts([stage.cut for stage in self.stages], file.architecture)
+        except BaseException:
+            self.close()
+            raise
+
+    def decode(self, run: Run) -> Logits:
+        """A run through all stages: logits of the wanted rows, (rows, vocabulary)."""
+        outcome = self.outcome(run)
+        assert not outcome.cancelled
+        assert tuple(row.row for row in outcome.rows) == tuple(i for i, r in enumerate(run.rows) if r.want >= 0)
+        return np.array([row.logits for row in outcome.rows])
+
+    def outcome(self, run: Run) -> Outcome:
+        """What the last stage makes of a run."""
+        incoming = None
+        for stage in self.stages:
+            outcome = stage.decode(run, incoming, HEADROOM)
+            assert not any(outcome.outgoing[:HEADROOM])
+            incoming = outcome.outgoing[HEADROOM:]
+            assert stage.is_last == (not incoming) or outcome.cancelled or not run.rows
+        return outcome
+
+    def close(self) -> None:
+        """Free all stages."""
+        for stage in self.stages:
+            stage.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def local_ranks(config: EngineConfig, n_ranks: int) -> Iterator[Head]:
+    """The head of ranks that are threads, with nothing loaded yet."""
+    world = LocalWorld(n_ranks)
+    workers = [threading.Thread(target=Worker(rank, config).serve, daemon=True) for rank in world.transports[1:]]
+    for worker in workers:
+        worker.start()
+    with Head(world.transports[0], config) as head:
+        yield head
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
+
+
+@contextlib.contextmanager
+def local_session(config: EngineConfig, n_ranks: int) -> Iterator[Session]:
+    """A loaded session; its workers are threads."""
+    with local_ranks(config, n_ranks) as head:
+        yield Session.load(head)
+
+
+def even_cuts(n_layer: int, n_stages: int) -> tuple[int, ...]:
+    """Cuts into ranges of about the same length."""
+    return tuple(n_layer * i // n_stages for i in range(1, n_stages))
+
+
+def random_cuts(n_layer: int, n_stages: int, seed: int) -> tuple[int, ...]:
+    """Cuts anywhere, a layer or more for each stage."""
+    chosen = np.random.default_rng(seed).choice(np.arange(1, n_layer), n_stages - 1, replace=False)
+    return tuple(sorted(chosen.tolist()))

@@ -1,0 +1,254 @@
+"""Messages come out as they went in."""
+
+import math
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Steering
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
+from ggpipe.errors import RunError
+from ggpipe.transport import codec
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+UINT32 = st.integers(0, 2**32 - 1)
+SECONDS = st.floats(0, 1e6)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+
+SPANS = st.lists(
+    st.builds(Span, rank=INT32, start_s=SECONDS, compute_s=SECONDS, busy_s=SECONDS, sent_bytes=INT64), max_size=5
+).map(tuple)
+OPS = st.lists(st.builds(KvOp, st.sampled_from(KvKind), INT32, INT32, INT32, INT32), max_size=4).map(tuple)
+BANNED = st.lists(INT32, max_size=5).map(tuple)
+WANTS = st.lists(st.builds(Want, st.sampled_from(WantKind), UINT32, BANNED), max_size=4).map(tuple)
+SEQS = st.lists(INT32, max_size=4).map(tuple)
+ROW = st.builds(Row, token=INT32, pos=INT32, seqs=SEQS, request=INT32, want=st.integers(-1, 3))
+ROWS = st.lists(ROW, max_size=9).map(tuple)
+RUNS = st.builds(Run, id=INT64, rows=ROWS, ops=OPS, wants=WANTS, cancelled=st.booleans())
+
+
+@st.composite
+def row_logits(draw: st.DrawFn) -> RowLogits:
+    row, log_sum_exp = draw(INT32), draw(st.floats(allow_nan=False))
+    values = draw(st.lists(FLOAT32, max_size=9))
+    if draw(st.booleans()):
+        return RowLogits(row, None, np.array(values, np.float32), log_sum_exp)
+    ids = draw(st.lists(INT32, min_size=len(values), max_size=len(values)))
+    return RowLogits(row, tuple(ids), tuple(values), log_sum_exp)
+
+
+TOKENS = st.lists(INT32, max_size=9).map(tuple)
+CHANCE = st.floats(0, 1)
+SPECULATIONS = st.builds(
+    SpeculationConfig,
+    mode=st.sampled_from(["speculative", "async"]),
+    n_draft=st.integers(8, 99),
+    n_min=st.integers(0, 8),
+    p_accept=CHANCE,
+    p_split=CHANCE,
+    p_recovery=CHANCE,
+    p_decay=CHANCE,
+    n_parallel=st.integers(1, 9),
+    n_draft_rows=st.none() | st.integers(1, 9),
+    cancel=st.booleans(),
+    continuous=st.booleans(),
+)
+STEERING = st.one_of(
+    st.builds(
+        Begin,
+        request=INT64,
+        prompt=TOKENS,
+        n_left=INT32,
+        lead=INT32,
+        ends=TOKENS.map(frozenset),
+        banned=TOKENS,
+        speculation=SPECULATIONS,
+    ),
+    st.builds(Accepted, INT64, INT64, TOKENS, INT32),
+    st.builds(Done, INT64),
+)
+CANDIDATES = st.lists(st.tuples(INT32, CHANCE), max_size=5).map(tuple)
+EXPANSIONS = st.lists(st.builds(Expansion, INT32, INT32, UINT32, CANDIDATES), max_size=4).map(tuple)
+BATCHES = st.builds(
+    MicroBatch,
+    request=INT64,
+    epoch=INT64,
+    expansions=EXPANSIONS,
+    complete=st.booleans(),
+    drafter=st.integers(0, 65535),
+)
+RECORDS = st.lists(
+    st.builds(
+        RunRecord, id=INT64, request=INT64, n_rows=UINT32, n_draft_tokens=UINT32, cancelled=st.booleans(), spans=SPANS
+    ),
+    max_size=3,
+)
+RESULTS = st.builds(RunResult, INT64, st.lists(row_logits(), max_size=4).map(tuple), SPANS, st.booleans())
+
+
+def header(run: Run, spans: tuple[Span, ...]) -> bytes:
+    return codec.header_with(codec.run_header(run), spans, run.cancelled)
+
+
+@given(RUNS, SPANS, st.binary(max_size=40))
+def test_runs(run: Run, spans: tuple[Span, ...], activations: bytes) -> None:
+    message = header(run, spans) + activations
+    read, _, read_spans, at = codec.read_run(message)
+    assert read == run
+    assert read_spans == spans
+    assert bytes(message[at:]) == activations
+
+
+@given(RUNS, SPANS)
+def test_activations_start_at_a_multiple_of_8_bytes(run: Run, spans: tuple[Span, ...]) -> None:
+    data = header(run, spans)
+    assert len(data) % 8 == 0
+    assert codec.read_run(data)[3] == len(data)
+
+
+@given(RUNS, SPANS, SPANS)
+def test_a_stage_hands_on_the_header_it_got(run: Run, spans: tuple[Span, ...], more: tuple[Span, ...]) -> None:
+    _, without_spans, before, _ = codec.read_run(header(run, spans))
+    assert without_spans[4:] == codec.run_header(run)[4:]
+    again, _, after, _ = codec.read_run(codec.header_with(without_spans, (*before, *more), run.cancelled))
+    assert again == run
+    assert after == (*spans, *more)
+
+
+@given(RUNS, st.data())
+def test_the_header_is_as_long_with_a_placeholder(run: Run, data: st.DataObject) -> None:
+    """A stage leaves room for a header before it knows its own times, or that the run is cancelled."""
+    spans = data.draw(SPANS)
+    others = data.draw(st.lists(SPANS.filter(len), min_size=len(spans), max_size=len(spans)))
+    replaced = tuple(other[0] for other in others)
+    placeholder = header(run, spans)
+    final = header(replace(run, cancelled=not run.cancelled), replaced)
+    assert len(placeholder) == len(final)
+
+
+@pytest.mark.parametrize("n_mask", [1, 8, 99])
+def test_a_row_mask_is_stepped_over(n_mask: int) -> None:
+    """Room for later: a header that says that it has one has its activations behind it."""
+    fields = "<BBHIqIIIII"  # the last one is the mask's size in bytes
+    data = bytearray(header(Run(id=1, rows=()), ()))
+    struct.pack_into("<I", data, struct.calcsize(fields) - 4, n_mask)
+    at = codec.read_run(bytes(data) + bytes(n_mask + 8))[3]
+    assert at % 8 == 0
+    assert 0 <= at - struct.calcsize(fields) - n_mask < 8
+
+
+def test_a_branching_run() -> None:
+    rows = (
+        Row(token=5, pos=10, seqs=(0, 1, 2), request=7),
+        Row(token=6, pos=11, seqs=(0,), request=7, want=0),
+        Row(token=7, pos=11, seqs=(1, 2), request=7, want=0),
+        Row(token=8, pos=12, seqs=(2,), request=7, want=1),
+    )
+    ops = (KvOp(KvKind.RM, 3, p0=4), KvOp(KvKind.CP, 0, 1, 0, 10))
+    wants = (Want(WantKind.TOP, 40, (2, 3)), Want(WantKind.FULL, 1, (0,)))
+    run = Run(id=2**40, rows=rows, ops=ops, wants=wants)
+    spans = (
+        Span(rank=0, start_s=7.5, compute_s=0.25, busy_s=0.5, sent_bytes=4096),
+        Span(rank=1, start_s=8.0, compute_s=1e-6, busy_s=2e-6, sent_bytes=2**33),
+    )
+    read, _, read_spans, _ = codec.read_run(header(run, spans))
+    assert (read, read_spans) == (run, spans)
+    assert [type(op.kind) for op in read.ops] == [KvKind] * 2
+    assert [type(want.kind) for want in read.wants] == [WantKind] * 2
+
+
+def test_a_want_for_each_of_many_rows() -> None:
+    """Where penalties look back, each draft token takes one more of the best logits than the one before it."""
+    wants = tuple(Want(WantKind.TOP, 40 + i, (2,)) for i in range(300))
+    run = Run(
+        id=1, rows=tuple(Row(token=i, pos=i, seqs=(0,), request=1, want=i) for i in range(300)), ops=(), wants=wants
+    )
+    assert codec.read_run(header(run, ()))[0] == run
+
+
+def test_many_stages() -> None:
+    """As many as libllama takes layers."""
+    spans = tuple(Span(rank=rank, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4) for rank in range(512))
+    result, record = (
+        RunResult(1, (), spans),
+        RunRecord(id=1, request=1, n_rows=2, n_draft_tokens=1, cancelled=False, spans=spans),
+    )
+    assert codec.read_run(header(Run(id=1, rows=()), spans))[2] == spans
+    assert codec.read_result(codec.result_message(result)) == result
+    assert codec.read_micro_batch(
+        codec.micro_batch_message(MicroBatch(request=1, epoch=0, expansions=(), complete=False), [record])
+    )[1] == (record,)
+
+
+@given(RESULTS)
+def test_results(result: RunResult) -> None:
+    read = codec.read_result(codec.result_message(result))
+    assert (read.run, read.spans, read.cancelled) == (result.run, result.spans, result.cancelled)
+    assert len(read.rows) == len(result.rows)
+    for got, sent in zip(read.rows, result.rows, strict=True):
+        assert (got.row, got.ids, got.log_sum_exp) == (sent.row, sent.ids, sent.log_sum_exp)
+        if sent.ids is None:
+            assert isinstance(got.logits, np.ndarray)
+            assert got.logits.dtype == np.float32
+            assert np.array_equal(got.logits, np.asarray(sent.logits))
+        else:
+            assert got.logits == sent.logits
+
+
+def test_banned_tokens_keep_their_minus_infinity() -> None:
+    full = np.array([1.5, -math.inf, 0.25], np.float32)
+    result = RunResult(1, (RowLogits(0, None, full, 0.0), RowLogits(3, (2,), (-math.inf,), -math.inf)), ())
+    first, second = codec.read_result(codec.result_message(result)).rows
+    assert np.array_equal(np.asarray(first.logits), full)
+    assert (second.logits, second.log_sum_exp) == ((-math.inf,), -math.inf)
+
+
+@given(st.lists(INT64, max_size=9).map(tuple))
+def test_ids(ids: tuple[int, ...]) -> None:
+    assert codec.read_ids(codec.ids_message(ids)) == ids
+
+
+@pytest.mark.parametrize("version", [0, codec.VERSION + 1, 255])
+def test_another_version_is_refused_in_one_line(version: int) -> None:
+    run = bytearray(header(Run(id=1, rows=()), ()))
+    result = bytearray(codec.result_message(RunResult(1, (), ())))
+    run[0] = result[0] = version
+    for read, message in ((codec.read_run, run), (codec.read_result, result)):
+        with pytest.raises(RunError) as caught:
+            read(message)
+        assert str(caught.value) == (
+            f"a message of format {version} arrived, this rank speaks {codec.VERSION}: use one ggpipe everywhere"
+        )
+        assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("rest", [b"", b"\x80", b"{}", b"\xff"])
+def test_a_damaged_request_to_the_draft_is_refused_in_one_line(rest: bytes) -> None:
+    begin = codec.steering_message(
+        Begin(request=1, prompt=(2, 3), n_left=4, lead=5, ends=frozenset(), banned=(), speculation=SpeculationConfig())
+    )
+    start = len(codec.steering_message(Done(1)))
+    with pytest.raises(RunError, match="use one ggpipe everywhere"):
+        codec.read_steering(bytes(begin[:start]) + rest)
+
+
+@given(STEERING)
+def test_steering(message: Steering) -> None:
+    assert codec.read_steering(codec.steering_message(message)) == message
+
+
+@given(BATCHES, RECORDS)
+def test_micro_batches(batch: MicroBatch, records: list[RunRecord]) -> None:
+    assert codec.read_micro_batch(codec.micro_batch_message(batch, records)) == (batch, tuple(records))
+
+
+def test_a_greedy_result_is_small() -> None:
+    rows = tuple(RowLogits(i, (i,), (0.5,), math.nan) for i in range(64))
+    spans = tuple(Span(rank=i, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4) for i in range(8))
+    assert len(codec.result_message(RunResult(1, rows, spans))) < 4096

@@ -1,0 +1,54 @@
+"""What the MPI transport does at a moment that real messages seldom show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SENDS_WHILE_RECEIVING = """
+import threading
+from ggpipe.transport.base import Kind
+from ggpipe.transport.mpi import MpiTransport
+
+transport = MpiTransport()
+sent = threading.Event()
+
+class Done:
+    def Test(self): return True
+
+class HalfThere:
+    '''A large message, of which the rest comes when this rank has sent something.'''
+    def Test(self):
+        receiving.set()
+        return sent.is_set()
+
+class Arrived:
+    def Irecv(self, buffer): return HalfThere()
+
+class World:
+    def Improbe(self, source, tag, status):
+        status.Set_source(0)
+        status.Set_tag(int(Kind.RESULT))
+        return Arrived()
+    def Isend(self, buffer, dest, tag):
+        sent.set()
+        return Done()
+
+receiving = threading.Event()
+transport._comm = World()
+got = []
+main = threading.Thread(target=lambda: got.append(transport.poll()), daemon=True)
+main.start()
+receiving.wait()
+stage = threading.Thread(target=transport.send, args=(0, Kind.RUN, b"run"), daemon=True)
+stage.start()
+stage.join(30)
+main.join(30)
+print(sent.is_set(), got[0].kind is Kind.RESULT)
+"""
+
+
+def test_one_thread_sends_while_another_one_receives_a_large_message() -> None:
+    command = [sys.executable, "-c", SENDS_WHILE_RECEIVING]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "True True\n", result.stderr
