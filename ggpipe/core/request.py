@@ -29,9 +29,15 @@ class Limits:
     n_in_flight: int
     """Runs in the pipeline at the same time; more only wait in its queues, and delay the next correction."""
     n_seq: int = 1
-    """Sequence ids, for all requests together."""
+    """Sequence ids, for all requests and kept prefixes together."""
     n_requests: int = 1
     """Requests that are served at the same time."""
+    n_prefixes: int = 0
+    """Sequences of ended requests that are kept, at most; each has an id."""
+    partial_prefixes: bool = True
+    """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
+    ordered_cells: bool = False
+    """A sequence's cells must stay in the order of its positions: bits depend on it."""
 
     @property
     def n_rows(self) -> int:

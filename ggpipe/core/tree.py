@@ -78,18 +78,18 @@ class Node:
 class SequenceIds:
     """The ids that all requests share."""
 
-    def __init__(self, n: int, n_requests: int) -> None:
-        """`n` ids, of which each request to come is left one."""
+    def __init__(self, n: int, n_kept: int) -> None:
+        """`n` ids, of which each request to come is left one, and each prefix that may be kept."""
         self._free = list(range(n))
-        self.kept = n_requests
-        """Ids that are kept for requests to come: branches do not take them."""
+        self.kept = n_kept
+        """Free ids that are kept for these: branches do not take them."""
 
     def __len__(self) -> int:
         return len(self._free)
 
     @property
     def free(self) -> frozenset[int]:
-        """The ids that no tree has."""
+        """The ids that no tree has, and no kept prefix."""
         return frozenset(self._free)
 
     def take(self) -> int:
@@ -107,12 +107,12 @@ class Tree:
     The operations of all trees that share a pipeline go into one list, in pipeline order.
     """
 
-    def __init__(self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int) -> None:
-        """`token` at `pos` is the last one of the prompt. There must be a free id."""
+    def __init__(self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int, own: int | None = None) -> None:
+        """`token` at `pos` is the last one of the prompt. `own`: an id taken from `ids`; None takes one."""
         self._ids = ids
         self._ops = ops
         ids.kept -= 1
-        self.own = ids.take()
+        self.own = ids.take() if own is None else own
         """The id of the accepted text."""
         self.root = Node(token=token, pos=pos)
         self._tips: dict[int, Node] = {self.own: self.root}
@@ -209,14 +209,16 @@ class Tree:
         self._ids.give_back(seq)
         del self._tips[seq]
 
-    def close(self) -> None:
-        """The request is over: everything dies."""
+    def close(self, keep: bool = False) -> int:
+        """The request is over: everything dies. With `keep`, the id of the text stays the caller's: it is returned."""
         for node in (self.root, *self.root.below()):
             node.dead = True
         for seq in list(self._tips):
-            self._free(seq)
+            if not keep or seq != self.own:
+                self._free(seq)
         self._ids.kept += 1
         self.n_submitted = 0
+        return self.own
 
     def validate(self) -> frozenset[int]:
         """Check what must hold of an open tree; returns its ids. Raises AssertionError."""

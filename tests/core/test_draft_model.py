@@ -26,7 +26,7 @@ class Draft:
     """A drafter whose model thinks what the test says."""
 
     def __init__(self, vocabularies: Vocabularies | None = None, **limits: int) -> None:
-        known = {"n_ctx": 99, "n_batch": 8, "n_ubatch": 8, "n_in_flight": 2, "n_seq": 4} | limits
+        known: dict[str, Any] = {"n_ctx": 99, "n_batch": 8, "n_ubatch": 8, "n_in_flight": 2, "n_seq": 4} | limits
         self.drafter = DraftModel(Limits(**known), vocabularies)
         self.runs: list[Run] = []
         self.sent: list[MicroBatch] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from dataclasses import dataclass, field
+from typing import Any
 
 from ggpipe.core.events import (
     Action,
@@ -278,5 +279,5 @@ def cut_as_libllama(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
 
 def opened(**limits: int) -> Head:
     """A head with one stage whose draft says what the test wants it to say."""
-    known = {"n_ctx": 64, "n_batch": 8, "n_ubatch": 4, "n_in_flight": 2, "n_seq": 4} | limits
+    known: dict[str, Any] = {"n_ctx": 64, "n_batch": 8, "n_ubatch": 4, "n_in_flight": 2, "n_seq": 4} | limits
     return Head(Limits(**known), 1, FakeModel(1000), Adversary(FakeModel(1000), 1.0, 0))
