@@ -102,9 +102,9 @@ class Steer:
 
 @dataclass(frozen=True, slots=True)
 class RunDone:
-    """A run with rows ended. For statistics."""
+    """A run with rows ended. For statistics: a record for each request that had rows in it."""
 
-    record: RunRecord
+    records: tuple[RunRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,29 @@ def usual_rows(limit: int, cost: RunCost, calibration: Calibration) -> int:
     return best_rows((agreement**i for i in range(1, min(limit, calibration.reach) + 1)), cost)
 
 
+def rows_beside_roots(n_roots: int, chances: Iterable[float], cost: RunCost) -> int:
+    """How many draft tokens go into a run with `n_roots` accepted tokens of several requests, while others wait for the
+    pipeline: as many as bring more accepted tokens a second. `chances`: of each whole path, in the order in which they
+    are taken."""
+    if not cost.is_known:
+        return 0
+    gain, best = float(n_roots), 0
+    most = gain / cost.time(n_roots)
+    for n, chance in enumerate(chances, 1):
+        gain += chance
+        rate = gain / cost.time(n_roots + n)
+        if rate > most:
+            best, most = n, rate
+    return best
+
+
+def usual_rows_beside_roots(n_roots: int, limit: int, cost: RunCost, calibration: Calibration) -> int:
+    """The length of the chain of usual draft tokens, at most `limit`, that is worth its rows behind each root."""
+    agreement, depths = calibration.agreement, min(limit, calibration.reach)
+    chances = [agreement**depth for depth in range(1, depths + 1) for _ in range(n_roots)]
+    return -(-rows_beside_roots(n_roots, chances, cost) // n_roots)
+
+
 def rows_beside_root(
     ready: Sequence[float], most: int, cost: RunCost, calibration: Calibration, pace: Pace
 ) -> tuple[int, float]:

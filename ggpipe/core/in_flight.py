@@ -6,7 +6,7 @@ share: the sequence ids, and the KV operations that wait for the next run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,24 +19,51 @@ Owner = TypeVar("Owner")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RunInFlight(Generic[Owner]):
-    """A run in the pipeline."""
+class Part(Generic[Owner]):
+    """One owner's rows of a run: text first, then nodes."""
 
-    run: Run
-    owner: Owner | None
-    """Whose rows it carries; None: it only carries operations."""
+    owner: Owner
+    request: int
+    rows: Sequence[Row]
     nodes: Sequence[Node]
-    """The nodes of its last rows; rows in front of them are text."""
+    """Those of the last rows; rows in front of them are text."""
     n_draft_tokens: int
-    n_live: int
-    """Rows that are not rejected."""
-    submitted_at: float
-    cancelled: bool = False
+    run: int = -1
+    n_live: int = 0
+    """Rows that are not rejected, and whose owner goes on."""
+    after: int = -1
+    """The run that carries the text in front of these rows, if it was in flight when this one was submitted."""
 
     @property
     def n_text(self) -> int:
         """Rows in front of the nodes."""
-        return len(self.run.rows) - len(self.nodes)
+        return len(self.rows) - len(self.nodes)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunInFlight(Generic[Owner]):
+    """A run in the pipeline. One without parts only carries operations."""
+
+    run: Run
+    parts: Sequence[Part[Owner]]
+    submitted_at: float
+    cancelled: bool = False
+
+    @property
+    def lives(self) -> bool:
+        """Somebody needs a row of it."""
+        return any(part.n_live for part in self.parts)
+
+    @property
+    def n_text(self) -> int:
+        """Rows that are no nodes."""
+        return sum(part.n_text for part in self.parts)
+
+    @property
+    def needs(self) -> set[int]:
+        """The runs without which it could not be computed: those of the row in front of each of its rows."""
+        needs = {part.after for part in self.parts}
+        return needs.union(node.parent.run for part in self.parts for node in part.nodes if node.parent is not None)
 
 
 class InFlight(Generic[Owner]):
@@ -51,46 +78,36 @@ class InFlight(Generic[Owner]):
         self.n_computed = 0
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
         self._runs: dict[int, RunInFlight[Owner]] = {}
-        self._of: dict[Owner, dict[int, RunInFlight[Owner]]] = {}
+        self._of: dict[Owner, dict[int, Part[Owner]]] = {}
 
-    def of(self, owner: Owner) -> Collection[RunInFlight[Owner]]:
-        """An owner's runs, the oldest first."""
+    def of(self, owner: Owner) -> Collection[Part[Owner]]:
+        """An owner's parts of runs in flight, the oldest first."""
         return self._of.get(owner, {}).values()
 
-    def submit(
-        self,
-        owner: Owner,
-        rows: Sequence[Row],
-        wants: tuple[Want, ...],
-        nodes: Sequence[Node],
-        n_draft_tokens: int,
-        now: float,
-    ) -> Submit:
-        """Put rows into the pipeline; `nodes`: those of the last rows."""
-        run = self._enter(owner, tuple(rows), wants, nodes, n_draft_tokens, now)
-        self._of.setdefault(owner, {})[run.id] = self._runs[run.id]
+    def is_computed(self, run: int) -> bool:
+        """It is in flight and not cancelled."""
+        return run in self._runs and not self._runs[run].cancelled
+
+    def submit(self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float) -> Submit:
+        """Put a run of these parts, one for each owner, into the pipeline."""
+        for part in parts:
+            own = self._of.setdefault(part.owner, {})
+            part.run, part.n_live = self.next_run, len(part.rows)
+            part.after = next((before.run for before in reversed(own.values()) if before.n_text), -1)
+            own[part.run] = part
         self.n_computed += 1
-        return Submit(run)
+        return Submit(self._enter(parts, wants, now))
 
     def submit_ops(self, now: float) -> Submit:
         """Put the waiting operations into the pipeline by themselves."""
-        return Submit(self._enter(None, (), (), (), 0, now))
+        return Submit(self._enter((), (), now))
 
-    def _enter(
-        self,
-        owner: Owner | None,
-        rows: tuple[Row, ...],
-        wants: tuple[Want, ...],
-        nodes: Sequence[Node],
-        n_draft_tokens: int,
-        now: float,
-    ) -> Run:
+    def _enter(self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float) -> Run:
+        rows = tuple(row for part in parts for row in part.rows)
         run = Run(id=self.next_run, rows=rows, ops=tuple(self.ops), wants=wants)
         self.next_run += 1
         self.ops.clear()
-        self._runs[run.id] = RunInFlight(
-            run=run, owner=owner, nodes=nodes, n_draft_tokens=n_draft_tokens, n_live=len(rows), submitted_at=now
-        )
+        self._runs[run.id] = RunInFlight(run=run, parts=parts, submitted_at=now)
         return run
 
     def end(self, result: RunResult) -> RunInFlight[Owner]:
@@ -98,39 +115,53 @@ class InFlight(Generic[Owner]):
         ended = self._runs.pop(result.run, None)
         if ended is None:
             raise ValueError(f"run {result.run} is not in flight")
-        if ended.owner is not None:
-            own = self._of[ended.owner]
+        for part in ended.parts:
+            own = self._of[part.owner]
             del own[result.run]
             if not own:
-                del self._of[ended.owner]
-            self.n_computed -= not ended.cancelled
+                del self._of[part.owner]
+        self.n_computed -= bool(ended.parts) and not ended.cancelled
+        nodes = [node for part in ended.parts for node in (*[None] * part.n_text, *part.nodes)]
         for row in result.rows:
-            ended.nodes[row.row - ended.n_text].answer = row
+            node = nodes[row.row]
+            assert node is not None, "text was answered"
+            node.answer = row
         return ended
 
     def drop(self, owner: Owner, dead: Iterable[Node]) -> tuple[int, ...]:
         """Count rows out whose nodes died. Returns the runs that nobody needs any more: none of their rows lives, and
         no row of a run that goes on, dead or alive, has its parent in them (it could not be computed without)."""
-        any_empty = False
+        own, any_empty = self._of.get(owner, {}), False
         for node in dead:
-            if (run := self._runs.get(node.run)) is not None:
-                run.n_live -= 1
-                any_empty = any_empty or run.n_live == 0
-        return self._unneeded(owner) if any_empty else ()
+            if (part := own.get(node.run)) is not None:
+                part.n_live -= 1
+                any_empty = any_empty or part.n_live == 0
+        return self._unneeded() if any_empty else ()
 
-    def _unneeded(self, owner: Owner) -> tuple[int, ...]:
+    def leave(self, owner: Owner) -> tuple[int, ...]:
+        """Its owner is over: none of its rows lives. Returns the runs that nobody needs any more."""
+        for part in self.of(owner):
+            part.n_live = 0
+        return self._unneeded() if owner in self._of else ()
+
+    def _unneeded(self) -> tuple[int, ...]:
         unneeded: list[int] = []
         needed: set[int] = set()
-        for run in reversed(self._of.get(owner, {}).values()):
-            if run.n_live or run.run.id in needed:
-                needed.update(node.parent.run for node in run.nodes if node.parent is not None)
-            elif not run.cancelled:
-                unneeded.append(run.run.id)
+        for number, run in reversed(self._runs.items()):
+            if run.lives or number in needed:
+                needed |= run.needs
+            elif run.parts and not run.cancelled:
+                unneeded.append(number)
         return tuple(unneeded[::-1])
 
-    def cancel(self, runs: Sequence[int]) -> list[RunInFlight[Owner]]:
-        """Mark these runs as cancelled; returns them. None may be cancelled already."""
-        cancelled = [self._runs[run] for run in runs]
+    def cancel(
+        self, runs: Sequence[int], may_cancel: Callable[[Owner], bool] = lambda _: True
+    ) -> list[RunInFlight[Owner]]:
+        """Mark these runs as cancelled, but for those with an owner for whom none may be; returns those that are.
+
+        None may be cancelled already.
+        """
+        cancelled = [self._runs[run] for run in runs if all(may_cancel(part.owner) for part in self._runs[run].parts)]
         for run in cancelled:
             assert not run.cancelled
             run.cancelled = True
@@ -138,35 +169,43 @@ class InFlight(Generic[Owner]):
         return cancelled
 
     def validate(self, trees: Collection[tuple[Owner, frozenset[int]]]) -> None:
-        """Check what must hold between events; `trees`: each open request with the ids of its tree.
+        """Check what must hold between events; `trees`: each owner that goes on with the ids of its tree.
 
         Raises AssertionError.
         """
         taken = [seq for _, ids in trees for seq in ids]
         assert len(taken) == len(set(taken)), "two trees have one id"
         assert not self.ids.free.intersection(taken), "an id is free and taken"
+        owners = {owner for owner, _ in trees}
         computed = 0
         for number, run in self._runs.items():
             assert run.run.id == number < self.next_run
-            assert (run.owner is None) == (not run.run.rows)
-            computed += run.owner is not None and not run.cancelled
-            if run.owner is not None:
-                assert number in self._of[run.owner]
-                assert run.n_live == len(run.run.rows) - sum(node.dead for node in run.nodes) or run.cancelled
-            assert all(node.run == number for node in run.nodes)
+            assert bool(run.parts) == bool(run.run.rows)
+            assert [row for part in run.parts for row in part.rows] == list(run.run.rows)
+            assert len({id(part.owner) for part in run.parts}) == len(run.parts), "two parts for one owner"
+            computed += bool(run.parts) and not run.cancelled
+            for part in run.parts:
+                assert self._of[part.owner][number] is part
+                n_live = len(part.rows) - sum(node.dead for node in part.nodes) if part.owner in owners else 0
+                assert part.n_live == n_live or run.cancelled
+                assert all(node.run == number for node in part.nodes)
         assert computed == self.n_computed
-        assert sum(map(len, self._of.values())) == sum(run.owner is not None for run in self._runs.values())
+        assert sum(map(len, self._of.values())) == sum(len(run.parts) for run in self._runs.values())
 
 
-def record_of(ended: RunInFlight[Owner], result: RunResult) -> RunRecord:
-    """What statistics keep of a run with rows that came back."""
-    return RunRecord(
-        id=result.run,
-        request=ended.run.rows[0].request,
-        n_rows=len(ended.run.rows),
-        n_draft_tokens=ended.n_draft_tokens,
-        cancelled=result.cancelled,
-        spans=result.spans,
+def records_of(ended: RunInFlight[Owner], result: RunResult) -> tuple[RunRecord, ...]:
+    """What statistics keep of a run with rows that came back: a record for each request."""
+    return tuple(
+        RunRecord(
+            id=result.run,
+            request=part.request,
+            n_rows=len(part.rows),
+            n_run_rows=len(ended.run.rows),
+            n_draft_tokens=part.n_draft_tokens,
+            cancelled=result.cancelled,
+            spans=result.spans,
+        )
+        for part in ended.parts
     )
 
 

@@ -116,14 +116,21 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run that ended, for statistics."""
+    """A run that ended, for one request's statistics. A run of several requests leaves one record for each."""
 
     id: int
     request: int
-    """Whose rows it carried."""
     n_rows: int
+    """The request's own rows."""
+    n_run_rows: int
+    """All rows of the run."""
     n_draft_tokens: int
-    """Rows that held draft tokens."""
+    """The request's rows that held draft tokens."""
     cancelled: bool
     spans: tuple[Span, ...]
-    """Its time in each stage."""
+    """The whole run's time in each stage."""
+
+    @property
+    def share(self) -> float:
+        """The request's share of the run, by rows."""
+        return self.n_rows / self.n_run_rows

@@ -38,6 +38,8 @@ class Limits:
     """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
     ordered_cells: bool = False
     """A sequence's cells must stay in the order of its positions: bits depend on it."""
+    prefill_slowdown: float = 5.0
+    """While some requests decode, a run takes at most so many times as long because of others' prompts."""
 
     @property
     def n_rows(self) -> int:

@@ -13,7 +13,6 @@ A request that waits to be admitted has no state yet: the scheduler holds it in 
 
 from __future__ import annotations
 
-import collections
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,8 +65,6 @@ class RequestState:
     want: Want
     """What sampling the next token takes."""
     tree: Tree
-    chunks: collections.deque[tuple[int, ...]]
-    """Of the prompt, not submitted yet."""
     reserve: int
     """Cells that its text may take up."""
     phase: Phase = Phase.PREFILL
@@ -83,8 +80,8 @@ class RequestState:
     counters: Counters = field(default_factory=Counters)
     root_waits_until: float | None = None
     """A fresh root waits so long for draft tokens that go into its run."""
-    next_run_at: float | None = None
-    """When the next run of draft tokens may go in."""
+    root_since: float = 0.0
+    """When the root was accepted."""
 
     def enter(self, phase: Phase) -> None:
         """Go on to another phase."""
@@ -152,7 +149,7 @@ class RequestState:
                 self.drafters[drafter].calibration.judged(node.prob, node.token == token)
         dead = self.tree.advance(token)
         root = self.tree.root
-        self.root_waits_until = self.next_run_at = None
+        self.root_waits_until = None
         for drafter, number in root.names:
             self.drafters[drafter].accepted[number] = self.epoch
         for node in (root, *dead):
@@ -196,7 +193,9 @@ class RequestState:
         assert (self.finish is not None) == (self.phase in (Phase.ENDING, Phase.ENDED))
         if not self.is_open:
             return frozenset()
-        assert bool(self.chunks) == (self.phase is Phase.PREFILL)
+        if self.phase is Phase.PREFILL:
+            assert self.n_past < len(self.request.prompt)
+            assert not self.tree.root.submitted
         assert self.phase is not Phase.SAMPLING or self.tree.root.answer is not None
         assert 0 <= self.n_sent <= self.epoch
         for number, drafter in self.drafters.items():
@@ -205,10 +204,8 @@ class RequestState:
         return self.tree.validate()
 
 
-def cut_prompt(prompt: tuple[int, ...], n_batch: int, n_ubatch: int) -> list[tuple[int, ...]]:
-    """A prompt's chunks, as libllama cuts it: batches of `n_batch` tokens, each in pieces of `n_ubatch`."""
-    return [
-        prompt[at : min(at + n_ubatch, start + n_batch, len(prompt))]
-        for start in range(0, len(prompt), n_batch)
-        for at in range(start, min(start + n_batch, len(prompt)), n_ubatch)
-    ]
+def chunk_end(at: int, n_prompt: int, n_batch: int, n_ubatch: int) -> int:
+    """Where a prompt's chunk ends that begins at `at`, as libllama cuts it: batches of `n_batch` tokens, each in pieces
+    of `n_ubatch`."""
+    start = at - at % n_batch
+    return min(start + ((at - start) // n_ubatch + 1) * n_ubatch, start + n_batch, n_prompt)

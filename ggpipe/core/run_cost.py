@@ -23,6 +23,8 @@ class RunCost:
         """The numbers of rows with a time, ascending."""
         self.length = 1.0
         """A run's time in all stages, as a multiple of that in its slowest."""
+        self.text_row_s: float | None = None
+        """What a prompt's row adds to a run's time in its slowest stage; None before the first prompt."""
 
     @property
     def is_known(self) -> bool:
@@ -38,6 +40,12 @@ class RunCost:
             bisect.insort(self._tried, n_rows)
         known = self._seconds.get(n_rows, slowest_s)
         self._seconds[n_rows] = known + _LEARN * (slowest_s - known)
+
+    def text_ended(self, n_rows: int, n_text: int, slowest_s: float) -> None:
+        """A run with `n_text` tokens of prompts and `n_rows` others came back."""
+        row_s = max(slowest_s - self.seconds(max(n_rows, 1)), 0.0) / n_text
+        known = self.text_row_s if self.text_row_s is not None else row_s
+        self.text_row_s = known + _LEARN * (row_s - known)
 
     def seconds(self, n: int) -> float:
         """Time of a run of `n` rows in its slowest stage; 0 before the first run."""

@@ -20,8 +20,9 @@ several runs. Where that pays, a fresh root waits a moment for draft tokens that
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ggpipe.core import frontier
 from ggpipe.core.draft_messages import Accepted, Begin, Done, MicroBatch
@@ -41,16 +42,29 @@ from ggpipe.core.events import (
     Stop,
     Tick,
 )
-from ggpipe.core.in_flight import InFlight, RunInFlight, cancel_action, record_of
+from ggpipe.core.in_flight import InFlight, Part, RunInFlight, cancel_action, records_of
 from ggpipe.core.messages import Row, RunResult, Want, WantKind
-from ggpipe.core.request import Counters, Finish, Limits
-from ggpipe.core.request_state import DrafterState, Phase, RequestState, cut_prompt
+from ggpipe.core.request import Counters, Finish, Limits, Request
+from ggpipe.core.request_state import DrafterState, Phase, RequestState, chunk_end
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.tree import Node, Tree
 
 _WAIT_LIMIT = 2.0  # times the drafter's usual pace: so long a fresh root waits for draft tokens
 _EARLY = 0.2  # of a run's time: so long before the slowest stage is free the next draft tokens go in,
 _EARLY_S = 1e-3  # and at least this: messages take their time
+_CLEARLY_LESS = 0.98  # of a time: below this it is worth splitting a run of several requests in two
+_FIRST_PROMPT_ROWS = 16  # beside others' tokens, before a run has shown what rows of prompts take
+_MORE_CELLS = 32  # that a request without a limit is given at a time
+
+
+@dataclass(slots=True)
+class _Take:
+    """What one request puts into a run: tokens of its prompt, or up to `most` of these nodes (None: all)."""
+
+    state: RequestState
+    nodes: list[Node] = field(default_factory=list)
+    n_prompt: int = 0
+    most: int | None = None
 
 
 class Scheduler:
@@ -66,6 +80,9 @@ class Scheduler:
         self._now = 0.0
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""
+        self._next_run_at: float | None = None
+        """When the next run of draft tokens may go in."""
+        self._steering: list[Steer] = []
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back).
@@ -85,12 +102,14 @@ class Scheduler:
             case Sampled():
                 self._sampled(event, actions)
             case Drafted(batch):
-                self._drafted(batch, actions)
+                self._drafted(batch)
             case Stop(request_id):
                 self._stop(request_id, actions)
             case Tick():
-                for state in self._states.values():
-                    self._fill(state, actions)
+                pass
+        self._fill(actions)
+        actions += self._steering  # the pipeline first
+        self._steering.clear()
         if self._in_flight.ops and not self._states:  # no run is coming that could carry them
             actions.append(self._in_flight.submit_ops(now))
         return actions
@@ -98,7 +117,7 @@ class Scheduler:
     @property
     def wake_at(self) -> float | None:
         """When to send `Tick`, by the clock of `now`; None when only other events matter."""
-        times = (time for state in self._states.values() for time in (state.root_waits_until, state.next_run_at))
+        times = (self._next_run_at, *(state.root_waits_until for state in self._states.values()))
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -112,7 +131,7 @@ class Scheduler:
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""
-        trees = [(state, state.validate()) for state in self._states.values()]
+        trees = [(state, ids) for state in self._states.values() if (ids := state.validate())]
         self._in_flight.validate(trees)
         n_open = sum(state.is_open for state in self._states.values())
         assert self._in_flight.ids.kept == self._limits.n_requests - n_open
@@ -123,8 +142,7 @@ class Scheduler:
         for state in self._states.values():
             assert state.phase is not Phase.ENDED
             assert state.is_open or self._in_flight.of(state), "nothing of an ended request is in flight"
-            waits = state.root_waits_until is not None or state.next_run_at is not None
-            assert not waits or state.phase is Phase.DECODING
+            assert state.root_waits_until is None or state.phase is Phase.DECODING
 
     # Requests
 
@@ -132,34 +150,43 @@ class Scheduler:
         while self._waiting and len(self._states) < self._limits.n_requests:
             arrived = self._waiting[0]
             request = arrived.request
-            reserve = self._limits.n_ctx
-            if request.n_predict >= 0:
-                reserve = min(reserve, len(request.prompt) + request.n_predict)
-            if reserve > self._limits.n_ctx - self._cells_of_others(None):
+            reserve = self._reserve(request)
+            if reserve > self._spare_cells:
                 return
             self._waiting.popleft()
-            tree = Tree(self._in_flight.ids, self._in_flight.ops, request.prompt[-1], len(request.prompt) - 1)
-            chunks = collections.deque(cut_prompt(request.prompt, self._limits.n_batch, self._limits.n_ubatch))
             state = RequestState(
                 request=request,
                 want=arrived.want,
                 counters=arrived.counters,
-                tree=tree,
-                chunks=chunks,
+                tree=Tree(self._in_flight.ids, self._in_flight.ops, request.prompt[-1], len(request.prompt) - 1),
                 reserve=reserve,
             )
             self._states[request.id] = state
             if request.drafts:
                 state.drafters = {drafter: DrafterState() for drafter in request.drafters}
                 actions.append(Steer(self._begin(state)))
-            self._fill(state, actions)
+
+    def _reserve(self, request: Request) -> int:
+        """Cells that a request is promised. One without a limit gets its share, and more as long as there are any."""
+        n_ctx, n_prompt = self._limits.n_ctx, len(request.prompt)
+        if request.n_predict >= 0:
+            return min(n_ctx, n_prompt + request.n_predict)
+        share = n_ctx // self._limits.n_requests
+        return min(n_ctx, max(share, n_prompt + max(share // 2, 1)))
+
+    def _extended(self, state: RequestState) -> int:
+        """The cells that it is promised; more than before where it nears them, has no limit, and there are any."""
+        if state.request.n_predict < 0 and state.tree.root.pos + _MORE_CELLS > state.reserve:
+            state.reserve += min(self._spare_cells + state.n_cells - state.reserve, _MORE_CELLS)
+        return state.reserve
 
     def _begin(self, state: RequestState) -> Begin:
         request = state.request
+        limit = state.reserve if request.n_predict >= 0 else self._limits.n_ctx
         return Begin(
             request=request.id,
             prompt=request.prompt,
-            n_left=state.reserve - len(request.prompt),
+            n_left=limit - len(request.prompt),
             lead=self._lead(state),
             ends=request.ends,
             banned=request.banned,
@@ -168,15 +195,22 @@ class Scheduler:
 
     def _lead(self, state: RequestState) -> int:
         """How far drafters may be ahead of the root: to fill the pipeline, and one run more, as far as draft tokens may
-        be accepted."""
+        be accepted. Where others' tokens fill it, as far as a draft token is worth a row beside them."""
         speculation, calibration = state.request.speculation, _leading(state)
-        if speculation.mode == "async" and speculation.continuous:
+        if speculation.mode != "async":
+            return speculation.n_draft
+        others = [other for other in self._states.values() if other.is_open and other is not state]
+        if others:
+            if any(other.phase is Phase.PREFILL for other in others):
+                return 0
+            n_rounds = self._n_rounds(len(others) + 1)
+            if n_rounds >= self._n_stages:
+                n_roots = math.ceil((len(others) + 1) / n_rounds)
+                return frontier.usual_rows_beside_roots(n_roots, speculation.n_draft, self.cost, calibration)
+        if speculation.continuous:
             usual = frontier.usual_rows(speculation.n_draft, self.cost, calibration)
             return min(usual * (self._limits.n_in_flight + 1), calibration.reach)
         return speculation.n_draft
-
-    def _cells_of_others(self, own: RequestState | None) -> int:
-        return sum(state.n_cells for state in self._states.values() if state is not own)
 
     def _stop(self, request_id: int, actions: list[Action]) -> None:
         state = self._states.get(request_id)
@@ -192,11 +226,11 @@ class Scheduler:
     def _end(self, state: RequestState, reason: Finish, actions: list[Action]) -> None:
         state.enter(Phase.ENDING)
         state.finish = reason
-        state.root_waits_until = state.next_run_at = None
+        state.root_waits_until = None
         state.tree.close()
         if state.request.drafts:
             actions.append(Steer(Done(state.request.id)))
-        self._cancel(state, [run.run.id for run in self._in_flight.of(state) if not run.cancelled], actions)
+        self._cancel(self._in_flight.leave(state), actions)
         self._end_if_drained(state, actions)
 
     def _end_if_drained(self, state: RequestState, actions: list[Action]) -> None:
@@ -209,39 +243,44 @@ class Scheduler:
 
     # The pipeline
 
-    def _fill(self, state: RequestState, actions: list[Action]) -> None:
-        """Submit what this request has to submit and the pipeline has room for."""
-        state.next_run_at = None
-        while state.phase is Phase.PREFILL and self.n_in_flight < self._limits.n_in_flight:
-            chunk = state.chunks.popleft()
-            if state.chunks:
-                self._submit(state, chunk, (), 0, actions)
-            else:
-                self._submit(state, chunk[:-1], (state.tree.root,), 1, actions)
-                state.enter(Phase.DECODING)
-        if state.phase is not Phase.DECODING:  # while a token is sampled: it decides which draft tokens live
-            return
-        root, speculation = state.tree.root, state.request.speculation
-        if speculation.mode == "speculative":
-            if not root.submitted and state.all_complete:
-                most = min(self._room(state) + 1, self._limits.n_rows)
-                self._submit(state, (), [root, *state.waiting_draft_tokens()], most, actions)
-            return
-        if not root.submitted and not self._submit_root(state, actions):
-            return
-        while self.n_in_flight < self._limits.n_in_flight and (speculation.continuous or not self._is_drafting(state)):
-            waiting = state.waiting_draft_tokens()
-            early_s = max(self.cost.seconds(1) * _EARLY, _EARLY_S)
-            if waiting and self._now < self._free_at - early_s:  # until then more of them may come
-                state.next_run_at = self._free_at - early_s
+    def _fill(self, actions: list[Action]) -> None:
+        """Submit what there is to submit and the pipeline has room for."""
+        self._next_run_at = None
+        if any(state.phase is Phase.SAMPLING for state in self._states.values()):
+            return  # it decides which draft tokens live, and others' tokens come out of the same run
+        while True:
+            states = [state for state in self._states.values() if state.is_open]
+            if not states:
                 return
-            most = self._room(state)
-            n = min(frontier.best_rows(state.chances(waiting[:most]), self.cost), most)
-            if not self._submit(state, (), waiting, n, actions):
+            takes = self._next_of_one(states[0]) if len(states) == 1 else self._next_of_many(states)
+            if not self._submit(takes, actions):
                 return
 
-    def _submit_root(self, state: RequestState, actions: list[Action]) -> bool:
-        """Put a fresh root in, with the draft tokens that go into its run; False while these are waited for.
+    def _next_of_one(self, state: RequestState) -> Sequence[_Take]:
+        """What goes in next when there is one request only."""
+        if state.phase is Phase.PREFILL:
+            if self.n_in_flight >= self._limits.n_in_flight:
+                return ()
+            end = chunk_end(state.n_past, len(state.request.prompt), self._limits.n_batch, self._limits.n_ubatch)
+            return (_Take(state, n_prompt=end - state.n_past),)
+        root, speculation = state.tree.root, state.request.speculation
+        if speculation.mode == "speculative":
+            if root.submitted or not state.all_complete:
+                return ()
+            most = min(self._room(state) + 1, self._limits.n_rows)
+            return (_Take(state, nodes=[root, *state.waiting_draft_tokens()], most=most),)
+        if not root.submitted:
+            return self._root_of_one(state)
+        if self.n_in_flight >= self._limits.n_in_flight or not self._may_draft(state):
+            return ()
+        waiting = self._of_room(state, self._limits.n_rows)
+        if not waiting or self._too_early():
+            return ()
+        n = frontier.best_rows(state.chances(waiting), self.cost)
+        return (_Take(state, nodes=state.waiting_draft_tokens(), most=min(n, len(waiting))),)
+
+    def _root_of_one(self, state: RequestState) -> Sequence[_Take]:
+        """A fresh root, with the draft tokens that go into its run; nothing while these are waited for.
 
         It waits for no other reason, and not for a drafter that is late, or has no more.
         """
@@ -256,34 +295,180 @@ class Scheduler:
                 if state.root_waits_until is None:
                     state.root_waits_until = self._now + _WAIT_LIMIT * wait_s
                 if self._now < state.root_waits_until:
-                    return False
+                    return ()
             n = min(n, len(waiting))
         state.root_waits_until = None
-        self._submit(state, (), (state.tree.root, *waiting), 1 + n, actions)
-        return True
+        return (_Take(state, nodes=[state.tree.root, *waiting], most=1 + n),)
+
+    def _next_of_many(self, states: Sequence[RequestState]) -> Sequence[_Take]:
+        """What goes in next when several requests share the pipeline: accepted tokens, then prompts, then draft tokens.
+
+        As many runs with accepted tokens or prompts go round as bring most. A token that comes while that many are in
+        flight waits, and goes in together with others.
+        """
+        prompts = [state for state in states if state.phase is Phase.PREFILL]
+        decoding = [state for state in states if state.phase is Phase.DECODING]
+        for state in decoding:
+            state.root_waits_until = None
+        ready = [state for state in decoding if self._root_is_ready(state)]
+        if not ready and not prompts:
+            return self._draft_tokens_of_many(decoding)
+        if not ready and self.n_in_flight >= (self._n_stages if decoding else self._limits.n_in_flight):
+            return ()
+        n_rounds = self._n_stages if prompts else self._n_rounds(len(decoding))
+        if ready and len(self._runs_of_text(states)) >= n_rounds:
+            return ()
+        ready.sort(key=lambda state: state.root_since)
+        if not prompts:
+            ready = ready[: math.ceil(len(decoding) / n_rounds)]
+        takes = [_Take(state, nodes=[state.tree.root]) for state in ready[: self._limits.n_rows]]
+        n_rows = len(takes)
+        if prompts:
+            n_prompt = self._limits.n_rows - n_rows
+            if decoding:
+                n_prompt = min(n_prompt, self._prompt_rows(n_rows))
+            return [*takes, *_shared_out(prompts, n_prompt)]
+        for take in takes:
+            if take.state.request.speculation.mode == "speculative":
+                take.nodes += self._of_room(take.state, self._limits.n_rows - n_rows)
+                n_rows += len(take.nodes) - 1
+        taken = [take.state for take in takes]
+        nodes, chances = self._best_first([s for s in decoding if s.tree.root.submitted or s in taken])
+        n = frontier.rows_beside_roots(len(takes), chances[: self._limits.n_rows - n_rows], self.cost)
+        return _with_nodes(takes, nodes[:n])
+
+    def _draft_tokens_of_many(self, decoding: Sequence[RequestState]) -> Sequence[_Take]:
+        """A run of draft tokens alone, when the pipeline would else have nothing to do."""
+        if self.n_in_flight >= self._n_stages:
+            return ()
+        nodes, chances = self._best_first([state for state in decoding if self._may_draft(state)])
+        if not nodes or self._too_early():
+            return ()
+        return _with_nodes([], nodes[: min(frontier.best_rows(chances, self.cost), self._limits.n_rows)])
+
+    def _best_first(self, states: Iterable[RequestState]) -> tuple[list[tuple[RequestState, Node]], list[float]]:
+        """Draft tokens of these requests that have room, the most probable path first, with the chance of each path.
+
+        Parents come before their children.
+        """
+        spare = self._spare_cells
+        found: list[tuple[float, int, RequestState, Node]] = []
+        for state in states:
+            if state.request.speculation.mode != "async":
+                continue
+            waiting = state.waiting_draft_tokens()[: state.request.speculation.n_draft]
+            waiting = waiting[: max(state.n_cells - state.n_used, 0) + spare]
+            worst = 1.0
+            for node, chance in zip(waiting, state.chances(waiting), strict=True):
+                worst = min(worst, chance)
+                found.append((worst, len(found), state, node))
+        found.sort(key=lambda one: (-one[0], one[1]))
+        nodes: list[tuple[RequestState, Node]] = []
+        used: dict[RequestState, int] = collections.defaultdict(int)
+        for _, _, state, node in found:
+            used[state] += 1
+            if used[state] > state.n_cells - state.n_used:
+                if not spare:
+                    break
+                spare -= 1
+            nodes.append((state, node))
+        return nodes, [one[0] for one in found[: len(nodes)]]
+
+    @property
+    def _n_stages(self) -> int:
+        """Runs that are computed at the same time, one in each stage."""
+        return max(self._limits.n_in_flight - 1, 1)
+
+    def _n_rounds(self, n_tokens: int) -> int:
+        """In how many runs so many accepted tokens go round, to bring most tokens a second; few where it is equal."""
+        best, best_s = 1, math.inf
+        for n in range(1, min(self._n_stages, n_tokens) + 1):
+            round_s = max(n, self.cost.length) * self.cost.time(math.ceil(n_tokens / n))
+            if round_s < best_s * _CLEARLY_LESS:
+                best, best_s = n, round_s
+        return best
+
+    def _runs_of_text(self, states: Iterable[RequestState]) -> set[int]:
+        """Runs in flight with accepted tokens that are not answered yet, or with parts of prompts."""
+        runs: set[int] = set()
+        for state in states:
+            if state.phase is Phase.PREFILL:
+                runs.update(part.run for part in self._in_flight.of(state))
+            elif state.tree.root.submitted and state.tree.root.answer is None:
+                runs.add(state.tree.root.run)
+        return runs
+
+    def _root_is_ready(self, state: RequestState) -> bool:
+        if state.tree.root.submitted:
+            return False
+        return state.request.speculation.mode != "speculative" or state.all_complete
+
+    def _may_draft(self, state: RequestState) -> bool:
+        """A run of draft tokens alone may go in for this request."""
+        return state.request.speculation.continuous or not self._is_drafting(state)
+
+    def _too_early(self) -> bool:
+        """The slowest stage is not free soon: until then more draft tokens may come. Notes when it is."""
+        free_at = self._free_at - max(self.cost.seconds(1) * _EARLY, _EARLY_S)
+        if self._now < free_at:
+            self._next_run_at = free_at
+        return self._now < free_at
+
+    def _prompt_rows(self, n_tokens: int) -> int:
+        """Rows of prompts in a run while others decode, beside `n_tokens` accepted tokens: so many that it takes
+        `prefill_slowdown` times as long as without, at least one."""
+        row_s = self.cost.text_row_s
+        if row_s is None or not self.cost.is_known:
+            return _FIRST_PROMPT_ROWS
+        more_s = (self._limits.prefill_slowdown - 1) * self.cost.seconds(max(n_tokens, 1))
+        return max(int(more_s / row_s), 1) if row_s else self._limits.n_rows
+
+    @property
+    def _spare_cells(self) -> int:
+        """Cells that no request holds or has reserved."""
+        return self._limits.n_ctx - sum(state.n_cells for state in self._states.values())
 
     def _room(self, state: RequestState) -> int:
-        """Draft tokens that may go into a run now."""
-        free = self._limits.n_ctx - self._cells_of_others(state) - state.n_used
+        """Draft tokens of this request that may go into a run now."""
+        free = self._spare_cells + state.n_cells - state.n_used
         return max(min(free, state.request.speculation.n_draft, self._limits.n_rows), 0)
+
+    def _of_room(self, state: RequestState, most: int) -> list[Node]:
+        """Its draft tokens that may go into a run now, the most probable path first."""
+        return state.waiting_draft_tokens()[: max(min(self._room(state), most), 0)]
 
     def _is_drafting(self, state: RequestState) -> bool:
         """Draft tokens of this request are in flight."""
-        runs = (run for run in self._in_flight.of(state) if not run.cancelled)
-        return any(node is not state.tree.root for run in runs for node in run.nodes)
+        parts = (part for part in self._in_flight.of(state) if self._in_flight.is_computed(part.run))
+        return any(node is not state.tree.root for part in parts for node in part.nodes)
 
-    def _submit(
-        self, state: RequestState, prompt: tuple[int, ...], nodes: Sequence[Node], most: int, actions: list[Action]
-    ) -> bool:
-        """A run of prompt tokens and of up to `most` nodes. False when there is nothing to submit."""
-        tree, request = state.tree, state.request
-        placed = tree.place(nodes, self._in_flight.next_run, most)
-        if not prompt and not placed:
-            return False
-        own = (tree.own,)
-        rows = [Row(token=token, pos=state.n_past + i, seqs=own, request=request.id) for i, token in enumerate(prompt)]
-        state.n_past += len(prompt)
+    def _submit(self, takes: Sequence[_Take], actions: list[Action]) -> bool:
+        """A run of these rows. False when there is nothing to submit."""
         wants: dict[Want, int] = {}
+        parts = [part for take in takes if (part := self._part(take, wants)) is not None]
+        if not parts:
+            return False
+        only_one = len(parts) == len(self._states) == 1
+        fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
+        n_nodes = sum(len(part.nodes) for part in parts)
+        n_text = sum(part.n_text for part in parts)
+        before = self._now if fresh else max(self._free_at, self._now)  # runs before a fresh root are dead
+        self._free_at = before + self.cost.seconds(max(n_nodes, 1)) + n_text * (self.cost.text_row_s or 0.0)
+        actions.append(self._in_flight.submit(parts, tuple(wants), self._now))
+        return True
+
+    def _part(self, take: _Take, wants: dict[Want, int]) -> Part[RequestState] | None:
+        state, tree, request = take.state, take.state.tree, take.state.request
+        end = state.n_past + take.n_prompt
+        nodes, most = take.nodes, len(take.nodes) if take.most is None else take.most
+        if take.n_prompt and end == len(request.prompt):
+            end, nodes, most = end - 1, [tree.root], 1
+            state.enter(Phase.DECODING)
+        own = (tree.own,)
+        rows = [Row(token=request.prompt[i], pos=i, seqs=own, request=request.id) for i in range(state.n_past, end)]
+        if state.n_past < end:
+            state.n_past = end
+        placed = tree.place(nodes, self._in_flight.next_run, most)
         for node in placed:
             want = state.want
             if request.want_grows and want.kind is WantKind.TOP:
@@ -291,40 +476,45 @@ class Scheduler:
             index = wants.setdefault(want, len(wants))
             seqs = tuple(sorted(node.seqs))
             rows.append(Row(token=node.token, pos=node.pos, seqs=seqs, request=request.id, want=index))
+        if not rows:
+            return None
         n_draft_tokens = len(placed) - (tree.root in placed)
         state.counters.submitted(node.lead for node in placed if node is not tree.root)
         state.counters.speculative_runs += n_draft_tokens > 0
-        actions.append(self._in_flight.submit(state, rows, tuple(wants), placed, n_draft_tokens, self._now))
-        before = (
-            self._now if tree.root in placed else max(self._free_at, self._now)
-        )  # runs before a fresh root are dead
-        self._free_at = before + self.cost.seconds(len(rows))
-        return True
+        return Part(owner=state, request=request.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens)
 
     def _run_ended(self, result: RunResult, actions: list[Action]) -> None:
         run = self._in_flight.end(result)
-        state = run.owner
-        if state is not None:
-            self._learn(run, result)
-            actions.append(RunDone(record_of(run, result)))
+        if not run.parts:
+            return
+        self._learn(run, result)
+        actions.append(RunDone(records_of(run, result)))
+        for part in run.parts:
+            state = part.owner
             if result.rows and not run.cancelled:
-                state.counters.verified_runs += run.n_draft_tokens > 0
+                state.counters.verified_runs += part.n_draft_tokens > 0
             if state.is_open:
                 self._sample(state, actions)
             else:
                 self._end_if_drained(state, actions)
-        for other in sorted(self._states.values(), key=lambda other: len(self._in_flight.of(other))):
-            self._fill(other, actions)
 
     def _learn(self, run: RunInFlight[RequestState], result: RunResult) -> None:
-        if result.rows and run.n_text == 0 and result.slowest_s > 0:
-            self.cost.ended(len(run.nodes), result.slowest_s, result.total_s)
+        n_text = run.n_text
+        if run.cancelled or result.cancelled or result.slowest_s <= 0:
+            return
+        if n_text:
+            self.cost.text_ended(len(run.run.rows) - n_text, n_text, result.slowest_s)
+        elif result.rows:
+            self.cost.ended(len(run.run.rows), result.slowest_s, result.total_s)
 
-    def _cancel(self, state: RequestState, runs: Sequence[int], actions: list[Action]) -> None:
-        if runs:
-            cancelled = self._in_flight.cancel(runs)
-            state.counters.cancelled_runs += len(cancelled)
-            state.counters.cancelled_tokens += sum(run.n_draft_tokens for run in cancelled)
+    def _cancel(self, runs: Sequence[int], actions: list[Action]) -> None:
+        """Have these runs skipped or stopped, but for those of requests whose runs are not to be cancelled."""
+        cancelled = self._in_flight.cancel(runs, lambda state: state.request.speculation.cancel or not state.is_open)
+        for run in cancelled:
+            for part in run.parts:
+                part.owner.counters.cancelled_runs += 1
+                part.owner.counters.cancelled_tokens += part.n_draft_tokens
+        if cancelled:
             actions.append(cancel_action(cancelled))
 
     # The tree
@@ -338,7 +528,6 @@ class Scheduler:
             self._end(state, Finish.LENGTH, actions)
             return
         state.enter(Phase.SAMPLING)
-        state.next_run_at = None
         actions.append(Sample(state.request.id, root.answer))
 
     def _sampled(self, event: Sampled, actions: list[Action]) -> None:
@@ -351,36 +540,54 @@ class Scheduler:
             return
         state.enter(Phase.DECODING)
         dead = state.accept(event.token)
+        state.root_since = self._now
         root = state.tree.root
         actions.append(Emit(event.request, event.token, root.submitted))
         if state.epoch == state.request.n_predict:
             self._end(state, Finish.LENGTH, actions)
-        elif root.pos >= state.reserve:
+        elif root.pos >= self._extended(state):
             self._end(state, Finish.CONTEXT_FULL, actions)
         else:
-            unneeded = self._in_flight.drop(state, dead)
-            if state.request.speculation.cancel:
-                self._cancel(state, unneeded, actions)
+            self._cancel(self._in_flight.drop(state, dead), actions)
             self._sample(state, actions)
             if state.phase is Phase.DECODING:
-                self._fill(state, actions)
-                self._steer(state, actions)
+                self._steer(state)
         self._admit(actions)  # rejected draft tokens may have held the cells that the next request needs
 
-    def _steer(self, state: RequestState, actions: list[Action]) -> None:
+    def _steer(self, state: RequestState) -> None:
         if state.request.drafts:
             tokens = tuple(state.text[state.n_sent :])
             state.n_sent = state.epoch
             state.root_sent(self._now)
-            actions.append(Steer(Accepted(state.request.id, state.epoch, tokens, self._lead(state))))
+            self._steering.append(Steer(Accepted(state.request.id, state.epoch, tokens, self._lead(state))))
 
-    def _drafted(self, batch: MicroBatch, actions: list[Action]) -> None:
+    def _drafted(self, batch: MicroBatch) -> None:
         state = self._states.get(batch.request)
         if state is not None and state.is_open:
             state.add(batch, self._now)
-            self._fill(state, actions)
 
 
 def _leading(state: RequestState) -> Calibration:
     """Of the drafter that fills the frontier: the first one."""
     return next(iter(state.drafters.values())).calibration
+
+
+def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[_Take]:
+    """The next tokens of these prompts, `n_rows` in all if there are so many, in equal parts where they suffice."""
+    takes: list[_Take] = []
+    in_order = sorted(states, key=lambda state: len(state.request.prompt) - state.n_past)
+    for i, state in enumerate(in_order):
+        part = math.ceil(n_rows / (len(in_order) - i))
+        n = min(len(state.request.prompt) - state.n_past, part)
+        if n:
+            takes.append(_Take(state, n_prompt=n))
+        n_rows -= n
+    return takes
+
+
+def _with_nodes(takes: list[_Take], nodes: Iterable[tuple[RequestState, Node]]) -> list[_Take]:
+    """The same with these draft tokens, parents before their children."""
+    by_state = {take.state: take for take in takes}
+    for state, node in nodes:
+        by_state.setdefault(state, _Take(state)).nodes.append(node)
+    return list(by_state.values())

@@ -41,10 +41,10 @@ def wasted_s(stats: RequestStats) -> Mapping[Part, float]:
     wasted: dict[Part, float] = collections.defaultdict(float)
     for run in stats.runs:
         rejected = stats.counters.rejected_rows.get(run.id, 0)
-        share = 1.0 if run.cancelled else min(rejected / run.n_rows, 1.0) if run.n_rows else 0.0
+        share = run.share if run.cancelled else min(rejected / run.n_run_rows, 1.0)
         for span in run.spans:
             wasted[span.rank, False] += span.compute_s * share
     for run in stats.draft_runs:
         for span in run.spans:
-            wasted[span.rank, True] += span.compute_s * run.cancelled
+            wasted[span.rank, True] += span.compute_s * run.share * run.cancelled
     return wasted

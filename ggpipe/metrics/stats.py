@@ -48,12 +48,12 @@ class RankStats:
         """Share of the loading that is done, 0 to 1."""
         return min(self.loaded_bytes / self.load_bytes, 1.0) if self.load_bytes else 0.0
 
-    def add(self, span: Span) -> None:
-        """Add a run's span to the totals."""
+    def add(self, span: Span, share: float = 1.0) -> None:
+        """Add a run's span, or a share of it, to the totals."""
         self.runs += 1
-        self.compute_s += span.compute_s
-        self.busy_s += span.busy_s
-        self.sent_bytes += span.sent_bytes
+        self.compute_s += span.compute_s * share
+        self.busy_s += span.busy_s * share
+        self.sent_bytes += round(span.sent_bytes * share)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,8 +42,8 @@ class DraftHead:
                     self._pipeline.submit(run)
                 case Cancel(runs):
                     self._pipeline.cancel(runs)
-                case RunDone(record):
-                    self._records.append(record)
+                case RunDone(records):
+                    self._records += records
                 case Send(batch):
                     self._send(batch, self._records)
                     self._records = []

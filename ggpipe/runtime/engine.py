@@ -195,8 +195,7 @@ class Engine:
             case RunResult() as result:
                 self._work([RunEnded(result)])
             case DraftUpdate(batch, records):
-                for record in records:
-                    self._count(record, draft=True)
+                self._count(records, draft=True)
                 self._work([Drafted(batch)])
             case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
                 self._work([Tick()])
@@ -224,8 +223,8 @@ class Engine:
                 return self._sample(self._active[request], row)
             case Emit(request, token, drafted):
                 self._emit(self._active[request], token, drafted)
-            case RunDone(record):
-                self._count(record, draft=False)
+            case RunDone(records):
+                self._count(records, draft=False)
             case Finished(request, reason):
                 self._finish(self._active.pop(request), reason)
         return None
@@ -245,16 +244,23 @@ class Engine:
         active.sampler.close()
         self._events.append(RequestEnded(active, active.decoder.finish()))
 
-    def _count(self, record: RunRecord, draft: bool) -> None:
-        """Add a run to the statistics of ranks and of its request. The draft's last runs may outlive their request."""
-        active = self._active.get(record.request)
-        if active is not None:
-            (active.stats.draft_runs if draft else active.stats.runs).append(record)
-        for span in record.spans:
-            entry = self._entry[span.rank, draft]
-            self.ranks[entry].add(span)
+    def _count(self, records: Sequence[RunRecord], draft: bool) -> None:
+        """Add runs to the statistics of ranks and of their requests. The draft's last runs may outlive their request.
+
+        The records of one run follow each other.
+        """
+        last = 0
+        for record in records:
+            active = self._active.get(record.request)
             if active is not None:
-                active.stats.ranks[entry].add(span)
+                (active.stats.draft_runs if draft else active.stats.runs).append(record)
+            for span in record.spans:
+                entry = self._entry[span.rank, draft]
+                if record.id != last:
+                    self.ranks[entry].add(span)
+                if active is not None:
+                    active.stats.ranks[entry].add(span, record.share)
+            last = record.id
 
     # Measuring, ending
 

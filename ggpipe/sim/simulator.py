@@ -131,9 +131,10 @@ class _Simulation:
                     n_messages += self._pipeline.submit(run)
                 case Cancel(runs):
                     n_messages += self._pipeline.cancel(runs)
-                case RunDone(record):
-                    self.stats.runs.append(record)
-                    self._count(record.spans, False)
+                case RunDone(records):
+                    self.stats.runs += records
+                    for record in records:
+                        self._count(record.spans, False)
                 case Sample(request, _):
                     token = self._tokens.text[self.stats.n_generated]
                     actions.extend(self._scheduler.handle(Sampled(request, token, False, _ONE), self._clock.now))
@@ -234,8 +235,8 @@ class _VirtualDraft:
                     n_messages += self._pipeline.submit(run)
                 case Cancel(runs):
                     n_messages += self._pipeline.cancel(runs)
-                case RunDone(record):
-                    self._records.append(record)
+                case RunDone(records):
+                    self._records += records
                 case Send(batch):
                     n_messages += self.rank != HEAD
                     self._send(batch, tuple(self._records))

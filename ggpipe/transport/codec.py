@@ -22,7 +22,7 @@ from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, R
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 4
+VERSION = 5
 # version, flags, spans, wants, run, rows, operations, sequence ids of all rows, banned ids of all wants,
 # bytes of a row mask (for rows that died in flight; 0 so far)
 _RUN = struct.Struct("<BBHIqIIIII")
@@ -42,7 +42,7 @@ _MICRO_BATCH = struct.Struct("<BBHqqII")
 _EXPANSION = struct.Struct("<iiII")
 _CANDIDATE = struct.Struct("<id")
 # run, request, rows, draft tokens, cancelled, spans
-_RECORD = struct.Struct("<qqIIBH")
+_RECORD = struct.Struct("<qqIIIBH")
 _CANCELLED = 1
 _FLAGS_AND_SPANS, _FLAGS_AT = struct.Struct("<BH"), 1  # of a run
 
@@ -196,6 +196,7 @@ def micro_batch_message(batch: MicroBatch, records: Sequence[RunRecord]) -> Payl
             record.id,
             record.request,
             record.n_rows,
+            record.n_run_rows,
             record.n_draft_tokens,
             record.cancelled,
             len(record.spans),
@@ -219,12 +220,13 @@ def read_micro_batch(payload: Payload) -> tuple[MicroBatch, tuple[RunRecord, ...
         at = end
     records = []
     for _ in range(n_records):
-        run, request_id, n_rows, n_draft_tokens, cancelled, n_spans = _RECORD.unpack_from(view, at)
+        run, request_id, n_rows, n_run_rows, n_draft_tokens, cancelled, n_spans = _RECORD.unpack_from(view, at)
         spans, at = _read_spans(view, at + _RECORD.size, n_spans)
         record = RunRecord(
             id=run,
             request=request_id,
             n_rows=n_rows,
+            n_run_rows=n_run_rows,
             n_draft_tokens=n_draft_tokens,
             cancelled=bool(cancelled),
             spans=spans,

@@ -357,16 +357,24 @@ def test_the_end_cancels_and_empties() -> None:
     assert draft.decoding() == [[]]
 
 
-def test_two_requests_take_turns() -> None:
+def test_two_requests_share_a_run_and_take_turns_where_rows_are_few() -> None:
     draft = Draft(n_requests=2, n_in_flight=4)
     draft.begin(1)
     draft.begin(2)
     draft.answer({5: 0.9})
     draft.answer({6: 0.9})
+    for i in range(3):
+        assert sorted(row.request for row in draft.runs[0].rows) == [1, 2]
+        draft.answer({30 + i: 0.9}, {40 + i: 0.9})
+    narrow = Draft(n_requests=2, n_in_flight=4, n_ubatch=1)
+    narrow.begin(1)
+    narrow.begin(2)
+    while narrow.runs[0].rows[0].pos < 3:
+        narrow.answer(*({5: 0.9} for row in narrow.runs[0].rows if row.want >= 0))
     requests = []
     for i in range(6):
-        requests.append(draft.runs[0].rows[0].request)
-        draft.answer({20 + i: 0.9})
+        requests.append(narrow.runs[0].rows[0].request)
+        narrow.answer({20 + i: 0.9})
     assert requests == [1, 2, 1, 2, 1, 2]
 
 

@@ -332,7 +332,12 @@ def test_two_requests_share_the_pipeline() -> None:
     head = opened(n_requests=2, n_in_flight=2)
     head.arrive(Request(id=1, prompt=(1, 2), n_predict=6))
     head.arrive(Request(id=2, prompt=(3, 4), n_predict=6))
-    assert [run.rows[0].request for run in head.pipeline.live] == [1, 2]
+    assert [run.rows[0].request for run in head.pipeline.live] == [1]
+    head.pipeline.step(0)
+    head.pipeline.step(0)
+    head._hear_result()
+    head._sample()
+    assert [[row.request for row in run.rows] for run in head.pipeline.live] == [[1, 2, 2]]
     head.arrive(Request(id=3, prompt=(5, 6), n_predict=6))
     assert not head.seen[3].runs
     head.drain()

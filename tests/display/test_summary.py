@@ -72,7 +72,9 @@ def test_wasted_is_cancelled_runs_and_the_share_of_rejected_rows() -> None:
     assert wasted[1, False] == pytest.approx(0.1 / 4)
     assert wasted[0, True] == pytest.approx(0.02)
     stats.counters.rejected_rows = {1: 7, 2: 4, 3: 2}  # more rows than it had are all of them
-    stats.runs[0] = RunRecord(request=1, id=1, n_rows=0, n_draft_tokens=0, cancelled=False, spans=stats.runs[0].spans)
+    stats.runs[0] = RunRecord(
+        request=1, id=1, n_rows=0, n_run_rows=0, n_draft_tokens=0, cancelled=False, spans=stats.runs[0].spans
+    )
     assert wasted_s(stats)[1, False] == pytest.approx(0.1)
     assert wasted_s(finished_request()) == {}
 

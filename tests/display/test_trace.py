@@ -253,6 +253,7 @@ def test_nothing_known() -> None:
                 request=1,
                 id=7,
                 n_rows=1,
+                n_run_rows=1,
                 n_draft_tokens=0,
                 cancelled=False,
                 spans=(Span(rank=3, start_s=1.0, compute_s=0.5, busy_s=0.5, sent_bytes=0),),

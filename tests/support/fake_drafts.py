@@ -110,16 +110,15 @@ class RealDraft:
         self.pipeline.submit(run)
         if not run.rows:
             return
-        (request,) = {row.request for row in run.rows}
-        begin, text = self.begun[request], self.text[request]
-        for _, history in self.pipeline.rows_of[run.id]:
+        for request, history in self.pipeline.rows_of[run.id]:
             assert self._lives(request, history), "a token that is known to be rejected"
-            assert len(history) <= len(text) + self.lead[request] - 1, "deeper than allowed"
+            assert len(history) <= len(self.text[request]) + self.lead[request] - 1, "deeper than allowed"
+        n_rows = collections.Counter(row.request for row in run.rows)
         if self._draft_tokens(run):
             assert not speculating, "two runs of draft tokens in flight"
-            assert len(run.rows) <= begin.speculation.draft_rows
+            assert all(n <= self.begun[request].speculation.draft_rows for request, n in n_rows.items())
         for row in run.rows:
-            assert row.want == -1 or run.wants[row.want].banned == begin.banned
+            assert row.want == -1 or run.wants[row.want].banned == self.begun[row.request].banned
 
     def _draft_tokens(self, run: Run) -> bool:
         return any(row.pos >= len(self.text.get(row.request, ())) for row in run.rows)

@@ -153,6 +153,7 @@ class Head:
         self.scheduler.validate()
         for seen in self.seen.values():
             self._check_request(seen)
+        self._check_runs()
 
     def _act(self, action: Action) -> None:
         match action:
@@ -171,14 +172,15 @@ class Head:
             case Cancel(runs):
                 self.pipeline.cancel(runs)
                 for run_id in runs:
-                    (request,) = {row.request for row in self.pipeline.in_flight[run_id].rows}
-                    seen = self.seen[request]
-                    assert self._is_over(seen) or (seen.request.speculation.cancel and self._is_dead(run_id))
+                    assert self._is_dead(run_id)
+                    for request in {row.request for row in self.pipeline.in_flight[run_id].rows}:
+                        assert self.seen[request].request.speculation.cancel or not self._is_open(request)
             case Steer(message):
                 assert self.draft is not None
                 self.draft.steering.append(message)
-            case RunDone(record):
-                self._run_done(record, record.request)
+            case RunDone(records):
+                for record in records:
+                    self._run_done(record, record.request)
             case Finished(request, reason):
                 self._finished(self.seen[request], reason)
 
@@ -187,24 +189,26 @@ class Head:
         if not run.rows:
             assert all(seen.finish is not None for seen in self.seen.values())
             return
-        (request,) = {row.request for row in run.rows}
-        seen = self.seen[request]
-        seen.runs.append(run)
-        assert not self._is_over(seen) or not seen.text
-        histories = [history for _, history in self.pipeline.rows_of[run.id]]
-        assert all(seen.lives(history) for history in histories), "a token that is known to be rejected"
-        draft_tokens = [history for history in histories if len(history) > len(seen.tokens)]
-        assert len(draft_tokens) <= seen.request.speculation.n_draft
-        for row, history in zip(run.rows, histories, strict=True):
-            assert (row.want >= 0) == (len(history) >= len(seen.request.prompt))
-        if seen.request.n_predict > 0:
-            assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
-        fresh = bool(seen.text) and seen.tokens in histories
+        fresh = False
+        for request in {row.request for row in run.rows}:
+            seen = self.seen[request]
+            seen.runs.append(run)
+            assert not self._is_over(seen) or not seen.text
+            histories = [history for of, history in self.pipeline.rows_of[run.id] if of == request]
+            assert all(seen.lives(history) for history in histories), "a token that is known to be rejected"
+            draft_tokens = [history for history in histories if len(history) > len(seen.tokens)]
+            assert len(draft_tokens) <= seen.request.speculation.n_draft
+            for row, history in zip((row for row in run.rows if row.request == request), histories, strict=True):
+                assert (row.want >= 0) == (len(history) >= len(seen.request.prompt))
+            if seen.request.n_predict > 0:
+                assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
+            fresh = fresh or (bool(seen.text) and seen.tokens in histories)
         assert fresh or len(self.pipeline.live) <= self.limits.n_in_flight, "too much in flight"
 
     def _run_done(self, record: RunRecord, request: int) -> None:
         (run,) = (run for run in self.seen[request].runs if run.id == record.id)
-        assert record.n_rows == len(run.rows)
+        assert record.n_rows == sum(row.request == request for row in run.rows)
+        assert record.n_run_rows == len(run.rows)
         assert record.n_draft_tokens <= record.n_rows
         self.seen[request].n_done += 1
 
@@ -212,8 +216,13 @@ class Head:
         full = len(seen.tokens) > self.limits.n_ctx
         return seen.stopped or seen.ended or full or len(seen.text) == seen.request.n_predict
 
+    def _is_open(self, request: int) -> bool:
+        state = self.scheduler._states.get(request)
+        return state is not None and state.is_open
+
     def _is_dead(self, run: int) -> bool:
-        return not any(self.seen[request].lives(history) for request, history in self.pipeline.rows_of[run])
+        rows = self.pipeline.rows_of[run]
+        return not any(self._is_open(request) and self.seen[request].lives(history) for request, history in rows)
 
     def _check_request(self, seen: Seen) -> None:
         if seen.finish is not None or seen.request.id not in self.scheduler._states:
@@ -228,13 +237,16 @@ class Head:
         assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
         assert sum(counters.rejected_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
         assert counters.cancelled_tokens <= counters.submitted_tokens
-        if seen.request.speculation.cancel and not self._is_over(seen):
-            kept: list[int] = []
-            for run in reversed(self.pipeline.live):
-                if run.rows[0].request == seen.request.id:
-                    needed = any(self.pipeline.depends(other, [run.id]) for other in kept)
-                    assert needed or not self._is_dead(run.id), "a run that nobody needs goes on"
-                    kept.append(run.id)
+
+    def _check_runs(self) -> None:
+        kept: list[int] = []
+        for run in reversed(self.pipeline.live):
+            may_cancel = all(
+                self.seen[row.request].request.speculation.cancel or not self._is_open(row.request) for row in run.rows
+            )
+            needed = any(self.pipeline.depends(other, [run.id]) for other in kept)
+            assert needed or not may_cancel or not self._is_dead(run.id), "a run that nobody needs goes on"
+            kept.append(run.id)
 
     def _finished(self, seen: Seen, reason: Finish) -> None:
         assert seen.finish is None
@@ -244,16 +256,25 @@ class Head:
         assert all(row.request != seen.request.id for row in flying)
         request = seen.request
         text, why = self.model.text(request.id, request.prompt, request.n_predict, self.limits.n_ctx)
+        in_company = len(self.seen) > 1
         if reason is Finish.STOPPED:
             assert seen.stopped
+            assert seen.text == text[: len(seen.text)]
+        elif in_company and reason is Finish.CONTEXT_FULL and request.n_predict < 0:  # others have a part of the cells
+            assert len(seen.tokens) > self.limits.n_ctx // self.limits.n_requests
             assert seen.text == text[: len(seen.text)]
         else:
             assert not seen.stopped or request.n_predict == 0
             assert (seen.text, reason) == (text, why)
             assert seen.n_sampled == len(text) + (why is Finish.END_OF_TEXT)
-        lengths = [n for n in (sum(row.pos < len(request.prompt) for row in run.rows) for run in seen.runs) if n]
-        expected = cut_as_libllama(len(request.prompt), self.limits.n_batch, self.limits.n_ubatch)
-        assert lengths == (expected[: len(lengths)] if seen.stopped else expected)
+        n_prompt = len(request.prompt)
+        rows = [[row for row in run.rows if row.request == request.id] for run in seen.runs]
+        lengths = [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
+        if in_company:
+            assert sum(lengths) == n_prompt or seen.stopped
+        else:
+            expected = cut_as_libllama(n_prompt, self.limits.n_batch, self.limits.n_ubatch)
+            assert lengths == (expected[: len(lengths)] if seen.stopped else expected)
 
     def check_end(self) -> None:
         """Nothing can happen any more."""

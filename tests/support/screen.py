@@ -198,6 +198,7 @@ def speculated_request() -> RequestStats:
             request=1,
             id=1,
             n_rows=100,
+            n_run_rows=100,
             n_draft_tokens=0,
             cancelled=False,
             spans=(
@@ -209,6 +210,7 @@ def speculated_request() -> RequestStats:
             request=1,
             id=2,
             n_rows=4,
+            n_run_rows=4,
             n_draft_tokens=3,
             cancelled=False,
             spans=(
@@ -220,6 +222,7 @@ def speculated_request() -> RequestStats:
             request=1,
             id=3,
             n_rows=2,
+            n_run_rows=2,
             n_draft_tokens=2,
             cancelled=True,
             spans=(
@@ -231,6 +234,7 @@ def speculated_request() -> RequestStats:
             request=1,
             id=4,
             n_rows=1,
+            n_run_rows=1,
             n_draft_tokens=0,
             cancelled=False,
             spans=(
@@ -244,6 +248,7 @@ def speculated_request() -> RequestStats:
             request=1,
             id=1,
             n_rows=100,
+            n_run_rows=100,
             n_draft_tokens=0,
             cancelled=False,
             spans=(Span(rank=0, start_s=10.05, compute_s=0.04, busy_s=0.05, sent_bytes=0),),
@@ -252,6 +257,7 @@ def speculated_request() -> RequestStats:
             request=1,
             id=2,
             n_rows=2,
+            n_run_rows=2,
             n_draft_tokens=2,
             cancelled=True,
             spans=(Span(rank=0, start_s=10.2, compute_s=0.02, busy_s=0.02, sent_bytes=0),),

@@ -177,7 +177,7 @@ def test_many_stages() -> None:
     spans = tuple(Span(rank=rank, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4) for rank in range(512))
     result, record = (
         RunResult(1, (), spans),
-        RunRecord(id=1, request=1, n_rows=2, n_draft_tokens=1, cancelled=False, spans=spans),
+        RunRecord(id=1, request=1, n_rows=2, n_run_rows=2, n_draft_tokens=1, cancelled=False, spans=spans),
     )
     assert codec.read_run(header(Run(id=1, rows=()), spans))[2] == spans
     assert codec.read_result(codec.result_message(result)) == result

@@ -16,7 +16,7 @@ from ggpipe.core.drafters.base import DraftAction, DraftEvent, Send
 from ggpipe.core.drafters.growth import Growth
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunDone, RunEnded, Tick
-from ggpipe.core.in_flight import InFlight, cancel_action, record_of
+from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
 from ggpipe.core.messages import Row, RunResult, Want, WantKind
 from ggpipe.core.request import Limits
 from ggpipe.core.tree import Node, Tree
@@ -107,7 +107,7 @@ class DraftModel:
         growth = self._requests.pop(request, None)
         if growth is not None:
             growth.tree.close()
-            self._cancel([run.run.id for run in self._in_flight.of(growth) if not run.cancelled], actions)
+            self._cancel(self._in_flight.leave(growth), actions)
 
     def _cancel(self, runs: Sequence[int], actions: list[DraftAction]) -> None:
         if runs:
@@ -117,23 +117,25 @@ class DraftModel:
 
     def _run_ended(self, result: RunResult, now: float, actions: list[DraftAction]) -> None:
         run = self._in_flight.end(result)
-        growth = run.owner
-        if growth is None:
+        if not run.parts:
             return
-        actions.append(RunDone(record_of(run, result)))
+        actions.append(RunDone(records_of(run, result)))
         if run.cancelled:
             return
         if not run.n_text:
             self._attempt_s = now - run.submitted_at
-        growth.answered(run.nodes)
+        for part in run.parts:
+            part.owner.answered(part.nodes)
 
     def _settle(self, growth: Growth, now: float, actions: list[DraftAction]) -> None:
         """Send what was drafted. When nothing more comes by itself, report that, or try again soon with lower
         thresholds."""
-        runs = self._in_flight.of(growth)
+        parts = self._in_flight.of(growth)
         # With nothing in flight at all, nothing could be submitted just now.
         waits = self._in_flight.n_computed > 0 and (
-            any(not run.cancelled for run in runs) or self._text_waits(growth) or bool(growth.tips())
+            any(self._in_flight.is_computed(part.run) for part in parts)
+            or self._text_waits(growth)
+            or bool(growth.tips())
         )
         may_retry = growth.overlaps and growth.retry_at is None and growth.thresholds.can_fall
         if not waits and may_retry and any(growth.may_grow(node) for node in growth.open):
@@ -167,56 +169,51 @@ class DraftModel:
     # The pipeline
 
     def _decode(self, now: float, actions: list[DraftAction]) -> None:
-        """Submit text first, in chunks; then the tips of one request."""
+        """Submit text first, in chunks; then the tips of all requests in one run."""
         for growth in self._requests.values():
             while self._in_flight.n_computed < self._limits.n_in_flight and self._text_waits(growth):
                 at = growth.n_decoded
-                chunk = growth.text[at : at + min(self._limits.n_rows, self._free_cells(growth))]
+                chunk = growth.text[at : at + min(self._limits.n_rows, self._free_cells)]
                 growth.n_decoded += len(chunk)
                 last = growth.n_decoded == len(growth.text)
                 nodes = growth.tree.place([growth.tree.root], self._in_flight.next_run, 1) if last else []
-                self._submit(growth, nodes, chunk[: len(chunk) - last], at, now, actions)
+                wants: dict[Want, int] = {}
+                part = self._part(growth, nodes, chunk[: len(chunk) - last], at, wants)
+                actions.append(self._in_flight.submit([part], tuple(wants), now))
         if self._in_flight.n_computed:
             return
+        parts: list[Part[Growth]] = []
+        wants, n_rows = {}, 0
         for growth in list(self._requests.values()):
-            most = min(growth.begin.speculation.draft_rows, self._limits.n_rows, self._free_cells(growth))
+            most = min(growth.begin.speculation.draft_rows, self._limits.n_rows - n_rows, self._free_cells)
             if nodes := growth.tree.place(growth.tips(), self._in_flight.next_run, most):
-                self._submit(growth, nodes, (), 0, now, actions)
-                self._requests[growth.begin.request] = self._requests.pop(growth.begin.request)  # others are next
-                return
+                parts.append(self._part(growth, nodes, (), 0, wants))
+                n_rows += len(nodes)
+                self._requests[growth.begin.request] = self._requests.pop(
+                    growth.begin.request
+                )  # others come first next
+        if parts:
+            actions.append(self._in_flight.submit(parts, tuple(wants), now))
 
     def _text_waits(self, growth: Growth) -> bool:
         wanted = growth.n_decoded < len(growth.text) and growth.deepest > growth.tree.root.pos
-        return wanted and self._free_cells(growth) > 0
+        return wanted and self._free_cells > 0
 
-    def _free_cells(self, growth: Growth) -> int:
-        others = (other.n_cells for other in self._requests.values() if other is not growth)
-        return max(self._limits.n_ctx - sum(others) - growth.n_used, 0)
+    @property
+    def _free_cells(self) -> int:
+        return max(self._limits.n_ctx - sum(growth.n_used for growth in self._requests.values()), 0)
 
-    def _submit(
-        self,
-        growth: Growth,
-        nodes: list[Node],
-        text: Sequence[int],
-        at: int,
-        now: float,
-        actions: list[DraftAction],
-    ) -> None:
-        """Put a run into the pipeline: `text` from position `at` on, then nodes."""
+    def _part(
+        self, growth: Growth, nodes: list[Node], text: Sequence[int], at: int, wants: dict[Want, int]
+    ) -> Part[Growth]:
+        """One request's rows of a run: `text` from position `at` on, then nodes."""
         request, own = growth.begin.request, (growth.tree.own,)
         rows = [Row(token=self._readable(token), pos=at + i, seqs=own, request=request) for i, token in enumerate(text)]
-        rows += [
-            Row(
-                token=self._readable(node.token),
-                pos=node.pos,
-                seqs=tuple(sorted(node.seqs)),
-                request=request,
-                want=0,
-            )
-            for node in nodes
-        ]
-        wants = (self._want(growth),) if nodes else ()
-        actions.append(self._in_flight.submit(growth, rows, wants, nodes, len(nodes), now))
+        for node in nodes:
+            want = wants.setdefault(self._want(growth), len(wants))
+            seqs = tuple(sorted(node.seqs))
+            rows.append(Row(token=self._readable(node.token), pos=node.pos, seqs=seqs, request=request, want=want))
+        return Part(owner=growth, request=request, rows=rows, nodes=nodes, n_draft_tokens=len(nodes))
 
     def _want(self, growth: Growth) -> Want:
         only_draft = self._vocabularies.only_draft if self._vocabularies is not None else ()

@@ -222,7 +222,7 @@ def _pieces(stats: RequestStats, rank: RankStats) -> list[_Piece]:
     pieces = []
     for run in stats.draft_runs if rank.draft else stats.runs:
         rejected = stats.counters.rejected_rows.get(run.id, 0) if not rank.draft else 0
-        share = min(rejected / run.n_rows, 1.0) if run.n_rows else 0.0
+        share = min(rejected / run.n_run_rows, 1.0)
         for span in run.spans:
             if span.rank == rank.rank:
                 at = span.start_s + rank.clock_offset_s - stats.arrived
