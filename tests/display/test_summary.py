@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from rich.console import Console
 from support.screen import Rig, finished_request, speculated_request, speculating_ranks, two_ranks
 
 from ggpipe.config import SpeculationConfig
-from ggpipe.core.messages import RunRecord
 from ggpipe.display import files
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables import summary
@@ -72,10 +71,8 @@ def test_wasted_is_cancelled_runs_and_the_share_of_rejected_rows() -> None:
     assert wasted[1, False] == pytest.approx(0.1 / 4)
     assert wasted[0, True] == pytest.approx(0.02)
     stats.counters.rejected_rows = {1: 7, 2: 4, 3: 2}  # more rows than it had are all of them
-    stats.runs[0] = RunRecord(
-        request=1, id=1, n_rows=0, n_run_rows=0, n_draft_tokens=0, cancelled=False, spans=stats.runs[0].spans
-    )
-    assert wasted_s(stats)[1, False] == pytest.approx(0.1)
+    stats.runs[0] = replace(stats.runs[0], n_run_rows=2 * stats.runs[0].n_rows, cancelled=True)  # half is another's
+    assert wasted_s(stats)[1, False] == pytest.approx(0.1 / 2 + 0.1)
     assert wasted_s(finished_request()) == {}
 
 

@@ -85,7 +85,14 @@ BATCHES = st.builds(
 )
 RECORDS = st.lists(
     st.builds(
-        RunRecord, id=INT64, request=INT64, n_rows=UINT32, n_draft_tokens=UINT32, cancelled=st.booleans(), spans=SPANS
+        RunRecord,
+        id=INT64,
+        request=INT64,
+        n_rows=UINT32,
+        n_run_rows=UINT32,
+        n_draft_tokens=UINT32,
+        cancelled=st.booleans(),
+        spans=SPANS,
     ),
     max_size=3,
 )
