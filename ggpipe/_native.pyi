@@ -89,6 +89,12 @@ class Stage:
         """Reads from UP in the last run that it did not bring."""
 
     @property
+    def orders_cells(self) -> bool:
+        """
+        Attention reads KV cells in order, wherever they are: it depends on no other sequence.
+        """
+
+    @property
     def hidden_bytes(self) -> int:
         """
         Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.

@@ -51,7 +51,10 @@ ggml_status init_weight(ggml_backend_buffer_t b, ggml_tensor * t) {
     return d.stage->place_weight(t, d.role, is_host_type(b->buft));
 }
 void fill(ggml_backend_buffer_t, ggml_tensor * t, uint8_t v, size_t at, size_t n) { memset((char *) t->data + at, v, n); }
-void write(ggml_backend_buffer_t, ggml_tensor * t, const void * p, size_t at, size_t n) { memcpy((char *) t->data + at, p, n); }
+void write(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n) {
+    memcpy((char *) t->data + at, p, n);
+    device_of(b->buft).stage->cell_order.restored(t, at, n);
+}
 void read(ggml_backend_buffer_t, const ggml_tensor * t, void * p, size_t at, size_t n) { memcpy(p, (const char *) t->data + at, n); }
 bool copy(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
     if (!ggml_backend_buffer_is_host(src->buffer)) return false;
@@ -163,7 +166,8 @@ ggml_backend_t remote_init(ggml_backend_dev_t d, const char *) {
 ggml_backend_t inner(ggml_backend_t b) { return (ggml_backend_t) b->context; }
 void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
 ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
-    return device_of(b->device).stage->exact ? compute_exact(inner(b), graph) : ggml_backend_graph_compute(inner(b), graph);
+    Stage & s = *device_of(b->device).stage;
+    return s.exact ? compute_exact(inner(b), graph, s.cell_order) : ggml_backend_graph_compute(inner(b), graph);
 }
 bool abort_check(void * stage) { return ((Stage *) stage)->aborted(); }
 ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {

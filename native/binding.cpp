@@ -212,6 +212,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; }, "Tensors that the last run gave to DOWN.")
         .def_ro("misplaced", &Stage::misplaced, "Reads from DOWN in the last run: the cut runs through a layer.")
         .def_ro("missing", &Stage::missing, "Reads from UP in the last run that it did not bring.")
+        .def_prop_ro("orders_cells", [](Stage & s) { return s.exact && s.cell_order.complete; },
+                     "Attention reads KV cells in order, wherever they are: it depends on no other sequence.")
         .def_prop_ro("hidden_bytes", [](Stage & s) { return s.hidden_bytes(); },
                      "Bytes of weights that libllama's loader was not shown: other ranks', and mapped ones.")
         .def_prop_ro("mapped_bytes", [](Stage & s) {

@@ -1,4 +1,5 @@
-// Exact graphs: each row's bits must not depend on how many rows a run has.
+// Exact graphs: each row's bits must not depend on the other rows of its run, nor on where its KV cells are (for that, see
+// cell_order.cpp).
 //
 // ggml multiplies one row by dot products. From two rows on, its matrix kernels for floats and for IQ4_NL add in
 // another order, with `use_ref` as well. So the products they would take are put in such that they decline:
@@ -34,21 +35,21 @@ ggml_tensor * columns(ggml_context * ctx, ggml_tensor * t, int64_t from, int64_t
     return part;
 }
 
-// A part of a product: `to` is its place in it.
-void add_product(ggml_cgraph * graph, const ggml_tensor * whole, ggml_tensor * to, ggml_tensor * a, ggml_tensor * b) {
-    to->op = whole->op;
-    to->flags = whole->flags;
-    memcpy(to->op_params, whole->op_params, sizeof to->op_params);
-    to->src[0] = a;
-    to->src[1] = b;
-    to->buffer = whole->buffer;
-    ggml_graph_add_node(graph, to);
+// The same operation on the same sources. `to` is a view of its result.
+ggml_tensor * again(const ggml_tensor * node, ggml_tensor * to) {
+    to->op = node->op;
+    to->flags = node->flags;
+    memcpy(to->op_params, node->op_params, sizeof to->op_params);
+    memcpy(to->src, node->src, sizeof to->src);
+    to->buffer = node->buffer;
+    return to;
 }
 
 void add_outputs(ggml_cgraph * graph, ggml_context * ctx, ggml_tensor * node, int64_t from, int64_t n) {
-    ggml_tensor * to = ggml_view_4d(
-        ctx, node, n, node->ne[1], node->ne[2], node->ne[3], node->nb[1], node->nb[2], node->nb[3], from * node->nb[0]);
-    add_product(graph, node, to, columns(ctx, node->src[0], from, n), node->src[1]);
+    ggml_tensor * to = again(node, ggml_view_4d(ctx, node, n, node->ne[1], node->ne[2], node->ne[3], node->nb[1],
+                                                node->nb[2], node->nb[3], from * node->nb[0]));
+    to->src[0] = columns(ctx, node->src[0], from, n);
+    ggml_graph_add_node(graph, to);
 }
 }  // namespace
 
@@ -63,35 +64,46 @@ bool repacking_breaks(ggml_type type) {
     }
 }
 
-ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph) {
+ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order) {
     const int n_nodes = ggml_graph_n_nodes(graph);
+    cell_order.begin_graph();
     size_t n_parts = 0;
     for (int i = 0; i < n_nodes; i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         const Cut cut = cut_of(node);
         n_parts += cut == Cut::LastOutput ? 2 : cut == Cut::Rows ? node->ne[1] : 0;
+        if (node->op == GGML_OP_SET_ROWS) cell_order.written(node);
+        if (node->op == GGML_OP_FLASH_ATTN_EXT && cell_order.needed(node)) n_parts += 4;
+        if (node->op == GGML_OP_SOFT_MAX && node->src[1]) cell_order.complete = false;  // masked: attention
     }
     if (n_parts == 0) return ggml_backend_graph_compute(backend, graph);
     const size_t size = n_nodes + n_parts;
     ggml_context * ctx = ggml_init(
         {ggml_graph_overhead_custom(size, false) + 3 * n_parts * ggml_tensor_overhead(), nullptr, /*no_alloc*/ true});
-    ggml_cgraph * cut_graph = ggml_new_graph_custom(ctx, size, false);
+    ggml_cgraph * exact_graph = ggml_new_graph_custom(ctx, size, false);
     for (int i = 0; i < n_nodes; i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
+        if (node->op == GGML_OP_FLASH_ATTN_EXT && cell_order.needed(node)) {
+            ggml_tensor * to = again(node, ggml_view_tensor(ctx, node));
+            cell_order.use_copies(to, exact_graph, ctx);
+            ggml_graph_add_node(exact_graph, to);
+            continue;
+        }
         switch (cut_of(node)) {
-            case Cut::None: ggml_graph_add_node(cut_graph, node); break;
+            case Cut::None: ggml_graph_add_node(exact_graph, node); break;
             case Cut::LastOutput:
-                add_outputs(cut_graph, ctx, node, 0, node->ne[0] - 1);
-                add_outputs(cut_graph, ctx, node, node->ne[0] - 1, 1);
+                add_outputs(exact_graph, ctx, node, 0, node->ne[0] - 1);
+                add_outputs(exact_graph, ctx, node, node->ne[0] - 1, 1);
                 break;
             case Cut::Rows:
                 for (int64_t row = 0; row < node->ne[1]; row++) {
-                    ggml_tensor * to = columns(ctx, node, row, 1);
-                    add_product(cut_graph, node, to, node->src[0], columns(ctx, node->src[1], row, 1));
+                    ggml_tensor * to = again(node, columns(ctx, node, row, 1));
+                    to->src[1] = columns(ctx, node->src[1], row, 1);
+                    ggml_graph_add_node(exact_graph, to);
                 }
         }
     }
-    const ggml_status status = ggml_backend_graph_compute(backend, cut_graph);
+    const ggml_status status = ggml_backend_graph_compute(backend, exact_graph);
     ggml_free(ctx);
     return status;
 }

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "cell_order.h"
 
 namespace ggpipe {
 
@@ -94,6 +95,7 @@ class Stage {
     void remove_buffer(const void * base);
     bool is_result(const void * data) const;
 
+    CellOrder cell_order;  // kept where `exact`
     Wire wire;
     const void * passing = nullptr;  // where UP's last tensor went: a copy from there to DOWN passes through
     int misplaced = 0;               // reads from DOWN: the cut runs through a layer

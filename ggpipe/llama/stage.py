@@ -84,6 +84,8 @@ class Stage:
             self._load(model, progress)
             self._open_context(model, context, threads)
             self.cut = self._dry_run()
+            self.exact_in_company: bool = self._native.orders_cells
+            """With `exact`: rows have the same bits whatever other sequences are in the KV cache."""
         except BaseException:
             self.close()
             raise

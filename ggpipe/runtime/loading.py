@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -55,6 +55,10 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             on_progress()
         handshake.check_cuts(progress.cuts_of(layout), agreed.model_file.architecture)
         ranks[HEAD].resident_bytes = machine.resident_bytes()
+        n_requests, context = config.n_requests, progress.context_of(layout)
+        if config.context.exact and n_requests > 1 and not context.exact_in_company:
+            n_requests = 1
+            agreed.warnings.append("`exact` without flash attention takes requests in turn; see `flash_attn`")
         draft_rank: int | None = None
         if config.draft is not None and draft_layout is not None and outline is not None:
             handshake.check_cuts(progress.cuts_of(draft_layout), agreed.hellos[draft_layout.head].architecture)
@@ -64,9 +68,9 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 agreed.warnings.append(f"`{field}` cannot roll back its KV state: running without speculation")
             if not cannot:
                 draft_rank = draft_layout.head
-                limits = _limits(config.draft.context, draft_layout, progress.sizes_of(draft_layout), config.n_requests)
+                limits = _limits(config.draft.context, draft_layout, progress.context_of(draft_layout), n_requests)
                 head.channel.send(draft_rank, StartDraft(limits, vocabularies))
-        limits = _limits(config.context, layout, progress.sizes_of(layout), config.n_requests)
+        limits = _limits(config.context, layout, context, n_requests)
         loaded.pop_all()
         return LoadedHead(head, pipeline, draft_rank, vocab, limits, tuple(agreed.warnings))
 
@@ -127,10 +131,10 @@ def _target_pipeline(head: Head, layout: Layout, model_file: ModelFile) -> Pipel
     return Pipeline(transport, layout, HEAD, inbox.put, start if HEAD in layout.stage_ranks else None)
 
 
-def _limits(context: ContextConfig, layout: Layout, sizes: _Sizes, n_requests: int) -> Limits:
+def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests: int) -> Limits:
     return Limits(
-        n_ctx=sizes.n_ctx,
-        n_batch=sizes.n_batch,
+        n_ctx=loaded.n_ctx,
+        n_batch=loaded.n_batch,
         n_ubatch=context.n_ubatch,
         n_in_flight=len(layout.stages) + 1,
         n_seq=context.n_seq,
@@ -139,13 +143,15 @@ def _limits(context: ContextConfig, layout: Layout, sizes: _Sizes, n_requests: i
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Of a context that libllama made."""
+class _Context:
+    """Facts of a context that libllama made."""
 
     n_ctx: int
     """KV cells."""
     n_batch: int
     """Tokens of a prompt in a batch."""
+    exact_in_company: bool
+    """Of the stage, as `Stage.exact_in_company`."""
 
 
 class _Progress:
@@ -155,7 +161,7 @@ class _Progress:
         self._head = head
         self._n_ranks = n_ranks
         self._cuts: dict[int, Cut] = {}
-        self._sizes: dict[int, _Sizes] = {}
+        self._contexts: dict[int, _Context] = {}
 
     @property
     def done(self) -> bool:
@@ -164,9 +170,10 @@ class _Progress:
     def cuts_of(self, layout: Layout) -> list[Cut]:
         return [self._cuts[stage.ranks[0]] for stage in layout.stages]
 
-    def sizes_of(self, layout: Layout) -> _Sizes:
-        """Of the contexts of all its stages, which are alike."""
-        return self._sizes[layout.stage_ranks[0]]
+    def context_of(self, layout: Layout) -> _Context:
+        """What holds for the contexts of all its stages, which are alike but for their layers."""
+        contexts = [self._contexts[rank] for rank in layout.stage_ranks]
+        return replace(contexts[0], exact_in_company=all(context.exact_in_company for context in contexts))
 
     def take(self, event: object) -> None:
         ranks = self._head.ranks
@@ -174,7 +181,7 @@ class _Progress:
             case Loaded(stage, load_s):
                 own = ranks[HEAD]
                 own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, False)
-                self._loaded(HEAD, stage.cut, _Sizes(stage.n_ctx, stage.n_batch))
+                self._loaded(HEAD, stage.cut, _Context(stage.n_ctx, stage.n_batch, stage.exact_in_company))
             case Loading(done_bytes, total_bytes):
                 ranks[HEAD].loaded_bytes, ranks[HEAD].load_bytes = done_bytes, total_bytes
             case Received(rank, StageLoading(done_bytes, total_bytes)):
@@ -185,9 +192,9 @@ class _Progress:
                 if stats.rank == rank:  # a process of its own
                     stats.resident_bytes = loaded.resident_bytes
                 cut = Cut(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
-                self._loaded(rank, cut, _Sizes(loaded.n_ctx, loaded.n_batch))
+                self._loaded(rank, cut, _Context(loaded.n_ctx, loaded.n_batch, loaded.exact_in_company))
 
-    def _loaded(self, rank: int, cut: Cut, sizes: _Sizes) -> None:
+    def _loaded(self, rank: int, cut: Cut, context: _Context) -> None:
         stats = self._head.ranks[rank]
         stats.loaded_bytes = stats.load_bytes = max(stats.load_bytes, 1)
-        self._cuts[rank], self._sizes[rank] = cut, sizes
+        self._cuts[rank], self._contexts[rank] = cut, context

@@ -151,6 +151,7 @@ class Worker:
             produced=dict(stage.cut.produced),
             n_ctx=stage.n_ctx,
             n_batch=stage.n_batch,
+            exact_in_company=stage.exact_in_company,
         )
 
     def _send_micro_batch(self, batch: MicroBatch, records: Sequence[RunRecord]) -> None:

@@ -32,7 +32,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 3
+VERSION = 4
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -99,6 +99,8 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """KV cells of the context that libllama made."""
     n_batch: int
     """Tokens of a prompt in a batch of that context."""
+    exact_in_company: bool
+    """As `llama.stage.Stage.exact_in_company`."""
 
 
 class StartDraft(ControlMessage, frozen=True):
