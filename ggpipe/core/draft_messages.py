@@ -77,6 +77,8 @@ class Begin:
     banned: tuple[int, ...]
     """Tokens that are never drafted."""
     speculation: SpeculationConfig
+    cache_prompt: bool = True
+    """The prefix cache is used for it, as in `Request`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,9 @@ class RunInFlight(Generic[Owner]):
 class InFlight(Generic[Owner]):
     """See the module's text. `Owner` must be hashable by identity."""
 
-    def __init__(self, n_seq: int, n_requests: int) -> None:
-        self.ids = SequenceIds(n_seq, n_requests)
+    def __init__(self, n_seq: int, n_kept: int) -> None:
+        """As `SequenceIds`."""
+        self.ids = SequenceIds(n_seq, n_kept)
         self.ops: list[KvOp] = []
         """Operations that go in front of the next run, whichever request it belongs to."""
         self.next_run = 1
@@ -83,6 +84,13 @@ class InFlight(Generic[Owner]):
     def of(self, owner: Owner) -> Collection[Part[Owner]]:
         """An owner's parts of runs in flight, the oldest first."""
         return self._of.get(owner, {}).values()
+
+    def computed(self, owner: Owner, n: int) -> int:
+        """How many tokens from the first of an owner's text on have cells for certain; `n` are submitted."""
+        for part in self.of(owner):
+            text = (row.pos for row in part.rows[: part.n_text])
+            n = min([n, *text, *(node.pos for node in part.nodes if not node.dead)])
+        return n
 
     def is_computed(self, run: int) -> bool:
         """It is in flight and not cancelled."""

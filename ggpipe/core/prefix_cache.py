@@ -12,9 +12,6 @@ A request that is being served is in the tree as well: its cells may be copied, 
 computed each for itself are two segments beside each other, also where they hold the same tokens.
 
 Some models cannot continue a part of a sequence (`Limits.partial_prefixes`): there only whole ones are taken over.
-
-Where bits must not depend on which cells are free (`Limits.ordered_cells`), cells below others are not freed: the cache
-is emptied as a whole, while no request is served.
 """
 
 from __future__ import annotations
@@ -76,7 +73,7 @@ class PrefixCache:
         self._clock = itertools.count(1)
         self.n_cells = 0
         """Cells of all sequences in the cache; each counts once."""
-        self._n_served_cells = 0
+        self.n_held = 0
         """Those of them that requests which are being served hold: evicting does not free them."""
 
     def __len__(self) -> int:
@@ -122,7 +119,7 @@ class PrefixCache:
         segment.tokens += more
         segment.end += len(more)
         self.n_cells += len(more)
-        self._n_served_cells += len(more)
+        self.n_held += len(more)
 
     def close(self, prefix: Prefix, tokens: Sequence[int], clean: bool) -> None:
         """A request is over: keep its sequence as far as these tokens, of which all cells are computed.
@@ -135,12 +132,14 @@ class PrefixCache:
         keep = bool(tokens) and self._limits.n_prefixes > 0 and (clean or self._limits.partial_prefixes)
         if keep:
             self.grow(prefix, tokens)
-            keep = self._has_room_for(prefix, tokens)
+            keep = not self._limits.partial_prefixes or self._is_new(tuple(tokens))
         self._serve(prefix.segment, -1)
         if not keep:
             tree.close()
             self._remove(prefix)
             return
+        if len(self._kept) == self._limits.n_prefixes:
+            self.evict()
         prefix.seq, prefix.tree = tree.close(keep=True), None
         prefix.used_at = next(self._clock)
         if not clean:
@@ -148,49 +147,30 @@ class PrefixCache:
         self._ids.kept -= 1
         self._kept.append(prefix)
 
-    def _has_room_for(self, prefix: Prefix, tokens: Sequence[int]) -> bool:
-        """Make room for one more kept sequence. False when there is none, or a kept one holds these tokens already."""
-        if self._limits.partial_prefixes:
-            along = list(self._along(tuple(tokens)))
-            longer = (other for segment, n in along if n == len(tokens) for other in _all(segment))
-            if (other := next((other for other in longer if other.tree is None), None)) is not None:
-                other.used_at = next(self._clock)
+    def _is_new(self, tokens: tuple[int, ...]) -> bool:
+        """Whether no kept sequence holds these tokens already. Those that they continue are given up."""
+        along = list(self._along(tokens))
+        for longer in (other for segment, n in along if n == len(tokens) for other in _all(segment)):
+            if longer.tree is None:
+                longer.used_at = next(self._clock)
                 return False
-            for segment in [segment for segment, n in along if n == segment.end]:
-                for other in [other for other in segment.prefixes if other.tree is None]:  # this one replaces it
-                    if not self._limits.ordered_cells or segment.children or len(segment.prefixes) > 1:
-                        self._evict(other)
-        if len(self._kept) < self._limits.n_prefixes:
-            return True
-        if not self._limits.ordered_cells:
-            self.evict()
-            return True
-        if not self._root.n_served > 1:
-            self.empty()
-        return False
+        for segment in [segment for segment, n in along if n == segment.end]:
+            for shorter in [other for other in segment.prefixes if other.tree is None]:
+                self._evict(shorter)
+        return True
 
     # Room
-
-    @property
-    def n_held(self) -> int:
-        """Cells that evicting would not free, or must not."""
-        return self.n_cells if self._limits.ordered_cells else self._n_served_cells
 
     def fits(self, prompt: Sequence[int], reuse: bool, reserve: int, n_others: int) -> bool:
         """Whether a request has room that takes up `reserve` cells, its prompt included, beside `n_others` of others.
 
         Cells of the cache do not count into `n_others`.
         """
-        free = self._limits.n_ctx - n_others - self.n_held
-        wanted = tuple(prompt[:-1]) if reuse else ()
-        if self._limits.ordered_cells:
-            free += self._longest(wanted)[1]
-        elif self._limits.partial_prefixes:
-            free += max((n for segment, n in self._along(wanted) if segment.n_served), default=0)
-        if free < reserve and self._limits.ordered_cells and not self._root.n_served:
-            self.empty()
-            free = self._limits.n_ctx - n_others
-        return free >= reserve
+        segment, shared = self._longest(tuple(prompt[:-1]) if reuse else ())
+        while not segment.n_served and segment.parent is not None:  # kept until now: it needs room as well
+            segment = segment.parent
+            shared = segment.end
+        return n_others + self.n_held + reserve - shared <= self._limits.n_ctx
 
     def shrink(self, n_cells: int) -> None:
         """Evict until the cache holds at most this number of cells, or nothing is left to evict."""
@@ -204,11 +184,6 @@ class PrefixCache:
         before = self.n_cells
         self._evict(min(self._kept, key=lambda prefix: prefix.used_at))
         return before - self.n_cells
-
-    def empty(self) -> None:
-        """Evict all."""
-        while self._kept:
-            self.evict()
 
     def _evict(self, prefix: Prefix) -> None:
         self._kept.remove(prefix)
@@ -258,7 +233,7 @@ class PrefixCache:
         at: _Segment | None = segment
         while at is not None:
             before, at.n_served = at.n_served, at.n_served + n
-            self._n_served_cells += len(at.tokens) * ((at.n_served > 0) - (before > 0))
+            self.n_held += len(at.tokens) * ((at.n_served > 0) - (before > 0))
             at = at.parent
 
     def _remove(self, prefix: Prefix) -> None:
@@ -276,7 +251,7 @@ class PrefixCache:
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""
-        n_cells = n_served_cells = 0
+        n_cells = n_held = 0
         kept: set[Prefix] = set()
         rest = [self._root]
         while rest:
@@ -292,10 +267,10 @@ class PrefixCache:
             assert all(prefix.segment is segment for prefix in segment.prefixes)
             kept.update(prefix for prefix in segment.prefixes if prefix.tree is None)
             n_cells += len(segment.tokens)
-            n_served_cells += len(segment.tokens) if segment.n_served else 0
+            n_held += len(segment.tokens) if segment.n_served else 0
             assert all(child.parent is segment for child in segment.children)
             rest += segment.children
-        assert (n_cells, n_served_cells) == (self.n_cells, self._n_served_cells)
+        assert (n_cells, n_held) == (self.n_cells, self.n_held)
         assert kept == set(self._kept)
         assert len(self._kept) <= self._limits.n_prefixes
         ids = [prefix.seq for prefix in self._kept]

@@ -36,8 +36,6 @@ class Limits:
     """Sequences of ended requests that are kept, at most; each has an id."""
     partial_prefixes: bool = True
     """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
-    ordered_cells: bool = False
-    """A sequence's cells must stay in the order of its positions: bits depend on it."""
     prefill_slowdown: float = 5.0
     """While some requests decode, a run takes at most so many times as long because of others' prompts."""
 

@@ -36,11 +36,11 @@ class Cells:
 
     def __init__(self, **limits: int) -> None:
         known = {"n_ctx": N_CTX, "n_batch": 8, "n_ubatch": 8, "n_in_flight": 2, "n_prefixes": 3, "n_requests": 2}
-        partial, ordered = bool(limits.pop("partial", True)), bool(limits.pop("ordered", False))
+        partial = bool(limits.pop("partial", True))
         known |= limits
         self.limits = Limits(
             **known, n_seq=known["n_prefixes"] + known["n_requests"] + 1,
-            partial_prefixes=partial, ordered_cells=ordered,
+            partial_prefixes=partial,
         )  # fmt: skip
         self.ids = SequenceIds(self.limits.n_seq, self.limits.n_requests + self.limits.n_prefixes)
         self.ops: list[KvOp] = []
@@ -208,29 +208,6 @@ def test_only_whole_sequences_where_parts_cannot_be_continued() -> None:
     cells.check()
 
 
-def test_ordered_cells_are_freed_as_a_whole() -> None:
-    cells = Cells(ordered=True)
-    kept_text(cells, tuple(range(30)))
-    kept_text(cells, tuple(range(100, 120)))
-    prompt = (*range(30), 1)
-    assert cells.prefixes.fits(prompt, True, 44, 0)
-    assert len(cells.prefixes) == 2
-    assert cells.prefixes.fits(prompt, True, 45, 0), "in an empty cache"
-    assert len(cells.prefixes) == 0
-    cells.carry_out()
-    cells.check()
-
-
-def test_ordered_cells_stay_while_a_request_is_served() -> None:
-    cells = Cells(ordered=True)
-    kept_text(cells, tuple(range(30)))
-    served = cells.open((7, 8))
-    assert not cells.prefixes.fits((5, 6), True, 33, 2)
-    assert len(cells.prefixes) == 1
-    cells.close(served, 0)
-    assert cells.prefixes.fits((5, 6), True, 35, 0)
-
-
 def test_shared_cells_leave_more_room_for_requests() -> None:
     cells = Cells()
     first = cells.open(tuple(range(40)))
@@ -314,7 +291,7 @@ class Walk:
         self.it.close(served, n if self.random.random() < 0.9 else 0, clean)
 
     def evict(self) -> None:
-        if not self.it.limits.ordered_cells and self.random.random() < 0.2:
+        if self.random.random() < 0.2:
             before = len(self.it.cells.cells)
             freed = self.it.prefixes.evict()
             self.it.carry_out()
@@ -333,7 +310,6 @@ class Walk:
 @settings(max_examples=N_EXAMPLES, deadline=None)
 @given(
     partial=st.booleans(),
-    ordered=st.booleans(),
     n_ctx=st.sampled_from([12, 30, N_CTX]),
     n_prefixes=st.integers(0, 4),
     n_requests=st.integers(1, 3),
@@ -341,15 +317,15 @@ class Walk:
     seed=st.integers(0, 2**32),
 )
 def test_cells_and_ids_are_conserved(
-    *, partial: bool, ordered: bool, n_ctx: int, n_prefixes: int, n_requests: int, n_vocab: int, seed: int
+    *, partial: bool, n_ctx: int, n_prefixes: int, n_requests: int, n_vocab: int, seed: int
 ) -> None:
-    cells = Cells(partial=partial, ordered=ordered, n_ctx=n_ctx, n_prefixes=n_prefixes, n_requests=n_requests)
+    cells = Cells(partial=partial, n_ctx=n_ctx, n_prefixes=n_prefixes, n_requests=n_requests)
     walk = Walk(cells, seed, n_vocab)
     for _ in range(80):
         walk.step()
     for served in list(cells.served):
         cells.close(served, 0)
     cells.check()
-    cells.prefixes.empty()
+    cells.prefixes.shrink(0)
     cells.carry_out()
     assert not cells.cells.cells, "cells are left behind"

@@ -35,6 +35,8 @@ class Scenario:
     pace: dict[str, int]
     """How much more often than others some things happen."""
     seed: int
+    alike: float = 0.4
+    """How often a prompt begins as an earlier text does."""
 
     def open(self) -> Head:
         draft: RealDraft | Adversary | None = Adversary(self.model, self.agreement, self.seed)
@@ -95,13 +97,16 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     n_requests = draw(st.integers(1, 2))
 
     def limits(n_ctx: int) -> Limits:
+        n_prefixes = draw(st.integers(0, 3))
         return Limits(
             n_ctx=n_ctx,
             n_batch=draw(st.sampled_from([1, 2, 5, 12, 12])),
             n_ubatch=draw(st.sampled_from([1, 2, 5, 12, 12])),
             n_in_flight=draw(st.integers(1, 5)),
-            n_seq=draw(st.sampled_from([n_requests, 3, 5, 9])),
+            n_seq=draw(st.sampled_from([n_requests, 3, 5, 9])) + n_prefixes,
             n_requests=n_requests,
+            n_prefixes=n_prefixes,
+            partial_prefixes=draw(st.booleans()),
         )
 
     return Scenario(
@@ -148,6 +153,46 @@ def thickets(draw: st.DrawFn) -> Scenario:
     )
 
 
+@st.composite
+def conversations(draw: st.DrawFn) -> Scenario:
+    """Texts that go on where earlier ones ended, and contexts that hold few of them."""
+    speculations = st.builds(
+        SpeculationConfig,
+        mode=st.sampled_from(["async", "speculative", "iterative"]),
+        n_draft=st.integers(1, 3),
+        n_parallel=st.integers(1, 3),
+    )
+    n = draw(st.integers(1, 3))
+
+    def limits(n_in_flight: int) -> Limits:
+        n_prefixes = draw(st.integers(1, 4))
+        return Limits(
+            n_ctx=draw(st.sampled_from([50, 90, 150])),
+            n_batch=12,
+            n_ubatch=draw(st.sampled_from([2, 5, 12])),
+            n_in_flight=n_in_flight,
+            n_seq=draw(st.integers(n, 6)) + n_prefixes,
+            n_requests=n,
+            n_prefixes=n_prefixes,
+            partial_prefixes=draw(st.booleans()),
+        )
+
+    return Scenario(
+        limits(draw(st.integers(1, 4))),
+        limits(2),
+        n_stages=draw(st.integers(1, 3)),
+        n_draft_stages=1,
+        model=FakeModel(1000, draw(st.integers(0, 99)), draws=draw(st.booleans())),
+        agreement=draw(st.sampled_from([0.5, 0.9])),
+        adversary=False,
+        requests=[draw(requests(i + 1, speculations, (0, 2, 10))) for i in range(8)],
+        stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 900), max_size=2)),
+        pace=draw(PACES),
+        seed=draw(st.integers(0, 2**32)),
+        alike=0.9,
+    )
+
+
 def play(scenario: Scenario) -> Head:
     """Let everything happen in an order that the seed and the paces say."""
     head, rng = scenario.open(), random.Random(scenario.seed)
@@ -159,7 +204,7 @@ def play(scenario: Scenario) -> Head:
             head.stop(request)
         moves = head.moves()
         if to_come:
-            moves.append(("arrival", functools.partial(arrive_next, head, to_come)))
+            moves.append(("arrival", functools.partial(arrive_next, head, to_come, rng, scenario.alike)))
         if not moves:
             return head
         weights = [max((w for p, w in scenario.pace.items() if name.startswith(p)), default=1) for name, _ in moves]
@@ -167,8 +212,16 @@ def play(scenario: Scenario) -> Head:
     raise AssertionError("it never ends")
 
 
-def arrive_next(head: Head, to_come: collections.deque[Request]) -> None:
-    head.arrive(to_come.popleft())
+def arrive_next(head: Head, to_come: collections.deque[Request], rng: random.Random, alike: float) -> None:
+    request = to_come.popleft()
+    texts = [seen.tokens for seen in head.seen.values()]
+    if texts and rng.random() < alike:
+        text = rng.choice(texts)
+        if rng.random() < 0.3:
+            text = text[: rng.randint(0, len(text))]
+        room = head.limits.n_ctx - len(text) - 1
+        request = replace(request, prompt=text + request.prompt[:room] if room > 0 else request.prompt)
+    head.arrive(request)
 
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -180,6 +233,12 @@ def test_any_interleaving_gives_the_targets_own_text(scenario: Scenario) -> None
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(thickets())
 def test_branches_in_any_interleaving_give_the_targets_own_text(scenario: Scenario) -> None:
+    play(scenario).check_end()
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(conversations())
+def test_what_is_kept_of_earlier_texts_changes_no_text(scenario: Scenario) -> None:
     play(scenario).check_end()
 
 

@@ -148,7 +148,7 @@ class RealDraft:
     def check_empty(self) -> None:
         assert not self.steering
         assert not self.batches
-        self.pipeline.check_empty()
+        self.pipeline.check_empty(self.drafter._prefixes.kept)
 
 
 class Adversary:

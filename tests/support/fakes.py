@@ -10,7 +10,7 @@ import collections
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Span, Want
@@ -299,10 +299,11 @@ class FakePipeline:
         parents = {self.run_of.get((request, history[:-1])) for request, history in self.rows_of[run]}
         return bool((parents - {run}) & set(on))
 
-    def check_empty(self) -> None:
-        """All is over."""
+    def check_empty(self, kept: Mapping[int, Tokens]) -> None:
+        """All is over; sequences with these tokens are kept."""
         assert not self.in_flight
         for stage in self.stages:
             assert not stage.runs
             assert not stage.cancels
-            assert not stage.cache.cells, "cells are left behind"
+            assert {seq: stage.cache.history(seq) for seq in kept} == kept
+            assert all(cell.seqs <= kept.keys() for cell in stage.cache.cells), "cells are left behind"

@@ -280,7 +280,7 @@ class Head:
         """Nothing can happen any more."""
         assert all(seen.finish is not None for seen in self.seen.values()), "a request is stuck"
         assert not self.to_sample
-        self.pipeline.check_empty()
+        self.pipeline.check_empty({})
         self.scheduler.validate()
         if self.draft is not None:
             self.draft.check_empty()

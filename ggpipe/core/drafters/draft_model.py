@@ -5,21 +5,24 @@ accepted as its root. It decodes the tips of the most probable branches, all in 
 and some of these become children (`growth`): the draft tokens, which are sent to the head at once. How far it runs
 ahead is bounded from the root, so it stops by itself and goes on when a token is accepted. Then its tree moves as the
 target's does: the branch that holds the token stays, cells and all; a token that it did not draft is decoded afresh.
+
+What it decoded of an ended request's text is kept for prompts that begin alike (`prefix_cache`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Vocabularies
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, Send
 from ggpipe.core.drafters.growth import Growth
 from ggpipe.core.drafters.thresholds import Thresholds
-from ggpipe.core.events import RunDone, RunEnded, Tick
+from ggpipe.core.events import RunDone, RunEnded, Submit, Tick
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
 from ggpipe.core.messages import Row, RunResult, Want, WantKind
+from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Limits
-from ggpipe.core.tree import Node, Tree
+from ggpipe.core.tree import Node
 
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes
 _MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for whoever records what the draft proposed
@@ -34,7 +37,8 @@ class DraftModel:
         self._limits = limits
         self._vocabularies = vocabularies
         self._drafter = drafter
-        self._in_flight: InFlight[Growth] = InFlight(limits.n_seq, limits.n_requests)
+        self._in_flight: InFlight[Growth] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
+        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops)
         self._requests: dict[int, Growth] = {}
         self._attempt_s = 0.0
         """Of the latest run of draft tokens."""
@@ -77,8 +81,10 @@ class DraftModel:
         """Check what must hold between events. Raises AssertionError."""
         trees = [(growth, growth.tree.validate()) for growth in self._requests.values()]
         self._in_flight.validate(trees)
-        taken = sum(len(ids) for _, ids in trees)
+        self._prefixes.validate()
+        taken = sum(len(ids) for _, ids in trees) + len(self._prefixes)
         assert len(self._in_flight.ids) == self._limits.n_seq - taken, "an id is lost"
+        assert self._prefixes.n_cells + self._n_used <= self._limits.n_ctx
         for growth in self._requests.values():
             assert growth.text[-1] == growth.tree.root.token
             assert growth.tree.root.pos == len(growth.text) - 1
@@ -87,10 +93,14 @@ class DraftModel:
     # The text
 
     def _begin(self, begin: Begin) -> None:
-        tree = Tree(self._in_flight.ids, self._in_flight.ops, begin.prompt[-1], len(begin.prompt) - 1)
-        thresholds = Thresholds(begin.speculation)
+        prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
         self._requests[begin.request] = Growth(
-            begin=begin, tree=tree, thresholds=thresholds, text=list(begin.prompt), lead=begin.lead
+            begin=begin,
+            prefix=prefix,
+            thresholds=Thresholds(begin.speculation),
+            text=list(begin.prompt),
+            lead=begin.lead,
+            n_decoded=prefix.n_tokens,
         )
 
     def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
@@ -106,7 +116,8 @@ class DraftModel:
     def _done(self, request: int, actions: list[DraftAction]) -> None:
         growth = self._requests.pop(request, None)
         if growth is not None:
-            growth.tree.close()
+            clean = not self._in_flight.of(growth) and not growth.tree.n_submitted
+            self._prefixes.close(growth.prefix, self._computed(growth), clean)
             self._cancel(self._in_flight.leave(growth), actions)
 
     def _cancel(self, runs: Sequence[int], actions: list[DraftAction]) -> None:
@@ -126,6 +137,8 @@ class DraftModel:
             self._attempt_s = now - run.submitted_at
         for part in run.parts:
             part.owner.answered(part.nodes)
+            if part.n_text and part.request in self._requests:
+                self._prefixes.grow(part.owner.prefix, self._computed(part.owner))
 
     def _settle(self, growth: Growth, now: float, actions: list[DraftAction]) -> None:
         """Send what was drafted. When nothing more comes by itself, report that, or try again soon with lower
@@ -168,6 +181,10 @@ class DraftModel:
 
     # The pipeline
 
+    def _computed(self, growth: Growth) -> Sequence[int]:
+        """The text, as far as it is computed and may go into the prefix cache."""
+        return growth.text[: self._in_flight.computed(growth, growth.n_decoded)] if growth.begin.cache_prompt else ()
+
     def _decode(self, now: float, actions: list[DraftAction]) -> None:
         """Submit text first, in chunks; then the tips of all requests in one run."""
         for growth in self._requests.values():
@@ -179,7 +196,7 @@ class DraftModel:
                 nodes = growth.tree.place([growth.tree.root], self._in_flight.next_run, 1) if last else []
                 wants: dict[Want, int] = {}
                 part = self._part(growth, nodes, chunk[: len(chunk) - last], at, wants)
-                actions.append(self._in_flight.submit([part], tuple(wants), now))
+                actions.append(self._submit([part], wants, now))
         if self._in_flight.n_computed:
             return
         parts: list[Part[Growth]] = []
@@ -193,7 +210,11 @@ class DraftModel:
                     growth.begin.request
                 )  # others come first next
         if parts:
-            actions.append(self._in_flight.submit(parts, tuple(wants), now))
+            actions.append(self._submit(parts, wants, now))
+
+    def _submit(self, parts: Sequence[Part[Growth]], wants: Iterable[Want], now: float) -> Submit:
+        self._prefixes.shrink(self._limits.n_ctx - self._n_used)
+        return self._in_flight.submit(parts, tuple(wants), now)
 
     def _text_waits(self, growth: Growth) -> bool:
         wanted = growth.n_decoded < len(growth.text) and growth.deepest > growth.tree.root.pos
@@ -201,7 +222,12 @@ class DraftModel:
 
     @property
     def _free_cells(self) -> int:
-        return max(self._limits.n_ctx - sum(growth.n_used for growth in self._requests.values()), 0)
+        return max(self._limits.n_ctx - self._prefixes.n_held - self._n_used, 0)
+
+    @property
+    def _n_used(self) -> int:
+        """Cells of all requests outside the prefix cache."""
+        return sum(growth.n_used for growth in self._requests.values())
 
     def _part(
         self, growth: Growth, nodes: list[Node], text: Sequence[int], at: int, wants: dict[Want, int]

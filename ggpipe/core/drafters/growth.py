@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ggpipe.core.draft_messages import ROOT, Begin, Candidates, Expansion
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.messages import RowLogits
+from ggpipe.core.prefix_cache import Prefix
 from ggpipe.core.tree import Node, Tree
 
 
@@ -17,7 +18,8 @@ class Growth:
     """A request that is drafted for. An open node has its logits and no children yet."""
 
     begin: Begin
-    tree: Tree
+    prefix: Prefix
+    """What the prefix cache had of its prompt, and its tree."""
     thresholds: Thresholds
     text: list[int]
     """Prompt and accepted tokens; the root is the last."""
@@ -39,6 +41,12 @@ class Growth:
     """When to try again with lower thresholds."""
 
     @property
+    def tree(self) -> Tree:
+        """Its draft tokens."""
+        assert self.prefix.tree is not None
+        return self.prefix.tree
+
+    @property
     def overlaps(self) -> bool:
         """It keeps drafting while earlier draft tokens are verified; else one micro-batch for each epoch."""
         return self.begin.speculation.mode == "async" and self.begin.speculation.continuous
@@ -54,19 +62,9 @@ class Growth:
         return self.tree.root.pos + min(self.lead, self.begin.n_left - self.epoch - 1)
 
     @property
-    def reserve(self) -> int:
-        """Cells that the text may take up."""
-        return len(self.begin.prompt) + self.begin.n_left
-
-    @property
     def n_used(self) -> int:
-        """Cells in use."""
-        return self.n_decoded + self.tree.n_submitted
-
-    @property
-    def n_cells(self) -> int:
-        """Cells that others may not take."""
-        return max(self.reserve, self.n_used)
+        """Cells in use outside the prefix cache."""
+        return self.n_decoded + self.tree.n_submitted - self.prefix.n_tokens
 
     def may_grow(self, node: Node) -> bool:
         """Children of this node would be of use now."""
