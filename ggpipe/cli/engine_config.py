@@ -81,16 +81,22 @@ def given_mode(options: Options) -> Mode | None:
 
 
 def speculation_config(options: Options) -> SpeculationConfig:
-    """How the draft model drafts. Exact numerics draft chains: one branch."""
+    """How the draft model drafts."""
     fields = options.fields(SpeculationConfig)
     if "n_min" in fields and "n_draft" in fields:
         fields["n_min"] = min(fields["n_min"], fields["n_draft"])
     speculation = SpeculationConfig(**fields)
-    return speculation.as_chain if options[ContextConfig].exact else speculation
+    return speculation.as_chain if _drafts_chains(options) else speculation
 
 
 def warnings_of(options: Options) -> list[str]:
     """Settings that are not used as they were given."""
-    if options[ContextConfig].exact and options[Models].draft and options[SpeculationConfig].n_parallel > 1:
-        return ["`exact` drafts chains: `n_parallel` 1 is used"]
+    if _drafts_chains(options) and options[Models].draft and options[SpeculationConfig].n_parallel > 1:
+        return ["`exact` without flash attention drafts chains: `n_parallel` 1 is used"]
     return []
+
+
+def _drafts_chains(options: Options) -> bool:
+    """Without flash attention the KV cells of a branch change the bits of others."""
+    context = options[ContextConfig]
+    return context.exact and context.flash_attn == "off"

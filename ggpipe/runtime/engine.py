@@ -168,7 +168,7 @@ class Engine:
     def _possible(self, speculation: SpeculationConfig) -> SpeculationConfig:
         if not self.can_speculate:
             speculation = replace(speculation, mode="iterative")
-        if self._head.head.config.context.exact:  # branches would change the order of the cells
+        if self._head.head.config.context.exact and not self._head.exact_in_company:  # branches are company
             speculation = speculation.as_chain
         return speculation
 

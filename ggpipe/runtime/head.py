@@ -160,12 +160,18 @@ class LoadedHead:
         vocab: Vocab,
         limits: Limits,
         warnings: tuple[str, ...],
+        *,
+        exact_in_company: bool,
     ) -> None:
-        """`draft_rank`: the first rank of the draft model; None without speculation. `limits`: of the target."""
+        """`draft_rank`: the first rank of the draft model; None without speculation. `limits`: of the target.
+
+        `exact_in_company`: that of all the target's stages.
+        """
         self.head = head
         self.vocab = vocab
         self.limits = limits
         self.warnings = warnings
+        self.exact_in_company = exact_in_company
         self._pipeline = pipeline
         self._draft_rank = draft_rank
 

@@ -72,7 +72,10 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 head.channel.send(draft_rank, StartDraft(limits, vocabularies))
         limits = _limits(config.context, layout, context, n_requests)
         loaded.pop_all()
-        return LoadedHead(head, pipeline, draft_rank, vocab, limits, tuple(agreed.warnings))
+        warnings = tuple(agreed.warnings)
+        return LoadedHead(
+            head, pipeline, draft_rank, vocab, limits, warnings, exact_in_company=context.exact_in_company
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,16 +210,18 @@ def test_sequences_are_those_of_the_branches() -> None:
     config = engine_config.engine_config(given("-np 4 -md d.gguf"))
     assert config.draft is not None
     assert (config.context.n_seq, config.draft.context.n_seq) == (4, 4)
-    exact = given("-np 4 -md d.gguf --exact")
+    exact = given("-np 4 -md d.gguf --exact -fa off")
     config = engine_config.engine_config(exact)
     assert config.draft is not None
     assert (config.context.n_seq, config.draft.context.n_seq) == (1, 1)
     assert engine_config.speculation_config(exact).n_parallel == 1
     assert [in_flags(w) for w in engine_config.warnings_of(exact)] == [
-        "--exact drafts chains: -np/--parallel 1 is used"
+        "--exact without flash attention drafts chains: -np/--parallel 1 is used"
     ]
-    assert engine_config.warnings_of(given("-np 4 --exact")) == []
-    assert engine_config.warnings_of(given("-md d.gguf --exact")) == []
+    assert engine_config.warnings_of(given("-np 4 --exact -fa off")) == []
+    assert engine_config.warnings_of(given("-md d.gguf --exact -fa off")) == []
+    assert engine_config.warnings_of(given("-np 4 -md d.gguf --exact")) == []
+    assert engine_config.speculation_config(given("-np 4 -md d.gguf --exact")).n_parallel == 4
 
 
 def test_the_draft_is_loaded_as_the_target_and_keeps_its_own_positions() -> None:

@@ -17,7 +17,6 @@ from ggpipe.config import (
     DraftConfig,
     EngineConfig,
     FlashAttention,
-    Mode,
     ModelConfig,
     PipelineConfig,
     SamplingConfig,
@@ -37,6 +36,12 @@ CASES = (
 )
 """The first tokens of a file, how to sample, and how many tokens."""
 
+DRAFTS = {
+    "none": SpeculationConfig(mode="iterative"),
+    "chains": SpeculationConfig(),
+    "trees": SpeculationConfig(n_draft=6, n_parallel=4, p_split=0.05),
+}
+
 
 @cache
 def texts() -> tuple[tuple[tuple[int, ...], list[int]], ...]:
@@ -51,11 +56,11 @@ def texts() -> tuple[tuple[tuple[int, ...], list[int]], ...]:
 def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iterator[tuple[LoadedHead, Engine]]:
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
-        context=ContextConfig(n_ctx=N_CTX, n_ubatch=64, n_seq=8, exact=True, flash_attn=flash_attn),
+        context=ContextConfig(n_ctx=N_CTX, n_ubatch=64, n_seq=16, exact=True, flash_attn=flash_attn),
         pipeline=PipelineConfig(threads=(1,)),
         draft=DraftConfig(
             model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
-            context=ContextConfig(n_ctx=N_CTX, n_seq=8),
+            context=ContextConfig(n_ctx=N_CTX, n_seq=16),
             shares=(1.0,) * n_draft_ranks,
         ),
         n_requests=4,
@@ -67,13 +72,13 @@ def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iter
         yield ready, engine
 
 
-def serve(engine: Engine, mode: Mode, cases: Sequence[int]) -> list[list[int]]:
+def serve(engine: Engine, speculation: SpeculationConfig, cases: Sequence[int]) -> list[list[int]]:
     """The texts of these cases; the last request joins when the first one has ten tokens."""
     requests: list[ActiveRequest] = []
 
     def submit(case: int) -> None:
         _, _, sampling, n = CASES[case]
-        requests.append(engine.submit(texts()[case][0], sampling, n, SpeculationConfig(mode=mode)))
+        requests.append(engine.submit(texts()[case][0], sampling, n, speculation))
 
     for case in cases[:-1] or cases:
         submit(case)
@@ -87,19 +92,19 @@ def serve(engine: Engine, mode: Mode, cases: Sequence[int]) -> list[list[int]]:
     return [found[request.id] for request in requests]
 
 
-@pytest.mark.parametrize("mode", ["iterative", "async"])
-@pytest.mark.parametrize(("n_ranks", "n_draft_ranks"), [(1, 0), (2, 0), (2, 1), (3, 1)])
-def test_texts_beside_others(n_ranks: int, n_draft_ranks: int, mode: Mode) -> None:
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize(("n_ranks", "n_draft_ranks"), [(1, 0), (2, 1), (3, 1)])
+def test_texts_beside_others(n_ranks: int, n_draft_ranks: int, drafts: str) -> None:
     with loaded(n_ranks, n_draft_ranks, "auto") as (head, engine):
         assert head.limits.n_requests == 4
         assert not head.warnings
         for order in ((0, 1, 2, 3), (2, 0, 3, 1)):  # the second time among cells that the first has left behind
-            assert serve(engine, mode, order) == [texts()[case][1] for case in order]
+            assert serve(engine, DRAFTS[drafts], order) == [texts()[case][1] for case in order]
 
 
 def test_without_flash_attention_requests_take_turns() -> None:
     with loaded(2, 0, "off") as (head, engine):
         assert head.limits.n_requests == 1
         assert head.warnings == ("`exact` without flash attention takes requests in turn; see `flash_attn`",)
-        alone = [serve(engine, "async", (case,))[0] for case in range(len(CASES))]
-        assert serve(engine, "async", range(len(CASES))) == alone
+        alone = [serve(engine, DRAFTS["trees"], (case,))[0] for case in range(len(CASES))]
+        assert serve(engine, DRAFTS["trees"], range(len(CASES))) == alone

@@ -154,6 +154,19 @@ def test_a_head_that_only_coordinates() -> None:
         compare_modes(session, prompt, plain(TARGET, prompt))
 
 
+@pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
+def test_trees_write_libllamas_text(n_target: int, n_draft: int) -> None:
+    """Branches leave holes among the cells, which later tokens take."""
+    prompt = prompt_of("tale.txt", 60)
+    expected = plain(TARGET, prompt)
+    with local_session(config_of(TARGET, DRAFT, n_draft, n_seq=4), n_target + n_draft) as session:
+        for mode, name in itertools.product(("async", "async, not cancelled", "speculative"), SAMPLINGS):
+            speculation = replace(MODES[mode], n_draft=6, n_parallel=4, p_split=0.05)
+            tokens, stats = generate(session, prompt, SAMPLINGS[name], speculation)
+            assert tokens == expected[name], (mode, name)
+            assert stats.counters.submitted_tokens > 0
+
+
 @pytest.mark.parametrize("n_parallel", [1, 4])
 @pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
 def test_default_numerics(n_target: int, n_draft: int, n_parallel: int) -> None:
