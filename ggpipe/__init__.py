@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ggpipe.errors import GgpipeError as GgpipeError
     from ggpipe.errors import LaunchError as LaunchError
     from ggpipe.errors import ModelError as ModelError
+    from ggpipe.errors import QueueFull as QueueFull
     from ggpipe.errors import RankError as RankError
     from ggpipe.errors import RunError as RunError
     from ggpipe.errors import SettingError as SettingError
@@ -38,7 +39,7 @@ _HOMES = {
         "SpeculationConfig",
     ),
     "ggpipe.errors": (
-        "GgpipeError", "LaunchError", "ModelError", "RankError", "RunError", "SettingError", "UsageError",
+        "GgpipeError", "LaunchError", "ModelError", "QueueFull", "RankError", "RunError", "SettingError", "UsageError",
     ),
     "ggpipe.runtime.engine": ("Engine", "Token"),
     "ggpipe.runtime.head": ("Head",),

@@ -274,10 +274,19 @@ class EngineConfig:
     draft: DraftConfig | None = None
     n_requests: int = 1
     """Requests that are served at the same time; further ones wait. Each takes a sequence id of every context."""
+    n_queued: int = 1000
+    """Requests that wait, at most; further ones are refused."""
+    prefill_slowdown: float = 5.0
+    """While some requests decode, a run takes at most so many times as long because of others' prompts: more serves
+    prompts faster, less keeps the other texts flowing."""
 
     def __post_init__(self) -> None:
         contexts = [self.context, *([self.draft.context] if self.draft else [])]
         _check_range("n_requests", self.n_requests, 1, min(context.n_seq for context in contexts))
+        if self.n_queued < 0:
+            raise SettingError(f"`n_queued` must be 0 or more, got {self.n_queued}")
+        if not 1 < self.prefill_slowdown < math.inf:
+            raise SettingError(f"`prefill_slowdown` must be above 1, got {self.prefill_slowdown:g}")
 
     @property
     def n_draft_ranks(self) -> int:

@@ -10,6 +10,7 @@ GgpipeError                         exit code 1
 │   └── LaunchError                 ranks, hosts or mpirun do not fit the settings
 │       └── MpiError                this rank cannot connect to the others
 └── RunError                        the input was right, but something broke
+    ├── QueueFull                   too many requests wait already
     ├── RankError                   another rank broke
     └── Terminated                  this process received SIGTERM, which mpirun sends when a rank is gone
 """
@@ -59,6 +60,10 @@ class MpiError(LaunchError):
 
 class RunError(GgpipeError):
     """Something broke while running."""
+
+
+class QueueFull(RunError):
+    """Too many requests wait already: a later one may be taken."""
 
 
 class RankError(RunError):

@@ -19,7 +19,16 @@ CONFIGS = {
     "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "SamplingConfig",
     "SpeculationConfig",
 }  # fmt: skip
-ERRORS = {"GgpipeError", "LaunchError", "ModelError", "RankError", "RunError", "SettingError", "UsageError"}
+ERRORS = {
+    "GgpipeError",
+    "LaunchError",
+    "ModelError",
+    "QueueFull",
+    "RankError",
+    "RunError",
+    "SettingError",
+    "UsageError",
+}
 ENGINE = {"Engine", "Head", "Session", "Token", "run_rank"}
 
 

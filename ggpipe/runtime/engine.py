@@ -38,8 +38,9 @@ from ggpipe.core.events import (
 )
 from ggpipe.core.messages import RowLogits, RunRecord, RunResult
 from ggpipe.core.request import Finish, Request
+from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.errors import UsageError
+from ggpipe.errors import QueueFull, UsageError
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.metrics.stats import RankStats, RequestStats
@@ -112,6 +113,11 @@ class Engine:
         self._entry = {(stats.rank, stats.draft): i for i, stats in enumerate(self.ranks)}
         gc.freeze()  # what is there now stays: the collector need not look at it again
 
+    @property
+    def run_cost(self) -> RunCost:
+        """What runs of this pipeline take."""
+        return self._scheduler.cost
+
     # Requests
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
@@ -135,9 +141,15 @@ class Engine:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
         A token that ends the text is not given out. `speculation` needs a draft model. `stats` is filled in while the
-        request is served. Requests beyond those that fit wait. Raises UsageError for a bad prompt.
+        request is served. Requests beyond those that fit wait. Raises UsageError for a bad prompt, QueueFull when too
+        many wait.
         """
         self.check_prompt(prompt)
+        n_most = self._head.limits.n_requests + self._head.head.config.n_queued
+        if len(self._active) >= n_most:
+            raise QueueFull(
+                f"{len(self._active)} requests are being served or wait: try again later, or raise `n_queued`"
+            )
         stats = stats if stats is not None else RequestStats()
         sampler = Sampler(sampling, self.vocab, self.n_ctx)
         sampler.accept(prompt)

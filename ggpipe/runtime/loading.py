@@ -71,6 +71,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 limits = _limits(config.draft.context, draft_layout, progress.context_of(draft_layout), n_requests)
                 head.channel.send(draft_rank, StartDraft(limits, vocabularies))
         limits = _limits(config.context, layout, context, n_requests)
+        limits = replace(limits, prefill_slowdown=config.prefill_slowdown)
         loaded.pop_all()
         warnings = tuple(agreed.warnings)
         return LoadedHead(

@@ -1,0 +1,286 @@
+"""Measures several users at a time; run it as `scripts/bench/serving`.
+
+Two target ranks under mpirun, one thread each, and with `--draft` a draft rank, on the bundled pair inflated to 0.4 B
+in Q8_0. All settings take turns in each round. Tables show medians over the rounds; ratios are of one round.
+
+users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 tokens to generate: tokens a second of all
+        together, from the first arrival to the last token. Beside it libllama driven directly: one process with two
+        threads that decodes all users in one batch, and an estimate of the best that the pipeline could reach by the
+        measured times of runs.
+prompt  one user decodes while another's prompt of 2,000 tokens comes in: the first one's latencies between tokens
+        against its usual ones, and the prompt's time to first token against what it takes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    Mode,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.launch import mpirun
+from ggpipe.launch.environment import mpi_environment, rank_in_environment
+from ggpipe.llama.bundled import inflated_pair
+from ggpipe.metrics.stats import RequestStats, percentile
+from ggpipe.runtime.engine import Engine
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.loading import load_all
+from ggpipe.runtime.process import run_rank
+
+N_CTX, N_UBATCH, N_TARGET = 4096, 512, 2
+N_SHORT, N_LONG = 16, 2000
+USERS = (1, 4, 8)
+SCRIPT = (sys.executable, "-m", "scripts.bench.serving")  # from the project's folder
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
+
+
+def prompts(tokens: Sequence[int], n: int, length: int) -> list[tuple[int, ...]]:
+    """`n` different prompts of so many tokens of one text, which is repeated where it is too short."""
+    repeated = list(tokens) * (math.ceil((length + 7 * n) / len(tokens)) + 1)
+    return [tuple(repeated[7 * i : 7 * i + length]) for i in range(n)]
+
+
+# The engine: all ranks
+
+
+def job(args: argparse.Namespace) -> int:
+    """One rank's part. The head measures and prints all numbers as JSON."""
+    rank = rank_in_environment() or 0
+    cores = sorted(os.sched_getaffinity(0))
+    if rank < N_TARGET:  # the draft goes where there is room
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    pair = inflated_pair()
+    sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS))
+    config = EngineConfig(
+        ModelConfig(path=pair.target),
+        sizes,
+        PipelineConfig((1 / N_TARGET,) * N_TARGET, (1,)),
+        DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, shares=(1.0,)) if args.draft else None,
+        n_requests=max(USERS),
+        prefill_slowdown=args.prefill_slowdown,
+    )
+
+    def head(ranks: Head) -> int:
+        engine = Engine(load_all(ranks, lambda: None))
+        ranks.at_close(engine.close)
+        with libllama(pair.target, cores) as ask:
+            print(json.dumps(_measured(engine, args, ask)))
+        return 0
+
+    return run_rank(config, head)
+
+
+def _measured(engine: Engine, args: argparse.Namespace, ask: Any) -> list[dict[str, Any]]:
+    tokens = engine.vocab.tokenize(TALE.read_text())
+    modes: tuple[Mode, ...] = ("iterative", "async") if args.draft else ("iterative",)
+    results: list[dict[str, Any]] = []
+    for i in range(args.rounds + 1):
+        found: dict[str, Any] = {"round": i}
+        for n in USERS:
+            found[f"libllama {n}"] = ask(prompts(tokens, n, N_SHORT), args.n)
+            for mode in modes[:: 1 if i % 2 else -1]:
+                stats = _serve(engine, prompts(tokens, n, N_SHORT), args.n, SpeculationConfig(mode=mode))
+                end_s = max(s.token_times[-1] for s in stats) - min(s.arrived for s in stats)
+                found[f"{mode} {n}"] = n * args.n / end_s
+                found[f"{mode} {n} accepted"] = sum(s.counters.accepted_tokens for s in stats) / (n * args.n)
+        found |= _beside_a_prompt(engine, tokens, args.n)
+        found["rows"] = _times_by_rows(engine)
+        results.append(found)
+        print(f"round {i} of {args.rounds}", file=sys.stderr, flush=True)
+    return results
+
+
+def _serve(
+    engine: Engine, texts: Sequence[tuple[int, ...]], n: int, speculation: SpeculationConfig
+) -> list[RequestStats]:
+    requests = [engine.submit(text, GREEDY, n, speculation) for text in texts]
+    while any(request.is_active for request in requests):
+        engine.step()
+    return [request.stats for request in requests]
+
+
+def _beside_a_prompt(engine: Engine, tokens: Sequence[int], n: int) -> dict[str, Any]:
+    iterative = SpeculationConfig(mode="iterative")
+    (long,), (short,) = prompts(tokens, 1, N_LONG), prompts(tokens, 1, N_SHORT)
+    (alone,) = _serve(engine, [long], 2, iterative)
+    (usual,) = _serve(engine, [short], n, iterative)
+    user = engine.submit(short, GREEDY, N_CTX // 4, iterative)
+    while user.stats.n_generated < 8:
+        engine.step()
+    other = engine.submit(long, GREEDY, 2, iterative)
+    while other.is_active:
+        engine.step()
+    first, last = other.stats.arrived, other.stats.token_times[0]
+    engine.cancel(user)
+    while user.is_active:
+        engine.step()
+    times = [t for t in user.stats.token_times if first <= t <= last]
+    latencies = [b - a for a, b in itertools.pairwise(times)]
+    assert alone.ttft_s is not None
+    assert other.stats.ttft_s is not None
+    return {
+        "prompt alone": alone.ttft_s,
+        "prompt": other.stats.ttft_s,
+        "usual ITL": percentile(usual.itl_s, 0.5),
+        "ITL p50": percentile(latencies, 0.5),
+        "ITL p99": percentile(latencies, 0.99),
+        "n": len(latencies),
+    }
+
+
+def _times_by_rows(engine: Engine) -> dict[int, float]:
+    cost = engine.run_cost
+    return {n: cost.seconds(n) for n in (1, 2, 4, 8)} if cost.is_known else {}
+
+
+# libllama alone
+
+
+@contextmanager
+def libllama(path: Path, cores: Sequence[int]) -> Iterator[Any]:
+    """A process with one thread for each core that serves a batch of all users; asks it for tokens a second."""
+    command = [*SCRIPT, "--libllama", str(path)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMI", "PRTE"))}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        source, sink = process.stdout, process.stdin
+
+        def ask(texts: list[tuple[int, ...]], n: int) -> float:
+            sink.write(json.dumps([texts, n]).encode() + b"\n")
+            sink.flush()
+            return float(source.readline())
+
+        yield ask
+        sink.close()
+
+
+def serve_with_libllama(path: Path) -> int:
+    """Answer each line of stdin, prompts and a number of tokens, with tokens a second of all together."""
+    from ggpipe.llama.libllama import lib, start
+
+    start()
+    model = lib.llama_model_load_from_file(os.fsencode(path), lib.llama_model_default_params())
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_ubatch, params.n_seq_max, params.kv_unified = N_CTX, N_UBATCH, max(USERS), True
+    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+    context = lib.llama_init_from_model(model, params)
+    memory, batch = lib.llama_get_memory(context), lib.llama_batch_init(2048, 0, 1)
+    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+
+    def decode(rows: list[tuple[int, int, int, bool]]) -> None:
+        batch.n_tokens = len(rows)
+        for i, (token, pos, seq, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, pos, 1
+            batch.seq_id[i][0], batch.logits[i] = seq, wanted
+        if lib.llama_decode(context, batch) != 0:
+            raise RuntimeError("libllama could not decode")
+
+    def best(i: int) -> int:
+        logits = lib.llama_get_logits_ith(context, i)
+        row = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * n_vocab)).contents
+        return max(range(n_vocab), key=row.__getitem__)
+
+    for line in sys.stdin:
+        texts, n = json.loads(line)
+        lib.llama_memory_clear(memory, False)
+        began = time.monotonic()
+        rows = [(t, i, seq, i == len(text) - 1) for seq, text in enumerate(texts) for i, t in enumerate(text)]
+        decode(rows)
+        wanted = [i for i, row in enumerate(rows) if row[3]]
+        for step in range(n):
+            tokens = [best(i) for i in wanted]
+            if step < n - 1:
+                decode([(token, len(texts[seq]) + step, seq, True) for seq, token in enumerate(tokens)])
+            wanted = list(range(len(texts)))
+        print(len(texts) * n / (time.monotonic() - began), flush=True)
+    return 0
+
+
+# Tables
+
+
+def report(results: Sequence[dict[str, Any]], draft: bool) -> None:
+    """Print the medians of all rounds but the first, which warms up."""
+    rounds = [result for result in results if result["round"] > 0]
+
+    def middle(values: Iterator[float]) -> str:
+        known = sorted(values)
+        low, high = (known[0], known[-1]) if len(known) < 4 else statistics.quantiles(known, n=4)[::2]
+        return f"{statistics.median(known):6.2f} [{low:.2f} … {high:.2f}]"
+
+    last = rounds[-1]["rows"]
+    times = {int(n): s for n, s in last.items()}
+    if times:
+        shown = ", ".join(f"{n} rows {s / times[1]:.2f}" for n, s in times.items() if n > 1)
+        print(f"A run's time in a stage, 1 row {times[1] * 1e3:.1f} ms; times that: {shown}")
+    print("users   libllama t/s   pipeline t/s   ratio [quartiles]          by run times")
+    for n in USERS:
+        base = statistics.median(r[f"libllama {n}"] for r in rounds)
+        own = statistics.median(r[f"iterative {n}"] for r in rounds)
+        ratio = middle(r[f"iterative {n}"] / r[f"libllama {n}"] for r in rounds)
+        groups = min(N_TARGET, n)
+        bound = n / (max(groups, N_TARGET) * times[math.ceil(n / groups)]) / base if times else math.nan
+        print(f"{n:5d} {base:14.1f} {own:14.1f}   {ratio:28s} {bound:5.2f}")
+        if draft:
+            gain = middle(r[f"async {n}"] / r[f"iterative {n}"] for r in rounds)
+            accepted = statistics.median(r[f"async {n} accepted"] for r in rounds)
+            print(f"        with a draft, times without: {gain}, {accepted:.0%} of the tokens accepted")
+    slower = middle(r["ITL p99"] / r["usual ITL"] for r in rounds)
+    usual = middle(r["ITL p50"] / r["usual ITL"] for r in rounds)
+    longer = middle(r["prompt"] / r["prompt alone"] for r in rounds)
+    print(f"beside a prompt of {N_LONG} tokens: ITL p99 {slower} times the usual one, p50 {usual}")
+    print(f"that prompt: {longer} times as long as alone")
+
+
+def main() -> int:
+    """Parse the command line and bench, or run one rank's part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("-n", type=int, default=64, help="tokens to generate for each user")
+    parser.add_argument("--draft", action="store_true", help="with a draft rank")
+    parser.add_argument("--prefill-slowdown", type=float, default=EngineConfig.prefill_slowdown)
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--libllama", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.libllama:
+        return serve_with_libllama(args.libllama)
+    if args.job:
+        return job(args)
+    inflated_pair()
+    command = mpirun.mpirun_command(mpirun.find_mpirun(), N_TARGET + args.draft, None, [])
+    command += [*SCRIPT, "--job", *sys.argv[1:]]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, **mpi_environment()})
+    report(json.loads(done.stdout), args.draft)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
