@@ -94,7 +94,7 @@ def requests(
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     """Anything."""
-    n_requests = draw(st.integers(1, 2))
+    n_requests = draw(st.integers(1, 4))
 
     def limits(n_ctx: int) -> Limits:
         n_prefixes = draw(st.integers(0, 3))
@@ -103,7 +103,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             n_batch=draw(st.sampled_from([1, 2, 5, 12, 12])),
             n_ubatch=draw(st.sampled_from([1, 2, 5, 12, 12])),
             n_in_flight=draw(st.integers(1, 5)),
-            n_seq=draw(st.sampled_from([n_requests, 3, 5, 9])) + n_prefixes,
+            n_seq=draw(st.sampled_from([n_requests, n_requests + 1, 5, 9])) + n_prefixes,
             n_requests=n_requests,
             n_prefixes=n_prefixes,
             partial_prefixes=draw(st.booleans()),
@@ -117,8 +117,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         model=FakeModel(draw(st.sampled_from([3, 20, 100, 1000, 1000])), draw(st.integers(0, 99)), draw(st.booleans())),
         agreement=draw(st.sampled_from([0.0, 0.5, 0.8, 0.9, 1.0])),
         adversary=draw(st.booleans()),
-        requests=[draw(requests(i + 1, SPECULATIONS, (-1, 0, 1, 5, 15, 25))) for i in range(draw(st.integers(1, 3)))],
-        stops=draw(st.dictionaries(st.integers(1, 3), st.integers(0, 200), max_size=1)),
+        requests=[draw(requests(i + 1, SPECULATIONS, (-1, 0, 1, 5, 15, 25))) for i in range(draw(st.integers(1, 5)))],
+        stops=draw(st.dictionaries(st.integers(1, 5), st.integers(0, 200), max_size=2)),
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
     )
@@ -130,7 +130,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
     speculations = st.builds(
         SpeculationConfig, mode=st.just("async"), n_draft=st.integers(1, 3), n_parallel=st.integers(2, 4)
     )
-    n = draw(st.integers(1, 2))
+    n = draw(st.integers(1, 3))
     return Scenario(
         Limits(
             n_ctx=90,
