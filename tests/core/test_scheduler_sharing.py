@@ -88,12 +88,12 @@ def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:
     pipeline.arrive(1)
     for _ in range(30):
         pipeline.step()
-    pipeline.arrive(2, 400)
     del pipeline.sizes[:]
+    pipeline.arrive(2, 400)
     while sum(n for _, n in pipeline.sizes) < 399:
         pipeline.step()
-    assert {n for _, n in pipeline.sizes[1:-1]} == {8}  # 1 s without, and 8 x 0.5 s
-    assert [n for n, _ in pipeline.sizes[:20]] == [1, 0] * 10  # every other run, as there are two stages
+    assert {n for _, n in pipeline.sizes[2:-1]} == {8}  # 1 s without, and 8 x 0.5 s
+    assert [n for n, _ in pipeline.sizes[1:21]] == [1, 0] * 10  # every other run, as there are two stages
 
 
 def test_two_prompts_share_the_rows() -> None:
