@@ -8,7 +8,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -142,12 +142,18 @@ class Stage:
 
     def _open_context(self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int]) -> None:
         n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
-        if n_asked < config.n_seq:
+        slides = int(lib.llama_model_n_swa(self._model)) > 0
+        self._pins = config.n_seq if slides and config.n_seq > 1 else 0
+        n_seq = config.n_seq + self._pins
+        if n_seq > lib.llama_max_parallel_sequences():
+            most = lib.llama_max_parallel_sequences() // 2
+            raise UsageError(f"`n_seq` must be at most {most} for a model with sliding windows, got {config.n_seq}")
+        if n_asked < n_seq:
             raise UsageError(
-                f"`n_seq` {config.n_seq} needs a context of as many tokens; the model's own has {n_asked}: set `n_ctx`"
+                f"`n_seq` {config.n_seq} needs a context of {n_seq} tokens; the model's own has {n_asked}: set `n_ctx`"
             )
         logged_errors()
-        self._context = lib.llama_init_from_model(self._model, context_params(config, *threads))
+        self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
         if not self._context:
             raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {_last_error()}")
         self._apply_loras(model)
@@ -156,7 +162,7 @@ class Stage:
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
-        self._batch = _Batch(self.n_ubatch, config.n_seq)
+        self._batch = _Batch(self.n_ubatch, config.n_seq, self._pins)
 
     def _apply_loras(self, config: ModelConfig) -> None:
         adapters, scales = [], []
@@ -195,10 +201,19 @@ class Stage:
         for op in ops:
             match op.kind:
                 case KvKind.RM:
-                    if not lib.llama_memory_seq_rm(self._memory, op.seq, op.p0, op.p1):
+                    if not all(lib.llama_memory_seq_rm(self._memory, seq, op.p0, op.p1) for seq in self._ids(op.seq)):
                         raise RunError(f"'{self._file.architecture}' models cannot forget part of a sequence")
                 case KvKind.CP:
-                    lib.llama_memory_seq_cp(self._memory, op.seq, op.dst, op.p0, op.p1)
+                    for seq, dst in zip(self._ids(op.seq), self._ids(op.dst), strict=True):
+                        lib.llama_memory_seq_cp(self._memory, seq, dst, op.p0, op.p1)
+
+    def _ids(self, seq: int) -> tuple[int, ...]:
+        """A sequence's ids in libllama: its own, and its pin.
+
+        Where a sliding window hides a cell from its only sequence, libllama gives the cell to another sequence, and a
+        rollback would miss it. So each cell of such a model has a second id, its pin: it is free when it is removed.
+        """
+        return (seq, seq + self._pins) if self._pins else (seq,)
 
     def forget_all(self) -> None:
         """Empty all sequences."""
@@ -268,7 +283,8 @@ class Stage:
             for seq in row.seqs:
                 first[seq] = min(first.get(seq, row.pos), row.pos)
         for seq, pos in first.items():
-            lib.llama_memory_seq_rm(self._memory, seq, pos, -1)
+            for id in self._ids(seq):
+                lib.llama_memory_seq_rm(self._memory, id, pos, -1)
 
     def _extract(self, run: Run) -> tuple[RowLogits, ...]:
         found = []
@@ -299,8 +315,10 @@ class Stage:
 class _Batch:
     """A `llama_batch` over arrays that are filled again for each run."""
 
-    def __init__(self, n_rows: int, n_seq: int) -> None:
-        self._n_rows, self._n_seq = n_rows, n_seq
+    def __init__(self, n_rows: int, n_seq: int, pins: int) -> None:
+        """`pins`: added to a row's sequence ids for its pins; 0: it gets none."""
+        self._n_rows, self._pins = n_rows, pins
+        self._n_seq = n_seq = n_seq + pins
         self._tokens = (ctypes.c_int32 * n_rows)()
         self._pos = (ctypes.c_int32 * n_rows)()
         self._counts = (ctypes.c_int32 * n_rows)()
@@ -324,9 +342,10 @@ class _Batch:
             tokens[i] = row.token
             pos[i] = row.pos
             flags[i] = outputs and row.want >= 0
-            counts[i] = len(row.seqs)
+            ids = (*row.seqs, *(seq + self._pins for seq in row.seqs)) if self._pins else row.seqs
+            counts[i] = len(ids)
             at = i * self._n_seq
-            for k, seq in enumerate(row.seqs):
+            for k, seq in enumerate(ids):
                 seqs[at + k] = seq
 
 

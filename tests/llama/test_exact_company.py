@@ -18,8 +18,6 @@ from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 N_SEQ = 4
-WINDOW = 32
-"""Tokens in the sliding windows of the zoo's models."""
 WHOLE = ("mamba", "mamba2", "rwkv6", "rwkv7", "hrm_text")  # models that cannot be cut
 RM, CP = KvKind.RM, KvKind.CP
 FULL = (Want(WantKind.FULL),)
@@ -75,7 +73,7 @@ def alone(pipeline: Pipeline, texts: Sequence[tuple[int, ...]]) -> dict[tuple[in
     return found
 
 
-def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, window: int | None, seed: int) -> None:
+def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, seed: int) -> None:
     context = ContextConfig(n_ctx=512, n_seq=N_SEQ, exact=True, flash_attn="on", cache_type_k=cells, cache_type_v=cells)
     rng = np.random.default_rng(seed)
     with Pipeline(path, cuts, context, ModelConfig(path=path), threads=2) as pipeline:
@@ -85,7 +83,7 @@ def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, window: 
             n = company.length(seq)
             if n > 60 or rng.random() < 0.1:
                 company.cut(seq)
-            elif n and (window is None or n <= window) and pipeline.stages[0].rolls_back:
+            elif n and pipeline.stages[0].rolls_back:
                 keep = int(rng.integers(n))
                 if rng.random() < 0.5:
                     company.cut(seq, keep)
@@ -102,18 +100,17 @@ def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, window: 
 def test_architectures(name: str, folder: Path) -> None:
     path, model = make(name, folder / f"{name}.gguf"), ZOO[name]
     cuts = () if name in WHOLE else even_cuts(model.n_layer, 2)
-    window = WINDOW if "attention.sliding_window" in model.metadata else None
-    check(path, cuts, "f16", 384 if model.tokenizer == "spm" else 128, window, 1)
+    check(path, cuts, "f16", 384 if model.tokenizer == "spm" else 128, 1)
 
 
 @pytest.mark.parametrize("cells", get_args(KvType))
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_types_of_cells(name: str, cells: KvType, folder: Path) -> None:
     path = make(name, folder / f"{name}.gguf")
-    check(path, (1,), cells, 128, None if name == "llama" else WINDOW, 2)
+    check(path, (1,), cells, 128, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("model", [TARGET, DRAFT], ids=lambda path: path.stem)
 def test_bundled_pair(model: Path, seed: int) -> None:
-    check(model, (1,), "f16", 2048, None, seed)
+    check(model, (1,), "f16", 2048, seed)

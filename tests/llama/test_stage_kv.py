@@ -126,6 +126,26 @@ def test_rollback_leaves_no_trace(name: str, n_rejected: int, folder: Path) -> N
     np.testing.assert_array_equal(np.concatenate(after), np.concatenate(never))
 
 
+@pytest.mark.parametrize("cuts", [(), (1,)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt-oss"])
+def test_rollback_behind_another_sequence(name: str, cuts: tuple[int, ...], folder: Path) -> None:
+    """A window of 32 tokens hides the cells that the rollback needs again, while another prompt looks for free ones."""
+    path = make(name, folder / f"{name}.gguf")
+    context = ContextConfig(n_ctx=512, n_seq=3, exact=True)
+    with Pipeline(path, cuts, context) as pipeline:
+        pipeline.decode(run_of(1, range(30, 70), 0, (1,)))
+        pipeline.decode(run_of(2, range(3, 103), 0))
+        pipeline.decode(run_of(3, range(50, 70), 100))
+        pipeline.decode(run_of(4, [*range(3, 123), 5, 6, 7, 8], 0, (2,), ops=(KvOp(RM, 1),)))
+        after = pipeline.decode(run_of(5, range(20, 25), 100, ops=(KvOp(RM, 0, p0=100),)))
+        copied = pipeline.decode(run_of(6, range(20, 25), 60, (1,), ops=(KvOp(CP, 0, 1, 0, 60),)))
+    with Pipeline(path, cuts, context) as pipeline:
+        pipeline.decode(run_of(1, range(3, 103), 0))
+        np.testing.assert_array_equal(after, pipeline.decode(run_of(2, range(20, 25), 100)))
+        again = pipeline.decode(run_of(3, range(20, 25), 60, ops=(KvOp(RM, 0, p0=60),)))
+        np.testing.assert_array_equal(copied, again)
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv7", "jamba"])
 def test_recurrent_models_forget_whole_sequences_only(name: str, folder: Path) -> None:
     path = make(name, folder / f"{name}.gguf")
