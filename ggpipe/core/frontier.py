@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost
 
+_CLEARLY_MORE = 1.2  # times the accepted tokens a second: below, what is lost to runs of unequal length takes it up
+
 
 def best_rows(chances: Iterable[float], cost: RunCost) -> int:
     """How many draft tokens to take, at least 1. `chances`: of each whole path, in the order in which they are taken.
@@ -43,7 +45,7 @@ def rows_beside_roots(n_roots: int, chances: Iterable[float], cost: RunCost) -> 
     if not cost.is_known:
         return 0
     gain, best = float(n_roots), 0
-    most = gain / cost.time(n_roots)
+    most = _CLEARLY_MORE * gain / cost.time(n_roots)
     for n, chance in enumerate(chances, 1):
         gain += chance
         rate = gain / cost.time(n_roots + n)
@@ -52,11 +54,26 @@ def rows_beside_roots(n_roots: int, chances: Iterable[float], cost: RunCost) -> 
     return best
 
 
+def rows_beside_early_roots(n_roots: int, chances: Iterable[float], cost: RunCost) -> int:
+    """As `rows_beside_roots`, while the pipeline has room: then draft tokens could go into a run behind the roots' as
+    well. What they gain here is the time of a run in the slowest stage; the roots arrive later, by the row's time in
+    all stages."""
+    if not cost.is_known:
+        return 0
+    worth, most, best = 0.0, 0.0, 0
+    for n, chance in enumerate(chances, 1):
+        more_s = cost.time(n_roots + n) - cost.time(n_roots + n - 1)
+        worth += chance * cost.time(1) - n_roots * cost.length * more_s
+        if worth > most:
+            best, most = n, worth
+    return best
+
+
 def usual_rows_beside_roots(n_roots: int, limit: int, cost: RunCost, calibration: Calibration) -> int:
-    """The length of the chain of usual draft tokens, at most `limit`, that is worth its rows behind each root."""
+    """As `rows_beside_roots`, for chains of usual draft tokens behind each root, at most `limit` long."""
     agreement, depths = calibration.agreement, min(limit, calibration.reach)
     chances = [agreement**depth for depth in range(1, depths + 1) for _ in range(n_roots)]
-    return -(-rows_beside_roots(n_roots, chances, cost) // n_roots)
+    return rows_beside_roots(n_roots, chances, cost)
 
 
 def rows_beside_root(

@@ -6,6 +6,7 @@ import bisect
 
 _LEARN = 0.2  # weight of the latest run's time
 _FORGET = 0.01  # of a run length's time, with each run of another length
+_FORGET_SHARED = 0.001  # as _FORGET, where several requests share the pipeline: trying a length delays all of them
 _UNTRIED = 0.25  # a row more is expected to take this share of the first one's time, or less, until it is tried
 
 
@@ -16,7 +17,9 @@ class RunCost:
     learned. A length that is not tried yet is expected to be cheap, so it is tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
+        """`is_shared`: the times are to decide on runs of several requests."""
+        self._forget = _FORGET_SHARED if is_shared else _FORGET
         self._seconds: dict[int, float] = {}
         """Time of a run in its slowest stage, by its rows."""
         self._tried: list[int] = []
@@ -35,7 +38,7 @@ class RunCost:
         """A run came back; `slowest_s`: its time in its slowest stage, `total_s`: in all stages."""
         self.length += _LEARN * (max(total_s / slowest_s, 1.0) - self.length)
         for n in self._seconds:
-            self._seconds[n] += _FORGET * (self._expected(n) - self._seconds[n])
+            self._seconds[n] += self._forget * (self._expected(n) - self._seconds[n])
         if n_rows not in self._seconds:
             bisect.insort(self._tried, n_rows)
         known = self._seconds.get(n_rows, slowest_s)
@@ -55,10 +58,20 @@ class RunCost:
         """As `seconds`; before the first run in units of a run of one row."""
         return self._seconds[n] if n in self._seconds else self._expected(n)
 
+    @property
+    def _one(self) -> float:
+        """The time of a run of one row. When only longer ones were tried, each further row of the shortest of these is
+        thought to have taken `_UNTRIED` of it; 1 before the first run."""
+        if 1 in self._seconds or not self._tried:
+            return self._seconds.get(1, 1.0)
+        shortest = self._tried[0]
+        return self._seconds[shortest] / (1 + _UNTRIED * (shortest - 1))
+
     def _expected(self, n: int) -> float:
         """The time of the next shorter run that was tried, and for each row more the share of it that lies between
-        that one and the next longer one, or that the shorter one took beyond one row; at most `_UNTRIED`."""
-        one = self._seconds.get(1, 1.0)
+        that one and the next longer one, or that the shorter one took beyond the shortest of all; at most `_UNTRIED`.
+        """
+        one = self._one
         at = bisect.bisect_left(self._tried, n)
         m = self._tried[at - 1] if at > 0 else 1
         known = self._seconds.get(m, one)
@@ -67,7 +80,7 @@ class RunCost:
         if at < len(self._tried):
             longer = self._tried[at]
             more = (self._seconds[longer] / one - known / one) / (longer - m)
-        elif m > 1:
-            more = (known / one - 1) / (m - 1)
+        elif self._tried and m > self._tried[0]:
+            more = (known / one - self._seconds[self._tried[0]] / one) / (m - self._tried[0])
         more = min(max(more, 0.0), _UNTRIED)
         return known + more * one * (n - m)

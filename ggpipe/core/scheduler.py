@@ -53,6 +53,7 @@ _WAIT_LIMIT = 2.0  # times the drafter's usual pace: so long a fresh root waits 
 _EARLY = 0.2  # of a run's time: so long before the slowest stage is free the next draft tokens go in,
 _EARLY_S = 1e-3  # and at least this: messages take their time
 _CLEARLY_LESS = 0.98  # of a time: below this it is worth splitting a run of several requests in two
+_HARDLY_LONGER = 1.1  # times a run with accepted tokens: so long are runs of draft tokens alone beside others, at most
 _FIRST_PROMPT_ROWS = 16  # beside others' tokens, before a run has shown what rows of prompts take
 _MORE_CELLS = 32  # that a request without a limit is given at a time
 
@@ -73,6 +74,8 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.cost = RunCost()
         """What runs of this pipeline take."""
+        self._shared_cost = RunCost(is_shared=True)
+        """The same, to decide on runs of several requests."""
         self._limits = limits
         self._in_flight: InFlight[RequestState] = InFlight(limits.n_seq, limits.n_requests)
         self._waiting: collections.deque[Arrived] = collections.deque()
@@ -206,9 +209,11 @@ class Scheduler:
             n_rounds = self._n_rounds(len(others) + 1)
             if n_rounds >= self._n_stages:
                 n_roots = math.ceil((len(others) + 1) / n_rounds)
-                return frontier.usual_rows_beside_roots(n_roots, speculation.n_draft, self.cost, calibration)
+                usual = frontier.usual_rows_beside_roots(n_roots, speculation.n_draft, self._shared_cost, calibration)
+                return math.ceil(usual / n_roots)
         if speculation.continuous:
-            usual = frontier.usual_rows(speculation.n_draft, self.cost, calibration)
+            cost = self._shared_cost if others else self.cost
+            usual = frontier.usual_rows(speculation.n_draft, cost, calibration)
             return min(usual * (self._limits.n_in_flight + 1), calibration.reach)
         return speculation.n_draft
 
@@ -334,7 +339,15 @@ class Scheduler:
                 n_rows += len(take.nodes) - 1
         taken = [take.state for take in takes]
         nodes, chances = self._best_first([s for s in decoding if s.tree.root.submitted or s in taken])
-        n = frontier.rows_beside_roots(len(takes), chances[: self._limits.n_rows - n_rows], self.cost)
+        chances = chances[: self._limits.n_rows - n_rows]
+        if not chances:
+            return takes
+        if n_rounds < self._n_stages:
+            n = frontier.rows_beside_early_roots(len(takes), chances, self._shared_cost)
+        else:  # runs that are equally long: all behind a longer one would wait for it
+            n_roots, calibration = math.ceil(len(decoding) / n_rounds), _leading(nodes[0][0])
+            usual = frontier.usual_rows_beside_roots(n_roots, self._limits.n_rows, self._shared_cost, calibration)
+            n = max(min(n_roots + usual - n_rows, len(chances)), 0)
         return _with_nodes(takes, nodes[:n])
 
     def _draft_tokens_of_many(self, decoding: Sequence[RequestState]) -> Sequence[_Take]:
@@ -344,7 +357,12 @@ class Scheduler:
         nodes, chances = self._best_first([state for state in decoding if self._may_draft(state)])
         if not nodes or self._too_early():
             return ()
-        return _with_nodes([], nodes[: min(frontier.best_rows(chances, self.cost), self._limits.n_rows)])
+        n = min(frontier.best_rows(chances, self._shared_cost), self._limits.n_rows)
+        n_roots = math.ceil(len(decoding) / self._n_rounds(len(decoding)))
+        most_s = _HARDLY_LONGER * self._shared_cost.time(n_roots)
+        while n > 1 and self._shared_cost.time(n) > most_s:
+            n -= 1
+        return _with_nodes([], nodes[:n])
 
     def _best_first(self, states: Iterable[RequestState]) -> tuple[list[tuple[RequestState, Node]], list[float]]:
         """Draft tokens of these requests that have room, the most probable path first, with the chance of each path.
@@ -383,7 +401,7 @@ class Scheduler:
         """In how many runs so many accepted tokens go round, to bring most tokens a second; few where it is equal."""
         best, best_s = 1, math.inf
         for n in range(1, min(self._n_stages, n_tokens) + 1):
-            round_s = max(n, self.cost.length) * self.cost.time(math.ceil(n_tokens / n))
+            round_s = max(n, self._shared_cost.length) * self._shared_cost.time(math.ceil(n_tokens / n))
             if round_s < best_s * _CLEARLY_LESS:
                 best, best_s = n, round_s
         return best
@@ -502,10 +520,11 @@ class Scheduler:
         n_text = run.n_text
         if run.cancelled or result.cancelled or result.slowest_s <= 0:
             return
-        if n_text:
-            self.cost.text_ended(len(run.run.rows) - n_text, n_text, result.slowest_s)
-        elif result.rows:
-            self.cost.ended(len(run.run.rows), result.slowest_s, result.total_s)
+        for cost in (self.cost, self._shared_cost):
+            if n_text:
+                cost.text_ended(len(run.run.rows) - n_text, n_text, result.slowest_s)
+            elif result.rows:
+                cost.ended(len(run.run.rows), result.slowest_s, result.total_s)
 
     def _cancel(self, runs: Sequence[int], actions: list[Action]) -> None:
         """Have these runs skipped or stopped, but for those of requests whose runs are not to be cancelled."""

@@ -167,3 +167,45 @@ def test_draft_tokens_that_are_there_may_go_with_the_root_beyond_the_reach() -> 
         known.calibration.judged(0.5, False)
     assert known.calibration.reach == 2
     assert known.beside_root((0.3,) * 6, 8)[0] == 6
+
+
+# Runs of several requests
+
+
+def shared(seconds: dict[int, float], length: float = 1.0) -> RunCost:
+    cost = RunCost(is_shared=True)
+    for n_rows, run_s in seconds.items():
+        for _ in range(20):
+            cost.ended(n_rows, run_s, length * run_s)
+    return cost
+
+
+def test_a_shorter_run_than_any_that_was_tried_is_expected_to_be_shorter() -> None:
+    cost = shared({4: 0.28})
+    assert 0.1 < cost.time(1) < cost.time(2) < 0.28
+    cost = shared({4: 0.28, 5: 0.28})
+    assert cost.time(8) == pytest.approx(0.28, rel=0.02), "rows beyond the shortest run were free"
+
+
+def test_what_several_requests_share_is_tried_again_rarely() -> None:
+    cost, own = shared({2: 0.19, 1: 0.1}), RunCost()
+    own.ended(2, 0.19)
+    for _ in range(100):
+        cost.ended(1, 0.1)
+        own.ended(1, 0.1)
+    assert cost.time(2) > 0.18
+    assert own.time(2) < 0.16
+
+
+def test_draft_tokens_beside_roots_must_bring_clearly_more() -> None:
+    chances = [0.7, 0.7]
+    assert frontier.rows_beside_roots(2, chances, shared({1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1})) == 2
+    assert frontier.rows_beside_roots(2, chances, shared({1: 0.1, 2: 0.19, 3: 0.235, 4: 0.28})) == 0
+    assert frontier.rows_beside_roots(2, chances, RunCost()) == 0
+
+
+def test_draft_tokens_delay_early_roots_in_every_stage() -> None:
+    cheap, dear = {1: 0.1, 2: 0.101, 3: 0.102}, {1: 0.1, 2: 0.12, 3: 0.14}
+    assert frontier.rows_beside_early_roots(1, [0.7, 0.4], shared(cheap, 8)) == 2
+    assert frontier.rows_beside_early_roots(1, [0.7, 0.4], shared(dear, 8)) == 0
+    assert frontier.rows_beside_early_roots(1, [0.7], RunCost()) == 0
