@@ -62,6 +62,8 @@ class RequestStats:
 
     n_prompt: int = 0
     arrived: float = 0.0
+    started: float | None = None
+    """When the first of its tokens went into the pipeline."""
     token_times: list[float] = field(default_factory=list)
     """When each generated token was drawn."""
     ended: float | None = None
@@ -90,6 +92,11 @@ class RequestStats:
     def ttft_s(self) -> float | None:
         """Time to first token: request in to first token out, prompt included."""
         return self.token_times[0] - self.arrived if self.token_times else None
+
+    @property
+    def queue_s(self) -> float | None:
+        """Queueing time: from arrival until its first tokens went into the pipeline."""
+        return self.started - self.arrived if self.started is not None else None
 
     @property
     def prefill_tps(self) -> float | None:

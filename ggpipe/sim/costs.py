@@ -13,8 +13,9 @@ from ggpipe.cluster.profile import Point
 class Cost(Protocol):
     """Decode time of a run whose cores do no other work."""
 
-    def seconds(self, n_rows: int, n_past: int) -> float:
-        """Seconds for `n_rows` tokens behind `n_past` tokens."""
+    def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
+        """Seconds for `n_rows` tokens behind `n_past` tokens; in a run of several requests behind so many on average,
+        and `n_others`: the further KV cells that the run reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,13 @@ class Roofline:
     untouched: float = 0.0
     """Share of the experts that a token does not use."""
 
-    def seconds(self, n_rows: int, n_past: int) -> float:
+    def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
         """See Cost."""
-        n_bytes = self.weight_bytes - self.expert_bytes * self.untouched**n_rows + self.cell_bytes * (n_past + n_rows)
+        n_bytes = (
+            self.weight_bytes
+            - self.expert_bytes * self.untouched**n_rows
+            + self.cell_bytes * (n_past + n_others + n_rows)
+        )
         reading_s = n_bytes / self.bytes_per_s
         return self.fixed_s + max(reading_s, n_rows * self.token_flop / self.flop_per_s)
 
@@ -55,7 +60,7 @@ class MeasuredCost:
             raise ValueError("a cost needs at least one point")
         self._lines = [(past, _Line(sorted(by_past[past].items()))) for past in sorted(by_past)]
 
-    def seconds(self, n_rows: int, n_past: int) -> float:
+    def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
         """See Cost."""
         lines = self._lines
         if len(lines) == 1:

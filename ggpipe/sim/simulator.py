@@ -1,13 +1,15 @@
-"""A request on a virtual cluster: core's scheduler and drafter, as they are, over virtual stages."""
+"""Requests on a virtual cluster: core's scheduler and drafter, as they are, over virtual stages."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config import MAX_SEQUENCES, SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch, Steering
 from ggpipe.core.drafters.base import DraftEvent, Send
 from ggpipe.core.drafters.draft_model import DraftModel
@@ -31,6 +33,7 @@ from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, R
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.sim.arrivals import Arrival
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores, OwnCores
 from ggpipe.sim.network import Network
@@ -52,6 +55,25 @@ class Sizes:
     n_ubatch: int = 512
     n_in_flight: int = 0
     """Runs in the target's pipeline at the same time; 0: one for each stage, and one more."""
+    n_requests: int = 1
+    """Requests that are served at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that is to be simulated, with all of its text."""
+
+    tokens: Tokens
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests that shared a pipeline. Times are virtual seconds since the simulation's start."""
+
+    requests: tuple[RequestStats, ...]
+    ranks: Sequence[RankStats]
+    """Each rank's work for all requests."""
 
 
 def simulate(
@@ -65,25 +87,54 @@ def simulate(
 
     Raises ValueError when the text is shorter than `n_predict`, or the context too small for it.
     """
-    sizes = sizes or Sizes()
     if len(tokens.text) < n_predict:
         raise ValueError(f"the text has {len(tokens.text)} tokens, fewer than {n_predict}")
-    if len(tokens.prompt) + n_predict > sizes.n_ctx:
-        raise ValueError(f"{len(tokens.prompt)} + {n_predict} tokens do not fit a context of {sizes.n_ctx}")
+    asked = Asked(tokens, Arrival(at_s=0.0, n_predict=n_predict))
+    return serve(cluster, (asked,), speculation, sizes).requests[0]
+
+
+def serve(
+    cluster: VirtualCluster, requests: Sequence[Asked], speculation: SpeculationConfig, sizes: Sizes | None = None
+) -> Served:
+    """Requests that share the pipeline, until all of them have ended.
+
+    Raises ValueError when the context is too small for one of them.
+    """
+    sizes = sizes or Sizes()
+    for asked in requests:
+        n_prompt, n_text = len(asked.tokens.prompt), _n_predict(asked)
+        if n_prompt + n_text > sizes.n_ctx:
+            raise ValueError(f"{n_prompt} + {n_text} tokens do not fit a context of {sizes.n_ctx}")
     if cluster.draft is None:
         speculation = replace(speculation, mode="iterative")
     collects = gc.isenabled()
     gc.disable()  # nothing here goes round in circles, and there is much of it
     try:
-        return _Simulation(cluster, tokens, speculation, n_predict, sizes).run()
+        return _Simulation(cluster, requests, speculation, sizes).run()
     finally:
         if collects:
             gc.enable()
 
 
+def _n_predict(asked: Asked) -> int:
+    n_predict = asked.arrival.n_predict
+    return len(asked.tokens.text) if n_predict is None else n_predict
+
+
+@dataclass(slots=True)
+class _Active:
+    """A request of the simulation."""
+
+    request: Request
+    tokens: Tokens
+    stats: RequestStats
+    work: dict[tuple[int, bool], RankStats]
+    """Each rank's work for it, by rank and whether it is the draft's."""
+
+
 class _Simulation:
     def __init__(
-        self, cluster: VirtualCluster, tokens: Tokens, speculation: SpeculationConfig, n_predict: int, sizes: Sizes
+        self, cluster: VirtualCluster, requests: Sequence[Asked], speculation: SpeculationConfig, sizes: Sizes
     ) -> None:
         clock = self._clock = Clock()
         self._overheads = cluster.overheads
@@ -91,34 +142,48 @@ class _Simulation:
         processes = [Process(clock, cores[node], rank, cluster) for rank, node in enumerate(cluster.node_of)]
         network = self._network = Network(clock, cluster)
         n_stages = len(cluster.target.layout.stages)
-        self._tokens = tokens
         self._process = processes[HEAD]
         self._scheduler = Scheduler(_limits(sizes, sizes.n_in_flight or n_stages + 1, speculation))
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
         )
+        self._asked = requests
+        self._active = {i: _active(i, asked, speculation, cluster) for i, asked in enumerate(requests, 1)}
         self._draft: _VirtualDraft | None = None
         if cluster.draft is not None and speculation.mode != "iterative":
+            tokens = {i: asked.tokens for i, asked in enumerate(requests, 1)}
             self._draft = _VirtualDraft(clock, network, cores, processes, cluster, tokens, sizes, speculation, self)
-        self._request = Request(id=1, prompt=tokens.prompt, n_predict=n_predict, speculation=speculation)
-        self.stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation)
-        self.stats.ranks = _ranks(cluster)
-        self._parts = {(rank.rank, rank.draft): rank for rank in self.stats.ranks}
+        self._ranks = _ranks(cluster)
+        self._work = {(rank.rank, rank.draft): rank for rank in self._ranks}
+        self._not_started: set[int] = set()
+        self._n_left = len(requests)
         self._wakes_at = math.inf
-        self._finished = False
 
-    def run(self) -> RequestStats:
-        self._process.do(self._overheads.event_s, self._begin)
-        while not self._finished and self._clock.step():
+    def run(self) -> Served:
+        self._arrive(None)
+        while self._n_left and self._clock.step():
             pass
-        if not self._finished:
-            raise RuntimeError("the simulated request stands still: a bug of the scheduler")
-        return self.stats
+        if self._n_left:
+            raise RuntimeError("the simulated requests stand still: a bug of the scheduler")
+        return Served(tuple(active.stats for active in self._active.values()), self._ranks)
 
-    def _begin(self) -> None:
-        actions = self._scheduler.handle(Arrived(self._request, _ONE), self._clock.now)
-        self.stats.counters = self._scheduler.counters(self._request.id)
-        self._perform(actions)
+    def _arrive(self, after: int | None) -> None:
+        """Plan the requests that follow the end of `after`, or the start."""
+        for i, asked in enumerate(self._asked):
+            if asked.arrival.after == after:
+                if asked.arrival.at_s:
+                    self._clock.after(asked.arrival.at_s, functools.partial(self._arrived, i + 1))
+                else:
+                    self._arrived(i + 1)
+
+    def _arrived(self, request: int) -> None:
+        self._active[request].stats.arrived = self._clock.now
+        self._process.do(self._overheads.event_s, functools.partial(self._begin, request))
+
+    def _begin(self, request: int) -> None:
+        active = self._active[request]
+        self._not_started.add(request)
+        self._handle(Arrived(active.request, _ONE, active.stats.counters))
 
     def _handle(self, event: Event) -> None:
         self._perform(self._scheduler.handle(event, self._clock.now))
@@ -128,32 +193,40 @@ class _Simulation:
         while actions:
             match actions.popleft():
                 case Submit(run):
+                    self._started(run)
                     n_messages += self._pipeline.submit(run)
                 case Cancel(runs):
                     n_messages += self._pipeline.cancel(runs)
                 case RunDone(records):
-                    self.stats.runs += records
-                    for record in records:
-                        self._count(record.spans, False)
+                    self._count(records, False)
                 case Sample(request, _):
-                    token = self._tokens.text[self.stats.n_generated]
+                    active = self._active[request]
+                    token = active.tokens.text[active.stats.n_generated]
                     actions.extend(self._scheduler.handle(Sampled(request, token, False, _ONE), self._clock.now))
-                case Emit(_, _, drafted):
-                    self.stats.token_times.append(self._clock.now)
-                    self.stats.drafted.append(drafted)
+                case Emit(request, _, drafted):
+                    stats = self._active[request].stats
+                    stats.token_times.append(self._clock.now)
+                    stats.drafted.append(drafted)
                 case Steer(message):
                     assert self._draft is not None
                     n_messages += self._draft.steer(message)
-                case Finished(_, reason):
-                    self.stats.finish = reason
-                    self.stats.ended = self._clock.now
-                    self._finished = True
+                case Finished(request, reason):
+                    stats = self._active[request].stats
+                    stats.finish, stats.ended = reason, self._clock.now
+                    self._n_left -= 1
+                    self._arrive(request - 1)
         if n_messages:
             self._process.do(n_messages * self._overheads.send_s, _nothing)
         wake_at = self._scheduler.wake_at
         if wake_at is not None and wake_at != self._wakes_at:
             self._wakes_at = wake_at
             self._clock.at(wake_at, self._tick)
+
+    def _started(self, run: Run) -> None:
+        if self._not_started:
+            for request in self._not_started.intersection(row.request for row in run.rows):
+                self._active[request].stats.started = self._clock.now
+                self._not_started.remove(request)
 
     def _tick(self) -> None:
         wake_at = self._scheduler.wake_at
@@ -165,23 +238,36 @@ class _Simulation:
             rows = () if run.cancelled else tuple(_answer(i) for i, row in enumerate(run.rows) if row.want >= 0)
             self._handle(RunEnded(RunResult(run.id, rows, spans, run.cancelled)))
 
-        self._process.receive(spans[-1].rank, ended)
+        self._process.receive(spans[-1].rank, ended, _n_requests(run))
 
     def micro_batch_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
         """The draft's message is there."""
 
         def drafted() -> None:
-            self.stats.draft_runs += records
-            for record in records:
-                self._count(record.spans, True)
+            self._count(records, True)
             self._handle(Drafted(batch))
 
         assert self._draft is not None
         self._process.receive(self._draft.rank, drafted)
 
-    def _count(self, spans: tuple[Span, ...], draft: bool) -> None:
-        for span in spans:
-            self._parts[span.rank, draft].add(span)
+    def _count(self, records: Iterable[RunRecord], draft: bool) -> None:
+        """Add runs to the statistics of ranks and requests. The records of one run follow each other."""
+        last = -1
+        for record in records:
+            active = self._active[record.request]
+            (active.stats.draft_runs if draft else active.stats.runs).append(record)
+            for span in record.spans:
+                active.work[span.rank, draft].add(span, record.share)
+                if record.id != last:
+                    self._work[span.rank, draft].add(span)
+            last = record.id
+
+
+def _active(number: int, asked: Asked, speculation: SpeculationConfig, cluster: VirtualCluster) -> _Active:
+    tokens = asked.tokens
+    request = Request(id=number, prompt=tokens.prompt, n_predict=_n_predict(asked), speculation=speculation)
+    stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation, ranks=_ranks(cluster))
+    return _Active(request, tokens, stats, {(rank.rank, rank.draft): rank for rank in stats.ranks})
 
 
 class _VirtualDraft:
@@ -194,7 +280,7 @@ class _VirtualDraft:
         cores: list[Cores],
         processes: list[Process],
         cluster: VirtualCluster,
-        tokens: Tokens,
+        tokens: Mapping[int, Tokens],
         sizes: Sizes,
         speculation: SpeculationConfig,
         simulation: _Simulation,
@@ -268,12 +354,12 @@ class _VirtualDraft:
 class _Paths:
     """Which of the draft's sequences have left the text, and what it therefore says of a row."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Mapping[int, Tokens]) -> None:
+        """`tokens`: of each request."""
         self._tokens = tokens
-        self._n_prompt = len(tokens.prompt)
         self._left: dict[int, int] = {}
         """By sequence: the position of its first token that is not the text's."""
-        self._known: dict[tuple[int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._known: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
 
     def answers(self, run: Run) -> tuple[RowLogits, ...]:
         """For the rows of a run that want something, as if it were computed now."""
@@ -295,7 +381,8 @@ class _Paths:
                     self._left[op.dst] = at
 
     def _follow(self, row: Row) -> None:
-        i, text = row.pos - self._n_prompt, self._tokens.text
+        tokens = self._tokens[row.request]
+        i, text = row.pos - len(tokens.prompt), tokens.text
         if i >= 0 and (i >= len(text) or text[i] != row.token):
             for seq in row.seqs:
                 self._left[seq] = min(self._left.get(seq, row.pos), row.pos)
@@ -303,18 +390,27 @@ class _Paths:
     def _answer(self, i: int, row: Row) -> RowLogits:
         left = self._left
         lost = bool(left) and all(left.get(seq, row.pos + 1) <= row.pos for seq in row.seqs)
-        ids, logits = self._said(row.pos + 1 - self._n_prompt, lost)
+        ids, logits = self._said(row.request, row.pos + 1, lost)
         return RowLogits(i, ids, logits, 0.0)
 
-    def _said(self, place: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        if (place, lost) not in self._known:
-            found = self._tokens.candidates(place, lost)
-            self._known[place, lost] = tuple(t for t, _ in found), tuple(math.log(max(p, 1e-30)) for _, p in found)
-        return self._known[place, lost]
+    def _said(self, request: int, pos: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        key = request, pos, lost
+        if key not in self._known:
+            tokens = self._tokens[request]
+            found = tokens.candidates(pos - len(tokens.prompt), lost)
+            self._known[key] = tuple(t for t, _ in found), tuple(math.log(max(p, 1e-30)) for _, p in found)
+        return self._known[key]
 
 
 def _answer(row: int) -> RowLogits:
     return RowLogits(row, (0,), (0.0,), 0.0)
+
+
+def _n_requests(run: Run) -> int:
+    """Requests whose next token may be sampled from a run; at least 1."""
+    if not run.rows or run.cancelled or run.rows[0].request == run.rows[-1].request:  # a request's rows are together
+        return 1
+    return max(len({row.request for row in run.rows if row.want >= 0}), 1)
 
 
 def _cores(clock: Clock, cluster: VirtualCluster, number: int) -> Cores:
@@ -334,7 +430,8 @@ def _limits(sizes: Sizes, n_in_flight: int, speculation: SpeculationConfig) -> L
         n_batch=sizes.n_batch,
         n_ubatch=sizes.n_ubatch,
         n_in_flight=n_in_flight,
-        n_seq=speculation.sequences,
+        n_seq=max(min(speculation.sequences * sizes.n_requests, MAX_SEQUENCES), sizes.n_requests),
+        n_requests=sizes.n_requests,
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.core.messages import Run, Span
+from ggpipe.core.messages import Row, Run, Span
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import NICE_WEIGHT, STICKS_S, Cores, OwnCores, Task
 from ggpipe.sim.network import Network
@@ -49,12 +49,12 @@ class Process:
             change = self._busy_poll - self._idle_poll
             self._cores.poll(change if self._computing else -change)
 
-    def receive(self, source: int, action: Callable[[], None]) -> None:
-        """Do this when a message from a rank, or from a stage of our own, is received."""
+    def receive(self, source: int, action: Callable[[], None], n_events: int = 1) -> None:
+        """Do this, the work of so many events, when a message from a rank, or from a stage of our own, is received."""
         self._received_at = max(
             self._clock.now + (self._overheads.poll_delay_s if self._computing else 0.0), self._received_at
         )
-        work_s = self._overheads.event_s + (self._overheads.read_s if source != self._rank else 0.0)
+        work_s = n_events * self._overheads.event_s + (self._overheads.read_s if source != self._rank else 0.0)
         self._clock.at(self._received_at, lambda: self.do(work_s, action))
 
     def do(self, work_s: float, action: Callable[[], None], weight: float = 1.0) -> None:
@@ -177,7 +177,7 @@ class VirtualStage:
     def _start(self, job: _Job, before_s: float) -> None:
         n_rows = len(job.run.rows)
         job.decode_s = self._clock.now + before_s
-        work_s = before_s + self._stage.cost.seconds(n_rows, job.run.rows[0].pos) * self._slower
+        work_s = before_s + self._stage.cost.seconds(n_rows, *_past(job.run.rows)) * self._slower
         if n_rows != self._last_rows:
             self._last_rows = n_rows
             work_s += self._stage.change_s
@@ -205,6 +205,22 @@ class VirtualStage:
         self._deliver(run, (*job.spans, span), self._rank)
         if self._current is None:
             self._next()
+
+
+def _past(rows: Sequence[Row]) -> tuple[float, float]:
+    """Tokens that a run's rows stand behind, on average, and further KV cells that it reads. A request's rows are
+    together in a run."""
+    if rows[0].request == rows[-1].request:
+        return rows[0].pos, 0
+    n_cells = n_past = begins = 0
+    for i, row in enumerate(rows):
+        if row.request != rows[begins].request:
+            n_past += (i - begins) * rows[begins].pos
+            n_cells += rows[begins].pos
+            begins = i
+    n_past += (len(rows) - begins) * rows[begins].pos
+    n_cells += rows[begins].pos
+    return n_past / len(rows), n_cells - n_past / len(rows)
 
 
 class VirtualPipeline:

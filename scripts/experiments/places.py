@@ -131,7 +131,7 @@ class _EvenCost:
     run_s: float
     row_share: float
 
-    def seconds(self, n_rows: int, n_past: int) -> float:
+    def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
         """See ggpipe.sim.costs.Cost."""
         return self.run_s * (1 + self.row_share * (n_rows - 1))
 

@@ -34,7 +34,7 @@ class Linear:
     run_s: float
     row_s: float = 0.0
 
-    def seconds(self, n_rows: int, n_past: int) -> float:
+    def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
         return self.run_s + self.row_s * (n_rows - 1)
 
 
