@@ -26,6 +26,7 @@ MAX_SEQUENCES = 256
 """Sequence ids that libllama has."""
 MAX_THREADS = 512
 """Threads that ggml has room for."""
+_MOST_TIMEOUT_S = 86400
 _QUANTIZED = set(get_args(KvType)) - {"f32", "f16", "bf16"}
 
 
@@ -231,8 +232,15 @@ class PipelineConfig:
     """Threads for runs of more than one token, as `threads`; -1 takes the value of `threads`."""
     auto: bool = False
     """Shares, and whether the last rank drafts, are measured and planned when the ranks have started."""
+    rank_timeout_s: float = 30.0
+    """A rank that sends nothing for so many seconds ends the job; 0: never."""
 
     def __post_init__(self) -> None:
+        if self.rank_timeout_s != 0 and not 1 <= self.rank_timeout_s <= _MOST_TIMEOUT_S:
+            raise SettingError(
+                f"`rank_timeout_s` must be 0 (never) or a number of seconds from 1 to {_MOST_TIMEOUT_S}, "
+                f"got {self.rank_timeout_s:g}"
+            )
         for value in self.threads:
             _check_threads("threads", value, "-1 (the machine's cores)")
         for value in self.threads_batch:

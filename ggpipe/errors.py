@@ -12,6 +12,7 @@ GgpipeError                         exit code 1
 └── RunError                        the input was right, but something broke
     ├── QueueFull                   too many requests wait already
     ├── RankError                   another rank broke
+    │   └── SilentRankError         another rank sends nothing any more: stopped, or cut off
     └── Terminated                  this process received SIGTERM, which mpirun sends when a rank is gone
 """
 
@@ -68,6 +69,10 @@ class QueueFull(RunError):
 
 class RankError(RunError):
     """Another rank broke."""
+
+
+class SilentRankError(RankError):
+    """Another rank sends nothing any more: its process is stopped, or its machine is cut off from the network."""
 
 
 class Terminated(RunError):

@@ -9,7 +9,7 @@ import sys
 
 from ggpipe.cli.options import OPTIONS
 from ggpipe.display.live.terminal import open_launcher_stderr
-from ggpipe.errors import GgpipeError, RunError, Terminated
+from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
 from ggpipe.launch.environment import rank_in_environment
 
 SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
@@ -38,8 +38,8 @@ def print_past_mpirun(error: GgpipeError) -> None:
 
 
 def report(error: GgpipeError) -> None:
-    """Print an error as one line; on the first rank only, and once."""
-    if error.is_reported or rank_in_environment() not in (None, 0):
+    """Print an error as one line, once; on the first rank only, unless that one is silent."""
+    if error.is_reported or (rank_in_environment() not in (None, 0) and not isinstance(error, SilentRankError)):
         return
     error.is_reported = True
     print_past_mpirun(error)

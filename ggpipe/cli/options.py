@@ -98,6 +98,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(ContextConfig, COMPUTE, "exact", "--exact", help="Reference kernels: the same bits for every split, mode and number of threads. Slower."),
 
     _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
+    _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="End the job when a rank sends nothing for so many seconds; 0: never."),
     _option(Ranks, RANKS, "hostfile", "--hostfile", metavar="FILE", help="Machines to start ranks on, in mpirun's format."),
     _option(ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to start. Default: the slots of --hostfile, or one."),
     _option(PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to use, the draft's included. Default: the fastest number."),
@@ -205,6 +206,7 @@ COMMANDS: tuple[Command, ...] = (
         leave_out=frozenset({
             "threads_batch", "flash_attn", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
             "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "hostfile",
+            "rank_timeout_s",
             "draft.threads_batch",
         }),
         required=frozenset({"cluster"}),

@@ -24,6 +24,7 @@ _STATUS_FILE = "GGPIPE_STATUS_FILE"
 _OTHERS_LEAVE_S = 0.3
 _OTHERS_LACK_MPI_S = 3.0
 _FIRST_RANK_ENDS_S = 5.0  # which makes mpirun end this one
+_LAUNCHER_ENDS_S = 1.0  # us, through its mpirun
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,6 +72,7 @@ class StatusFolder:
         self._folder = folder
         self._status = folder / "status"
         self._listens = folder / "listens"
+        self._over = folder / "over"
 
     @classmethod
     def in_environment(cls) -> StatusFolder | None:
@@ -109,6 +111,15 @@ class StatusFolder:
     def write(self, exit_code: int) -> None:
         """The exit code of the job."""
         self._status.write_text(str(exit_code))
+
+    def end(self) -> None:
+        """Everything is said, and no rank waits for another: the launcher is to end mpirun."""
+        self._over.touch()
+
+    @property
+    def is_over(self) -> bool:
+        """A rank called `end`."""
+        return self._over.exists()
 
     def exit_code(self) -> int | None:
         """What the first rank wrote; None when it did not get that far."""
@@ -162,13 +173,17 @@ def all_lack_mpi() -> bool:
     return True
 
 
-def end_job(exit_code: int) -> int:
+def end_job(exit_code: int, at_once: bool = False) -> int:
     """Have mpirun end the other ranks when this process ends. Returns what it is to exit with, if it returns.
 
-    Open MPI ends a job when a process exits with a code that is not 0; MPICH's only when a signal ends a process.
+    Open MPI ends a job when a process exits with a code that is not 0; MPICH's only when a signal ends a process. With
+    `at_once` our own launcher ends mpirun, which may wait for a machine that is cut off, and this process with it.
     """
     if (launcher := StatusFolder.in_environment()) is not None:
         launcher.write(exit_code)
+        if at_once:
+            launcher.end()
+            time.sleep(_LAUNCHER_ENDS_S)
     if "PMI_RANK" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
         os.kill(os.getpid(), signal.SIGTERM)
     return exit_code

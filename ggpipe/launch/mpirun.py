@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -21,6 +22,7 @@ _TICK_S = 0.05
 _STOP_AGAIN_S = 0.5
 _LISTENS_ELSEWHERE_S = 5.0  # then a first rank on another machine listens to signals
 _KILL_AFTER_S = 4.0
+_KILL_AT_END_S = 2.0  # a rank is lost, maybe with its machine: mpirun would wait for it
 
 
 def find_mpirun() -> str:
@@ -92,6 +94,14 @@ def _prepare_mpirun() -> None:
     die_with_parent()
 
 
+def _kill_session(session: int) -> None:
+    """Kill mpirun, its ranks on this machine and its remote shells, which wait for machines that are cut off."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdecimal() and os.getsid(int(folder.name)) == session:
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
 class _Interrupts:
     """Ctrl-C, SIGTERM and SIGHUP in the launcher, passed on to its mpirun.
 
@@ -119,15 +129,17 @@ class _Interrupts:
         while True:
             try:
                 code = process.wait(timeout=_TICK_S)
+                if kill_at < math.inf:
+                    _kill_session(process.pid)
                 return code if code >= 0 else 128 - code
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
             listens = status.first_rank_listens or now > started + _LISTENS_ELSEWHERE_S
-            if self._terminate and kill_at == math.inf:
+            if (self._terminate or status.is_over) and kill_at == math.inf:
                 process.terminate()
-                kill_at = now + _KILL_AFTER_S
+                kill_at = now + (_KILL_AFTER_S if self._terminate else _KILL_AT_END_S)
             elif now > kill_at:
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill_session(process.pid)
             elif self._stop and not self._terminate and listens and now > stop_at:
                 process.send_signal(signal.SIGUSR1)
                 stop_at = now + _STOP_AGAIN_S

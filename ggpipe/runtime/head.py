@@ -13,7 +13,7 @@ from ggpipe.config import EngineConfig
 from ggpipe.core.draft_messages import MicroBatch, Steering
 from ggpipe.core.messages import Run, RunRecord, RunResult
 from ggpipe.core.request import Limits
-from ggpipe.errors import GgpipeError, RunError, Terminated
+from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
 from ggpipe.llama import machine
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RankStats
@@ -46,8 +46,8 @@ News = RunResult | DraftUpdate | Received | None
 class Head:
     """The control channel to all ranks, what is known of each, and whether the user wants an end.
 
-    All methods but `stop` and `terminate` belong to the main thread. As a context manager it has all ranks exit when it
-    is left, with the exit code of the error that leaves it.
+    All methods but `stop`, `fail` and `terminate` belong to the main thread. As a context manager it has all ranks exit
+    when it is left, with the exit code of the error that leaves it.
     """
 
     def __init__(self, transport: Transport, config: EngineConfig) -> None:
@@ -68,8 +68,8 @@ class Head:
         self.channel: ControlChannel[Notice] = ControlChannel(transport)
         self.stopping = False
         """The user wants an end of what is going on."""
-        self.terminated = False
-        """This process is to end."""
+        self._failure: Callable[[], GgpipeError] | None = None
+        """Makes the error that ends this process."""
         self.is_open = True
         """Quit was not sent yet."""
         self._at_close = contextlib.ExitStack()
@@ -77,10 +77,10 @@ class Head:
     def next(self, timeout_s: float = _TICK_S) -> Received | Message | Notice | None:
         """The next message or notice; None after a tick, or after `timeout_s` seconds.
 
-        Raises what another rank, or a stage of ours, failed with, and Terminated after `terminate`.
+        Raises what another rank, or a stage of ours, failed with, and the error of `fail`.
         """
-        if self.terminated:
-            raise Terminated("terminated from outside, or because another rank is gone")
+        if self._failure is not None:
+            raise self._failure()
         event = self.channel.next(min(timeout_s, _TICK_S))
         match event:
             case Broke(error):
@@ -91,13 +91,17 @@ class Head:
         """End loading, or the current request, soon; what is generated is kept. From any thread or a signal handler."""
         self.stopping = True
 
+    def fail(self, error: Callable[[], GgpipeError]) -> None:
+        """Give up waiting for anything: `next` raises this error. From any thread or a signal handler."""
+        self._failure = self._failure or error
+
     def terminate(self) -> None:
-        """Give up waiting for anything. From any thread or a signal handler."""
-        self.terminated = True
+        """`fail` with Terminated."""
+        self.fail(lambda: Terminated("terminated from outside"))
 
     def is_ending(self) -> bool:
         """The user wants an end, or this process is to end."""
-        return self.stopping or self.terminated
+        return self.stopping or self._failure is not None
 
     def measure_usage(self, next_event: Callable[[], object], attend: Callable[[News], None]) -> None:
         """Fill in `cpu_s` and `resident_bytes` of all processes that answer within seconds. `next_event` brings events,
@@ -146,7 +150,8 @@ class Head:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close(error.exit_code if isinstance(error, GgpipeError) else int(kind is not None))
+        if not isinstance(error, SilentRankError):  # nobody can be waited for, the process ends as it is
+            self.close(error.exit_code if isinstance(error, GgpipeError) else int(kind is not None))
 
 
 class LoadedHead:

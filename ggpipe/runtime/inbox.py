@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ggpipe.transport.base import Kind, Message, Transport
+from ggpipe.transport.bell import Bell
 
 T = TypeVar("T")
 
@@ -28,27 +28,6 @@ def poll_interval(quiet_s: float) -> float:
     if quiet_s < _IN_FLIGHT_S * 500:
         return min(max(quiet_s / 20, _SHORTEST_S), _IN_FLIGHT_S)
     return min(quiet_s / 500, _LONGEST_S)
-
-
-class Bell:
-    """Lets one thread wait, for microseconds or for ever, until another rings.
-
-    Not a queue.SimpleQueue: in CPython 3.11 its get() can wait for ever when a timeout of microseconds runs out at the
-    wrong moment.
-    """
-
-    def __init__(self) -> None:
-        self._silent = threading.Lock()
-        self._silent.acquire()
-
-    def ring(self) -> None:
-        """From any thread. Rings while nobody waits count once."""
-        with contextlib.suppress(RuntimeError):  # rung already
-            self._silent.release()
-
-    def wait(self, timeout_s: float | None) -> None:
-        """Until it rings or `timeout_s` seconds passed; None waits for the ring."""
-        self._silent.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
 
 class Inbox(Generic[T]):

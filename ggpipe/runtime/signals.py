@@ -16,7 +16,8 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-from ggpipe.errors import RunError, Terminated
+from ggpipe.errors import GgpipeError, RunError, Terminated
+from ggpipe.transport.heartbeat import Heartbeat
 
 _FIRST_LASTS_S, _OTHERS_LAST_S = 5.0, 1.0  # after SIGTERM; then SIGALRM ends a rank, whatever it waits for
 
@@ -27,33 +28,44 @@ class Signals:
     def __init__(self, rank: int) -> None:
         """SIGTERM still ends this process at once: it could not be seen while MPI starts."""
         self._rank = rank
-        self._stopped = self._terminated = False
+        self._stopped = False
+        self._failure: Callable[[], GgpipeError] | None = None
         self._on_stop: Callable[[], None] = lambda: None
-        self._on_terminate: Callable[[], None] = lambda: None
+        self._on_failure: Callable[[Callable[[], GgpipeError]], None] = lambda _: None
+        self._heartbeat: Heartbeat | None = None
         if rank == 0:
             signal.signal(signal.SIGINT, self._interrupt)
             signal.signal(signal.SIGUSR1, self._stop)
         else:
             _ignore_stops()
 
-    def connected(self) -> None:
-        """MPI has started: SIGTERM gets its meaning, too."""
+    def connected(self, heartbeat: Heartbeat | None) -> None:
+        """MPI has started: SIGTERM gets its meaning, too. The heartbeat, if there are several ranks, learns of it."""
+        self._heartbeat = heartbeat
         signal.signal(signal.SIGTERM, self._terminate if self._rank == 0 else self._end_in_a_second)
+        if heartbeat is not None:
+            signal.signal(signal.SIGCONT, lambda number, _: heartbeat.signalled(number))
 
     def attend(self) -> None:
-        """To be called while something is waited for. Raises RunError after a stop, Terminated after SIGTERM."""
-        if self._terminated:
-            raise Terminated("terminated from outside, or because another rank is gone")
+        """To be called while something is waited for. Raises RunError after a stop, Terminated after SIGTERM, and the
+        error of `fail`."""
+        if self._failure is not None:
+            raise self._failure()
         if self._stopped:
             raise RunError("stopped before all was measured")
 
-    def follow(self, on_stop: Callable[[], None], on_terminate: Callable[[], None]) -> None:
-        """Call these from now on, at once for what was asked for before."""
-        self._on_stop, self._on_terminate = on_stop, on_terminate
+    def follow(self, on_stop: Callable[[], None], on_failure: Callable[[Callable[[], GgpipeError]], None]) -> None:
+        """Call these from now on, at once for what was asked for before. `on_failure` is given what makes the error."""
+        self._on_stop, self._on_failure = on_stop, on_failure
         if self._stopped:
             on_stop()
-        if self._terminated:
-            on_terminate()
+        if self._failure is not None:
+            on_failure(self._failure)
+
+    def fail(self, error: Callable[[], GgpipeError]) -> None:
+        """This rank is to end with the error that `error` makes. From any thread."""
+        self._failure = self._failure or error
+        self._on_failure(self._failure)
 
     @staticmethod
     def leave() -> None:
@@ -79,12 +91,16 @@ class Signals:
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _FIRST_LASTS_S)
-        self._terminated = True
-        self._on_terminate()
+        if self._heartbeat is not None:
+            self._heartbeat.signalled(signal.SIGTERM)
+            self.fail(self._heartbeat.terminated)
+        else:
+            self.fail(lambda: Terminated("terminated from outside"))
 
-    @staticmethod
-    def _end_in_a_second(_number: int, _frame: FrameType | None) -> None:
+    def _end_in_a_second(self, _number: int, _frame: FrameType | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, _OTHERS_LAST_S)
+        if self._heartbeat is not None:
+            self._heartbeat.signalled(signal.SIGTERM)
 
 
 def _ignore_stops() -> None:

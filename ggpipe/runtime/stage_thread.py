@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from ggpipe.core.messages import Run, RunResult, Span
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama.stage import Progress, Stage
-from ggpipe.runtime.inbox import Bell, poll_interval
+from ggpipe.runtime.inbox import poll_interval
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
+from ggpipe.transport.bell import Bell
 
 _POLL_QUIET_S = 50e-3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Payload = bytes | bytearray | memoryview
@@ -42,6 +42,8 @@ class Transport(abc.ABC):
     rank: int
     size: int
     host: str
+    hosts: Sequence[str]
+    """The machines of all ranks, in order."""
     place: str
     """This rank in words, for messages to the user."""
     ranks_on_host: int
@@ -65,7 +67,18 @@ class Transport(abc.ABC):
     def set_waker(self, wake: Callable[[], None]) -> None:  # noqa: B027
         """Call `wake` (from any thread) when a message arrives, unless `must_poll`."""
 
+    def duplicate(self) -> Transport:
+        """A second transport between the same ranks, whose messages are apart from this one's; any one thread may use
+        it. All ranks call it at the same time, if `sends_from_any_thread`.
+
+        Its methods raise TimeoutError when another thread is blocked.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
-    def close(self, wait_limit_s: float | None) -> None:
+    def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None:
         """Leave together with all ranks. None waits for the last of them; else all ranks are ended, this one included,
-        when some are not leaving after `wait_limit_s` seconds."""
+        when some are not leaving after `wait_limit_s` seconds.
+
+        `on_all_leaving` is called when all are leaving. After it nothing may be sent on duplicates, either.
+        """

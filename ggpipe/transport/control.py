@@ -19,6 +19,7 @@
 |                      | AskUsage                      | Usage                                   |
 |                      | Quit                          |                                         |
 | at any time          | Abort                         | Failed                                  |
+| `transport/heartbeat`| Beat, Abort                   | Beat                                    |
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 4
+VERSION = 5
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -273,13 +274,25 @@ class Abort(ControlMessage, frozen=True):
     """The head gives up what all ranks do together."""
 
 
+# Heartbeats
+
+
+class Beat(ControlMessage, frozen=True):
+    """This rank's process runs."""
+
+    process: int
+    """Its id."""
+    is_signalled: bool
+    """It received SIGCONT or SIGTERM: mpirun may be about to end it."""
+
+
 AnyControlMessage = (
     Hello | Load | DraftVocab | StageLoading | StageLoaded | StartDraft
     | AskClock | Clock | AskUsage | Usage | Quit
     | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
     | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured | MeasureLink | LinkMeasured | EndProfile
     | RankFacts | StartProfile | UseShares
-    | Failed | Abort
+    | Failed | Abort | Beat
 )  # fmt: skip
 """Every control message there is."""
 

@@ -16,6 +16,7 @@ class JoinedTransport(Transport):
         assert outer.rank == HEAD
         self.rank, self.size = HEAD, outer.size + 1
         self.host, self.place, self.ranks_on_host = outer.host, outer.place, outer.ranks_on_host
+        self.hosts = (*outer.hosts, outer.host)
         self.sends_from_any_thread, self.must_poll = outer.sends_from_any_thread, outer.must_poll
         self._outer = outer
         world = LocalWorld(self.size)
@@ -23,6 +24,7 @@ class JoinedTransport(Transport):
         self.inner: LocalTransport = world.transports[outer.size]
         """The further rank's own transport."""
         self.inner.host, self.inner.ranks_on_host = outer.host, outer.ranks_on_host + 1
+        self.inner.hosts = self.hosts
         self.inner.place = "the draft model"
 
     def send(self, dest: int, kind: Kind, payload: Payload) -> None:
@@ -38,5 +40,5 @@ class JoinedTransport(Transport):
         self._local.set_waker(wake)
         self._outer.set_waker(wake)
 
-    def close(self, wait_limit_s: float | None) -> None:
-        self._outer.close(wait_limit_s)
+    def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None:
+        self._outer.close(wait_limit_s, on_all_leaving)

@@ -24,6 +24,7 @@ class LocalTransport(Transport):
 
     def __init__(self, world: LocalWorld, rank: int, size: int) -> None:
         self.rank, self.size, self.host, self.ranks_on_host = rank, size, socket.gethostname(), size
+        self.hosts = (self.host,) * size
         self.place = f"rank {rank} ({self.host})"
         self._world = world
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -46,5 +47,5 @@ class LocalTransport(Transport):
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def close(self, wait_limit_s: float | None) -> None:
-        pass
+    def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None:
+        on_all_leaving()

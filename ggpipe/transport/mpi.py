@@ -7,9 +7,13 @@ it has computed. Handing that to the main thread first would cost a thread switc
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import mpi4py
 
@@ -28,6 +32,9 @@ except (ImportError, RuntimeError) as e:
         "system's Open MPI or MPICH), or set MPI4PY_MPIABI to openmpi or mpich, whichever is there"
     ) from e
 
+_TURN_S = 0.05
+_FINALIZE_S = 10.0  # until all have left, once all are leaving
+
 
 class MpiTransport(Transport):
     """All ranks of MPI_COMM_WORLD."""
@@ -45,14 +52,23 @@ class MpiTransport(Transport):
                 f"than mpi4py's ({library_name()}); start ggpipe with that one's mpirun"
             )
         self.host = MPI.Get_processor_name()
+        self.hosts = tuple(self._comm.allgather(self.host))
         self.place = f"rank {self.rank} ({self.host})"
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.ranks_on_host = node.size
         node.Free()
         self.sends_from_any_thread = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
-        self._lock = threading.Lock()
+        self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         self._sends: deque[tuple[MPI.Request, Payload]] = deque()
         self._status = MPI.Status()
+        self._duplicates: list[MpiTransport] = []
+
+    def duplicate(self) -> MpiTransport:
+        other = copy.copy(self)
+        other._comm, other._sends, other._status = self._comm.Dup(), deque(), MPI.Status()
+        other._lock = _ShortTurn(self._lock)
+        self._duplicates.append(other)
+        return other
 
     def send(self, dest: int, kind: Kind, payload: Payload) -> None:
         with self._lock:
@@ -89,28 +105,51 @@ class MpiTransport(Transport):
                 return False
             time.sleep(1e-3)
 
-    def close(self, wait_limit_s: float | None) -> None:
-        start = time.monotonic()
+    def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None:
         # Nothing may be in flight at MPI_Finalize: after the first barrier nobody sends any more, after the second
         # everybody has taken, and dropped, what was sent to it. MPI_Finalize would spin until the last rank is there.
-        for _ in range(2):
-            with self._lock:
-                all_left = self._comm.Ibarrier()
-            while self.poll() is not None or not self._all_done(all_left):
-                waited_s = time.monotonic() - start
-                if wait_limit_s is not None and waited_s > wait_limit_s:
-                    self._comm.Abort(1)
-                time.sleep(min(max(waited_s / 20, 1e-3), 10e-3))
+        self._meet([self], wait_limit_s)
+        on_all_leaving()
+        self._meet([self, *self._duplicates], _FINALIZE_S)
+        limit = threading.Timer(_FINALIZE_S, os._exit, (1,))  # a rank may be lost here, too
+        limit.daemon = True
+        limit.start()
         with contextlib.suppress(MPI.Exception):  # nothing is left to do
             MPI.Finalize()
+        limit.cancel()
 
-    def _all_done(self, barrier: MPI.Request) -> bool:
+    def _meet(self, lanes: Sequence[MpiTransport], wait_limit_s: float | None) -> None:
+        """Wait until all ranks are here, and drop the messages that arrive on these lanes meanwhile."""
+        start = time.monotonic()
         with self._lock:
-            return not self._sends and bool(barrier.Test())
+            all_here = self._comm.Ibarrier()
+        while any([lane.poll() is not None for lane in lanes]) or not self._all_done(lanes, all_here):
+            waited_s = time.monotonic() - start
+            if wait_limit_s is not None and waited_s > wait_limit_s:
+                self._comm.Abort(1)
+            time.sleep(min(max(waited_s / 20, 1e-3), 10e-3))
+
+    def _all_done(self, lanes: Sequence[MpiTransport], barrier: MPI.Request) -> bool:
+        with self._lock:
+            return not any(lane._sends for lane in lanes) and bool(barrier.Test())
 
     def _drop_sent(self) -> None:
         while self._sends and self._sends[0][0].Test():
             self._sends.popleft()
+
+
+class _ShortTurn:
+    """A lock that is not waited for when its holder is blocked in MPI."""
+
+    def __init__(self, lock: contextlib.AbstractContextManager[object]) -> None:
+        self._lock = cast(threading.Lock, lock)
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=_TURN_S):
+            raise TimeoutError("another thread is blocked in MPI")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def library_name() -> str:

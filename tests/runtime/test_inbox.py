@@ -39,7 +39,7 @@ class Silent(Transport):
     def flush(self, timeout_s: float) -> bool:
         return True
 
-    def close(self, wait_limit_s: float | None) -> None: ...
+    def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None: ...
 
 
 class Slow(Silent):
