@@ -43,10 +43,9 @@ class Prefix:
     """A sequence in the cache: kept, or of a request that is being served."""
 
     segment: _Segment
-    tree: Tree | None
-    """Of the request that it serves; None when it is kept."""
-    seq: int = -1
-    """Its id when it is kept."""
+    tree: Tree
+    """Of the request that it serves, or did when it is kept: then it is closed, and has left its id."""
+    kept: bool = False
     used_at: int = 0
 
     @property
@@ -57,7 +56,7 @@ class Prefix:
     @property
     def own(self) -> int:
         """The id that holds its cells."""
-        return self.seq if self.tree is None else self.tree.own
+        return self.tree.own
 
 
 class PrefixCache:
@@ -88,12 +87,12 @@ class PrefixCache:
         """
         wanted = tuple(prompt[:-1]) if reuse else ()
         segment, n = self._longest(wanted)
-        kept = next((prefix for prefix in segment.prefixes if prefix.tree is None), None)
+        kept = next((prefix for prefix in segment.prefixes if prefix.kept), None)
         if kept is not None and n == segment.end:
             self._kept.remove(kept)
             segment.prefixes.remove(kept)
             self._ids.kept += 1
-            own = kept.seq
+            own = kept.own
         else:
             own = self._ids.take()
             if n:
@@ -127,23 +126,22 @@ class PrefixCache:
         `clean`: it has no other cells, in flight or computed. Nothing is kept of no tokens, and of a sequence that is
         not clean where parts cannot be continued.
         """
-        tree = prefix.tree
-        assert tree is not None
         keep = bool(tokens) and self._limits.n_prefixes > 0 and (clean or self._limits.partial_prefixes)
         if keep:
             self.grow(prefix, tokens)
             keep = not self._limits.partial_prefixes or self._is_new(tuple(tokens))
         self._serve(prefix.segment, -1)
         if not keep:
-            tree.close()
+            prefix.tree.close()
             self._remove(prefix)
             return
         if len(self._kept) == self._limits.n_prefixes:
             self.evict()
-        prefix.seq, prefix.tree = tree.close(keep=True), None
+        prefix.tree.close(keep=True)
+        prefix.kept = True
         prefix.used_at = next(self._clock)
         if not clean:
-            self._ops.append(KvOp(KvKind.RM, prefix.seq, p0=len(tokens)))
+            self._ops.append(KvOp(KvKind.RM, prefix.own, p0=len(tokens)))
         self._ids.kept -= 1
         self._kept.append(prefix)
 
@@ -151,11 +149,11 @@ class PrefixCache:
         """Whether no kept sequence holds these tokens already. Those that they continue are given up."""
         along = list(self._along(tokens))
         for longer in (other for segment, n in along if n == len(tokens) for other in _all(segment)):
-            if longer.tree is None:
+            if longer.kept:
                 longer.used_at = next(self._clock)
                 return False
         for segment in [segment for segment, n in along if n == segment.end]:
-            for shorter in [other for other in segment.prefixes if other.tree is None]:
+            for shorter in [other for other in segment.prefixes if other.kept]:
                 self._evict(shorter)
         return True
 
@@ -187,8 +185,8 @@ class PrefixCache:
 
     def _evict(self, prefix: Prefix) -> None:
         self._kept.remove(prefix)
-        self._ops.append(KvOp(KvKind.RM, prefix.seq))
-        self._ids.give_back(prefix.seq)
+        self._ops.append(KvOp(KvKind.RM, prefix.own))
+        self._ids.give_back(prefix.own)
         self._ids.kept += 1
         self._remove(prefix)
 
@@ -210,7 +208,7 @@ class PrefixCache:
         """The segment that continues furthest as these tokens do, and how many tokens agree down to there."""
         best, most = self._root, 0
         for segment, n in self._along(tokens):
-            whole = n == segment.end and any(prefix.tree is None for prefix in segment.prefixes)
+            whole = n == segment.end and any(prefix.kept for prefix in segment.prefixes)
             # Where several agree as far, a sequence that ends there needs no copy.
             if (whole or self._limits.partial_prefixes) and (n, whole) > (most, False):
                 best, most = segment, n
@@ -259,13 +257,13 @@ class PrefixCache:
             start = segment.parent.end if segment.parent is not None else 0
             assert segment.end == start + len(segment.tokens)
             below = list(_all(segment))
-            assert segment.n_served == sum(prefix.tree is not None for prefix in below)
+            assert segment.n_served == sum(not prefix.kept for prefix in below)
             if segment is not self._root:
                 assert segment.tokens
                 assert below, "cells that no sequence holds"
                 assert segment.prefixes or len(segment.children) != 1, "two segments could be one"
             assert all(prefix.segment is segment for prefix in segment.prefixes)
-            kept.update(prefix for prefix in segment.prefixes if prefix.tree is None)
+            kept.update(prefix for prefix in segment.prefixes if prefix.kept)
             n_cells += len(segment.tokens)
             n_held += len(segment.tokens) if segment.n_served else 0
             assert all(child.parent is segment for child in segment.children)
@@ -273,7 +271,7 @@ class PrefixCache:
         assert (n_cells, n_held) == (self.n_cells, self.n_held)
         assert kept == set(self._kept)
         assert len(self._kept) <= self._limits.n_prefixes
-        ids = [prefix.seq for prefix in self._kept]
+        ids = [prefix.own for prefix in self._kept]
         assert len(set(ids)) == len(ids), "two prefixes have one id"
         assert not self._ids.free.intersection(ids), "an id is free and kept"
 
@@ -287,7 +285,7 @@ class PrefixCache:
             while segment is not None:
                 tokens = segment.tokens + tokens
                 segment = segment.parent
-            found[prefix.seq] = tokens
+            found[prefix.own] = tokens
         return found
 
 

@@ -209,8 +209,8 @@ class Tree:
         self._ids.give_back(seq)
         del self._tips[seq]
 
-    def close(self, keep: bool = False) -> int:
-        """The request is over: everything dies. With `keep`, the id of the text stays the caller's: it is returned."""
+    def close(self, keep: bool = False) -> None:
+        """The request is over: everything dies. With `keep`, the id of the text becomes the caller's."""
         for node in (self.root, *self.root.below()):
             node.dead = True
         for seq in list(self._tips):
@@ -218,7 +218,6 @@ class Tree:
                 self._free(seq)
         self._ids.kept += 1
         self.n_submitted = 0
-        return self.own
 
     def validate(self) -> frozenset[int]:
         """Check what must hold of an open tree; returns its ids. Raises AssertionError."""

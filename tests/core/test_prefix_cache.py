@@ -63,7 +63,6 @@ class Cells:
 
     def open(self, prompt: Tokens, reuse: bool = True) -> Served:
         prefix = self.prefixes.open(prompt, reuse)
-        assert prefix.tree is not None
         n = prefix.n_tokens
         served = Served(prefix, prefix.tree, prompt, n)
         self.served.append(served)

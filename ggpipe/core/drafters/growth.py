@@ -43,7 +43,6 @@ class Growth:
     @property
     def tree(self) -> Tree:
         """Its draft tokens."""
-        assert self.prefix.tree is not None
         return self.prefix.tree
 
     @property
