@@ -62,6 +62,8 @@ class Request:
     """Tokens that are never sampled."""
     want_grows: bool = False
     """Sampling takes one more of the best logits for each further token in the text (penalties look back on it)."""
+    cache_prompt: bool = True
+    """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
 
     @property
     def drafts(self) -> bool:
@@ -71,8 +73,10 @@ class Request:
 
 @dataclass(slots=True)
 class Counters:
-    """What speculation did for a request so far."""
+    """What was computed for a request so far, and what speculation did."""
 
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had: they were not computed."""
     drafted_tokens: int = 0
     """Draft tokens that came from the drafters."""
     submitted_tokens: int = 0

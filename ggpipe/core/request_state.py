@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from ggpipe.core.draft_messages import ROOT, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.messages import Want
+from ggpipe.core.prefix_cache import Prefix
 from ggpipe.core.request import Counters, Finish, Request
 from ggpipe.core.tree import Node, Tree
 
@@ -64,14 +65,15 @@ class RequestState:
     request: Request
     want: Want
     """What sampling the next token takes."""
-    tree: Tree
+    prefix: Prefix
+    """What the prefix cache had of its prompt, and its tree."""
     reserve: int
-    """Cells that its text may take up."""
+    """Cells that its text may take up, those of its prefix included."""
     phase: Phase = Phase.PREFILL
     finish: Finish | None = None
     """Why it ends; None before `Phase.ENDING`."""
     n_past: int = 0
-    """Prompt tokens that are submitted."""
+    """Prompt tokens that are submitted, or were in the prefix cache."""
     text: list[int] = field(default_factory=list)
     """Accepted tokens; their number is the epoch."""
     n_sent: int = 0
@@ -89,6 +91,11 @@ class RequestState:
         self.phase = phase
 
     @property
+    def tree(self) -> Tree:
+        """Its draft tokens."""
+        return self.prefix.tree
+
+    @property
     def is_open(self) -> bool:
         """It goes on."""
         return self.finish is None
@@ -100,13 +107,24 @@ class RequestState:
 
     @property
     def n_used(self) -> int:
-        """Cells in use."""
-        return self.tree.root.pos + 1 + self.tree.n_submitted
+        """Cells in use outside the prefix cache."""
+        return self.tree.root.pos + 1 + self.tree.n_submitted - self.prefix.n_tokens
+
+    @property
+    def n_reserved(self) -> int:
+        """Cells outside the prefix cache that its text may take up."""
+        return self.reserve - self.prefix.n_tokens
 
     @property
     def n_cells(self) -> int:
-        """Cells that others may not take."""
-        return max(self.reserve, self.n_used)
+        """Cells outside the prefix cache that others may not take."""
+        return max(self.n_reserved, self.n_used)
+
+    @property
+    def n_in(self) -> int:
+        """Tokens of prompt and text that are in the pipeline, or were."""
+        root = self.tree.root
+        return root.pos + root.submitted if self.text or root.submitted else self.n_past
 
     @property
     def n_depths(self) -> int:

@@ -15,6 +15,9 @@ the new root is dead, and runs with nothing but dead rows are cancelled. No toke
 Between roots, the pipeline is kept full of draft tokens, the most probable path first. They go in when the slowest
 stage is about to be free, and not before: until then more of them may come, and a run of several costs less than
 several runs. Where that pays, a fresh root waits a moment for draft tokens that go into its run.
+
+What ended requests computed stays in the KV cache for prompts that begin alike, until cells are needed
+(`prefix_cache`).
 """
 
 from __future__ import annotations
@@ -44,10 +47,11 @@ from ggpipe.core.events import (
 )
 from ggpipe.core.in_flight import InFlight, Part, RunInFlight, cancel_action, records_of
 from ggpipe.core.messages import Row, RunResult, Want, WantKind
+from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import DrafterState, Phase, RequestState, chunk_end
 from ggpipe.core.run_cost import RunCost
-from ggpipe.core.tree import Node, Tree
+from ggpipe.core.tree import Node
 
 _WAIT_LIMIT = 2.0  # times the drafter's usual pace: so long a fresh root waits for draft tokens
 _EARLY = 0.2  # of a run's time: so long before the slowest stage is free the next draft tokens go in,
@@ -77,7 +81,8 @@ class Scheduler:
         self._shared_cost = RunCost(is_shared=True)
         """The same, to decide on runs of several requests."""
         self._limits = limits
-        self._in_flight: InFlight[RequestState] = InFlight(limits.n_seq, limits.n_requests)
+        self._in_flight: InFlight[RequestState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
+        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops)
         self._waiting: collections.deque[Arrived] = collections.deque()
         self._states: dict[int, RequestState] = {}
         self._now = 0.0
@@ -137,10 +142,13 @@ class Scheduler:
         trees = [(state, ids) for state in self._states.values() if (ids := state.validate())]
         self._in_flight.validate(trees)
         n_open = sum(state.is_open for state in self._states.values())
-        assert self._in_flight.ids.kept == self._limits.n_requests - n_open
-        taken = sum(len(ids) for _, ids in trees)
+        self._prefixes.validate()
+        n_kept = len(self._prefixes)
+        assert self._in_flight.ids.kept == self._limits.n_requests - n_open + self._limits.n_prefixes - n_kept
+        taken = sum(len(ids) for _, ids in trees) + n_kept
         assert len(self._in_flight.ids) == self._limits.n_seq - taken, "an id is lost"
-        assert sum(state.n_used for state in self._states.values() if state.is_open) <= self._limits.n_ctx
+        assert self._prefixes.n_cells + self._n_used <= self._limits.n_ctx
+        assert self._spare_cells >= 0
         assert len(self._states) <= self._limits.n_requests
         for state in self._states.values():
             assert state.phase is not Phase.ENDED
@@ -154,15 +162,18 @@ class Scheduler:
             arrived = self._waiting[0]
             request = arrived.request
             reserve = self._reserve(request)
-            if reserve > self._spare_cells:
+            if not self._prefixes.fits(request.prompt, request.cache_prompt, reserve, self._n_promised):
                 return
             self._waiting.popleft()
+            prefix = self._prefixes.open(request.prompt, request.cache_prompt)
+            arrived.counters.cached_tokens = prefix.n_tokens
             state = RequestState(
                 request=request,
                 want=arrived.want,
                 counters=arrived.counters,
-                tree=Tree(self._in_flight.ids, self._in_flight.ops, request.prompt[-1], len(request.prompt) - 1),
+                prefix=prefix,
                 reserve=reserve,
+                n_past=prefix.n_tokens,
             )
             self._states[request.id] = state
             if request.drafts:
@@ -180,7 +191,7 @@ class Scheduler:
     def _extended(self, state: RequestState) -> int:
         """The cells that it is promised; more than before where it nears them, has no limit, and there are any."""
         if state.request.n_predict < 0 and state.tree.root.pos + _MORE_CELLS > state.reserve:
-            state.reserve += min(self._spare_cells + state.n_cells - state.reserve, _MORE_CELLS)
+            state.reserve += min(self._spare_cells + state.n_cells - state.n_reserved, _MORE_CELLS)
         return state.reserve
 
     def _begin(self, state: RequestState) -> Begin:
@@ -194,6 +205,7 @@ class Scheduler:
             ends=request.ends,
             banned=request.banned,
             speculation=request.speculation,
+            cache_prompt=request.cache_prompt,
         )
 
     def _lead(self, state: RequestState) -> int:
@@ -232,11 +244,18 @@ class Scheduler:
         state.enter(Phase.ENDING)
         state.finish = reason
         state.root_waits_until = None
-        state.tree.close()
+        clean = not self._in_flight.of(state) and not state.tree.n_submitted
+        self._prefixes.close(state.prefix, self._computed(state), clean)
         if state.request.drafts:
             actions.append(Steer(Done(state.request.id)))
         self._cancel(self._in_flight.leave(state), actions)
         self._end_if_drained(state, actions)
+
+    def _computed(self, state: RequestState) -> Sequence[int]:
+        """Its tokens, as far as they are computed and may go into the prefix cache."""
+        if not state.request.cache_prompt:
+            return ()
+        return (*state.request.prompt, *state.text)[: self._in_flight.computed(state, state.n_in)]
 
     def _end_if_drained(self, state: RequestState, actions: list[Action]) -> None:
         if state.finish is None or self._in_flight.of(state):
@@ -251,6 +270,7 @@ class Scheduler:
     def _fill(self, actions: list[Action]) -> None:
         """Submit what there is to submit and the pipeline has room for."""
         self._next_run_at = None
+        self._make_room()
         if any(state.phase is Phase.SAMPLING for state in self._states.values()):
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
@@ -444,7 +464,21 @@ class Scheduler:
     @property
     def _spare_cells(self) -> int:
         """Cells that no request holds or has reserved."""
-        return self._limits.n_ctx - sum(state.n_cells for state in self._states.values())
+        return self._limits.n_ctx - self._prefixes.n_held - self._n_promised
+
+    @property
+    def _n_promised(self) -> int:
+        """Cells outside the prefix cache that requests hold or have reserved."""
+        return sum(state.n_cells for state in self._states.values() if state.is_open)
+
+    @property
+    def _n_used(self) -> int:
+        """Cells outside the prefix cache that requests hold."""
+        return sum(state.n_used for state in self._states.values() if state.is_open)
+
+    def _make_room(self) -> None:
+        """Requests take the cells of kept prefixes when they need them."""
+        self._prefixes.shrink(self._limits.n_ctx - self._n_used)
 
     def _room(self, state: RequestState) -> int:
         """Draft tokens of this request that may go into a run now."""
@@ -466,6 +500,7 @@ class Scheduler:
         parts = [part for take in takes if (part := self._part(take, wants)) is not None]
         if not parts:
             return False
+        self._make_room()
         only_one = len(parts) == len(self._states) == 1
         fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
         n_nodes = sum(len(part.nodes) for part in parts)
@@ -509,6 +544,8 @@ class Scheduler:
         actions.append(RunDone(records_of(run, result)))
         for part in run.parts:
             state = part.owner
+            if part.n_text and state.is_open and not run.cancelled:
+                self._prefixes.grow(state.prefix, self._computed(state))
             if result.rows and not run.cancelled:
                 state.counters.verified_runs += part.n_draft_tokens > 0
             if state.is_open:

@@ -24,7 +24,7 @@ from ggpipe.core.events import (
     Tick,
 )
 from ggpipe.core.messages import Row, RowLogits, Run, RunRecord, Want, WantKind
-from ggpipe.core.request import Finish, Limits, Request
+from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.scheduler import Scheduler
 from support.fake_drafts import Adversary, RealDraft
 from support.fakes import END, FakeModel, FakePipeline, Move, Tokens, is_below
@@ -48,6 +48,7 @@ class Seen:
     ended: bool = False
     """The end token was drawn."""
     finish: Finish | None = None
+    counters: Counters = field(default_factory=Counters)
 
     @property
     def tokens(self) -> Tokens:
@@ -79,7 +80,7 @@ class Head:
 
     def arrive(self, request: Request) -> None:
         seen = self.seen[request.id] = Seen(request)
-        self.handle(Arrived(request, self._want(seen)))
+        self.handle(Arrived(request, self._want(seen), seen.counters))
 
     def stop(self, request: int) -> None:
         seen = self.seen.get(request)
@@ -271,7 +272,7 @@ class Head:
         rows = [[row for row in run.rows if row.request == request.id] for run in seen.runs]
         lengths = [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
         if in_company:
-            assert sum(lengths) == n_prompt or seen.stopped
+            assert sum(lengths) == n_prompt - seen.counters.cached_tokens or seen.stopped
         else:
             expected = cut_as_libllama(n_prompt, self.limits.n_batch, self.limits.n_ubatch)
             assert lengths == (expected[: len(lengths)] if seen.stopped else expected)
@@ -280,7 +281,7 @@ class Head:
         """Nothing can happen any more."""
         assert all(seen.finish is not None for seen in self.seen.values()), "a request is stuck"
         assert not self.to_sample
-        self.pipeline.check_empty({})
+        self.pipeline.check_empty(self.scheduler._prefixes.kept)
         self.scheduler.validate()
         if self.draft is not None:
             self.draft.check_empty()
