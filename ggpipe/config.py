@@ -24,6 +24,8 @@ MAX_TOKENS = 2**31 - 256
 of 256."""
 MAX_SEQUENCES = 256
 """Sequence ids that libllama has."""
+MAX_PREFIXES = 16
+"""Ended requests whose KV cells are kept."""
 MAX_THREADS = 512
 """Threads that ggml has room for."""
 _MOST_TIMEOUT_S = 86400
@@ -287,6 +289,8 @@ class EngineConfig:
     prefill_slowdown: float = 5.0
     """While some requests decode, a run takes at most so many times as long because of others' prompts: more serves
     prompts faster, less keeps the other texts flowing."""
+    cache_prompt: bool = True
+    """What ended requests computed is kept in the KV cache, until cells are needed, for prompts that begin alike."""
 
     def __post_init__(self) -> None:
         contexts = [self.context, *([self.draft.context] if self.draft else [])]
@@ -295,6 +299,16 @@ class EngineConfig:
             raise SettingError(f"`n_queued` must be 0 or more, got {self.n_queued}")
         if not 1 < self.prefill_slowdown < math.inf:
             raise SettingError(f"`prefill_slowdown` must be above 1, got {self.prefill_slowdown:g}")
+
+    def n_prefixes(self, context: ContextConfig) -> int:
+        """Ended requests whose cells are kept in this context, at most: each takes a sequence id more.
+
+        None without flash attention, which is slow beside other sequences' cells.
+        """
+        if not self.cache_prompt or self.context.flash_attn == "off":
+            return 0
+        n_ids = min(MAX_SEQUENCES, context.n_ctx or MAX_SEQUENCES)
+        return min(MAX_PREFIXES, n_ids - context.n_seq)
 
     @property
     def n_draft_ranks(self) -> int:

@@ -23,7 +23,10 @@ from ggpipe.errors import UsageError
 
 
 def engine_config(options: Options) -> EngineConfig:
-    """All that a session is opened with. What a command has no options for has its default."""
+    """All that a session is opened with. What a command has no options for has its default.
+
+    No command has a use for what earlier requests computed, and `bench` must not.
+    """
     speculation, split = speculation_config(options), options[Ranks].split
     if given_mode(options) in ("async", "speculative"):
         check_draft(options, f"`mode` {speculation.mode}")
@@ -32,7 +35,7 @@ def engine_config(options: Options) -> EngineConfig:
     draft = draft_config(options, speculation.sequences)
     context = replace(options[ContextConfig], n_seq=speculation.sequences if draft else 1)
     pipeline = replace(options[PipelineConfig], shares=split.shares, auto=split.auto)
-    return EngineConfig(model_config(options), context, pipeline, draft)
+    return EngineConfig(model_config(options), context, pipeline, draft, cache_prompt=False)
 
 
 def check_draft(options: Options, what: str) -> None:

@@ -23,6 +23,8 @@ from ggpipe.llama.params import context_params, model_params, place_layers
 _INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
 _FRAME = struct.Struct("<IIQ")  # native/wire.cpp: bytes of the name, how often it came before, bytes of data
 _N_NOISES = 256
+_MAX_STATES = 2
+"""Kept prefixes of recurrent models: each takes the memory of a state."""
 
 Progress = Callable[[int, int], bool]
 """Called while loading with bytes done and total bytes; False stops the loading."""
@@ -62,8 +64,10 @@ class Stage:
         context: ContextConfig,
         threads: tuple[int, int],
         progress: Progress | None = None,
+        n_prefixes: int = 0,
     ) -> None:
-        """Load the layers. `threads`: for single tokens, for batches.
+        """Load the layers. `threads`: for single tokens, for batches. `n_prefixes`: sequence ids for kept prefixes, at
+        most, beside `context.n_seq`.
 
         Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
         the context cannot be made (too large for the memory, say).
@@ -82,7 +86,7 @@ class Stage:
         self._native = native.Stage(first=self.is_first, repack=model.repack, exact=context.exact)
         try:
             self._load(model, progress)
-            self._open_context(model, context, threads)
+            self._open_context(model, context, threads, n_prefixes)
             self.cut = self._dry_run()
             self.exact_in_company: bool = self._native.orders_cells
             """With `exact`: rows have the same bits whatever other sequences are in the KV cache."""
@@ -140,7 +144,9 @@ class Stage:
         if not tell(total):
             raise RunError("loading was stopped")
 
-    def _open_context(self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int]) -> None:
+    def _open_context(
+        self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int], n_prefixes: int
+    ) -> None:
         n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
         slides = int(lib.llama_model_n_swa(self._model)) > 0
         self._pins = config.n_seq if slides and config.n_seq > 1 else 0
@@ -152,6 +158,11 @@ class Stage:
             raise UsageError(
                 f"`n_seq` {config.n_seq} needs a context of {n_seq} tokens; the model's own has {n_asked}: set `n_ctx`"
             )
+        if not self.rolls_back:
+            n_prefixes = min(n_prefixes, _MAX_STATES)
+        self.n_prefixes = min(n_prefixes, n_asked - config.n_seq)
+        """Sequence ids beside `ContextConfig.n_seq`."""
+        config = replace(config, n_seq=config.n_seq + self.n_prefixes)
         logged_errors()
         self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
         if not self._context:
@@ -271,6 +282,15 @@ class Stage:
     def rolls_back(self) -> bool:
         """The model's memory can forget the end of a sequence; recurrent and hybrid models' cannot."""
         return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
+
+    @property
+    def partial_prefixes(self) -> bool:
+        """Any part of a sequence, from its first token on, can be copied and continued.
+
+        Not where states of the whole sequence are kept, nor with sliding windows: libllama gives the cells outside
+        them to other sequences.
+        """
+        return self.rolls_back and lib.llama_model_n_swa(self._model) == 0
 
     def cancel(self, run_id: int) -> None:
         """Stop the run with this id if it is being computed. From any thread."""

@@ -100,8 +100,8 @@ class RequestStats:
 
     @property
     def prefill_tps(self) -> float | None:
-        """Prompt tokens a second."""
-        return self.n_prompt / self.ttft_s if self.ttft_s else None
+        """Prompt tokens a second, those left out that the prefix cache had."""
+        return (self.n_prompt - self.counters.cached_tokens) / self.ttft_s if self.ttft_s else None
 
     @property
     def itl_s(self) -> list[float]:

@@ -137,12 +137,14 @@ class Engine:
         n_predict: int = -1,
         speculation: SpeculationConfig | None = None,
         stats: RequestStats | None = None,
+        cache_prompt: bool = True,
     ) -> ActiveRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
         A token that ends the text is not given out. `speculation` needs a draft model. `stats` is filled in while the
-        request is served. Requests beyond those that fit wait. Raises UsageError for a bad prompt, QueueFull when too
-        many wait.
+        request is served. With `cache_prompt`, what earlier requests computed of the prompt is not computed again, and
+        this one's cells are kept for later ones. Requests beyond those that fit wait. Raises UsageError for a bad
+        prompt, QueueFull when too many wait.
         """
         self.check_prompt(prompt)
         n_most = self._head.limits.n_requests + self._head.head.config.n_queued
@@ -161,6 +163,7 @@ class Engine:
             ends=self._ends,
             banned=sampler.banned,
             want_grows=sampling.penalizes,
+            cache_prompt=cache_prompt,
         )
         stats.seed, stats.n_prompt, stats.arrived = sampler.seed, len(prompt), time.monotonic()
         stats.ranks = [

@@ -116,6 +116,7 @@ def stage_loader(
     def load(progress: Progress) -> Stage:
         if shares_cores:
             machine.yield_to_others()
-        return Stage(model_file, layers, part.model, part.context, threads, progress)
+        n_prefixes = config.n_prefixes(part.context)
+        return Stage(model_file, layers, part.model, part.context, threads, progress, n_prefixes)
 
     return load

@@ -15,7 +15,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.stage import Cut
+from ggpipe.llama.stage import Cut, Stage
 from ggpipe.llama.vocab import Vocab, VocabOutline
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import Received
@@ -56,9 +56,10 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         handshake.check_cuts(progress.cuts_of(layout), agreed.model_file.architecture)
         ranks[HEAD].resident_bytes = machine.resident_bytes()
         n_requests, context = config.n_requests, progress.context_of(layout)
-        if config.context.exact and n_requests > 1 and not context.exact_in_company:
-            n_requests = 1
-            agreed.warnings.append("`exact` without flash attention takes requests in turn; see `flash_attn`")
+        if config.context.exact and not context.exact_in_company:
+            if n_requests > 1:
+                agreed.warnings.append("`exact` without flash attention takes requests in turn; see `flash_attn`")
+            n_requests, context = 1, replace(context, n_prefixes=0)
         draft_rank: int | None = None
         if config.draft is not None and draft_layout is not None and outline is not None:
             handshake.check_cuts(progress.cuts_of(draft_layout), agreed.hellos[draft_layout.head].architecture)
@@ -141,8 +142,10 @@ def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests
         n_batch=loaded.n_batch,
         n_ubatch=context.n_ubatch,
         n_in_flight=len(layout.stages) + 1,
-        n_seq=context.n_seq,
+        n_seq=context.n_seq + loaded.n_prefixes,
         n_requests=n_requests,
+        n_prefixes=loaded.n_prefixes,
+        partial_prefixes=loaded.partial_prefixes,
     )
 
 
@@ -156,6 +159,18 @@ class _Context:
     """Tokens of a prompt in a batch."""
     exact_in_company: bool
     """Of the stage, as `Stage.exact_in_company`."""
+    n_prefixes: int
+    partial_prefixes: bool
+
+
+def _context(loaded: Stage | StageLoaded) -> _Context:
+    return _Context(
+        n_ctx=loaded.n_ctx,
+        n_batch=loaded.n_batch,
+        exact_in_company=loaded.exact_in_company,
+        n_prefixes=loaded.n_prefixes,
+        partial_prefixes=loaded.partial_prefixes,
+    )
 
 
 class _Progress:
@@ -185,7 +200,7 @@ class _Progress:
             case Loaded(stage, load_s):
                 own = ranks[HEAD]
                 own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, False)
-                self._loaded(HEAD, stage.cut, _Context(stage.n_ctx, stage.n_batch, stage.exact_in_company))
+                self._loaded(HEAD, stage.cut, _context(stage))
             case Loading(done_bytes, total_bytes):
                 ranks[HEAD].loaded_bytes, ranks[HEAD].load_bytes = done_bytes, total_bytes
             case Received(rank, StageLoading(done_bytes, total_bytes)):
@@ -196,7 +211,7 @@ class _Progress:
                 if stats.rank == rank:  # a process of its own
                     stats.resident_bytes = loaded.resident_bytes
                 cut = Cut(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
-                self._loaded(rank, cut, _Context(loaded.n_ctx, loaded.n_batch, loaded.exact_in_company))
+                self._loaded(rank, cut, _context(loaded))
 
     def _loaded(self, rank: int, cut: Cut, context: _Context) -> None:
         stats = self._head.ranks[rank]

@@ -152,6 +152,8 @@ class Worker:
             n_ctx=stage.n_ctx,
             n_batch=stage.n_batch,
             exact_in_company=stage.exact_in_company,
+            n_prefixes=stage.n_prefixes,
+            partial_prefixes=stage.partial_prefixes,
         )
 
     def _send_micro_batch(self, batch: MicroBatch, records: Sequence[RunRecord]) -> None:

@@ -102,6 +102,10 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """Tokens of a prompt in a batch of that context."""
     exact_in_company: bool
     """As `llama.stage.Stage.exact_in_company`."""
+    n_prefixes: int
+    """As `llama.stage.Stage.n_prefixes`."""
+    partial_prefixes: bool
+    """As `llama.stage.Stage.partial_prefixes`."""
 
 
 class StartDraft(ControlMessage, frozen=True):

@@ -140,7 +140,7 @@ def _rank_object(rank: RankStats, work: RankStats, elapsed_s: float | None, wast
 def _request_table(stats: RequestStats, ranks: Sequence[RankStats], width: int) -> Table:
     itl_s = stats.itl_s
     items = [
-        ("prompt", f"{stats.n_prompt} tokens"),
+        ("prompt", _prompt(stats)),
         ("prefill", human_rate(stats.prefill_tps)),
         ("TTFT", human_seconds(stats.ttft_s)),
         ("load", human_seconds(_load_s(ranks))),
@@ -161,6 +161,11 @@ def _request_table(stats: RequestStats, ranks: Sequence[RankStats], width: int) 
     for i in range(0, len(items), n_pairs):
         table.add_row(*(cell for item in items[i : i + n_pairs] for cell in item))
     return table
+
+
+def _prompt(stats: RequestStats) -> str:
+    cached = stats.counters.cached_tokens
+    return f"{stats.n_prompt} tokens" + (f", {cached} cached" if cached else "")
 
 
 def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
