@@ -69,9 +69,9 @@ class RunInFlight(Generic[Owner]):
 class InFlight(Generic[Owner]):
     """See the module's text. `Owner` must be hashable by identity."""
 
-    def __init__(self, n_seq: int, n_kept: int) -> None:
+    def __init__(self, n_seq: int, n_reserved: int) -> None:
         """As `SequenceIds`."""
-        self.ids = SequenceIds(n_seq, n_kept)
+        self.ids = SequenceIds(n_seq, n_reserved)
         self.ops: list[KvOp] = []
         """Operations that go in front of the next run, whichever request it belongs to."""
         self.next_run = 1

@@ -91,7 +91,7 @@ class PrefixCache:
         if kept is not None and n == segment.end:
             self._kept.remove(kept)
             segment.prefixes.remove(kept)
-            self._ids.kept += 1
+            self._ids.reserved += 1
             own = kept.own
         else:
             own = self._ids.take()
@@ -142,7 +142,7 @@ class PrefixCache:
         prefix.used_at = next(self._clock)
         if not clean:
             self._ops.append(KvOp(KvKind.RM, prefix.own, p0=len(tokens)))
-        self._ids.kept -= 1
+        self._ids.reserved -= 1
         self._kept.append(prefix)
 
     def _is_new(self, tokens: tuple[int, ...]) -> bool:
@@ -187,7 +187,7 @@ class PrefixCache:
         self._kept.remove(prefix)
         self._ops.append(KvOp(KvKind.RM, prefix.own))
         self._ids.give_back(prefix.own)
-        self._ids.kept += 1
+        self._ids.reserved += 1
         self._remove(prefix)
 
     # The radix tree

@@ -75,8 +75,6 @@ class Request:
 class Counters:
     """What was computed for a request so far, and what speculation did."""
 
-    cached_tokens: int = 0
-    """Tokens of the prompt that the prefix cache had: they were not computed."""
     drafted_tokens: int = 0
     """Draft tokens that came from the drafters."""
     submitted_tokens: int = 0
@@ -94,6 +92,8 @@ class Counters:
     """By run: rows whose draft token was rejected."""
     by_lead: dict[int, list[int]] = field(default_factory=dict)
     """[submitted, accepted] draft tokens, by their depth below the last accepted token when they were submitted."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had: they were not computed."""
 
     def submitted(self, leads: Iterable[int]) -> None:
         """A run went into the pipeline with one draft token at each of these depths."""

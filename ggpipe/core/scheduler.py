@@ -144,7 +144,7 @@ class Scheduler:
         n_open = sum(state.is_open for state in self._states.values())
         self._prefixes.validate()
         n_kept = len(self._prefixes)
-        assert self._in_flight.ids.kept == self._limits.n_requests - n_open + self._limits.n_prefixes - n_kept
+        assert self._in_flight.ids.reserved == self._limits.n_requests - n_open + self._limits.n_prefixes - n_kept
         taken = sum(len(ids) for _, ids in trees) + n_kept
         assert len(self._in_flight.ids) == self._limits.n_seq - taken, "an id is lost"
         assert self._prefixes.n_cells + self._n_used <= self._limits.n_ctx

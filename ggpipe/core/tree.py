@@ -78,11 +78,11 @@ class Node:
 class SequenceIds:
     """The ids that all requests share."""
 
-    def __init__(self, n: int, n_kept: int) -> None:
+    def __init__(self, n: int, n_reserved: int) -> None:
         """`n` ids, of which each request to come is left one, and each prefix that may be kept."""
         self._free = list(range(n))
-        self.kept = n_kept
-        """Free ids that are kept for these: branches do not take them."""
+        self.reserved = n_reserved
+        """Free ids for these: branches do not take them."""
 
     def __len__(self) -> int:
         return len(self._free)
@@ -111,7 +111,7 @@ class Tree:
         """`token` at `pos` is the last one of the prompt. `own`: an id taken from `ids`; None takes one."""
         self._ids = ids
         self._ops = ops
-        ids.kept -= 1
+        ids.reserved -= 1
         self.own = ids.take() if own is None else own
         """The id of the accepted text."""
         self.root = Node(token=token, pos=pos)
@@ -166,7 +166,7 @@ class Tree:
             if self._tips[seq] is parent:
                 node.seqs = {seq}
                 return True
-        if len(self._ids) <= self._ids.kept:
+        if len(self._ids) <= self._ids.reserved:
             return False
         new = self._ids.take()
         source, upto, ancestor = min(parent.seqs), node.pos, node.parent
@@ -216,7 +216,7 @@ class Tree:
         for seq in list(self._tips):
             if not keep or seq != self.own:
                 self._free(seq)
-        self._ids.kept += 1
+        self._ids.reserved += 1
         self.n_submitted = 0
 
     def validate(self) -> frozenset[int]:

@@ -149,20 +149,20 @@ class Stage:
     ) -> None:
         n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
         slides = int(lib.llama_model_n_swa(self._model)) > 0
-        self._pins = config.n_seq if slides and config.n_seq > 1 else 0
-        n_seq = config.n_seq + self._pins
+        most = int(lib.llama_max_parallel_sequences()) // (1 + slides)
+        if not self.rolls_back:
+            n_prefixes = min(n_prefixes, _MAX_STATES)
+        self.n_prefixes = max(min(n_prefixes, most - config.n_seq, n_asked // (1 + slides) - config.n_seq), 0)
+        """Sequence ids beside `ContextConfig.n_seq`."""
+        n_own = config.n_seq + self.n_prefixes
+        self._pins = n_own if slides and n_own > 1 else 0
+        n_seq = n_own + self._pins
         if n_seq > lib.llama_max_parallel_sequences():
-            most = lib.llama_max_parallel_sequences() // 2
             raise UsageError(f"`n_seq` must be at most {most} for a model with sliding windows, got {config.n_seq}")
         if n_asked < n_seq:
             raise UsageError(
                 f"`n_seq` {config.n_seq} needs a context of {n_seq} tokens; the model's own has {n_asked}: set `n_ctx`"
             )
-        if not self.rolls_back:
-            n_prefixes = min(n_prefixes, _MAX_STATES)
-        self.n_prefixes = min(n_prefixes, n_asked - config.n_seq)
-        """Sequence ids beside `ContextConfig.n_seq`."""
-        config = replace(config, n_seq=config.n_seq + self.n_prefixes)
         logged_errors()
         self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
         if not self._context:
@@ -173,7 +173,7 @@ class Stage:
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
-        self._batch = _Batch(self.n_ubatch, config.n_seq, self._pins)
+        self._batch = _Batch(self.n_ubatch, n_own, self._pins)
 
     def _apply_loras(self, config: ModelConfig) -> None:
         adapters, scales = [], []
@@ -285,12 +285,8 @@ class Stage:
 
     @property
     def partial_prefixes(self) -> bool:
-        """Any part of a sequence, from its first token on, can be copied and continued.
-
-        Not where states of the whole sequence are kept, nor with sliding windows: libllama gives the cells outside
-        them to other sequences.
-        """
-        return self.rolls_back and lib.llama_model_n_swa(self._model) == 0
+        """Any part of a sequence, from its first token on, can be copied and continued."""
+        return self.rolls_back
 
     def cancel(self, run_id: int) -> None:
         """Stop the run with this id if it is being computed. From any thread."""

@@ -79,6 +79,7 @@ def job(args: argparse.Namespace) -> int:
         DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, shares=(1.0,)) if args.draft else None,
         n_requests=max(USERS),
         prefill_slowdown=args.prefill_slowdown,
+        cache_prompt=False,
     )
 
     def head(ranks: Head) -> int:

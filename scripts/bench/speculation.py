@@ -132,6 +132,7 @@ def job(args: argparse.Namespace) -> int:
         ContextConfig(n_ctx=N_CTX),
         PipelineConfig((1 / n_target,) * n_target, (1,)),
         DraftConfig(model=ModelConfig(path=draft), context=ContextConfig(n_ctx=N_CTX), shares=(1.0,)),
+        cache_prompt=False,
     )
 
     def head(ranks: Head) -> int:

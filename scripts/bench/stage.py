@@ -97,7 +97,12 @@ class Libllama:
 
 def one_rank(path: Path, exact: bool) -> Session:
     """A loaded session without MPI."""
-    config = EngineConfig(ModelConfig(path=path), ContextConfig(n_ctx=N_CTX, exact=exact), PipelineConfig(threads=(1,)))
+    config = EngineConfig(
+        ModelConfig(path=path),
+        ContextConfig(n_ctx=N_CTX, exact=exact),
+        PipelineConfig(threads=(1,)),
+        cache_prompt=False,
+    )
     return Session.load(Head(LocalWorld(1).transports[0], config))
 
 
@@ -168,7 +173,9 @@ def run_pinned(path: Path, head: Callable[[Head], int]) -> int:
     """Be a rank: rank r on core r, modulo the cores there are."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(rank_in_environment() or 0) % len(cores)]})
-    config = EngineConfig(ModelConfig(path=path), ContextConfig(n_ctx=N_CTX), PipelineConfig(threads=(1,)))
+    config = EngineConfig(
+        ModelConfig(path=path), ContextConfig(n_ctx=N_CTX), PipelineConfig(threads=(1,)), cache_prompt=False
+    )
     return run_rank(config, head)
 
 

@@ -96,10 +96,10 @@ class Cells:
         assert len(self.cells.cells) == self.prefixes.n_cells + self.n_own
         ids = set(kept) | {served.tree.own for served in self.served}
         assert len(self.ids) == self.limits.n_seq - len(ids), "an id is lost"
-        assert self.ids.kept == (
+        assert self.ids.reserved == (
             self.limits.n_requests - len(self.served) + self.limits.n_prefixes - len(self.prefixes)
         )
-        assert len(self.ids) >= self.ids.kept
+        assert len(self.ids) >= self.ids.reserved
 
 
 def kept_text(cells: Cells, tokens: Tokens) -> Served:

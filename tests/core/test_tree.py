@@ -143,14 +143,14 @@ def test_without_a_free_id_there_is_no_branch() -> None:
 
 def test_branches_leave_ids_for_requests_to_come() -> None:
     it = Grower(n_seq=2)
-    it.ids.kept = 1
+    it.ids.reserved = 1
     a, b = it.grow(it.tree.root, 1)[0], it.grow(it.tree.root, 2)[0]
     it.place(a, b)
     assert not b.submitted
     other = Tree(it.ids, it.ops, 9, 0)
-    assert (other.own, len(it.ids), it.ids.kept) == (1, 0, 0)
+    assert (other.own, len(it.ids), it.ids.reserved) == (1, 0, 0)
     other.close()
-    assert (len(it.ids), it.ids.kept) == (1, 1)
+    assert (len(it.ids), it.ids.reserved) == (1, 1)
     it.place(b)
     assert not b.submitted, "still none"
 

@@ -157,6 +157,28 @@ def test_recurrent_models_forget_whole_sequences_only(name: str, folder: Path) -
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.parametrize(
+    ("name", "n_ctx", "n_prefixes", "partial"),
+    [
+        ("llama", 512, 16, True),
+        ("llama", 12, 9, True),
+        ("gemma3", 512, 16, True),
+        ("gemma3", 30, 12, True),
+        ("mamba", 512, 2, False),
+        ("jamba", 512, 2, False),
+    ],
+)
+def test_ids_for_prefixes(name: str, n_ctx: int, n_prefixes: int, partial: bool, folder: Path) -> None:
+    """As many as there is room for; each takes a pin where windows slide, and the memory of a state if there is one."""
+    path = make(name, folder / f"{name}.gguf")
+    file, context = ModelFile.open(path), ContextConfig(n_ctx=n_ctx, n_seq=3)
+    stage = Stage(file, (0, file.n_layer), ModelConfig(path=path), context, (1, 1), n_prefixes=16)
+    assert (stage.n_prefixes, stage.partial_prefixes) == (n_prefixes, partial)
+    last = (2 + n_prefixes,)
+    assert len(stage.decode(run_of(1, range(3), 0, last), None).rows) == 3
+    stage.close()
+
+
 def test_full_context_is_an_error(folder: Path) -> None:
     path = make("llama", folder / "llama.gguf")
     with Pipeline(path, (1,), ContextConfig(n_ctx=256)) as pipeline:
