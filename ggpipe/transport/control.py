@@ -33,7 +33,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 5
+VERSION = 6
 """Of the format. Raise it whenever a message changes."""
 
 
