@@ -26,6 +26,7 @@ from ggpipe.cli.settings import (
     Ranks,
     RecordSettings,
     SimulatedText,
+    SimulatedTraffic,
     SimulateSettings,
     Split,
 )
@@ -81,6 +82,11 @@ OPTIONS: tuple[Option, ...] = (
     _option(SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
     _option(SimulatedText, PROMPT, "confidence", "--confidence", metavar="KIND", help="Whether the draft's probabilities are calibrated, overconfident or underconfident."),
     _option(SimulatedText, PROMPT, "recording", "--recording", metavar="FILE", help="Use prompts, texts and candidates that `ggpipe record` wrote, instead of random ones."),
+    _option(SimulatedTraffic, PROMPT, "users", "--users", metavar="N", help="Simulate N users who ask at the same time, and again when they are answered."),
+    _option(SimulatedTraffic, PROMPT, "rate", "--rate", metavar="R", help="Simulate requests that arrive at random, R a second."),
+    _option(SimulatedTraffic, PROMPT, "requests", "--requests", metavar="N", help="Number of requests. Default: 2 for each user, or 32 at a rate. Without users or a rate they arrive together."),
+    _option(SimulatedTraffic, PROMPT, "arrivals", "--arrivals", metavar="FILE", help="Requests from a file, one a line: second of arrival, prompt tokens, tokens to generate, as CSV or JSON."),
+    _option(SimulatedTraffic, PROMPT, "concurrent", "--concurrent", metavar="N", help="Requests that are served at the same time; further ones wait. Default: one for each user, or 4."),
     _option(SimulatedText, PROMPT, "seed", "-s", "--seed", metavar="N", help="Seed of the random text."),
     _option(BenchSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. May be repeated. Default: the bundled prompts."),
     _option(BenchSettings, PROMPT, "rounds", "--rounds", metavar="N", help="Rounds; in each round every mode runs once for each prompt."),
@@ -150,9 +156,10 @@ OPTIONS: tuple[Option, ...] = (
     _option(Log, OUTPUT, "verbose", "-v", "--verbose", help="Show libllama's messages."),
     _option(RecordSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the recording, JSON."),
     _option(RecordSettings, OUTPUT, "candidates", "--candidates", metavar="N", help="Candidates of the draft to keep for each token."),
-    _option(SimulateSettings, OUTPUT, "sweep", "--sweep", metavar="NAME=VALUES", many=True, help="Simulate with each of these values: draft=2..8, pa=0.05..0.6, np=1,2,4, latency-us=20..200/20. May be repeated: all combinations. Names: draft, draft-min, pa, ps, pr, pd, np, acceptance, prompt-tokens, latency-us, gbit."),
+    _option(SimulateSettings, OUTPUT, "sweep", "--sweep", metavar="NAME=VALUES", many=True, help="Simulate with each of these values: draft=2..8, pa=0.05..0.6, np=1,2,4, latency-us=20..200/20. May be repeated: all combinations. Names: draft, draft-min, pa, ps, pr, pd, np, acceptance, prompt-tokens, latency-us, gbit, users, rate, concurrent."),
     _option(SimulateSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write the results, a line for each mode and combination of values."),
     _option(SimulateSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all results and settings."),
+    _option(SimulatedTraffic, OUTPUT, "requests_csv", "--requests-csv", metavar="FILE", help="Write a line for each of several requests and each mode."),
     _option(SimulateSettings, OUTPUT, "plot", "--plot", metavar="FILE", help="Draw the speeds of a sweep, or the timeline of one simulation. .png, .svg or .pdf."),
     _option(SimulateSettings, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
     _option(ProfileSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure, without the time to load."),
@@ -201,7 +208,7 @@ COMMANDS: tuple[Command, ...] = (
         Without --mode all three modes are simulated. Models come from the cluster file, or with -m and -md from the
         headers of GGUF files.
         """,
-        records=(Cluster, Models, SimulatedText, ContextConfig, PipelineConfig, Ranks, DraftConfig, SpeculationConfig,
+        records=(Cluster, Models, SimulatedText, SimulatedTraffic, ContextConfig, PipelineConfig, Ranks, DraftConfig, SpeculationConfig,
                  SimulateSettings),
         leave_out=frozenset({
             "threads_batch", "flash_attn", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",

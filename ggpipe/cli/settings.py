@@ -230,6 +230,28 @@ class SimulatedText:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulatedTraffic:
+    """The requests of a simulation, see `sim.arrivals.Traffic`. Without any of these there is one request."""
+
+    users: int | None = None
+    rate: float | None = None
+    requests: int | None = None
+    arrivals: Path | None = None
+    concurrent: int | None = None
+    requests_csv: Path | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """There are several requests."""
+        return any(value is not None for value in (self.users, self.rate, self.requests, self.arrivals))
+
+    def __post_init__(self) -> None:
+        for name in ("concurrent", "requests_csv"):
+            if getattr(self, name) is not None and not self.is_given:
+                raise SettingError(f"`{name}` is for several requests: name `users`, `rate`, `requests` or `arrivals`")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulateSettings:
     """The sweeps of `simulate`, and the files for its results."""
 

@@ -8,12 +8,14 @@ from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     Models,
     SimulatedText,
+    SimulatedTraffic,
 )
 from ggpipe.cluster import recording
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config import ContextConfig
 from ggpipe.errors import UsageError
+from ggpipe.sim.arrivals import Traffic, read_arrivals
 from ggpipe.sim.simulation_spec import SyntheticText
 
 _AGREEMENT = 0.7
@@ -46,3 +48,17 @@ def text_of(text: SimulatedText) -> SyntheticText | Recording:
     if text.acceptance is not None:
         raise UsageError("a recording has its own acceptance: leave out `recording` or `acceptance`")
     return recording.read(text.recording)
+
+
+def traffic_of(given: SimulatedTraffic, seed: int) -> Traffic | None:
+    """The requests that share the pipeline; None for one. Raises UsageError as `Traffic` and `read_arrivals`."""
+    if not given.is_given:
+        return None
+    return Traffic(
+        users=given.users,
+        rate=given.rate,
+        n_total=given.requests,
+        listed=read_arrivals(given.arrivals) if given.arrivals is not None else (),
+        n_requests=given.concurrent,
+        seed=seed,
+    )

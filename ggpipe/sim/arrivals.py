@@ -57,7 +57,7 @@ class Traffic:
         for name, value, most in (
             ("users", self.users, MAX_SEQUENCES),
             ("requests", self.n_total, MOST_REQUESTS),
-            ("n_requests", self.n_requests, MAX_SEQUENCES),
+            ("concurrent", self.n_requests, MAX_SEQUENCES),
         ):
             if value is not None and not 1 <= value <= most:
                 raise UsageError(f"`{name}` must be a number from 1 to {most}, got {value}")

@@ -17,8 +17,9 @@ from ggpipe.config import Mode, SpeculationConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.sim.simulator import Sizes, simulate
-from ggpipe.sim.text import Confidence, SyntheticTokens, Tokens, requests_of
+from ggpipe.sim.arrivals import Arrival, Traffic
+from ggpipe.sim.simulator import Asked, Served, Sizes, serve
+from ggpipe.sim.text import Confidence, SyntheticTokens, Tokens, recorded
 from ggpipe.sim.virtual_cluster import Placement, build
 
 _HEADROOM = 4096  # KV cells beyond the text, for draft tokens
@@ -31,11 +32,14 @@ _SPECULATION = {
     "pd": "p_decay",
     "np": "n_parallel",
 }
-WHOLE = ("draft", "draft-min", "np", "prompt-tokens")
+_TRAFFIC = {"users": "users", "rate": "rate", "concurrent": "n_requests"}
+TRAFFIC_NAMES = tuple(_TRAFFIC)
+"""Names that are of several requests."""
+WHOLE = ("draft", "draft-min", "np", "prompt-tokens", "users", "concurrent")
 """Names whose values are whole numbers."""
-NAMES = (*_SPECULATION, "acceptance", "prompt-tokens", "latency-us", "gbit")
+NAMES = (*_SPECULATION, "acceptance", "prompt-tokens", "latency-us", "gbit", "users", "rate", "concurrent")
 """What `SimulationSpec.changed` can change. latency-us and gbit are those of the links between nodes,
-acceptance is the agreement of a synthetic text."""
+acceptance is the agreement of a synthetic text; users, rate and concurrent are of the traffic."""
 SPECULATIVE_NAMES = (*_SPECULATION, "acceptance")
 """Names that make no difference without draft tokens."""
 
@@ -71,12 +75,17 @@ class SimulationSpec:
     """Tokens of text; -1: as many as were recorded."""
     sizes: Sizes
     """Sizes of context and batches. A context of 0 tokens is as large as it has to be."""
+    traffic: Traffic | None = None
+    """Requests that share the pipeline; None: one request, or one for each recorded prompt, each by itself."""
 
     def check(self) -> None:
         """Raises UsageError when the context cannot hold the text, or a node's memory its ranks."""
-        n_ctx, n_tokens = self.sizes.n_ctx, max(map(_n_tokens, self._requests()))
-        if 0 < n_ctx < n_tokens:
-            raise UsageError(f"a context of {n_ctx} tokens cannot hold {n_tokens}: raise `n_ctx`, or lower `n_predict`")
+        longest = max(_n_tokens(asked.tokens) for asked in self._asked())
+        n_ctx, n_tokens = self.sizes.n_ctx, longest
+        if self.traffic is not None:
+            n_tokens *= self.traffic.at_a_time
+        if 0 < n_ctx < longest:
+            raise UsageError(f"a context of {n_ctx} tokens cannot hold {longest}: raise `n_ctx`, or lower `n_predict`")
         needed_bytes = self._needed_bytes(n_ctx or n_tokens)
         for number, node in enumerate(self.cluster.nodes):
             if needed_bytes[number] > node.memory_bytes:
@@ -100,21 +109,48 @@ class SimulationSpec:
         n_draft = int(own.get("n_draft", self.speculation.n_draft))
         n_min = int(own.get("n_min", self.speculation.n_min))
         speculation = replace(self.speculation, **{**own, "n_min": min(n_min, n_draft)})  # type: ignore[arg-type]
-        return replace(self, speculation=speculation, tokens=self._tokens(values), cluster=self._cluster(values))
+        traffic = {_TRAFFIC[name]: _as_given(name, value) for name, value in values.items() if name in _TRAFFIC}
+        return replace(
+            self,
+            speculation=speculation,
+            tokens=self._tokens(values),
+            cluster=self._cluster(values),
+            traffic=replace(self.traffic or Traffic(), **traffic) if traffic else self.traffic,  # type: ignore[arg-type]
+        )
 
     def run(self, mode: Mode) -> list[RequestStats]:
-        """Simulate a request or, with a recording, one for each of its prompts. Raises UsageError as `check`."""
+        """As `serve`: the requests alone."""
+        return [stats for served in self.serve(mode) for stats in served.requests]
+
+    def serve(self, mode: Mode) -> list[Served]:
+        """Simulate the traffic. Without it: a request by itself or, with a recording, one for each of its prompts.
+
+        Raises UsageError as `check`.
+        """
         self.check()
         virtual = build(self.cluster, self.placement, self.target, self.draft)
-        speculation, requests = replace(self.speculation, mode=mode), self._requests()
-        n_ctx = self.sizes.n_ctx or max(map(_n_tokens, requests)) + _HEADROOM
-        sizes = replace(self.sizes, n_ctx=n_ctx)
-        return [simulate(virtual, tokens, speculation, len(tokens.text), sizes) for tokens in requests]
+        speculation, asked = replace(self.speculation, mode=mode), self._asked()
+        n_requests = self.traffic.at_a_time if self.traffic is not None else 1
+        n_ctx = self.sizes.n_ctx or n_requests * max(_n_tokens(one.tokens) for one in asked) + _HEADROOM
+        sizes = replace(self.sizes, n_ctx=n_ctx, n_requests=n_requests)
+        together = [asked] if self.traffic is not None else [[one] for one in asked]
+        return [serve(virtual, requests, speculation, sizes) for requests in together]
 
-    def _requests(self) -> Sequence[Tokens]:
+    def _asked(self) -> Sequence[Asked]:
+        if self.traffic is None:
+            alone = Arrival(at_s=0.0)
+            n_texts = len(self.tokens.takes) if isinstance(self.tokens, Recording) else 1
+            return [Asked(self._text(i, alone), alone) for i in range(n_texts)]
+        return [Asked(self._text(i, arrival), arrival) for i, arrival in enumerate(self.traffic.arrivals())]
+
+    def _text(self, i: int, arrival: Arrival) -> Tokens:
+        """The text of a request, counted from 0."""
+        n_predict = self.n_predict if arrival.n_predict is None else arrival.n_predict
         if isinstance(self.tokens, Recording):
-            return requests_of(self.tokens, None if self.n_predict < 0 else self.n_predict)
-        return (_synthetic(self.tokens, self.n_predict),)
+            takes = self.tokens.takes
+            return recorded(takes[i % len(takes)], None if n_predict < 0 else n_predict, arrival.n_prompt)
+        n_prompt = arrival.n_prompt or self.tokens.n_prompt
+        return _synthetic(replace(self.tokens, n_prompt=n_prompt, seed=self.tokens.seed + i), n_predict)
 
     def _tokens(self, values: Mapping[str, float]) -> SyntheticText | Recording:
         names = [name for name in ("acceptance", "prompt-tokens") if name in values]
@@ -149,7 +185,7 @@ class SimulationSpec:
         return replace(self.cluster, network=other(self.cluster.network), links=links)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(256)
 def _synthetic(tokens: SyntheticText, n_text: int) -> SyntheticTokens:
     return SyntheticTokens(tokens.agreement, tokens.n_prompt, n_text, tokens.seed, tokens.confidence)
 

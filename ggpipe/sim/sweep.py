@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from ggpipe.config import Mode
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.metrics.summary import Summary, summary_of
+from ggpipe.metrics.traffic import TrafficSummary, traffic_summary
 from ggpipe.sim.simulation_spec import NAMES, SPECULATIVE_NAMES, WHOLE, SimulationSpec
 
 _MOST_RUNS = 2000
@@ -33,9 +34,16 @@ class ModeResult:
 
     summary: Summary
     gain: float | None
-    """Decode speed relative to iterative."""
+    """Speed relative to iterative: decode speed, or with traffic that of all requests together."""
+    traffic: TrafficSummary | None = None
+    """Figures of all requests together; None where each request had the pipeline to itself."""
     requests: tuple[RequestStats, ...] = ()
     """The simulated requests; empty in a sweep, where they would fill the memory."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode speed, or with traffic that of all requests together."""
+        return self.summary.tokens_per_s if self.traffic is None else self.traffic.total_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +88,34 @@ def sweep(
     specs = [spec.changed(values) for values in combinations]
     for own in specs:
         own.check()
-    known: dict[tuple[object, ...], tuple[Summary, tuple[RequestStats, ...]]] = {}
+    known: dict[tuple[object, ...], ModeResult] = {}
     found: list[Combination] = []
     n_done, total = 0, len(combinations) * len(everything)
     for values, own in zip(combinations, specs, strict=True):
-        results: dict[Mode, tuple[Summary, tuple[RequestStats, ...]]] = {}
+        results: dict[Mode, ModeResult] = {}
         for mode in everything:
             matters = [v for v in values.items() if mode != "iterative" or v[0] not in SPECULATIVE_NAMES]
             key = (mode, *matters)
             if key not in known:
-                requests = tuple(own.run(mode))
-                known[key] = summary_of(requests), () if axes else requests
+                result = _result(own, mode)
+                known[key] = replace(result, requests=()) if axes else result
             results[mode] = known[key]
             n_done += 1
             on_run(n_done, total)
-        base = results["iterative"][0].tokens_per_s
-        by_mode = {mode: _result(*results[mode], base) for mode in modes}
-        found.append(Combination(values, by_mode))
+        base = results["iterative"].tokens_per_s
+        found.append(Combination(values, {mode: _compared(results[mode], base) for mode in modes}))
     return found
 
 
-def _result(summary: Summary, requests: tuple[RequestStats, ...], base: float | None) -> ModeResult:
-    gain = summary.tokens_per_s / base if summary.tokens_per_s and base else None
-    return ModeResult(summary, gain, requests)
+def _result(spec: SimulationSpec, mode: Mode) -> ModeResult:
+    served = spec.serve(mode)
+    requests = tuple(stats for one in served for stats in one.requests)
+    traffic = traffic_summary(requests, served[0].ranks) if spec.traffic is not None else None
+    return ModeResult(summary_of(requests), None, traffic, requests)
+
+
+def _compared(result: ModeResult, base: float | None) -> ModeResult:
+    return replace(result, gain=result.tokens_per_s / base if result.tokens_per_s and base else None)
 
 
 def _check_axes(axes: Sequence[Axis], modes: Sequence[Mode], n_modes: int) -> None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from ggpipe.cluster.recording import Recording
+from ggpipe.cluster.recording import Recording, Take
 from ggpipe.core.draft_messages import Candidates
 from ggpipe.errors import UsageError
 
@@ -177,6 +177,15 @@ def _sharpened(probs: Sequence[float], sharpness: float) -> list[float]:
     return [power / total for power in powers]
 
 
+def recorded(take: Take, n_text: int | None = None, n_prompt: int | None = None) -> RecordedTokens:
+    """A recorded prompt as a request with `n_text` tokens; None: as many as were recorded. `n_prompt`: tokens of the
+    prompt, which repeats where more than it has are wanted."""
+    prompt = take.prompt
+    if n_prompt is not None:
+        prompt = (prompt * -(-n_prompt // len(prompt)))[:n_prompt]
+    return RecordedTokens(prompt, take.text, take.candidates, take.after_rejection, n_text)
+
+
 def requests_of(recording: Recording, n_text: int | None = None) -> tuple[RecordedTokens, ...]:
     """The requests of a recording, one for each prompt, with `n_text` tokens; None: as many as were recorded."""
-    return tuple(RecordedTokens(t.prompt, t.text, t.candidates, t.after_rejection, n_text) for t in recording.takes)
+    return tuple(recorded(take, n_text) for take in recording.takes)

@@ -80,6 +80,43 @@ def test_modes_side_by_side(simulate) -> None:  # type: ignore[no-untyped-def]
     assert not any(line.endswith(" ") for line in out.splitlines())
 
 
+def test_users(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    files = [tmp_path / name for name in ("all.csv", "all.json", "each.csv")]
+    out = simulate(
+        "nodes4-gigabit", *SHORT, "--users", 3, "--csv", files[0], "--json", files[1], "--requests-csv", files[2]
+    )
+    assert out.splitlines()[3] == "3 users, 6 requests, 3 at a time"
+    rows = rows_of(out)
+    assert list(rows) == [
+        "total t/s", "x iterative", "t/s each", "requests/s", "TTFT p50", "TTFT p90", "TTFT p99", "ITL p50", "ITL p90",
+        "ITL p99", "queued p50", "queued p90", "queued p99", "accepted", "occupied", "wasted", "draft occupied",
+        "sent/token",
+    ]  # fmt: skip
+    lines = list(csv.DictReader(files[0].open()))
+    assert [line["mode"] for line in lines] == MODES
+    assert float(lines[0]["total_tokens_per_s"]) == pytest.approx(float(rows["total t/s"][0]), rel=0.01)
+    assert float(lines[0]["ttft_p50_s"]) <= float(lines[0]["ttft_p90_s"]) <= float(lines[0]["ttft_p99_s"])
+    each = list(csv.DictReader(files[2].open()))
+    assert [(line["mode"], line["request"]) for line in each] == [(mode, f"{i}") for mode in MODES for i in range(1, 7)]
+    assert {line["n_generated_tokens"] for line in each} == {"12"}
+    content = json.loads(files[1].read_text())
+    assert content["traffic"]["users"] == 3
+    requests = content["results"][0]["requests"]
+    assert [request["request"] for request in requests] == [1, 2, 3, 4, 5, 6]
+    assert all(request["queue_s"] <= request["ttft_s"] for request in requests)
+
+
+def test_requests_at_a_rate_and_from_a_file(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    once = ("nodes4-gigabit", *SHORT, "--mode", "iterative")
+    assert "0.5 requests a second, 5 requests, 4 at a time" in simulate(*once, "--rate", 0.5, "--requests", 5)
+    assert "\n5 requests, 2 at a time" in simulate(*once, "--requests", 5, "--concurrent", 2)
+    path = tmp_path / "arrivals.csv"
+    path.write_text("0,8,12\n1.5,20,4\n")
+    assert "\n2 requests, 2 at a time" in simulate(*once, "--arrivals", path)
+    out = simulate(*once, "--sweep", "users=1,2")
+    assert "total t/s" in out
+
+
 def test_one_mode(simulate) -> None:  # type: ignore[no-untyped-def]
     rows = rows_of(simulate("nodes4-gigabit", *SHORT, "--mode", "async"))
     assert len(rows["t/s"]) == 1
@@ -230,6 +267,15 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
         (("office", "--csv", "/nowhere/x.csv"), "there is no directory /nowhere"),
         (("office", "--sweep", "np=1", "--sweep", "pa=0", "--sweep", "ps=0", "--plot", "/tmp/x.svg"),
          "--plot draws sweeps of one or two names, not of 3"),
+        (("office", "--users", "0"), "--users must be a number from 1 to 256, got 0"),
+        (("office", "--users", "2", "--rate", "1"), "--users and --rate both say when requests arrive"),
+        (("office", "--concurrent", "2"), "--concurrent is for several requests: name --users, --rate"),
+        (("office", "--arrivals", "none"), "cannot read the arrivals none"),
+        (("office", "--users", "2", "--trace", "x.json"), "--trace is of one request"),
+        (("office", "--users", "2", "--plot", "x.svg"), "--plot draws one request or a sweep"),
+        (("office", "--users", "2", "--sweep", "rate=1,2"), "--users and --rate both say"),
+        (("office", "--sweep", "users=1,2", "--requests-csv", "x"), "--requests-csv is for several requests"),
+        (("office", "--users", "2", "--sweep", "np=1,2", "--requests-csv", "x"), "--requests-csv is of one simulation"),
     ],
 )  # fmt: skip
 def test_mistakes(refuse, arguments: tuple[object, ...], words: str) -> None:  # type: ignore[no-untyped-def]

@@ -14,9 +14,9 @@ from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config import Mode, SpeculationConfig
 from ggpipe.errors import UsageError
-from ggpipe.metrics.stats import RequestStats
+from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulation_spec import NAMES, SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Sizes
+from ggpipe.sim.simulator import Served, Sizes
 from ggpipe.sim.sweep import Axis, parse_axis, sweep
 from ggpipe.sim.virtual_cluster import placement_of
 
@@ -186,13 +186,13 @@ def test_recorded_requests() -> None:
 
 def test_all_combinations_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
-    run = SimulationSpec.run
+    serve = SimulationSpec.serve
 
-    def counted(own: SimulationSpec, mode: Mode) -> list[RequestStats]:
+    def counted(own: SimulationSpec, mode: Mode) -> list[Served]:
         modes.append(mode)
-        return run(own, mode)
+        return serve(own, mode)
 
-    monkeypatch.setattr(SimulationSpec, "run", counted)
+    monkeypatch.setattr(SimulationSpec, "serve", counted)
     seen: list[tuple[int, int]] = []
     axes = [Axis("draft", (2, 4)), Axis("gbit", (0.5, 1, 10))]
     found = sweep(setup(), axes, ("iterative", "async"), lambda done, total: seen.append((done, total)))
@@ -221,3 +221,42 @@ def test_modes_without_a_sweep() -> None:
 
 def fail(done: int, total: int) -> None:
     pytest.fail("something was simulated")
+
+
+def test_more_users_and_higher_rates() -> None:
+    found = sweep(setup(), [Axis("users", (1, 3))], ("iterative",))
+    one, three = (each.by_mode["iterative"] for each in found)
+    assert one.traffic is not None
+    assert three.traffic is not None
+    assert (three.tokens_per_s or 0.0) > 1.2 * (one.tokens_per_s or 0.0)
+    assert three.tokens_per_s == three.traffic.total_tokens_per_s
+    traffic = Traffic(n_total=6)
+    found = sweep(replace(setup(), traffic=traffic), [Axis("rate", (0.001, 100.0))], ("iterative",))
+    seldom, often = (each.by_mode["iterative"].traffic for each in found)
+    assert seldom is not None
+    assert often is not None
+    assert (seldom.queue_p99_s or 0.0) < (often.queue_p99_s or 0.0)
+    with pytest.raises(UsageError, match="`users` must be a number from 1 to 256, got 0"):
+        sweep(setup(), [Axis("users", (0,))], ("iterative",))
+
+
+def test_memory_for_all_requests_at_a_time() -> None:
+    """The context is as large as all requests together need, unless it is given."""
+    alone = setup()
+    many = replace(alone, traffic=Traffic(users=200))
+    assert sum(many._needed_bytes(200 * 1000).values()) > sum(alone._needed_bytes(1000).values())
+    many.check()
+    with pytest.raises(UsageError, match="a context of 10 tokens cannot hold"):
+        replace(many, sizes=replace(many.sizes, n_ctx=10)).check()
+
+
+def test_sizes_of_requests_from_a_file() -> None:
+    listed = (Arrival(at_s=0.0, n_prompt=3, n_predict=5), Arrival(at_s=0.0))
+    own = replace(setup(), traffic=Traffic(listed=listed))
+    (served,) = own.serve("async")
+    usual = setup().run("async")[0]
+    sizes = [(stats.n_prompt, stats.n_generated) for stats in served.requests]
+    assert sizes == [(3, 5), (usual.n_prompt, usual.n_generated)]
+    recorded = replace(own, tokens=read(BUNDLED))
+    (served,) = recorded.serve("async")
+    assert (served.requests[0].n_prompt, served.requests[0].n_generated) == (3, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 from ggpipe.cli.engine_config import (
@@ -18,9 +19,10 @@ from ggpipe.cli.settings import (
     Cluster,
     Ranks,
     SimulatedText,
+    SimulatedTraffic,
     SimulateSettings,
 )
-from ggpipe.cli.simulated import shapes_of, text_of
+from ggpipe.cli.simulated import shapes_of, text_of, traffic_of
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config import ContextConfig, Mode, PipelineConfig
@@ -28,9 +30,15 @@ from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable
 from ggpipe.display.progress import SimulationProgress
-from ggpipe.display.tables.simulation import plot_simulation, print_simulation, write_csv, write_json
+from ggpipe.display.tables.simulation import (
+    plot_simulation,
+    print_simulation,
+    write_csv,
+    write_json,
+    write_requests_csv,
+)
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.sim.simulation_spec import SimulationSpec
+from ggpipe.sim.simulation_spec import TRAFFIC_NAMES, SimulationSpec
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.sweep import Combination, parse_axis, sweep
 from ggpipe.sim.virtual_cluster import Placement, placement_of, threads_of, with_split
@@ -42,24 +50,34 @@ def run(options: Options) -> int:
     """Simulate, print and write; the exit code."""
     settings = options[SimulateSettings]
     axes = [parse_axis(text) for text in settings.sweep]
-    _check_files(settings, len(axes))
-    spec = _spec(options)
+    traffic = traffic_of(options[SimulatedTraffic], options[SimulatedText].seed)
+    is_shared = traffic is not None or any(axis.name in TRAFFIC_NAMES for axis in axes)
+    _check_files(settings, options[SimulatedTraffic].requests_csv, len(axes), is_shared)
+    spec = replace(_spec(options), traffic=traffic)
     modes = _modes(spec, options)
     with SimulationProgress() as progress:
         found = sweep(spec, axes, modes, progress)
     print_simulation(spec, found, modes)
     _write(settings, spec, found, modes)
+    if (path := options[SimulatedTraffic].requests_csv) is not None:
+        write_requests_csv(path, found[0])
     return 0
 
 
-def _check_files(settings: SimulateSettings, n_axes: int) -> None:
-    for path in (settings.csv, settings.json, settings.plot, settings.trace):
+def _check_files(settings: SimulateSettings, requests_csv: Path | None, n_axes: int, is_shared: bool) -> None:
+    for path in (settings.csv, settings.json, settings.plot, settings.trace, requests_csv):
         if path is not None:
             check_writable(path)
     if settings.plot is not None:
         check_plottable(settings.plot)
         if n_axes > 2:
             raise UsageError(f"`plot` draws sweeps of one or two names, not of {n_axes}: write a `csv` instead")
+        if is_shared and not n_axes:
+            raise UsageError("`plot` draws one request or a sweep: leave it out, or add `sweep` users=1..8")
+    if settings.trace is not None and is_shared:
+        raise UsageError("`trace` is of one request: leave it out, or simulate one request")
+    if requests_csv is not None and n_axes:
+        raise UsageError("`requests_csv` is of one simulation: leave out `sweep`")
     if settings.trace is not None and n_axes:
         raise UsageError("`trace` is of one simulation: leave out `sweep`")
 

@@ -22,6 +22,9 @@ from ggpipe.display.format import counted, harmless, human_bytes, human_seconds,
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.display.tables.summary import request_object
+from ggpipe.metrics.stats import RequestStats, percentile
+from ggpipe.metrics.traffic import TrafficSummary
+from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec
 from ggpipe.sim.sweep import Combination, ModeResult
 
@@ -54,6 +57,23 @@ def write_csv(path: Path, found: Sequence[Combination]) -> None:
     write_text(path, text.getvalue())
 
 
+def write_requests_csv(path: Path, only: Combination) -> None:
+    """Write a row for each mode and request. Raises UsageError when the file cannot be written."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = ("arrived_s", "queue_s", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p99_s", "tokens_per_s", "ended_s")
+    writer.writerow(["mode", "request", "n_prompt_tokens", "n_generated_tokens", *names])
+    for mode, own in only.by_mode.items():
+        for number, stats in enumerate(own.requests, 1):
+            itl_s = stats.itl_s
+            values = (
+                stats.arrived, stats.queue_s, stats.ttft_s, sum(itl_s) / len(itl_s) if itl_s else None,
+                percentile(itl_s, 0.5), percentile(itl_s, 0.99), stats.decode_tps, stats.ended,
+            )  # fmt: skip
+            writer.writerow([mode, number, stats.n_prompt, stats.n_generated, *map(_exact, values)])
+    write_text(path, text.getvalue())
+
+
 def write_json(path: Path, spec: SimulationSpec, found: Sequence[Combination]) -> None:
     """Write what was simulated, the numbers of each combination and mode and, without a sweep, each request's.
 
@@ -64,9 +84,18 @@ def write_json(path: Path, spec: SimulationSpec, found: Sequence[Combination]) -
         for mode, own in each.by_mode.items():
             result = {"values": dict(each.values), "mode": mode, **_numbers(own)}
             if own.requests:
-                result["requests"] = [request_object(request, request.ranks) for request in own.requests]
+                shared = own.traffic is not None
+                result["requests"] = [
+                    _request(request, i if shared else None) for i, request in enumerate(own.requests, 1)
+                ]
             results.append(result)
     write_text(path, json.dumps({**_facts(spec), "results": results}, indent=1) + "\n")
+
+
+def _request(stats: RequestStats, number: int | None) -> dict[str, Any]:
+    """`number`: of several requests that share the pipeline, from 1 on."""
+    extra = None if number is None else {"request": number, "arrived_s": stats.arrived, "queue_s": stats.queue_s}
+    return request_object(stats, stats.ranks, extra)
 
 
 def plot_simulation(path: Path, spec: SimulationSpec, found: Sequence[Combination], modes: Sequence[Mode]) -> None:
@@ -115,7 +144,23 @@ def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
         request.append(f"text of {n_predict}")
         if "acceptance" not in swept:
             request.append(f"agreement {percent(tokens.agreement)}, {tokens.confidence}")
-    return [spec.cluster.title, models, ", ".join(request)]
+    lines = [spec.cluster.title, models, ", ".join(request)]
+    if spec.traffic is not None:
+        lines.append(_traffic(spec.traffic, swept))
+    return lines
+
+
+def _traffic(traffic: Traffic, swept: Collection[str]) -> str:
+    words = []
+    if traffic.users is not None and "users" not in swept:
+        words.append(counted(traffic.users, "user"))
+    if traffic.rate is not None and "rate" not in swept:
+        words.append(f"{traffic.rate:g} requests a second")
+    if not set(swept).intersection(("users", "rate")):
+        words.append(counted(len(traffic.arrivals()), "request"))
+        if "concurrent" not in swept:
+            words.append(f"{traffic.at_a_time} at a time")
+    return ", ".join(words) or "several requests"
 
 
 def _model(shape: ModelShape) -> str:
@@ -132,6 +177,7 @@ def _facts(spec: SimulationSpec) -> dict[str, object]:
         "layers": spec.placement.layout.layers if spec.placement.layout else None,
         "speculation": asdict(spec.speculation),
         "tokens": {"agreement": tokens.agreement} if isinstance(tokens, Recording) else asdict(tokens),
+        **({"traffic": asdict(spec.traffic)} if spec.traffic is not None else {}),
     }
 
 
@@ -140,7 +186,9 @@ def _print_modes(heading: Sequence[str], only: Combination) -> None:
     table.add_column("", style="dim", no_wrap=True)
     for mode in only.by_mode:
         table.add_column(mode, justify="right", no_wrap=True)
-    rows = {name: [cell(own) for own in only.by_mode.values()] for name, cell in _ROWS.items()}
+    is_shared = any(own.traffic is not None for own in only.by_mode.values())
+    own_rows = _TRAFFIC_ROWS if is_shared else _ROWS
+    rows = {name: [cell(own) for own in only.by_mode.values()] for name, cell in own_rows.items()}
     for name, cells in rows.items():
         if set(cells) != {"-"}:
             table.add_row(name, *cells)
@@ -149,14 +197,19 @@ def _print_modes(heading: Sequence[str], only: Combination) -> None:
 
 def _print_sweep(heading: Sequence[str], found: Sequence[Combination], modes: Sequence[Mode]) -> None:
     main = modes[-1]
+    needs = {"x iterative": 0, "TTFT": 3, "ITL p99": 5, "accepted": 2, "per run": 6, "occupied": 4, "wasted": 4}
+    rows, speed = _ROWS, "t/s"
+    if found[0].by_mode[main].traffic is not None:
+        needs = {"x iterative": 1, "t/s each": 0, "TTFT p50": 3, "TTFT p99": 2, "ITL p50": 4, "ITL p99": 2,
+                 "queued p50": 6, "queued p99": 5, "accepted": 7, "occupied": 1, "wasted": 7}  # fmt: skip
+        rows, speed = _TRAFFIC_ROWS, "total t/s"
     best = max(found, key=lambda each: _speed(each, main) or 0.0)
     columns = [Column(name, [_short(each.values[name]) for each in found], 0) for name in found[0].values]
     for mode in modes:
         speeds = [_rate(_speed(each, mode)) for each in found]
-        columns.append(Column(f"{mode} t/s" if len(modes) > 1 else "t/s", speeds, 0 if mode == main else 1))
-    needs = {"x iterative": 0, "TTFT": 3, "ITL p99": 5, "accepted": 2, "per run": 6, "occupied": 4, "wasted": 4}
+        columns.append(Column(f"{mode} {speed}" if len(modes) > 1 else speed, speeds, 0 if mode == main else 1))
     for name, need in needs.items():
-        cells = [_ROWS[name](each.by_mode[main]) for each in found]
+        cells = [rows[name](each.by_mode[main]) for each in found]
         if set(cells) != {"-"}:
             columns.append(Column(name, cells, need))
     columns.append(Column("", [_BEST if each is best else "" for each in found], 0, "left"))
@@ -167,11 +220,11 @@ def _print_sweep(heading: Sequence[str], found: Sequence[Combination], modes: Se
 
 
 def _speed(each: Combination, mode: Mode) -> float | None:
-    return each.by_mode[mode].summary.tokens_per_s
+    return each.by_mode[mode].tokens_per_s
 
 
 def _numbers(result: ModeResult) -> dict[str, Any]:
-    return {**asdict(result.summary), "gain": result.gain}
+    return {**asdict(result.summary), **(asdict(result.traffic) if result.traffic else {}), "gain": result.gain}
 
 
 def _rate(per_s: float | None) -> str:
@@ -203,6 +256,32 @@ _ROWS: dict[str, Callable[[ModeResult], str]] = {
     "wasted": lambda own: _percent(own.summary.wasted),
     "draft occupied": lambda own: _percent(own.summary.draft_occupancy),
     "sent/token": lambda own: _bytes(own.summary.sent_bytes_per_token),
+}
+
+
+def _of_traffic(cell: Callable[[TrafficSummary], str]) -> Callable[[ModeResult], str]:
+    return lambda own: "-" if own.traffic is None else cell(own.traffic)
+
+
+_TRAFFIC_ROWS: dict[str, Callable[[ModeResult], str]] = {
+    "total t/s": lambda own: _rate(own.tokens_per_s),
+    "x iterative": lambda own: _two_digits(own.gain),
+    "t/s each": lambda own: _rate(own.summary.tokens_per_s),
+    "requests/s": _of_traffic(lambda own: _rate(own.requests_per_s)),
+    "TTFT p50": _of_traffic(lambda own: human_seconds(own.ttft_p50_s)),
+    "TTFT p90": _of_traffic(lambda own: human_seconds(own.ttft_p90_s)),
+    "TTFT p99": _of_traffic(lambda own: human_seconds(own.ttft_p99_s)),
+    "ITL p50": _of_traffic(lambda own: human_seconds(own.itl_p50_s)),
+    "ITL p90": _of_traffic(lambda own: human_seconds(own.itl_p90_s)),
+    "ITL p99": _of_traffic(lambda own: human_seconds(own.itl_p99_s)),
+    "queued p50": _of_traffic(lambda own: human_seconds(own.queue_p50_s)),
+    "queued p90": _of_traffic(lambda own: human_seconds(own.queue_p90_s)),
+    "queued p99": _of_traffic(lambda own: human_seconds(own.queue_p99_s)),
+    "accepted": _ROWS["accepted"],
+    "occupied": _of_traffic(lambda own: _percent(own.occupancy)),
+    "wasted": _ROWS["wasted"],
+    "draft occupied": _of_traffic(lambda own: _percent(own.draft_occupancy)),
+    "sent/token": _ROWS["sent/token"],
 }
 
 
