@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ggpipe.config import PipelineConfig as PipelineConfig
     from ggpipe.config import SamplingConfig as SamplingConfig
     from ggpipe.config import SpeculationConfig as SpeculationConfig
+    from ggpipe.core.request import Token as Token
     from ggpipe.errors import GgpipeError as GgpipeError
     from ggpipe.errors import LaunchError as LaunchError
     from ggpipe.errors import ModelError as ModelError
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ggpipe.errors import SettingError as SettingError
     from ggpipe.errors import UsageError as UsageError
     from ggpipe.runtime.engine import Engine as Engine
-    from ggpipe.runtime.engine import Token as Token
     from ggpipe.runtime.head import Head as Head
     from ggpipe.runtime.process import run_rank as run_rank
     from ggpipe.runtime.session import Session as Session
@@ -38,10 +38,11 @@ _HOMES = {
         "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "SamplingConfig",
         "SpeculationConfig",
     ),
+    "ggpipe.core.request": ("Token",),
     "ggpipe.errors": (
         "GgpipeError", "LaunchError", "ModelError", "QueueFull", "RankError", "RunError", "SettingError", "UsageError",
     ),
-    "ggpipe.runtime.engine": ("Engine", "Token"),
+    "ggpipe.runtime.engine": ("Engine",),
     "ggpipe.runtime.head": ("Head",),
     "ggpipe.runtime.process": ("run_rank",),
     "ggpipe.runtime.session": ("Session",),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib
 import socket
-import sys
 from collections.abc import Sequence
 
 import typer
 
 from ggpipe.cli import INTERRUPTED
-from ggpipe.cli.messages import flush_stdout, report
+from ggpipe.cli.messages import flush_stdout, reach_front_end, report, show
 from ggpipe.cli.options import COMMANDS, OPTIONS
 from ggpipe.cli.parsing import Command, Options, make_app
 from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
-from ggpipe.launch.environment import all_lack_mpi, end_job, leave_status, rank_in_environment
+from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -30,12 +29,16 @@ def run(arguments: Sequence[str]) -> int:
             return leave_status(UsageError.exit_code)
         error = UsageError(e.format_message().replace("\n", " "))
     except MpiError as e:
-        report(e)
-        if all_lack_mpi():
-            return leave_status(e.exit_code)
-        if (rank := rank_in_environment()) != 0:
-            print(f"ggpipe: error: rank {rank} ({socket.gethostname()}): {e}", file=sys.stderr)
-        return end_job(e.exit_code)
+        rank, error = rank_in_environment(), e
+        if rank is not None:
+            if rank > 0:
+                error = MpiError(f"rank {rank} ({socket.gethostname()}): {e}")
+            if reach_front_end(error):
+                return 0
+            show(f"error: {error}")
+            if rank > 0:
+                wait_for_first_rank()
+            return end_job(e.exit_code)
     except GgpipeError as e:
         error = e
     except OSError as e:

@@ -2,30 +2,164 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ggpipe.cli.messages import report
+from ggpipe.cli.messages import report, show
+from ggpipe.cluster.profile import Profile
 from ggpipe.config import EngineConfig
-from ggpipe.display.live.terminal import launcher_environment, restore_terminal
-from ggpipe.errors import UsageError
-from ggpipe.launch import environment, mpirun
+from ggpipe.errors import GgpipeError, LaunchError, RankError, Terminated, UsageError
+from ggpipe.launch import environment
 from ggpipe.launch.hostfile import hosts_of
+from ggpipe.launch.mpirun import RankProcesses
+from ggpipe.runtime.channel.client import StartedRanks
+from ggpipe.runtime.channel.link import Link, Listener
+from ggpipe.runtime.channel.messages import FromHead, Profiled
+from ggpipe.runtime.channel.remote import RemoteRanks
+from ggpipe.runtime.signals import Signals
 
 if TYPE_CHECKING:
     from ggpipe.runtime.head import Head
+    from ggpipe.runtime.process import Attend, Say
+    from ggpipe.transport.base import Transport
+
+_TICK_S = 0.1
+_LAST_LOOKS = 5  # for a rank that has reported and ended
+_LEAVE_S = 1.0  # where a rank is lost
+
+FrontEnd = Callable[[StartedRanks], int]
+"""What a command does with its ranks; returns the exit code."""
 
 
-def start_ranks(config: EngineConfig, hostfile: Path | None) -> int | None:
-    """Start this command line as the ranks that the config names, and wait; the exit code.
+def run_command(
+    config: EngineConfig,
+    hostfile: Path | None,
+    verbose: bool,
+    front_end: FrontEnd,
+    prepare: Callable[[], object] = lambda: None,
+) -> int:
+    """Run a command on the ranks that the config names, and return the exit code.
 
-    None when there is nothing to start: this process is a rank already, or one rank is all there is. Raises UsageError
-    for a hostfile without shares, LaunchError when there is no mpirun or no such hostfile.
+    They are started where nobody did. `front_end` runs in this process, if this is the one that the user has started,
+    or the first rank under the user's own mpirun. `prepare` is called before ranks are started, for mistakes that only
+    the front end can find. Raises UsageError for a hostfile without shares, LaunchError when there is no mpirun or no
+    such hostfile.
     """
-    if environment.is_rank():
-        return None
+    if not environment.is_rank():
+        prepare()
+        n_ranks = _ranks_to_start(config, hostfile)
+        if n_ranks is not None:
+            with start_ranks(n_ranks, hostfile, config.pipeline.rank_timeout_s) as ranks:
+                return front_end(ranks)
+    return _run_this_rank(config, front_end, verbose)
+
+
+def run_profile(
+    config: EngineConfig,
+    n_ranks: int,
+    hostfile: Path | None,
+    verbose: bool,
+    measure: Callable[[Transport, Attend, Say], Profile | None],
+) -> Profile | None:
+    """Have `n_ranks` ranks measure themselves; where they were started already, be one of them.
+
+    Returns the profile in the process that is the front end, else None. When it returns there, no rank is left.
+    """
+    if not environment.is_rank() and (n_ranks > 1 or hostfile is not None):
+        with start_ranks(n_ranks, hostfile, config.pipeline.rank_timeout_s) as ranks:
+            return ranks.profile()
+    from ggpipe.llama import libllama  # the process that starts the ranks does not need it
+    from ggpipe.runtime.process import run_alike
+
+    def result(profile: Profile | None) -> Profiled:
+        assert profile is not None  # this is the head
+        return Profiled(profile)
+
+    libllama.set_log_level(2 if verbose else 5)
+    profile = run_alike(config, measure, report, show, result)
+    return profile if environment.has_user() else None
+
+
+@contextlib.contextmanager
+def start_ranks(n_ranks: int, hostfile: Path | None, rank_timeout_s: float) -> Iterator[RemoteRanks]:
+    """This command line as ranks. They leave when the context is left, and errors are reported before.
+
+    Only for a process that is no rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start
+    for.
+    """
+    signals = Signals(0)
+    signals.connected(None)
+    try:
+        first_host = hosts_of(hostfile)[0] if hostfile is not None else None
+        with Listener(first_host, show) as listener:
+            processes = RankProcesses(sys.argv[1:], n_ranks, hostfile, listener.environment)
+            with _ended(processes, signals):
+                with _at_once(processes):  # the ranks wait for each other
+                    link = _accepted(listener, processes, signals)
+                    ranks = RemoteRanks(link, show, processes.cause, lambda: listener.accept(0), rank_timeout_s)
+                with contextlib.closing(ranks):
+                    signals.follow(ranks.stop, ranks.fail)
+                    yield ranks
+    finally:
+        signals.leave()
+        signals.restore()
+
+
+@contextlib.contextmanager
+def _at_once(processes: RankProcesses) -> Iterator[None]:
+    """An error that leaves it ends all ranks."""
+    try:
+        yield
+    except BaseException as e:
+        if isinstance(e, GgpipeError):
+            report(e)
+        processes.end()
+        raise
+
+
+@contextlib.contextmanager
+def _ended(processes: RankProcesses, signals: Signals) -> Iterator[None]:
+    """Errors that leave it are reported at once; then it waits until no rank is left."""
+    wait_limit_s: float | None = None
+    try:
+        yield
+    except GgpipeError as e:
+        processes.mute()
+        report(e)
+        if isinstance(e, RankError | Terminated):
+            wait_limit_s = _LEAVE_S
+        raise
+    except BaseException:  # a second Ctrl-C, or a bug
+        signals.leave()
+        wait_limit_s = 0.0
+        raise
+    finally:
+        try:
+            processes.wait(wait_limit_s)
+        finally:
+            signals.leave()  # a third Ctrl-C changes nothing
+            processes.end()
+
+
+def _accepted(listener: Listener, processes: RankProcesses, signals: Signals) -> Link[FromHead]:
+    """The link to the first rank. Raises LaunchError when mpirun ends without it."""
+    while (code := processes.exit_code()) is None:
+        if (link := listener.accept(_TICK_S)) is not None:
+            return link
+        signals.attend("stopped while loading")
+    for _ in range(_LAST_LOOKS):
+        if (link := listener.accept(_TICK_S)) is not None:
+            return link
+    with contextlib.suppress(OSError):
+        sys.stderr.write(processes.report())
+    raise LaunchError(f"mpirun ended with exit code {code} before the first rank was connected")
+
+
+def _ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
+    """None: this process can be the only rank."""
     shares = config.pipeline.shares
     n_ranks = len(shares or ()) + config.n_draft_ranks
     if config.pipeline.auto:
@@ -34,31 +168,24 @@ def start_ranks(config: EngineConfig, hostfile: Path | None) -> int | None:
         return None
     if shares is None and not config.pipeline.auto:
         raise UsageError("`hostfile` needs `shares`: the number of ranks to start and the share of each")
-    return start_n_ranks(n_ranks, hostfile)
+    return n_ranks
 
 
-def start_n_ranks(n_ranks: int, hostfile: Path | None) -> int:
-    """Start this command line as `n_ranks` ranks, wait, and leave the terminal as it was; the exit code.
-
-    Only for a process that is no rank itself (`environment.is_rank`). Raises LaunchError.
-    """
-    code = mpirun.launch(sys.argv[1:], n_ranks, hostfile, launcher_environment())
-    if code != 0:
-        restore_terminal()
-    return code
-
-
-def run_this_rank(config: EngineConfig, head: Callable[[Head], int], verbose: bool) -> int:
-    """Be one of the ranks: the first one runs `head`, with nothing loaded yet; returns the exit code."""
-    from ggpipe.llama import libllama
+def _run_this_rank(config: EngineConfig, front_end: FrontEnd, verbose: bool) -> int:
+    """Be one of the ranks."""
+    from ggpipe.llama import libllama  # the process that starts the ranks does not need it
     from ggpipe.runtime.process import run_rank
+    from ggpipe.runtime.session import LocalRanks
+
+    def head(ranks: Head) -> int:
+        return front_end(LocalRanks(ranks))
 
     libllama.set_log_level(2 if verbose else 5)
     if not config.pipeline.auto:
-        return run_rank(config, head, report=report)
+        return run_rank(config, head, None, report, show)
     from ggpipe.planning.auto import settle
 
-    return run_rank(config, head, settle, report)
+    return run_rank(config, head, settle, report, show)
 
 
 def _ranks_here(config: EngineConfig) -> int:

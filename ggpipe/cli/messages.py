@@ -10,7 +10,7 @@ import sys
 from ggpipe.cli.options import OPTIONS
 from ggpipe.display.live.terminal import open_launcher_stderr
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
-from ggpipe.launch.environment import rank_in_environment
+from ggpipe.launch.environment import is_served, rank_in_environment
 
 SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
 """How the command line calls a setting, by the name that messages have for it."""
@@ -38,14 +38,26 @@ def print_past_mpirun(error: GgpipeError) -> None:
 
 
 def report(error: GgpipeError) -> None:
-    """Print an error as one line, once; on the first rank only, unless that one is silent."""
+    """Print an error as one line, once; on the first rank only, unless that one is silent. Where a front end is served,
+    it gets the error."""
     if error.is_reported or (rank_in_environment() not in (None, 0) and not isinstance(error, SilentRankError)):
         return
     error.is_reported = True
+    if reach_front_end(error):
+        return
     print_past_mpirun(error)
     flush_stdout()
     with contextlib.suppress(OSError):
         show(f"error: {error}")
+
+
+def reach_front_end(error: GgpipeError) -> bool:
+    """Have the front end that this rank is to serve report why the rank cannot start; False where there is none."""
+    if not is_served():
+        return False
+    from ggpipe.runtime.channel import link  # other processes report without it
+
+    return link.report(error)
 
 
 def flush_stdout() -> int:

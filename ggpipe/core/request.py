@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ggpipe.config import SpeculationConfig
+from ggpipe.errors import UsageError
 
 
 class Finish(enum.Enum):
@@ -16,6 +17,26 @@ class Finish(enum.Enum):
     LENGTH = "length"
     CONTEXT_FULL = "context full"
     STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token and the text that became whole with it (empty inside a character)."""
+
+    id: int
+    text: str
+    drafted: bool = False
+    """A drafter had named it: it was in the pipeline before it was sampled."""
+
+
+def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
+    """Raises UsageError for a prompt that is empty or that leaves no room for an answer in a context of that size."""
+    if not prompt:
+        raise UsageError("the prompt is empty: give a text of one token or more")
+    if len(prompt) >= n_ctx:
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens and the context {n_ctx}: raise `n_ctx` above the prompt's length"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import io
 import os
 import select
-import stat
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ggpipe.display.live.terminal import launcher_process, open_terminal
+from ggpipe.display.live.terminal import open_terminal
 from ggpipe.errors import RunError
 from ggpipe.launch.environment import is_rank
 
@@ -32,14 +30,12 @@ class Stdout:
     A pipe is written to when it has room: in a write that blocks, a process is deaf to signals.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
-        """None: the reader has gone."""
-        self._stream = stream
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
         self._fd: int | None = None
-        if stream is not None:
-            with contextlib.suppress(OSError):  # not a file of the system
-                self._fd = stream.fileno()
-            self._encoder = codecs.getincrementalencoder(stream.encoding or "utf-8")(errors="replace")
+        with contextlib.suppress(OSError):  # not a file of the system
+            self._fd = stream.fileno()
+        self._encoder = codecs.getincrementalencoder(stream.encoding or "utf-8")(errors="replace")
 
     def write(self, text: str, stopping: Callable[[], bool] = lambda: False) -> bool:
         """Write it all; False when there is no reader any more.
@@ -80,28 +76,6 @@ def _has_room(fd: int, stopping: Callable[[], bool]) -> bool:
         if deadline is not None and time.monotonic() > deadline:
             return False
     return True
-
-
-def open_stdout() -> Stdout:
-    """This program's stdout.
-
-    Under an mpirun on this machine whose own stdout is a pipe or a terminal, that one, opened directly: Open MPI
-    passes on whole lines only, and a text can go for long without an end of line.
-    """
-    launcher = launcher_process()
-    if launcher is None:
-        return Stdout(sys.stdout)
-    try:
-        path = f"/proc/{launcher}/fd/1"
-        mode = os.stat(path).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-            fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
-            os.set_blocking(fd, True)
-            return Stdout(os.fdopen(fd, "w", encoding="utf-8"))
-    except OSError as e:
-        if e.errno == errno.ENXIO:  # a pipe that nobody reads
-            return Stdout(None)
-    return Stdout(sys.stdout)
 
 
 def page_console() -> Console:

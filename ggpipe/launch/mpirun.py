@@ -1,28 +1,30 @@
-"""Start ranks: find an mpirun, run this program under it, and pass signals on."""
+"""Start ranks: find an mpirun, run this program under it, and end it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from ggpipe.errors import LaunchError
-from ggpipe.launch.environment import StatusFolder, die_with_parent, mpi_environment
+from ggpipe.launch.environment import die_with_parent, mpi_environment
 
-_TICK_S = 0.05
-_STOP_AGAIN_S = 0.5
-_LISTENS_ELSEWHERE_S = 5.0  # then a first rank on another machine listens to signals
-_KILL_AFTER_S = 4.0
-_KILL_AT_END_S = 2.0  # a rank is lost, maybe with its machine: mpirun would wait for it
+_TICK_S = 0.02
+_KILL_AFTER_S = 2.0
+_REPORTS_S = 2.0
+
+_RULE = re.compile(r"[-=]{40,}$")
+_OPEN_MPI_REPORT = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on (signal [^.]*)")
+_HYDRA_REPORT = re.compile(r"PID (\d+) RUNNING AT (\S+) = EXIT CODE: (\d+)")
 
 
 def find_mpirun() -> str:
@@ -58,40 +60,12 @@ def mpirun_command(mpirun: str, n_ranks: int, hostfile: Path | None, passed: Seq
 def rank_command(arguments: Sequence[str]) -> list[str]:
     """The rest of a command line after `mpirun_command`: each rank is `ggpipe ARGUMENTS`.
 
-    A rank ignores SIGUSR1 until it listens to it, and does not import from the current directory. A lone ":" separates
-    programs on mpirun's command line, so such an argument is a part of the script of the shell that becomes the rank.
+    A rank does not import from the current directory. A lone ":" separates programs on mpirun's command line, so such
+    an argument is a part of the script of the shell that becomes the rank.
     """
     words = [sys.executable, "-P", "-m", "ggpipe", *arguments]
     quoted = " ".join("':'" if word == ":" else f'"${{{i}}}"' for i, word in enumerate(words))
-    return ["sh", "-c", f"trap '' USR1; exec {quoted}", *("_" if word == ":" else word for word in words)]
-
-
-def launch(arguments: Sequence[str], n_ranks: int, hostfile: Path | None, environment: dict[str, str]) -> int:
-    """Run `ggpipe ARGUMENTS` as `n_ranks` ranks and return the exit code.
-
-    The first Ctrl-C asks the head to end cleanly, the second ends all ranks at once. Ranks die with this process.
-    """
-    if hostfile is not None and not hostfile.is_file():
-        raise LaunchError(f"`hostfile` {hostfile}: no such file")
-    with _Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="ggpipe-") as folder:
-        status = StatusFolder(Path(folder))
-        status.expect(n_ranks)
-        environment = {**environment, **status.environment}
-        command = mpirun_command(find_mpirun(), n_ranks, hostfile, sorted(environment))
-        command += rank_command(arguments)
-        environment = {**os.environ, **mpi_environment(), **environment}
-        # In a session of its own: the terminal's Ctrl-C is for us, and we pass it on in our own way.
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_prepare_mpirun
-        )
-        code = interrupts.wait(process, status)
-        written = status.exit_code()
-        return code if written is None else written
-
-
-def _prepare_mpirun() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until mpirun passes it on to the ranks
-    die_with_parent()
+    return ["sh", "-c", f"exec {quoted}", *("_" if word == ":" else word for word in words)]
 
 
 def _kill_session(session: int) -> None:
@@ -102,50 +76,96 @@ def _kill_session(session: int) -> None:
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
-class _Interrupts:
-    """Ctrl-C, SIGTERM and SIGHUP in the launcher, passed on to its mpirun.
+class RankProcesses:
+    """An mpirun and the ranks that it started. They die with this process.
 
-    The first Ctrl-C goes to all ranks as SIGUSR1 once the first rank listens to it; before, it could end mpirun, or the
-    shell that becomes a rank. It is repeated until the ranks end, for a rank that is late. Everything else ends mpirun
-    and its ranks, which are killed when that takes too long.
+    Lines that ranks print go to this process's stderr. mpirun's own reports of how the job ended are kept (`report`).
     """
 
-    def __init__(self) -> None:
-        self._stop = self._terminate = False
+    def __init__(
+        self, arguments: Sequence[str], n_ranks: int, hostfile: Path | None, environment: Mapping[str, str]
+    ) -> None:
+        """Start `ggpipe ARGUMENTS` as `n_ranks` ranks with these variables. Raises LaunchError."""
+        if hostfile is not None and not hostfile.is_file():
+            raise LaunchError(f"`hostfile` {hostfile}: no such file")
+        command = mpirun_command(find_mpirun(), n_ranks, hostfile, sorted(environment))
+        command += rank_command(arguments)
+        read, write = os.pipe()
+        # In a session of its own: the terminal's Ctrl-C is for us, and the ranks get it as a message.
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **mpi_environment(), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        os.close(write)
+        self._kept: list[str] = []
+        self._is_muted = False
+        self._reader = threading.Thread(target=self._read, args=(read,), name="mpirun's stderr", daemon=True)
+        self._reader.start()
 
-    def __enter__(self) -> _Interrupts:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        return self
+    def mute(self) -> None:
+        """What ranks print from now on is dropped: why they end was said."""
+        self._is_muted = True
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def exit_code(self) -> int | None:
+        """mpirun's; None while it runs."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
 
-    def wait(self, process: subprocess.Popen[bytes], status: StatusFolder) -> int:
-        """The exit code of mpirun."""
-        started = time.monotonic()
-        stop_at, kill_at = started, math.inf
-        while True:
-            try:
-                code = process.wait(timeout=_TICK_S)
-                if kill_at < math.inf:
-                    _kill_session(process.pid)
-                return code if code >= 0 else 128 - code
-            except subprocess.TimeoutExpired:
-                now = time.monotonic()
-            listens = status.first_rank_listens or now > started + _LISTENS_ELSEWHERE_S
-            if (self._terminate or status.is_over) and kill_at == math.inf:
-                process.terminate()
-                kill_at = now + (_KILL_AFTER_S if self._terminate else _KILL_AT_END_S)
-            elif now > kill_at:
-                _kill_session(process.pid)
-            elif self._stop and not self._terminate and listens and now > stop_at:
-                process.send_signal(signal.SIGUSR1)
-                stop_at = now + _STOP_AGAIN_S
+    def cause(self) -> str | None:
+        """The rank that ended the job, in mpirun's words; None when it did not name one. Waits a moment for it."""
+        deadline = time.monotonic() + _REPORTS_S
+        while time.monotonic() < deadline:
+            is_complete = not self._reader.is_alive()
+            text = " ".join("".join(self._kept).split())
+            if match := _OPEN_MPI_REPORT.search(text):
+                return f"rank {match[1]} ({match[2]}) ended: {match[3]}"
+            if match := _HYDRA_REPORT.search(text):
+                return f"a rank on {match[2]} (process {match[1]}) ended with exit code {match[3]}"
+            if is_complete:
+                return None
+            time.sleep(_TICK_S)
+        return None
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and not self._stop:
-            self._stop = True
-        else:
-            self._terminate = True
+    def report(self) -> str:
+        """What mpirun itself has printed, once it has ended."""
+        self._reader.join(_REPORTS_S)
+        return "".join(self._kept)
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Until all ranks have left. Those that take longer than `limit_s` seconds are ended."""
+        deadline = math.inf if limit_s is None else time.monotonic() + limit_s
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                self.end()
+            time.sleep(_TICK_S)
+        if limit_s is not None:
+            self.end()
+
+    def end(self) -> None:
+        """End all ranks at once, and kill what does not end."""
+        self._is_muted = True
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_AFTER_S)
+        _kill_session(self._process.pid)
+        self._process.wait()
+
+    def _read(self, fd: int) -> None:
+        """In a thread of its own: hand lines on, and keep mpirun's reports, which stand between rules of - or =."""
+        in_report = False
+        with os.fdopen(fd, errors="replace") as lines:
+            for line in lines:
+                is_rule = bool(_RULE.match(line))
+                if in_report or is_rule:
+                    self._kept.append(line)
+                    in_report = not is_rule or not in_report or line[0] == "="  # much follows hydra's last rule
+                elif not self._is_muted:
+                    with contextlib.suppress(OSError, ValueError):
+                        sys.stderr.write(line)
+                        sys.stderr.flush()

@@ -19,8 +19,9 @@ from ggpipe.llama.model_shape import shape_of
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.metrics.summary import BenchRun
 from ggpipe.runtime import handshake
+from ggpipe.runtime.channel.client import EngineClient
 from ggpipe.runtime.head import Head
-from ggpipe.runtime.session import Session
+from ggpipe.runtime.process import tune
 from ggpipe.transport.local import LocalWorld
 
 BenchMode = Literal["iterative", "speculative", "async", "single"]
@@ -72,17 +73,17 @@ class Turn:
     prompt: str
 
 
-def work_of(spec: BenchSpec, session: Session, say: Callable[[str], None]) -> Work:
-    """The part of `spec` that is possible with a loaded session; `say` gets a line on whatever is left out.
+def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -> Work:
+    """The part of `spec` that is possible with a loaded engine; `say` gets a line on whatever is left out.
 
     Raises UsageError when no prompt or no mode is left.
     """
     prompts: dict[str, tuple[int, ...]] = {}
     for name, text in spec.texts.items():
-        prompt = session.vocab.tokenize(text)
+        prompt = engine.tokenize(text)
         try:
-            check_room(name, prompt, spec.n_predict, session.n_ctx)
-            session.check_prompt(prompt)
+            check_room(name, prompt, spec.n_predict, engine.n_ctx)
+            engine.check_prompt(prompt)
             prompts[name] = prompt
         except UsageError as e:
             if not spec.may_skip_texts:
@@ -90,12 +91,12 @@ def work_of(spec: BenchSpec, session: Session, say: Callable[[str], None]) -> Wo
             say(f"{e}; left out")
     if not prompts:
         raise UsageError(
-            f"no prompt fits into a context of {session.n_ctx} tokens with `n_predict` {spec.n_predict}: raise `n_ctx`"
+            f"no prompt fits into a context of {engine.n_ctx} tokens with `n_predict` {spec.n_predict}: raise `n_ctx`"
         )
     modes = spec.modes or tuple(mode for mode in MODES if mode not in SPECULATIVE_MODES or spec.config.draft)
-    if not session.can_speculate:
+    if not engine.can_speculate:
         modes = tuple(mode for mode in modes if mode not in SPECULATIVE_MODES)
-    if "single" in modes and (why := why_not_single(spec.config, session)):
+    if "single" in modes and (why := why_not_single(spec.config, engine)):
         say(f"mode single is left out: {why}")
         modes = tuple(mode for mode in modes if mode != "single")
     if not modes:
@@ -121,19 +122,19 @@ def turns(prompts: Sequence[str], modes: Sequence[BenchMode], rounds: int) -> li
 
 
 def measure(
-    session: Session, single: Session | None, work: Work, on_turn: Callable[[Turn], None] = lambda _: None
+    engine: EngineClient, single: EngineClient | None, work: Work, on_turn: Callable[[Turn], None] = lambda _: None
 ) -> Iterator[BenchRun]:
-    """Serve all turns; those of mode `single` by a session of its own. Ends early when a session is stopped.
+    """Serve all turns; those of mode `single` by an engine of its own. Ends early when an engine is stopped.
 
     `on_turn` is called before each. Raises RunError when a rank breaks.
     """
     for turn in turns(list(work.prompts), work.modes, work.rounds):
-        own, mode = session, cast(Mode, turn.mode)
+        own, mode = engine, cast(Mode, turn.mode)
         if turn.mode == "single":
             assert single is not None
             own, mode = single, "iterative"
         on_turn(turn)
-        session.idle(_SETTLE_S)
+        engine.idle(_SETTLE_S)
         stats = RequestStats()
         speculation = replace(work.speculation, mode=mode)
         tokens = own.generate(work.prompts[turn.prompt], work.sampling, work.n_predict, stats, speculation)
@@ -159,37 +160,36 @@ def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -
 
 
 def single_config(config: EngineConfig) -> EngineConfig:
-    """For the whole target in the head's process."""
+    """For the whole target in the front end's process."""
     return replace(
         config, draft=None, context=replace(config.context, n_seq=1), pipeline=replace(config.pipeline, shares=None)
     )
 
 
-def why_not_single(config: EngineConfig, session: Session, free_bytes: int | None = None) -> str | None:
-    """Why the whole target is not run in the head's process as well: it would be no different, or memory is short.
+def why_not_single(config: EngineConfig, engine: EngineClient, free_bytes: int | None = None) -> str | None:
+    """Why the whole target is not run in this process as well: it would be no different, or memory is short.
 
-    `session`: the one with all ranks, loaded. `free_bytes`: available memory; None: as the machine has it.
+    `engine`: the one with all ranks, loaded. `free_bytes`: available memory; None: as the machine has it.
     """
-    target = [rank for rank in session.ranks if not rank.draft]
+    target = [rank for rank in engine.ranks if not rank.draft]
     if len(target) == 1 and target[0].threads == handshake.threads_of(config, LocalWorld(1).transports[0], False):
         return "one rank holds the whole model anyway"
     context = config.context
     shape = shape_of(ModelFile.open(config.model.path), context.cache_type_k, context.cache_type_v)
-    needed_bytes = stage_memory(shape, (0, shape.n_layer), session.n_ctx, context.n_ubatch).total
+    needed_bytes = stage_memory(shape, (0, shape.n_layer), engine.n_ctx, context.n_ubatch).total
     free_bytes = machine.available_bytes() if free_bytes is None else free_bytes
     if needed_bytes > free_bytes:
-        return (
-            f"the whole model takes {needed_bytes / 1e9:.1f} GB, and the first rank has {free_bytes / 1e9:.1f} GB left"
-        )
+        return f"the whole model takes {needed_bytes / 1e9:.1f} GB, and this machine has {free_bytes / 1e9:.1f} GB left"
     return None
 
 
 @contextlib.contextmanager
 def open_single(config: EngineConfig) -> Iterator[Head]:
-    """One rank in this process, nothing loaded yet. What stops or ends the process's own head stops it as well."""
+    """One rank in this process, nothing loaded yet. What stops or ends the front end's ranks stops it as well."""
+    tune()
     with (
         Head(LocalWorld(1).transports[0], single_config(config)) as head,
-        _also({signal.SIGINT: head.stop, signal.SIGUSR1: head.stop, signal.SIGTERM: head.terminate}),
+        _also({signal.SIGINT: head.stop, signal.SIGTERM: head.terminate}),
     ):
         yield head
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +20,9 @@ from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.stage import Stage
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.runtime.session import Session
+from ggpipe.runtime.channel.client import EngineClient
 
+_ANY_CONTEXT = 256  # banned tokens do not depend on it
 _N_BRANCHES = 16  # rejected draft tokens that are decoded together
 
 
@@ -58,7 +60,7 @@ class WrittenText:
 
 
 def write_texts(
-    session: Session,
+    engine: EngineClient,
     spec: RecordSpec,
     on_request: Callable[[RequestStats], None] = lambda stats: None,
     on_text: Callable[[str], None] = lambda text: None,
@@ -70,14 +72,14 @@ def write_texts(
     ends at once, RunError when there is none.
     """
     sampling, written, is_stopped = spec.sampling, [], False
-    prompts = [session.vocab.tokenize(text) for _, text in spec.prompts]
+    prompts = [engine.tokenize(text) for _, text in spec.prompts]
     for prompt in prompts:
-        session.check_prompt(prompt)
+        engine.check_prompt(prompt)
     for (name, _), prompt in zip(spec.prompts, prompts, strict=True):
         stats = RequestStats()
         on_request(stats)
         text: list[int] = []
-        for token in session.generate(prompt, sampling, spec.n_predict, stats, SpeculationConfig(mode="iterative")):
+        for token in engine.generate(prompt, sampling, spec.n_predict, stats, SpeculationConfig(mode="iterative")):
             text.append(token.id)
             on_text(token.text)
         on_text("\n")
@@ -96,18 +98,12 @@ def write_texts(
     return written, sampling.seed
 
 
-def record_draft(
-    spec: RecordSpec,
-    written: Sequence[WrittenText],
-    seed: int,
-    vocabularies: Vocabularies,
-    banned: tuple[int, ...],
-) -> Recording:
-    """Read the target's texts with the draft. `banned`: tokens that the target never draws."""
+def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pair: Pair) -> Recording:
+    """Read the target's texts with the draft, in this process."""
     n_tokens = max(len(own.prompt) + len(own.text) for own in written)
     threads = _threads(spec.target, spec.draft, machine.cores())
     takes = []
-    with DraftReader(spec.draft, n_tokens, threads, vocabularies, banned) as reader:
+    with DraftReader(spec.draft, n_tokens, threads, pair.vocabularies, pair.banned) as reader:
         for own in written:
             trace = reader.read(own.prompt, own.text, spec.n_candidates)
             takes.append(
@@ -132,11 +128,17 @@ def _threads(config: EngineConfig, draft: DraftConfig, cores: int) -> tuple[int,
     return single, batch if draft.threads_batch < 0 else draft.threads_batch
 
 
-def check_pair(target: ModelConfig, draft: ModelConfig) -> Vocabularies:
-    """The vocabularies of a target and a draft that fits it; only headers are read.
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What a recording takes of both models' headers."""
 
-    Raises ModelError where it does not fit.
-    """
+    vocabularies: Vocabularies
+    banned: tuple[int, ...]
+    """Tokens that the target never draws."""
+
+
+def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig) -> Pair:
+    """A target and a draft that fits it; only headers are read. Raises ModelError where it does not fit."""
     target_vocab = Vocab(ModelFile.open(target.path), target)
     try:
         draft_vocab = Vocab(ModelFile.open(draft.path), draft)
@@ -146,16 +148,10 @@ def check_pair(target: ModelConfig, draft: ModelConfig) -> Vocabularies:
         for field, able in (("model", target_vocab.rolls_back), ("draft.model", outline.rolls_back)):
             if not able:
                 raise ModelError(f"`{field}` cannot roll back its KV state, so it cannot be used for speculation")
-        return vocabularies
+        with contextlib.closing(Sampler(sampling, target_vocab, _ANY_CONTEXT)) as sampler:
+            return Pair(vocabularies=vocabularies, banned=sampler.banned)
     finally:
         target_vocab.close()
-
-
-def banned_tokens(session: Session, sampling: SamplingConfig) -> tuple[int, ...]:
-    """Tokens that the target never draws."""
-    sampler = Sampler(sampling, session.vocab, session.n_ctx)
-    sampler.close()
-    return sampler.banned
 
 
 class DraftReader:

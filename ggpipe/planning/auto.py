@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -38,8 +37,11 @@ _EFFORT = 0.25
 Channel = ControlChannel[None]
 
 
-def settle(transport: Transport, attend: Callable[[], None], config: EngineConfig) -> EngineConfig:
-    """The config with shares for exactly these ranks. All ranks call it, each gets the same shares.
+def settle(
+    transport: Transport, attend: Callable[[], None], config: EngineConfig, say: Callable[[str], None]
+) -> EngineConfig:
+    """The config with shares for exactly these ranks. All ranks call it, each gets the same shares; on the head `say`
+    gets a line for the user.
 
     Raises on the head what any rank failed with, UsageError when the model does not fit, and RankError on the others.
     """
@@ -55,7 +57,7 @@ def settle(transport: Transport, attend: Callable[[], None], config: EngineConfi
             plan = _plan(config, profile, in_order=True, attend=attend)
         shares = _shares(plan)
         channel.send_to_all(shares)
-    print(f"ggpipe: {_chosen(plan)}", file=sys.stderr)
+    say(_chosen(plan))
     return _with_shares(config, shares)
 
 
@@ -63,7 +65,7 @@ def ranks_here(config: EngineConfig) -> int:
     """How many ranks are best on this machine alone: one, or one more for the draft."""
     if config.draft is None or machine.cores() == 1:
         return 1
-    profile = run_alike(config, lambda transport, attend: _measured(ControlChannel(transport, attend), config))
+    profile = run_alike(config, lambda transport, attend, _: _measured(ControlChannel(transport, attend), config))
     return len(_plan(config, profile).ranks)
 
 

@@ -37,24 +37,14 @@ from ggpipe.core.events import (
     Tick,
 )
 from ggpipe.core.messages import RowLogits, RunRecord, RunResult
-from ggpipe.core.request import Finish, Request
+from ggpipe.core.request import Finish, Request, Token, check_prompt
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.errors import QueueFull, UsageError
+from ggpipe.errors import QueueFull
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.runtime.head import DraftUpdate, LoadedHead, News
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A generated token and the text that became whole with it (empty inside a character)."""
-
-    id: int
-    text: str
-    drafted: bool = False
-    """A drafter had named it: it was in the pipeline before it was sampled."""
 
 
 class ActiveRequest:
@@ -122,13 +112,7 @@ class Engine:
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raises UsageError for a prompt that is empty or that leaves no room for an answer."""
-        if not prompt:
-            raise UsageError("the prompt is empty: give a text of one token or more")
-        if len(prompt) >= self.n_ctx:
-            raise UsageError(
-                f"the prompt has {len(prompt)} tokens and the context {self.n_ctx}: "
-                "raise `n_ctx` above the prompt's length"
-            )
+        check_prompt(prompt, self.n_ctx)
 
     def submit(
         self,

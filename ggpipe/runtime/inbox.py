@@ -47,6 +47,7 @@ class Inbox(Generic[T]):
         self.relieved: Callable[[], float | None] = lambda: None
         """Seconds for which the main thread may stop polling: somebody else polls, or nothing can come; or None."""
         self._quiet_since = time.monotonic()
+        self._called = False
         transport.set_waker(self._bell.ring)
 
     def put(self, notice: T) -> None:
@@ -56,6 +57,11 @@ class Inbox(Generic[T]):
 
     def wake(self) -> None:
         """End the wait of the main thread, which then polls. From any thread."""
+        self._bell.ring()
+
+    def call(self) -> None:
+        """Have `next` return, with None if nothing else came. From any thread."""
+        self._called = True
         self._bell.ring()
 
     def pump(self) -> bool:
@@ -72,7 +78,7 @@ class Inbox(Generic[T]):
             return True
 
     def next(self, timeout_s: float) -> Message | T | None:
-        """The next message or notice; None when `timeout_s` seconds passed without one."""
+        """The next message or notice; None when `timeout_s` seconds passed without one, or after `call`."""
         start = time.monotonic()
         while True:
             came = self.pump()
@@ -83,7 +89,8 @@ class Inbox(Generic[T]):
             if came:  # a run, for somebody else; there may be more behind it
                 continue
             waited_s = now - start
-            if waited_s >= timeout_s:
+            if self._called or waited_s >= timeout_s:
+                self._called = False
                 return None
             if not self._transport.must_poll:
                 self._bell.wait(timeout_s - waited_s)

@@ -8,17 +8,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ggpipe.config import EngineConfig
 from ggpipe.errors import GgpipeError, SilentRankError, Terminated
-from ggpipe.launch.environment import StatusFolder, die_with_parent, is_rank, rank_in_environment
+from ggpipe.launch.environment import die_with_parent, is_rank, is_served, rank_in_environment
 from ggpipe.llama import machine
 from ggpipe.runtime import handshake
+from ggpipe.runtime.channel import link
+from ggpipe.runtime.channel.front_end import FrontEnd
+from ggpipe.runtime.channel.messages import Message
+from ggpipe.runtime.channel.served import serve
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.signals import Signals
 from ggpipe.runtime.worker import Worker
-from ggpipe.transport.base import Transport
+from ggpipe.transport.base import HEAD, Transport
 from ggpipe.transport.heartbeat import Heartbeat
 from ggpipe.transport.local import LocalWorld
 
@@ -32,7 +37,10 @@ Attend = Callable[[], None]
 """Called while a rank waits. On the head it raises RunError when the user wants to stop, Terminated when mpirun
 ends the job."""
 
-Settle = Callable[[Transport, Attend, EngineConfig], EngineConfig]
+Say = Callable[[str], None]
+"""Shows a line to the user; settings stand in backticks in it."""
+
+Settle = Callable[[Transport, Attend, EngineConfig, Say], EngineConfig]
 """Called on all ranks before anything is loaded; together they complete the config."""
 
 Report = Callable[[GgpipeError], None]
@@ -45,54 +53,94 @@ def run_rank(
     head: Callable[[Head], int],
     settle: Settle | None = None,
     report: Report = lambda _: None,
+    say: Say = lambda _: None,
 ) -> int:
     """Run this process's part and return its exit code: `head` on rank 0, a worker elsewhere.
 
     `head` gets the channel to all ranks, with nothing loaded yet (see `Session.load`), and returns the exit code for
-    all ranks. Errors of any rank are raised on the head.
+    all ranks. Errors of any rank are raised on the head. Where our own launcher started the ranks, its front end is
+    served instead of `head`, and gets the errors and the lines.
     """
-    with _connected(config, report) as (transport, signals):
+    with _connected(config, report, say) as own:
+        transport = own.transport
         if settle is not None:
-            config = settle(transport, signals.attend, config)
+            config = settle(transport, own.attend, config, own.say)
         if transport.rank > 0:
             return Worker(transport, config).serve()
-        own = Head(transport, config)
-        signals.follow(own.stop, own.fail)
-        with own:
-            code = head(own)
-            own.close(code)
+        with Head(transport, config) as ranks:
+            own.signals.follow(ranks.stop, ranks.fail)
+            if own.front_end is None:
+                code = head(ranks)
+            else:
+                own.front_end.follow(ranks.stop, ranks.channel.inbox.call, own.signals.attend)
+                serve(own.front_end, ranks)
+                code = 0
+            ranks.close(code)
         return code
 
 
-def run_alike(config: EngineConfig, work: Callable[[Transport, Attend], T], report: Report = lambda _: None) -> T:
-    """As `run_rank`, for work that all ranks do together. When it returns, this process is not a rank any more."""
-    with _connected(config, report) as (transport, signals):
-        return work(transport, signals.attend)
+def run_alike(
+    config: EngineConfig,
+    work: Callable[[Transport, Attend, Say], T],
+    report: Report = lambda _: None,
+    say: Say = lambda _: None,
+    result: Callable[[T], Message] | None = None,
+) -> T:
+    """As `run_rank`, for work that all ranks do together; on the head, `result` makes a message for the front end that
+    it serves. When it returns, this process is not a rank any more."""
+    with _connected(config, report, say) as own:
+        done = work(own.transport, own.attend, own.say)
+        if own.front_end is not None and result is not None:
+            own.front_end.send(result(done))
+        return done
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """This process among the others, and who is to be asked and told."""
+
+    transport: Transport
+    signals: Signals
+    front_end: FrontEnd | None
+    """The one that this head serves; None: it is this process, or this is another rank."""
+    say: Say
+
+    def attend(self) -> None:
+        """See Attend."""
+        self.signals.attend()
+        if self.front_end is not None:
+            self.front_end.attend()
 
 
 @contextlib.contextmanager
-def _connected(config: EngineConfig, report: Report) -> Iterator[tuple[Transport, Signals]]:
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    machine.sharpen_timers()
-    rank = rank_in_environment() or 0
-    signals = Signals(rank)
-    if rank == 0 and (launcher := StatusFolder.in_environment()) is not None:
-        launcher.listen()
+def _connected(config: EngineConfig, report: Report, say: Say) -> Iterator[_Rank]:
+    tune()
+    signals = Signals(rank_in_environment() or 0, has_user=not is_served())
     transport = connect(config.pipeline.rank_timeout_s)
+    front_end: FrontEnd | None = None
+
+    def tell(error: GgpipeError) -> None:
+        (report if front_end is None else front_end.report)(error)
+
     heartbeat: Heartbeat | None = None
     if transport.size > 1 and transport.sends_from_any_thread:
         timeout_s = config.pipeline.rank_timeout_s
-        heartbeat = Heartbeat(transport, timeout_s, lambda error: signals.fail(lambda: error), report)
+        heartbeat = Heartbeat(transport, timeout_s, lambda error: signals.fail(lambda: error), tell)
     signals.connected(heartbeat)
     # The head sent Quit to all ranks: they will leave, however long freeing their memory takes. A rank that dies ends
     # the job through its mpirun, a silent one through the heartbeat.
     wait_limit_s: float | None = None
     try:
+        if transport.rank == HEAD and is_served():
+            wait_limit_s = _LEAVE_S  # the other ranks do not know of a front end that cannot be reached
+            front_end = FrontEnd(link.connect(), transport.place)
+            say = front_end.say
+            wait_limit_s = None
         handshake.check_ranks(config, transport.size)
-        yield transport, signals
+        yield _Rank(transport, signals, front_end, say)
     except GgpipeError as e:
-        if transport.rank == 0:
-            report(e)
+        if transport.rank == HEAD:
+            tell(e)
         if isinstance(e, SilentRankError) and heartbeat is not None:
             heartbeat.end_process()
         if isinstance(e, Terminated):
@@ -105,8 +153,16 @@ def _connected(config: EngineConfig, report: Report) -> Iterator[tuple[Transport
         raise
     finally:
         signals.leave()
+        if front_end is not None:
+            front_end.close()
         transport.close(wait_limit_s, heartbeat.stop if heartbeat is not None else lambda: None)
         signals.restore()
+
+
+def tune() -> None:
+    """Make this process fit for the waits of a rank."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    machine.sharpen_timers()
 
 
 def connect(rank_timeout_s: float) -> Transport:

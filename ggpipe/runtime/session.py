@@ -1,4 +1,4 @@
-"""One request at a time, on an engine: what the commands use.
+"""An engine in this process, as front ends see it.
 
 with Head(transport, config) as head:
     session = Session.load(head)
@@ -8,32 +8,29 @@ with Head(transport, config) as head:
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Sequence
 
-from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.errors import UsageError
-from ggpipe.metrics.stats import RequestStats
-from ggpipe.runtime.engine import ActiveRequest, Engine, RequestEnded, Token, TokenReady
+from ggpipe.metrics.stats import RankStats
+from ggpipe.runtime import engine
+from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.runtime.engine import ActiveRequest, Engine
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.loading import load_all
 
 
-class Session:
-    """See the module's text. All methods belong to the main thread."""
+class Session(EngineClient):
+    """See the module's text. All methods but `stop` belong to the main thread."""
 
     def __init__(self, head: Head, engine: Engine, warnings: tuple[str, ...] = ()) -> None:
         """`head`: the one that the engine was loaded with; it says when the user wants an end."""
+        super().__init__(head, head.ranks, engine.n_ctx, engine.can_speculate, warnings)
         self.engine = engine
-        self.ranks = engine.ranks
         self.vocab = engine.vocab
-        self.n_ctx = engine.n_ctx
-        self.can_speculate = engine.can_speculate
-        self.warnings = warnings
-        self.rest = ""
-        """Of the last request: text of a character whose last bytes never came, mostly none."""
         self._head = head
-        self._active: ActiveRequest | None = None
+        self._active: dict[int, ActiveRequest] = {}
+        self._client_requests: dict[int, ClientRequest] = {}  # by the engine's number
+        self._refused: list[ClientEvent] = []
 
     @classmethod
     def load(cls, head: Head, on_progress: Callable[[], None] = lambda: None) -> Session:
@@ -46,70 +43,82 @@ class Session:
         head.at_close(engine.close)
         return cls(head, engine, loaded.warnings)
 
-    def check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """Raises UsageError for a prompt that is empty or that leaves no room for an answer."""
-        self.engine.check_prompt(prompt)
+    @property
+    def is_open(self) -> bool:
+        return self._head.is_open
 
-    def generate(
-        self,
-        prompt: tuple[int, ...],
-        sampling: SamplingConfig,
-        n_predict: int = -1,
-        stats: RequestStats | None = None,
-        speculation: SpeculationConfig | None = None,
-    ) -> Generator[Token, None, None]:
-        """Continue a prompt, see `Engine.submit`. `Head.stop` ends it early.
-
-        An iterator that is closed, or dropped, ends its request. Raises UsageError for a bad prompt or while another
-        request is active, RunError when a rank breaks.
-        """
-        if self._active is not None:
-            raise UsageError("a session serves one request at a time: exhaust the last iterator, or close it")
-        active = self._active = self.engine.submit(prompt, sampling, n_predict, speculation, stats)
-        try:
-            while active.is_active:
-                yield from self._step()
-                if self._head.stopping:
-                    self.engine.cancel(active)
-            yield from self._step()
-        except GeneratorExit:
-            self._abandon(active)
-            raise
-        finally:
-            if active.is_active:
-                active.stats.ended = time.monotonic()
-            self._active = None
-            self._head.stopping = False  # only now: one that came while loading ends the first request
-
-    def _step(self) -> Iterator[Token]:
-        for event in self.engine.step():
-            match event:
-                case TokenReady(_, token):
-                    yield token
-                case RequestEnded(_, rest):
-                    self.rest = rest
-
-    def _abandon(self, active: ActiveRequest) -> None:
-        """The caller wants no more of it: the next request must find nothing in the way."""
-        if self._head.is_open:
-            self.engine.cancel(active)
-            while active.is_active:
-                self.engine.step()
-
-    def stop(self) -> None:
-        """End the current request soon, keeping what is generated. From any thread or a signal handler."""
-        self._head.stop()
-
-    # Between requests
-
-    def idle(self, seconds: float) -> None:
-        """Stay ready without a request. Raises when a rank breaks."""
-        self.engine.idle(seconds)
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        return self.vocab.tokenize(text)
 
     def measure(self) -> None:
-        """Ask every rank what it has resident and what CPU time it took; fills `ranks`."""
         self.engine.measure_usage()
 
     def align_clocks(self) -> None:
-        """Fill in `clock_offset_s` of all ranks, from the quickest of some pings. One machine's ranks share a clock."""
         self.engine.align_clocks()
+
+    def idle(self, seconds: float) -> None:
+        self.engine.idle(seconds)
+
+    def _submit(self, request: ClientRequest) -> None:
+        try:
+            active = self.engine.submit(
+                request.prompt, request.sampling, request.n_predict, request.speculation, request.stats
+            )
+        except UsageError as e:
+            request.error = e
+            self._refused.append(RequestEnded(request))
+            return
+        self._active[request.id] = active
+        self._client_requests[active.id] = request
+
+    def _cancel(self, request: ClientRequest) -> None:
+        if request.id in self._active:
+            self.engine.cancel(self._active[request.id])
+
+    def _step(self) -> list[ClientEvent]:
+        events, self._refused = self._refused, []
+        if events:
+            return events
+        for event in self.engine.step():
+            match event:
+                case engine.TokenReady(active, token):
+                    events.append(TokenReady(self._client_requests[active.id], token))
+                case engine.RequestEnded(active, rest):
+                    request = self._client_requests.pop(active.id)
+                    del self._active[request.id]
+                    request.rest = rest
+                    events.append(RequestEnded(request))
+        return events
+
+
+class LocalRanks:
+    """Ranks whose head is in this process, as a front end sees them before anything is loaded."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    @property
+    def ranks(self) -> Sequence[RankStats]:
+        """All ranks in order; how far their loading is."""
+        return self._head.ranks
+
+    @property
+    def stopping(self) -> bool:
+        """The user wants an end of what is going on."""
+        return self._head.stopping
+
+    @stopping.setter
+    def stopping(self, value: bool) -> None:
+        self._head.stopping = value
+
+    def is_ending(self) -> bool:
+        """The user wants an end of what is going on, or this process is to end."""
+        return self._head.is_ending()
+
+    def stop(self) -> None:
+        """End loading, or the active requests, soon. From any thread or a signal handler."""
+        self._head.stop()
+
+    def load(self) -> Session:
+        """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
+        return Session.load(self._head)

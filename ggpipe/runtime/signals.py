@@ -1,13 +1,14 @@
-"""What the user, or mpirun, asks of a rank by signals.
+"""What the user, or mpirun, asks of a process by signals.
 
-| signal  | sent by                                               | first rank                     | other ranks     |
-|---------|-------------------------------------------------------|--------------------------------|-----------------|
-| SIGINT  | Ctrl-C in a process without a launcher of ours; srun  | stop; again: KeyboardInterrupt | ignored         |
-| SIGUSR1 | our launcher, through mpirun, after its Ctrl-C        | stop                           | ignored         |
-| SIGTERM | mpirun, after its Ctrl-C or when a rank died; `kill`  | terminate; again: ends at once | end in a second |
+| signal  | sent by                       | with the user                  | first rank | other ranks     |
+|---------|-------------------------------|--------------------------------|------------|-----------------|
+| SIGINT  | Ctrl-C; mpirun and srun       | stop; again: KeyboardInterrupt | ignored    | ignored         |
+| SIGTERM | mpirun, after its Ctrl-C or   | terminate; again: ends at once | terminate  | end in a second |
+|         | when a rank died; `kill`      |                                |            |                 |
+| SIGHUP  | a terminal that is closed     | as SIGTERM                     |            |                 |
 
-Open MPI kills all ranks as soon as one of them ends after SIGTERM, so the others give the first one time for its last
-words.
+The user is with the front end: the process that was started or, under the user's own mpirun, the first rank. Open MPI
+kills all ranks as soon as one of them ends after SIGTERM, so the others give the first one time for its last words.
 """
 
 from __future__ import annotations
@@ -25,34 +26,33 @@ _FIRST_LASTS_S, _OTHERS_LAST_S = 5.0, 1.0  # after SIGTERM; then SIGALRM ends a 
 class Signals:
     """Remembers what was asked for, stops from the rank's first moment on. Belongs to the main thread."""
 
-    def __init__(self, rank: int) -> None:
-        """SIGTERM still ends this process at once: it could not be seen while MPI starts."""
-        self._rank = rank
+    def __init__(self, rank: int, has_user: bool = True) -> None:
+        """`has_user`: the first rank is the front end itself. SIGTERM still ends this process at once: it could not be
+        seen while MPI starts."""
+        self._rank, self._has_user = rank, rank == 0 and has_user
         self._stopped = False
         self._failure: Callable[[], GgpipeError] | None = None
         self._on_stop: Callable[[], None] = lambda: None
         self._on_failure: Callable[[Callable[[], GgpipeError]], None] = lambda _: None
         self._heartbeat: Heartbeat | None = None
-        if rank == 0:
-            signal.signal(signal.SIGINT, self._interrupt)
-            signal.signal(signal.SIGUSR1, self._stop)
-        else:
-            _ignore_stops()
+        signal.signal(signal.SIGINT, self._interrupt if self._has_user else signal.SIG_IGN)
 
     def connected(self, heartbeat: Heartbeat | None) -> None:
         """MPI has started: SIGTERM gets its meaning, too. The heartbeat, if there are several ranks, learns of it."""
         self._heartbeat = heartbeat
         signal.signal(signal.SIGTERM, self._terminate if self._rank == 0 else self._end_in_a_second)
+        if self._has_user and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(signal.SIGHUP, self._terminate)
         if heartbeat is not None:
             signal.signal(signal.SIGCONT, lambda number, _: heartbeat.signalled(number))
 
-    def attend(self) -> None:
-        """To be called while something is waited for. Raises RunError after a stop, Terminated after SIGTERM, and the
-        error of `fail`."""
+    def attend(self, stopped: str = "stopped before all was measured") -> None:
+        """To be called while something is waited for. Raises RunError with this text after a stop, Terminated after
+        SIGTERM, and the error of `fail`."""
         if self._failure is not None:
             raise self._failure()
         if self._stopped:
-            raise RunError("stopped before all was measured")
+            raise RunError(stopped)
 
     def follow(self, on_stop: Callable[[], None], on_failure: Callable[[Callable[[], GgpipeError]], None]) -> None:
         """Call these from now on, at once for what was asked for before. `on_failure` is given what makes the error."""
@@ -70,14 +70,14 @@ class Signals:
     @staticmethod
     def leave() -> None:
         """This rank waits for nothing but the others' leaving: a stop has nothing to do, SIGTERM ends it at once."""
-        _ignore_stops()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @staticmethod
     def restore() -> None:
-        """No rank any more: what goes on in this process ends with KeyboardInterrupt."""
+        """No rank any more: what goes on in this process ends with KeyboardInterrupt, and has time."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGUSR1, signal.default_int_handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._stopped:
@@ -89,7 +89,8 @@ class Signals:
         self._on_stop()
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for again in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(again, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _FIRST_LASTS_S)
         if self._heartbeat is not None:
             self._heartbeat.signalled(signal.SIGTERM)
@@ -101,8 +102,3 @@ class Signals:
         signal.setitimer(signal.ITIMER_REAL, _OTHERS_LAST_S)
         if self._heartbeat is not None:
             self._heartbeat.signalled(signal.SIGTERM)
-
-
-def _ignore_stops() -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)

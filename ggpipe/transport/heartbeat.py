@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
 from ggpipe.errors import GgpipeError, SilentRankError, Terminated
-from ggpipe.launch.environment import StatusFolder, end_job
+from ggpipe.launch.environment import end_job
 from ggpipe.transport import control
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
 from ggpipe.transport.bell import Bell
@@ -133,7 +133,7 @@ class Heartbeat:
         self._send(Abort())
         with contextlib.suppress(TimeoutError):
             self._lane.flush(_FLUSH_S)
-        os._exit(end_job(SilentRankError.exit_code, at_once=True))
+        os._exit(end_job(SilentRankError.exit_code))
 
     # What mpirun does when a rank was killed: SIGCONT and SIGTERM for the others, SIGKILL half a second later
 
@@ -149,8 +149,6 @@ class Heartbeat:
 
     def terminated(self) -> Terminated:
         """What SIGTERM on the head means, in words. Takes a moment, in which ranks that live send a beat."""
-        if (launcher := StatusFolder.in_environment()) is not None:
-            launcher.write(Terminated.exit_code)  # this process may be killed before it can end by itself
         now = time.monotonic()
         deadline = now + (_HURRY_S if now < self._continued_s + _SIGNALS_S else _ROLL_CALL_S)
         while (dead := [rank for rank in self._peers if self._is_dead(rank)]) and time.monotonic() < deadline:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import typer
 
-from ggpipe.cli import engine_config, run, settings
-from ggpipe.cli.launching import start_ranks
+from ggpipe.cli import engine_config, launching, run, settings
 from ggpipe.cli.messages import SPELLINGS, in_flags
 from ggpipe.cli.options import COMMANDS, OPTIONS, PANELS
 from ggpipe.cli.parsing import Command, Option, Options, parse
@@ -28,13 +28,14 @@ from ggpipe.cli.settings import (
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
+    EngineConfig,
     ModelConfig,
     PipelineConfig,
     SamplingConfig,
     SpeculationConfig,
 )
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.launch import environment, mpirun
+from ggpipe.launch import environment
 
 CONFIGS = (ModelConfig, ContextConfig, SamplingConfig, SpeculationConfig, PipelineConfig, DraftConfig)
 ELSEWHERE = {  # fields that no row sets: the command line has them in another form, or finds them out
@@ -282,23 +283,30 @@ def test_a_row_names_the_value_it_refuses() -> None:
 
 def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[int, Path | None]] = []
+    hostfile = Path("hosts")
+    here, elsewhere = 7, 8
 
-    def launch(_arguments: object, n: int, hostfile: Path | None, _environment: object) -> int:
+    @contextlib.contextmanager
+    def start_ranks(n: int, hostfile: Path | None) -> Iterator[None]:
         started.append((n, hostfile))
-        return 0
+        yield
 
-    monkeypatch.setattr(mpirun, "launch", launch)
+    def started_by(config: EngineConfig, hostfile: Path | None) -> int:
+        return launching.run_command(config, hostfile, False, lambda _: elsewhere)
+
+    monkeypatch.setattr(launching, "start_ranks", start_ranks)
+    monkeypatch.setattr(launching, "_run_this_rank", lambda *_: here)
     monkeypatch.setattr(environment, "is_rank", lambda: False)
     one = engine_config.engine_config(given(""))
     three = engine_config.engine_config(given("--mpi-layer-split 0.5,0.5/1 -md d.gguf"))
-    assert start_ranks(one, None) is None
+    assert started_by(one, None) == here
     with pytest.raises(UsageError, match="`hostfile` needs `shares`"):
-        start_ranks(one, Path("hosts"))
-    assert start_ranks(three, Path("hosts")) == 0
-    assert started == [(3, Path("hosts"))]
+        started_by(one, hostfile)
+    assert started_by(three, hostfile) == elsewhere
+    assert started == [(3, hostfile)]
     monkeypatch.setattr(environment, "is_rank", lambda: True)
-    assert start_ranks(three, None) is None
-    assert start_ranks(one, Path("hosts")) is None
+    assert started_by(three, None) == here
+    assert started_by(one, hostfile) == here
 
 
 # What is loaded

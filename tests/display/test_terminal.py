@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import re
@@ -18,7 +17,7 @@ import pytest
 from support.screen import two_ranks
 
 from ggpipe.display.live.live import LiveDisplay
-from ggpipe.display.live.terminal import launcher_environment, open_terminal
+from ggpipe.display.live.terminal import open_terminal
 from ggpipe.metrics.stats import RequestStats
 
 SHOW = """
@@ -69,7 +68,7 @@ def run_show(
         )
         launcher.chmod(0o755)
         command = [str(launcher)]
-    kept = {k: v for k, v in os.environ.items() if not re.match("GGPIPE_|OMPI_|PMI|NO_COLOR|TERM|TMUX|COL|LINES", k)}
+    kept = {k: v for k, v in os.environ.items() if not re.match("OMPI_|PMI|NO_COLOR|TERM|TMUX|COL|LINES", k)}
     streams = {"tty": slave, "pipe": subprocess.PIPE, "null": subprocess.DEVNULL}
     done = subprocess.run(
         command,
@@ -96,10 +95,6 @@ def run_show(
     return Found(eval(found), drawn, done.stderr or b"")
 
 
-def by_launcher(tty: str) -> dict[str, str]:
-    return {"GGPIPE_TTY": tty, "GGPIPE_STDOUT_TTY": "1", "GGPIPE_COLOR": "256", "OMPI_COMM_WORLD_RANK": "0"}
-
-
 def test_stderr_that_is_a_terminal(tmp_path: Path) -> None:
     found = run_show(tmp_path, stdout="tty", stderr="tty")
     assert found.terminal == [True, 77, 33, False, True]
@@ -122,18 +117,6 @@ def test_no_color_is_honoured(tmp_path: Path) -> None:
 def test_no_terminal(tmp_path: Path, stderr: str) -> None:
     found = run_show(tmp_path, stdout="tty", stderr=stderr)
     assert found == Found(None, "", b"")
-    found = run_show(tmp_path, stderr=stderr, environment=lambda _: {"GGPIPE_TTY": "/dev/nowhere"})
-    assert found == Found(None, "", b"")
-
-
-def test_terminal_of_our_launcher(tmp_path: Path) -> None:
-    found = run_show(tmp_path, environment=by_launcher)
-    assert found.terminal == [True, 77, 33, False, False]
-    assert "\x1b[31m[x]" in found.drawn
-    found = run_show(tmp_path, environment=lambda tty: {"GGPIPE_TTY": tty, "GGPIPE_COLOR": "none"})
-    assert found.terminal == [False, 77, 33, True, False]
-    elsewhere = run_show(tmp_path, environment=lambda tty: {**by_launcher(tty), "GGPIPE_TTY_HOST": "elsewhere"})
-    assert elsewhere == Found(None, "", b"")
 
 
 def test_terminal_of_a_users_mpirun(tmp_path: Path) -> None:
@@ -150,44 +133,21 @@ def test_terminal_of_a_users_mpirun(tmp_path: Path) -> None:
 
 
 def test_forced_on(tmp_path: Path) -> None:
-    found = run_show(tmp_path, color="on", environment=lambda _: {"GGPIPE_TTY": "", "NO_COLOR": "1"})
+    found = run_show(tmp_path, color="on", environment=lambda _: {"NO_COLOR": "1"})
     assert found.terminal == [False, 80, 24, False, True]
     assert b"\x1b[31m[x]" in found.error
 
 
-def test_launcher_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert launcher_environment()["GGPIPE_TTY"] == ""
-    master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (33, 77))
-    monkeypatch.setenv("TERM", "xterm-256color")
-    with os.fdopen(slave, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        environment = launcher_environment()
-        assert environment["GGPIPE_TTY"] == os.ttyname(slave)
-        assert (environment["GGPIPE_COLUMNS"], environment["GGPIPE_LINES"]) == ("77", "33")
-        assert environment["GGPIPE_COLOR"] == "256"
-        monkeypatch.setenv("NO_COLOR", "1")
-        assert launcher_environment()["GGPIPE_COLOR"] == "none"
-        monkeypatch.setattr(sys, "stdout", stderr)
-        assert launcher_environment()["GGPIPE_STDOUT_TTY"] == "1"
-    os.close(master)
-
-
 def test_a_terminal_that_goes_away_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     master, slave = pty.openpty()
-    monkeypatch.setenv("GGPIPE_TTY", os.ttyname(slave))
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("GGPIPE_TTY_HOST", raising=False)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    stderr = os.fdopen(slave, "w")
+    monkeypatch.setattr(sys, "stderr", stderr)
     terminal = open_terminal()
     assert terminal is not None
     with LiveDisplay(terminal, two_ranks()) as display:
         display.request(RequestStats())
         display.text("text\n")
-        os.close(slave)
         os.close(master)
         display.text("more\n")
         display.stop()

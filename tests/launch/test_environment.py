@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from ggpipe.launch import environment
-from ggpipe.launch.environment import StatusFolder, is_rank, leave_status, rank_in_environment, size_in_environment
-
-
-@pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
-    """`leave_status` ignores SIGUSR1, which further processes would inherit."""
-    before = signal.getsignal(signal.SIGUSR1)
-    yield
-    signal.signal(signal.SIGUSR1, before)
+from ggpipe.launch.environment import is_rank, leave_status, rank_in_environment, size_in_environment
 
 
 @pytest.mark.parametrize(
@@ -44,27 +33,17 @@ def test_ranks_and_their_number(
     assert size_in_environment() == size
 
 
-def test_the_first_rank_writes_the_exit_code_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = StatusFolder(tmp_path)
-    assert launcher.exit_code() is None
-    for rank, written in ((1, None), (0, 7)):
-        monkeypatch.setattr(os, "environ", {"PMI_RANK": str(rank), **launcher.environment})
-        assert leave_status(7) == 0
-        assert launcher.exit_code() == written
-
-
-def test_a_launcher_on_another_machine_gets_the_exit_code_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = StatusFolder(Path("/nowhere"))
+@pytest.mark.parametrize(("rank", "served", "code"), [(0, False, 7), (1, False, 0), (0, True, 0), (1, True, 0)])
+def test_the_exit_code_of_a_rank(rank: int, served: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own launcher has the exit code from its front end."""
+    channel = dict.fromkeys(environment.CHANNEL_VARIABLES, "x") if served else {}
     monkeypatch.setattr(environment, "_OTHERS_LEAVE_S", 0.0)
-    monkeypatch.setattr(os, "environ", {"PMI_RANK": "0", **there.environment})
-    assert StatusFolder.in_environment() is None
+    monkeypatch.setattr(os, "environ", {"PMI_RANK": str(rank), **channel})
+    assert leave_status(7) == code
+    assert environment.has_user() == (rank == 0 and not served)
+
+
+def test_no_rank_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
     assert leave_status(7) == 7
-
-
-def test_all_ranks_lack_mpi_when_each_has_reported_it(tmp_path: Path) -> None:
-    launcher = StatusFolder(tmp_path)
-    launcher.expect(2)
-    launcher.lacks_mpi(1)
-    assert not launcher.all_lack_mpi
-    launcher.lacks_mpi(0)
-    assert launcher.all_lack_mpi
+    assert environment.has_user()

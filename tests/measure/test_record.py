@@ -22,7 +22,7 @@ from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 from ggpipe.llama.vocab import Vocab
-from ggpipe.measure.record import DraftReader, DraftTrace, banned_tokens
+from ggpipe.measure.record import DraftReader, DraftTrace, check_pair
 from ggpipe.sim.text import requests_of
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -70,8 +70,8 @@ def test_the_draft_is_recorded_at_each_position(stage: Stage, n_ubatch: int) -> 
     with local_session(config, 2) as session:
         prompt = session.vocab.tokenize("Once upon a time there was a king")
         text = tuple(token.id for token in session.generate(prompt, GREEDY, 40))
-        assert banned_tokens(session, GREEDY) == (0,)
-        assert banned_tokens(session, SamplingConfig()) == ()
+    for sampling, banned in ((GREEDY, (0,)), (SamplingConfig(), ())):
+        assert check_pair(ModelConfig(path=TARGET), ModelConfig(path=DRAFT), sampling).banned == banned
     found = trace(prompt, text, n_ubatch)
     assert len(found.candidates) == len(found.after_rejection) == 40
     for i, (best, after_rejection) in enumerate(zip(found.candidates, found.after_rejection, strict=True)):

@@ -13,7 +13,7 @@ from ggpipe.runtime.process import run_alike
 
 case = sys.argv[2]
 
-def work(transport, attend):
+def work(transport, attend, say):
     if transport.rank == 0 and case != "late":
         raise Terminated("reason") if case == "terminated" else RunError("reason")
     if transport.rank == 1 and case == "dead":

@@ -66,7 +66,7 @@ from pathlib import Path
 from ggpipe.config import EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.runtime.process import run_alike
 
-def work(transport, attend):
+def work(transport, attend, say):
     done = threading.Event()
     threading.Thread(target=lambda: (time.sleep(8), done.set())).start()
     n = 0

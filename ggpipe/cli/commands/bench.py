@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,7 +17,7 @@ from ggpipe.cli.engine_config import (
     speculation_config,
     warnings_of,
 )
-from ggpipe.cli.launching import run_this_rank, start_ranks
+from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
@@ -30,7 +32,7 @@ from ggpipe.display.files import check_writable, make_folder
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Terminal, open_terminal
 from ggpipe.display.progress import BenchProgress
-from ggpipe.display.stdout import open_stdout
+from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.bench import (
     append_bench_csv,
     begin_bench_csv,
@@ -40,7 +42,7 @@ from ggpipe.display.tables.bench import (
     write_traces,
 )
 from ggpipe.errors import GgpipeError, RunError, SettingError, UsageError
-from ggpipe.launch.environment import rank_in_environment
+from ggpipe.llama import libllama
 from ggpipe.measure.bench import (
     SPECULATIVE_MODES,
     BenchMode,
@@ -53,8 +55,8 @@ from ggpipe.measure.bench import (
     work_of,
 )
 from ggpipe.metrics.summary import BenchRun
-from ggpipe.runtime.head import Head
-from ggpipe.runtime.session import Session
+from ggpipe.runtime.channel.client import EngineClient, StartedRanks
+from ggpipe.runtime.session import LocalRanks
 
 
 def run(options: Options) -> int:
@@ -67,21 +69,24 @@ def run(options: Options) -> int:
         raise SettingError(f"`n_predict` must be 2 or more to measure a speed, got {prompt.n_predict}")
     if settings.plots is not None:
         check_plottable(Path(f"speed.{settings.plot_format}"))
-    texts = _texts(settings.files, prompt) if rank_in_environment() in (None, 0) else {}
-    code = start_ranks(config, options[Ranks].hostfile)
-    if code is not None:
-        return code
-    spec = BenchSpec(
-        config=config,
-        texts=texts,
-        may_skip_texts=not settings.files,
-        modes=cast("tuple[BenchMode, ...]", settings.modes) or None,
-        rounds=settings.rounds,
-        n_predict=prompt.n_predict,
-        sampling=replace(options[SamplingConfig], ignore_eos=settings.full_length),
-        speculation=speculation_config(options),
-    )
-    return run_this_rank(config, _head(spec, settings, warnings_of(options)), options[Log].verbose)
+    texts = functools.cache(lambda: _texts(settings.files, prompt))
+    log_level = 2 if options[Log].verbose else 5
+
+    def front_end(ranks: StartedRanks) -> int:
+        spec = BenchSpec(
+            config=config,
+            texts=texts(),
+            may_skip_texts=not settings.files,
+            modes=cast("tuple[BenchMode, ...]", settings.modes) or None,
+            rounds=settings.rounds,
+            n_predict=prompt.n_predict,
+            sampling=replace(options[SamplingConfig], ignore_eos=settings.full_length),
+            speculation=speculation_config(options),
+        )
+        libllama.set_log_level(log_level)  # for a model in this process
+        return _bench(ranks, spec, settings, warnings_of(options))
+
+    return run_command(config, options[Ranks].hostfile, options[Log].verbose, front_end, prepare=texts)
 
 
 def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
@@ -97,63 +102,60 @@ def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
     return {name: replace(prompt, file=path).read() for name, path in zip(unique, files, strict=True)}
 
 
-def _head(spec: BenchSpec, settings: BenchSettings, warnings: Sequence[str]) -> Callable[[Head], int]:
-    def head(ranks: Head) -> int:
-        for path in (settings.csv, settings.json):
-            if path is not None:
-                check_writable(path)
-        for folder in (settings.plots, settings.trace):
-            if folder is not None:
-                make_folder(folder)
-        terminal = open_terminal(settings.color)
-        runs: list[BenchRun] = []
-        failure: GgpipeError | None = None
-        with contextlib.ExitStack() as stack:
-            session = _load(ranks, terminal)
-            for warning in (*warnings, *session.warnings):
-                warn(warning)
-            work = work_of(spec, session, show)
-            single = None
-            if "single" in work.modes:
-                single = _load(stack.enter_context(open_single(spec.config)), terminal)
-            try:
-                _measure(session, single, work, terminal, settings.csv, runs)
-            except GgpipeError as e:
-                if not runs:
-                    raise
-                failure = e  # what was measured stays, and is summed up
-                print_past_mpirun(e)
-            if failure is None and (settings.trace is not None or settings.plots is not None):
-                session.align_clocks()
-        if not runs:
-            raise RunError("stopped before anything was measured")
+def _bench(ranks: StartedRanks, spec: BenchSpec, settings: BenchSettings, warnings: Sequence[str]) -> int:
+    for path in (settings.csv, settings.json):
+        if path is not None:
+            check_writable(path)
+    for folder in (settings.plots, settings.trace):
+        if folder is not None:
+            make_folder(folder)
+    terminal = open_terminal(settings.color)
+    runs: list[BenchRun] = []
+    failure: GgpipeError | None = None
+    with contextlib.ExitStack() as stack:
+        engine = _load(ranks, terminal)
+        for warning in (*warnings, *engine.warnings):
+            warn(warning)
+        work = work_of(spec, engine, show)
+        single = None
+        if "single" in work.modes:
+            single = _load(LocalRanks(stack.enter_context(open_single(spec.config))), terminal)
         try:
-            stdout = open_stdout()
-            print_bench(terminal, lambda text: stdout.write(text, ranks.is_ending), runs, work.modes)
-        except RunError as e:
-            failure = failure or e
-        _write_files(spec, settings, runs, work.modes)
-        if failure is not None:
-            raise failure
-        return 0
+            _measure(engine, single, work, terminal, settings.csv, runs)
+        except GgpipeError as e:
+            if not runs:
+                raise
+            failure = e  # what was measured stays, and is summed up
+            print_past_mpirun(e)
+        if failure is None and (settings.trace is not None or settings.plots is not None):
+            engine.align_clocks()
+    if not runs:
+        raise RunError("stopped before anything was measured")
+    try:
+        stdout = Stdout(sys.stdout)
+        print_bench(terminal, lambda text: stdout.write(text, ranks.is_ending), runs, work.modes)
+    except RunError as e:
+        failure = failure or e
+    _write_files(spec, settings, runs, work.modes)
+    if failure is not None:
+        raise failure
+    return 0
 
-    return head
 
-
-def _load(ranks: Head, terminal: Terminal | None) -> Session:
+def _load(ranks: StartedRanks, terminal: Terminal | None) -> EngineClient:
     display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
     try:
         if display:
             display.loading()
-        return Session.load(ranks)
+        return ranks.load()
     finally:
         if display:
             display.stop()
 
 
 def _measure(
-    session: Session,
-    single: Session | None,
+    engine: EngineClient,
+    single: EngineClient | None,
     work: Work,
     terminal: Terminal | None,
     csv: Path | None,
@@ -169,7 +171,7 @@ def _measure(
             when = f"round {turn.round} of {work.rounds}" if turn.round else "warm-up"
             progress.turn(f"{when}, {turn.prompt}, {turn.mode}")
 
-        for run in measure(session, single, work, on_turn):
+        for run in measure(engine, single, work, on_turn):
             runs.append(run)
             if csv is not None:
                 append_bench_csv(csv, run)

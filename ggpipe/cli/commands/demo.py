@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ggpipe.cli.commands.generate import Answer, Request, answer, request_of
 from ggpipe.cli.engine_config import engine_config, warnings_of
-from ggpipe.cli.launching import run_this_rank, start_ranks
+from ggpipe.cli.launching import run_command
 from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     DemoSettings,
@@ -22,12 +21,10 @@ from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Color, open_terminal
 from ggpipe.display.progress import FileProgress
 from ggpipe.display.tables.comparison import comparison, print_sentences
-from ggpipe.launch.environment import rank_in_environment
+from ggpipe.launch.environment import has_user
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
 from ggpipe.metrics.stats import RequestStats
-
-if TYPE_CHECKING:
-    from ggpipe.runtime.head import Head
+from ggpipe.runtime.channel.client import StartedRanks
 
 _OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."
 _COMPARED_TOKENS = 24
@@ -48,11 +45,8 @@ def run(options: Options) -> int:
     if options[Prompt].text is None and options[Prompt].file is None:
         options = options.having(replace(options[Prompt], text=_OPENING))
     config, request = engine_config(options), request_of(options)
-    code = start_ranks(config, options[Ranks].hostfile)
-    if code is not None:
-        return code
 
-    def head(ranks: Head) -> int:
+    def front_end(ranks: StartedRanks) -> int:
         terminal = open_terminal(output.color)
         print_sentences(terminal, (_TINY if tiny else _INFLATED, _LEGEND, ""))
         drafted = answer(ranks, request, output, warnings_of(options))
@@ -61,12 +55,12 @@ def run(options: Options) -> int:
             print_sentences(terminal, ("", *comparison(ranks.ranks, drafted.stats, alone)), "bold")
         return 0
 
-    return run_this_rank(config, head, options[Log].verbose)
+    return run_command(config, options[Ranks].hostfile, options[Log].verbose, front_end)
 
 
 def _inflated(color: Color) -> ModelPair:
-    """The inflated models; makes them with a progress bar, or on a rank that is not the first one, in silence."""
-    if rank_in_environment() not in (None, 0):
+    """The inflated models; makes them with a progress bar, or on a rank that is not the front end, in silence."""
+    if not has_user():
         return inflated_pair()
     with FileProgress(open_terminal(color), "Inflating the bundled models, once") as progress:
         return inflated_pair(progress)
@@ -74,17 +68,17 @@ def _inflated(color: Color) -> ModelPair:
 
 def _without_draft(drafted: Answer, request: Request, color: Color) -> RequestStats:
     """The beginning of the same text, one token after the other; it is shown on a terminal only."""
-    session, n_tokens = drafted.session, min(drafted.stats.n_generated, _COMPARED_TOKENS)
-    session.idle(_SETTLE_S)
+    engine, n_tokens = drafted.engine, min(drafted.stats.n_generated, _COMPARED_TOKENS)
+    engine.idle(_SETTLE_S)
     terminal, stats = open_terminal(color), RequestStats()
     print_sentences(terminal, ("", "Again, without the draft model:"))
-    display = LiveDisplay(terminal, session.ranks) if terminal is not None else None
+    display = LiveDisplay(terminal, engine.ranks) if terminal is not None else None
     try:
         if display:
             display.request(stats)
-        prompt = session.vocab.tokenize(request.text)
+        prompt = engine.tokenize(request.text)
         iterative = replace(request.speculation, mode="iterative")
-        for token in session.generate(prompt, request.sampling, n_tokens, stats, iterative):
+        for token in engine.generate(prompt, request.sampling, n_tokens, stats, iterative):
             if display:
                 display.text(token.text)
     finally:

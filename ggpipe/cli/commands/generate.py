@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ggpipe.cli.engine_config import engine_config, speculation_config, warnings_of
-from ggpipe.cli.launching import run_this_rank, start_ranks
+from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
@@ -24,28 +25,23 @@ from ggpipe.display.files import check_writable
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.terminal import open_terminal
-from ggpipe.display.stdout import open_stdout
+from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.summary import append_csv, print_summary, write_json
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RequestStats
-
-if TYPE_CHECKING:
-    from ggpipe.runtime.head import Head
-    from ggpipe.runtime.session import Session
+from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
 
 def run(options: Options) -> int:
-    """Start the ranks, or be one of them; the exit code."""
-    config, request, output = engine_config(options), request_of(options), options[GenerateOutput]
-    code = start_ranks(config, options[Ranks].hostfile)
-    if code is not None:
-        return code
+    """Load, answer, and show it; or be one of the ranks. The exit code."""
+    config, output = engine_config(options), options[GenerateOutput]
+    request = functools.cache(lambda: request_of(options))
 
-    def head(ranks: Head) -> int:
-        answer(ranks, request, output, warnings_of(options))
+    def front_end(ranks: StartedRanks) -> int:
+        answer(ranks, request(), output, warnings_of(options))
         return 0
 
-    return run_this_rank(config, head, options[Log].verbose)
+    return run_command(config, options[Ranks].hostfile, options[Log].verbose, front_end, prepare=request)
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Request:
 class Answer:
     """A request that was served."""
 
-    session: Session
+    engine: EngineClient
     stats: RequestStats
 
 
@@ -72,19 +68,17 @@ def request_of(options: Options) -> Request:
     return Request(prompt.read(), options[SamplingConfig], prompt.n_predict, speculation_config(options))
 
 
-def answer(ranks: Head, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:
+def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:
     """Load the models, serve one request, show its text and its figures, and write the files.
 
-    Raises what `Session.load` and `Session.generate` raise, and RunError when stdout cannot be written; the text up to
-    then is shown and summed up.
+    Raises what `StartedRanks.load` and `EngineClient.generate` raise, and RunError when stdout cannot be written; the
+    text up to then is shown and summed up.
     """
-    from ggpipe.runtime.session import Session  # libllama: the process that starts the ranks does not need it
-
     for path in (output.csv, output.json, output.trace):
         if path is not None:
             check_writable(path)
     terminal = open_terminal(output.color)
-    stdout = None if terminal is not None and terminal.stdout_shared else open_stdout()
+    stdout = None if terminal is not None and terminal.stdout_shared else Stdout(sys.stdout)
     stats = RequestStats()
     failure: GgpipeError | None = None
     display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
@@ -103,21 +97,21 @@ def answer(ranks: Head, request: Request, output: GenerateOutput, warnings: Sequ
     try:
         if display:
             display.loading()
-        session = Session.load(ranks)
-        for warning in (*warnings, *session.warnings):
+        engine = ranks.load()
+        for warning in (*warnings, *engine.warnings):
             warn(warning)
-        prompt = session.vocab.tokenize(request.text)
-        session.check_prompt(prompt)
+        prompt = engine.tokenize(request.text)
+        engine.check_prompt(prompt)
         if display:
             display.request(stats)
             if output.display_prompt:
                 display.prompt(request.text)
-        for token in session.generate(prompt, request.sampling, request.n_predict, stats, request.speculation):
+        for token in engine.generate(prompt, request.sampling, request.n_predict, stats, request.speculation):
             write(token.text, origin_style(token.drafted))
-        write(session.rest)
-        session.measure()
+        write(engine.rest)
+        engine.measure()
         if output.trace is not None:
-            session.align_clocks()
+            engine.align_clocks()
     except GgpipeError as e:
         if not stats.token_times:
             raise
@@ -135,7 +129,7 @@ def answer(ranks: Head, request: Request, output: GenerateOutput, warnings: Sequ
     if output.trace is not None:
         write_trace(output.trace, stats, ranks.ranks)
     if stats.finish is Finish.CONTEXT_FULL:
-        show(f"the context of {session.n_ctx} tokens is full; raise `n_ctx` for a longer text")
+        show(f"the context of {engine.n_ctx} tokens is full; raise `n_ctx` for a longer text")
     if failure is not None:
         raise failure
-    return Answer(session, stats)
+    return Answer(engine, stats)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ggpipe.cli.engine_config import check_draft, draft_threads, engine_config
-from ggpipe.cli.launching import start_n_ranks
-from ggpipe.cli.messages import SPELLINGS, report, show
+from ggpipe.cli.launching import run_profile
+from ggpipe.cli.messages import SPELLINGS
 from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     Cluster,
@@ -29,13 +28,12 @@ from ggpipe.display.files import check_writable
 from ggpipe.display.progress import SimulationProgress
 from ggpipe.display.tables.plan import GenerateCommand, print_plan, write_plan
 from ggpipe.errors import LaunchError, SettingError, UsageError
-from ggpipe.launch.environment import rank_in_environment
+from ggpipe.launch.environment import has_user
 from ggpipe.launch.hostfile import hosts_of
-from ggpipe.llama import libllama
 from ggpipe.measure.profile import profile_ranks
 from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.planner import PlanRequest, make_plan
-from ggpipe.runtime.process import run_alike
+from ggpipe.runtime.process import Attend, Say
 from ggpipe.sim.simulator import Sizes
 from ggpipe.transport.base import Transport
 
@@ -122,21 +120,19 @@ class _Request:
 def _measure(request: _Request) -> int:
     """Profile the ranks, on which this command line runs as well, and plan from that on the first one."""
     options, settings, hostfile = request.options, request.settings, request.options[Ranks].hostfile
-    hosts = hosts_of(hostfile) if hostfile is not None and (rank_in_environment() or 0) == 0 else []
-    if rank_in_environment() is None and (hosts or (settings.n_ranks or 1) > 1):
-        return start_n_ranks(len(hosts) or settings.n_ranks or 1, hostfile)
+    hosts = hosts_of(hostfile) if hostfile is not None and has_user() else []
     config = engine_config(options)
     if settings.mode == "iterative":
         config = replace(config, draft=None)
 
-    def work(transport: Transport, attend: Callable[[], None]) -> Profile | None:
+    def measure(transport: Transport, attend: Attend, say: Say) -> Profile | None:
         if settings.n_ranks is not None and settings.n_ranks > transport.size:
             raise LaunchError(f"`n_ranks` is {settings.n_ranks}, but {transport.size} ranks were started: give no more")
-        return profile_ranks(transport, config, None, settings.seconds, attend, show)
+        return profile_ranks(transport, config, None, settings.seconds, attend, say)
 
-    libllama.set_log_level(2 if options[Log].verbose else 5)
-    measured = run_alike(config, work, report)
-    if measured is not None:  # the first rank; the others have left, and nobody waits while it plans
+    n_ranks = len(hosts) or settings.n_ranks or 1
+    measured = run_profile(config, n_ranks, hostfile, options[Log].verbose, measure)
+    if measured is not None:  # the ranks have left, and nobody waits while it plans
         names = list(dict.fromkeys(rank.host for rank in measured.ranks))
         request.show(spec_from_profile(measured, ", ".join(names)), hosts)
     return 0

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from ggpipe.cli.engine_config import engine_config
-from ggpipe.cli.launching import start_n_ranks
-from ggpipe.cli.messages import report, show
+from ggpipe.cli.launching import run_profile
 from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     Log,
@@ -21,14 +19,13 @@ from ggpipe.cli.settings import (
 from ggpipe.cluster.profile import Profile, as_text, write
 from ggpipe.display.files import check_writable
 from ggpipe.display.live.terminal import open_terminal
-from ggpipe.display.stdout import open_stdout
+from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.profile import profile_table
 from ggpipe.errors import LaunchError
-from ggpipe.launch.environment import rank_in_environment
+from ggpipe.launch.environment import has_user, is_rank
 from ggpipe.launch.hostfile import hosts_of
-from ggpipe.llama import libllama
 from ggpipe.measure.profile import profile_ranks
-from ggpipe.runtime.process import run_alike
+from ggpipe.runtime.process import Attend, Say
 from ggpipe.transport.base import Transport
 
 _LOG_WIDTH = 120
@@ -38,35 +35,34 @@ _STDOUT = Path("-")
 def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
     settings, hostfile = options[ProfileSettings], options[Ranks].hostfile
-    config, n_ranks = engine_config(options), settings.n_ranks
-    if rank_in_environment() is None:
-        n_ranks = n_ranks or (1 if hostfile is None else len(hosts_of(hostfile)))
-        if n_ranks > 1 or hostfile is not None:
-            return start_n_ranks(n_ranks, hostfile)
+    config, output, wanted = engine_config(options), settings.output, settings.n_ranks
+    if output is not None and output != _STDOUT and not is_rank():
+        check_writable(output)
 
-    def announce(line: str) -> None:
-        if settings.output is not None and settings.output != _STDOUT:
-            check_writable(settings.output)  # here the other ranks learn of a refusal
-        show(line)
-
-    def work(transport: Transport, attend: Callable[[], None]) -> Profile | None:
-        if n_ranks is not None and n_ranks != transport.size:
+    def measure(transport: Transport, attend: Attend, say: Say) -> Profile | None:
+        if wanted is not None and wanted != transport.size:
             raise LaunchError(
-                f"`n_ranks` is {n_ranks}, but {transport.size} ranks were started: leave it out, or set it to that"
+                f"`n_ranks` is {wanted}, but {transport.size} ranks were started: leave it out, or set it to that"
             )
+
+        def announce(line: str) -> None:
+            if output is not None and output != _STDOUT and has_user():
+                check_writable(output)  # here the other ranks learn of a refusal
+            say(line)
+
         return profile_ranks(transport, config, settings.layers, settings.seconds, attend, announce)
 
-    libllama.set_log_level(2 if options[Log].verbose else 5)
-    measured = run_alike(config, work, report)
+    n_ranks = wanted or (1 if hostfile is None or is_rank() else len(hosts_of(hostfile)))
+    measured = run_profile(config, n_ranks, hostfile, options[Log].verbose, measure)
     if measured is not None:
         _show(measured)
-        _write(measured, settings.output)
+        _write(measured, output)
     return 0
 
 
 def _write(measured: Profile, output: Path | None) -> None:
     if output == _STDOUT:
-        open_stdout().write(as_text(measured))
+        Stdout(sys.stdout).write(as_text(measured))
     elif output is not None:
         write(output, measured)
 

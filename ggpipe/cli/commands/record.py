@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ggpipe.cli.engine_config import engine_config
-from ggpipe.cli.launching import run_this_rank, start_ranks
+from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
 from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
@@ -25,9 +25,9 @@ from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.recording import recording_text
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.measure.record import RecordSpec, WrittenText, banned_tokens, check_pair, record_draft, write_texts
-from ggpipe.runtime.head import Head
-from ggpipe.runtime.session import Session
+from ggpipe.llama import libllama
+from ggpipe.measure.record import RecordSpec, WrittenText, check_pair, record_draft, write_texts
+from ggpipe.runtime.channel.client import StartedRanks
 
 
 def run(options: Options) -> int:
@@ -42,50 +42,49 @@ def run(options: Options) -> int:
     prompts = [replace(prompt, file=file, text=None) for file in settings.files]
     if prompt.text is not None or not prompts:
         prompts.append(prompt)
-    target = replace(config, draft=None)
-    spec = RecordSpec(
-        target=target,
-        draft=config.draft,
-        prompts=[("-p" if prompt.file is None else prompt.file.name, prompt.read()) for prompt in prompts],
-        sampling=options[SamplingConfig],
-        n_predict=prompt.n_predict,
-        n_candidates=settings.candidates,
-    )
-    code = start_ranks(target, options[Ranks].hostfile)
-    if code is not None:
-        return code
-    return run_this_rank(target, _head(spec, settings.output), options[Log].verbose)
+    target, draft = replace(config, draft=None), config.draft
+
+    @functools.cache
+    def spec() -> RecordSpec:
+        return RecordSpec(
+            target=target,
+            draft=draft,
+            prompts=[("-p" if prompt.file is None else prompt.file.name, prompt.read()) for prompt in prompts],
+            sampling=options[SamplingConfig],
+            n_predict=prompt.n_predict,
+            n_candidates=settings.candidates,
+        )
+
+    def front_end(ranks: StartedRanks) -> int:
+        return _record(ranks, spec(), settings.output)
+
+    libllama.set_log_level(2 if options[Log].verbose else 5)
+    return run_command(target, options[Ranks].hostfile, options[Log].verbose, front_end, prepare=spec)
 
 
-def _head(spec: RecordSpec, output: Path) -> Callable[[Head], int]:
-    def head(ranks: Head) -> int:
-        check_writable(output)
-        vocabularies = check_pair(spec.target.model, spec.draft.model)
-        written, seed, banned = _write_texts(ranks, spec)
-        recording = record_draft(spec, written, seed, vocabularies, banned)
-        write_text(output, dump(recording))
-        Stdout(sys.stdout).write(recording_text(recording), ranks.is_ending)
-        return 0
-
-    return head
+def _record(ranks: StartedRanks, spec: RecordSpec, output: Path) -> int:
+    check_writable(output)
+    pair = check_pair(spec.target.model, spec.draft.model, spec.sampling)
+    written, seed = _write_texts(ranks, spec)
+    recording = record_draft(spec, written, seed, pair)
+    write_text(output, dump(recording))
+    Stdout(sys.stdout).write(recording_text(recording), ranks.is_ending)
+    return 0
 
 
-def _write_texts(ranks: Head, spec: RecordSpec) -> tuple[list[WrittenText], int, tuple[int, ...]]:
-    """Load, and have the target write, on the live display. Returns the texts, their seed and the tokens that are never
-    sampled."""
+def _write_texts(ranks: StartedRanks, spec: RecordSpec) -> tuple[list[WrittenText], int]:
+    """Load, and have the target write, on the live display. Returns the texts and their seed."""
     terminal = open_terminal("auto")
     display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
     try:
         if display is not None:
             display.loading()
-        session = Session.load(ranks)
-        for warning in session.warnings:
+        engine = ranks.load()
+        for warning in engine.warnings:
             warn(warning)
         if display is not None:
-            written, seed = write_texts(session, spec, display.request, display.text, warn)
-        else:
-            written, seed = write_texts(session, spec, warn=warn)
-        return written, seed, banned_tokens(session, spec.sampling)
+            return write_texts(engine, spec, display.request, display.text, warn)
+        return write_texts(engine, spec, warn=warn)
     finally:
         if display is not None:
             display.stop()

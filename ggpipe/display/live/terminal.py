@@ -1,9 +1,8 @@
-"""Where to draw: the user's terminal, also from inside a rank whose own stderr is a pipe to mpirun.
+"""Where to draw: the user's terminal, also from the first rank of a user's mpirun, whose stderr is a pipe to mpirun.
 
 | who started us      | the terminal is                                                               |
 |---------------------|-------------------------------------------------------------------------------|
 | the user            | stderr, when it is one                                                        |
-| our launcher        | the device that GGPIPE_TTY names, on the machine GGPIPE_TTY_HOST; "" is none  |
 | the user's mpirun   | mpirun's own stderr, when it is one: mpirun is among our ancestors (/proc)    |
 | anyone, --color on  | stderr, whatever it is                                                        |
 
@@ -14,11 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import stat
 import sys
 from dataclasses import dataclass
-from typing import IO, Any, Literal, TextIO, cast
+from typing import IO, Literal, TextIO, cast
 
 from rich.console import Console
 
@@ -26,10 +24,8 @@ from ggpipe.launch.environment import is_rank
 
 Color = Literal["auto", "on", "off"]
 
-_COLOR_SYSTEMS = ("standard", "256", "truecolor")
 _LAUNCHERS = ("prterun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun")
 _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # "synchronized output"; ignored where unknown
-_SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +74,13 @@ def open_terminal(color: Color = "auto") -> Terminal | None:
     if _is_terminal(sys.stderr):
         return _on_stream(sys.stderr, _is_terminal(sys.stdout), colourless)
     launcher = launcher_process()
-    device, system = "", "auto"
-    shared = _same_file("/dev/fd/1", "/dev/fd/2")
-    if "GGPIPE_TTY" in os.environ:
-        if os.environ.get("GGPIPE_TTY_HOST", socket.gethostname()) == socket.gethostname():
-            device = os.environ["GGPIPE_TTY"]
-        system = os.environ.get("GGPIPE_COLOR", "auto")
-        shared = os.environ.get("GGPIPE_STDOUT_TTY") == "1"
-    elif launcher is not None:
+    device, shared = "", _same_file("/dev/fd/1", "/dev/fd/2")
+    if launcher is not None:
         device = f"/proc/{launcher}/fd/2"  # opens what mpirun has there, whatever its name
         shared = _same_file(f"/proc/{launcher}/fd/1", device)
-    terminal = _on_device(device, shared, colourless or (system == "none" and color != "on"), system)
+    terminal = _on_device(device, shared, colourless)
     if terminal is None and color == "on":
-        return _on_stream(sys.stderr, shared, colourless, system)
+        return _on_stream(sys.stderr, shared, colourless)
     return terminal
 
 
@@ -105,37 +95,6 @@ def open_launcher_stderr() -> TextIO | None:
                 fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
                 return os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="replace")
     return None
-
-
-def launcher_environment() -> dict[str, str]:
-    """The variables that a launcher sets for its ranks so that the head finds the terminal.
-
-    To be called in the launching process, which can see it. `GGPIPE_TTY` is empty when stderr is none.
-    """
-    environment = {"GGPIPE_TTY": "", "GGPIPE_TTY_HOST": socket.gethostname()}
-    if _same_file("/dev/fd/1", "/dev/fd/2") or (_is_terminal(sys.stdout) and _is_terminal(sys.stderr)):
-        environment["GGPIPE_STDOUT_TTY"] = "1"
-    if not _is_terminal(sys.stderr) or _dumb():
-        return environment
-    try:
-        environment["GGPIPE_TTY"] = os.ttyname(sys.stderr.fileno())
-        columns, lines = os.get_terminal_size(sys.stderr.fileno())
-    except OSError:
-        return environment
-    system = None if os.environ.get("NO_COLOR") else Console(stderr=True, force_terminal=True).color_system
-    return {
-        **environment,
-        "GGPIPE_COLUMNS": str(columns),
-        "GGPIPE_LINES": str(lines),
-        "GGPIPE_COLOR": system or "none",
-    }
-
-
-def restore_terminal() -> None:
-    """Show the cursor again. For a launcher whose ranks died without a chance to do so."""
-    if _is_terminal(sys.stderr) and not _dumb():
-        sys.stderr.write(_SHOW_CURSOR)
-        sys.stderr.flush()
 
 
 class _Console(Console):
@@ -169,8 +128,8 @@ class _Sink:
         return True
 
 
-def _on_stream(stream: TextIO, shared: bool, colourless: bool, system: str = "auto") -> Terminal:
-    console = _console(stream, colourless, system)
+def _on_stream(stream: TextIO, shared: bool, colourless: bool) -> Terminal:
+    console = _console(stream, colourless)
     fd = stream.fileno() if _is_terminal(stream) else None
     terminal = Terminal(
         console=console, stdout_shared=shared, fd=fd, own_stderr=stream is sys.stderr, reflows=_reflows()
@@ -179,7 +138,7 @@ def _on_stream(stream: TextIO, shared: bool, colourless: bool, system: str = "au
     return terminal
 
 
-def _on_device(path: str, shared: bool, colourless: bool, system: str) -> Terminal | None:
+def _on_device(path: str, shared: bool, colourless: bool) -> Terminal | None:
     if not path:
         return None
     try:
@@ -193,28 +152,21 @@ def _on_device(path: str, shared: bool, colourless: bool, system: str) -> Termin
         return None
     device = os.fdopen(fd, "w", encoding="utf-8", errors="replace")
     terminal = Terminal(
-        console=_console(device, colourless, system), stdout_shared=shared, fd=fd, reflows=_reflows(), device=device
+        console=_console(device, colourless), stdout_shared=shared, fd=fd, reflows=_reflows(), device=device
     )
     terminal.measure()
     return terminal
 
 
-def _console(stream: TextIO, colourless: bool, system: str) -> Console:
-    color_system: Any = system if system in _COLOR_SYSTEMS else "auto"
-
-    def size(name: str, default: int) -> int:
-        value = os.environ.get(f"GGPIPE_{name}", "")
-        return int(value) if value.isdigit() and int(value) > 0 else default
-
+def _console(stream: TextIO, colourless: bool) -> Console:
     return _Console(
         file=cast(IO[str], _Sink(stream)),
         force_terminal=True,
         force_interactive=True,
         legacy_windows=False,
-        color_system=color_system,
         no_color=colourless,
-        width=size("COLUMNS", 80),
-        height=size("LINES", 24),
+        width=80,
+        height=24,
         markup=False,
         emoji=False,
         highlight=False,

@@ -1,0 +1,254 @@
+"""An engine as front ends see it, wherever its ranks are: submit requests, take what comes, one or many at a time.
+
+engine = started_ranks.load()
+request = engine.submit(engine.tokenize("Once upon"), SamplingConfig(temp=0))
+while request.is_active:
+    for event in engine.step():
+        ...
+
+`runtime/session.py` is such an engine in this process, `remote.py` one behind a socket. A front end holds the requests
+and all of their tokens itself, so nothing is lost with the ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.core.request import Token, check_prompt
+from ggpipe.errors import GgpipeError, UsageError
+from ggpipe.metrics.stats import RankStats, RequestStats
+
+
+@dataclass(kw_only=True, eq=False)
+class ClientRequest:
+    """A request that was submitted, and what came of it so far."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingConfig
+    n_predict: int
+    speculation: SpeculationConfig | None
+    stats: RequestStats
+    """Filled in while the request is served. Times are this process's `time.monotonic`."""
+    tokens: list[Token] = field(default_factory=list)
+    rest: str = ""
+    """Text of a character whose last bytes never came, as a replacement character; mostly empty."""
+    error: GgpipeError | None = None
+    """Why it was not taken, or not ended."""
+
+    @property
+    def is_active(self) -> bool:
+        """It is waiting or being served."""
+        return self.stats.finish is None and self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReady:
+    """The next token of a request."""
+
+    request: ClientRequest
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request is over: `stats.finish` says why, or `error`."""
+
+    request: ClientRequest
+
+
+ClientEvent = TokenReady | RequestEnded
+
+
+class Stoppable(Protocol):
+    """What the user's wish for an end is kept in."""
+
+    stopping: bool
+    """The user wants an end of what is going on."""
+
+    def stop(self) -> None:
+        """End loading, or the active requests, soon. From any thread or a signal handler."""
+
+
+class StartedRanks(Stoppable, Protocol):
+    """Ranks that run, with nothing loaded yet."""
+
+    @property
+    def ranks(self) -> Sequence[RankStats]:
+        """All ranks in order; how far their loading is."""
+
+    def load(self) -> EngineClient:
+        """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
+
+    def is_ending(self) -> bool:
+        """The user wants an end of what is going on, or this process is to end."""
+
+
+class EngineClient(abc.ABC):
+    """See the module's text. All methods but `stop` belong to one thread."""
+
+    def __init__(
+        self,
+        owner: Stoppable,
+        ranks: list[RankStats],
+        n_ctx: int,
+        can_speculate: bool,
+        warnings: tuple[str, ...] = (),
+    ) -> None:
+        self.ranks = ranks
+        """All ranks in order; behind them the draft inside the head's process, if there is one."""
+        self.n_ctx = n_ctx
+        """KV cells, for all requests together."""
+        self.can_speculate = can_speculate
+        self.warnings = warnings
+        self.rest = ""
+        """Of the last `generate`: text of a character whose last bytes never came, mostly none."""
+        self._owner = owner
+        self._ids = itertools.count(1)
+        self._requests: dict[int, ClientRequest] = {}
+        """Those that are active."""
+
+    # Many requests
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingConfig,
+        n_predict: int = -1,
+        speculation: SpeculationConfig | None = None,
+        stats: RequestStats | None = None,
+    ) -> ClientRequest:
+        """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
+
+        `speculation` needs a draft model. `stats` is filled in while the request is served. A bad prompt ends the
+        request with its error.
+        """
+        request = ClientRequest(
+            id=next(self._ids),
+            prompt=prompt,
+            sampling=sampling,
+            n_predict=n_predict,
+            speculation=speculation,
+            stats=stats if stats is not None else RequestStats(),
+        )
+        self._requests[request.id] = request
+        self._submit(request)
+        return request
+
+    def cancel(self, request: ClientRequest) -> None:
+        """End a request soon; `RequestEnded` follows, after tokens that are generated already. Does nothing when it is
+        over."""
+        if request.id in self._requests:
+            self._cancel(request)
+
+    def step(self) -> list[ClientEvent]:
+        """Wait for something to happen, at most 0.1 s. Returns what came, in order.
+
+        When the user wants an end, all active requests are cancelled. Raises RunError when a rank breaks, Terminated
+        when this process is to end.
+        """
+        stopping = self._owner.stopping and bool(self._requests)
+        if stopping:
+            for request in tuple(self._requests.values()):
+                self.cancel(request)
+        events = self._step()
+        for event in events:
+            match event:
+                case TokenReady(request, token):
+                    request.tokens.append(token)
+                case RequestEnded(request):
+                    self._requests.pop(request.id, None)
+        if stopping and not self._requests:
+            self._owner.stopping = False  # only now: one that came while loading ends the first request
+        return events
+
+    def stop(self) -> None:
+        """End the active requests soon, or the next ones, keeping what is generated. From any thread or a signal
+        handler."""
+        self._owner.stop()
+
+    # One request
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raises UsageError for a prompt that is empty or that leaves no room for an answer."""
+        check_prompt(prompt, self.n_ctx)
+
+    def generate(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingConfig,
+        n_predict: int = -1,
+        stats: RequestStats | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> Generator[Token, None, None]:
+        """Continue a prompt, as `submit` does, with no other request beside it. `stop` ends it early.
+
+        An iterator that is closed, or dropped, ends its request. Raises UsageError for a bad prompt or while another
+        request is active, RunError when a rank breaks.
+        """
+        if self._requests:
+            raise UsageError("generate serves one request at a time: exhaust the last iterator, or close it")
+        request = self.submit(prompt, sampling, n_predict, speculation, stats)
+        self.rest = ""
+        try:
+            while request.is_active:
+                for event in self.step():
+                    match event:
+                        case TokenReady(_, token):
+                            yield token
+                        case RequestEnded():
+                            self.rest = request.rest
+        except GeneratorExit:
+            self._abandon(request)
+            raise
+        finally:
+            if request.is_active:
+                request.stats.ended = time.monotonic()
+                self._requests.pop(request.id, None)
+        if request.error is not None:
+            raise request.error
+
+    def _abandon(self, request: ClientRequest) -> None:
+        """The caller wants no more of it: the next request must find nothing in the way."""
+        if self.is_open:
+            self.cancel(request)
+            while request.is_active:
+                self.step()
+
+    # What the kinds of engines do in their own ways
+
+    @property
+    @abc.abstractmethod
+    def is_open(self) -> bool:
+        """The ranks were not asked to end yet."""
+
+    @abc.abstractmethod
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """A prompt's tokens. Bytes that are not UTF-8 are surrogates in `text`."""
+
+    @abc.abstractmethod
+    def measure(self) -> None:
+        """Ask every rank what it has resident and what CPU time it took; fills `ranks`."""
+
+    @abc.abstractmethod
+    def align_clocks(self) -> None:
+        """Fill in `clock_offset_s` of all ranks, from the quickest of some pings. One machine's ranks share a clock."""
+
+    @abc.abstractmethod
+    def idle(self, seconds: float) -> None:
+        """Stay ready without a request. Raises when a rank breaks."""
+
+    @abc.abstractmethod
+    def _submit(self, request: ClientRequest) -> None: ...
+
+    @abc.abstractmethod
+    def _cancel(self, request: ClientRequest) -> None: ...
+
+    @abc.abstractmethod
+    def _step(self) -> list[ClientEvent]: ...

@@ -1,0 +1,240 @@
+"""What a front end and the head of its ranks send each other. Msgpack, typed.
+
+| phase    | the front end sends | the head sends                                    |
+|----------|---------------------|---------------------------------------------------|
+| start    |                     | Ready; of a rank that cannot start: Failed        |
+| loading  | Stop                | Loading …, Loaded                                 |
+| serving  | Submit              | Started, NewTokens …, Figures …, Ended            |
+|          |                     | Refused instead                                   |
+|          | Cancel              |                                                   |
+|          | Tokenize            | Tokenized                                         |
+|          | Measure             | Measured                                          |
+| profiling| Stop                | Profiled                                          |
+| any time | Quit                | Line, Alive (when silent for a second), Failed    |
+
+A request's number is the front end's. Times are the head's `time.monotonic`, those of a span its own rank's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ggpipe import errors
+from ggpipe.cluster.profile import Profile
+from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.core.messages import RunRecord
+from ggpipe.core.request import Counters, Finish, Token
+from ggpipe.errors import GgpipeError, RunError
+from ggpipe.metrics.stats import RankStats
+
+VERSION = 1
+"""Of the messages and of how they travel. Raise it whenever one of them changes."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all; the class name travels as the tag."""
+
+
+# From the front end
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """Continue a prompt."""
+
+    request: int
+    prompt: tuple[int, ...]
+    sampling: SamplingConfig
+    n_predict: int
+    speculation: SpeculationConfig | None
+
+
+class Cancel(Message, frozen=True):
+    """End a request soon; its Ended follows."""
+
+    request: int
+
+
+class Tokenize(Message, frozen=True):
+    """Answer with Tokenized."""
+
+    text: bytes
+    """UTF-8, as far as the user's text is."""
+
+
+class Measure(Message, frozen=True):
+    """Ask all ranks for their CPU time and memory, and for their clocks if `clocks`; answer with Measured."""
+
+    clocks: bool
+
+
+class Stop(Message, frozen=True):
+    """The user wants an end of the loading, or of the measuring."""
+
+
+class Quit(Message, frozen=True):
+    """End all ranks."""
+
+
+FromFrontEnd = Submit | Cancel | Tokenize | Measure | Stop | Quit
+
+
+# From the head
+
+
+class Ready(Message, frozen=True):
+    """The ranks are connected; nothing is loaded."""
+
+    place: str
+    """The head's rank and host."""
+    now_s: float
+    """The head's clock."""
+
+
+class Loading(Message, frozen=True):
+    """How far the ranks' loading is."""
+
+    ranks: tuple[RankStats, ...]
+
+
+class Loaded(Message, frozen=True, kw_only=True):
+    """The engine serves requests."""
+
+    ranks: tuple[RankStats, ...]
+    n_ctx: int
+    can_speculate: bool
+    warnings: tuple[str, ...]
+
+
+class Started(Message, frozen=True, kw_only=True):
+    """A request was taken, as `RequestStats` has it."""
+
+    request: int
+    seed: int
+    arrived_s: float
+    speculation: SpeculationConfig
+    ranks: tuple[RankStats, ...]
+
+
+class NewTokens(Message, frozen=True):
+    """The next tokens of a request, and when each was sampled."""
+
+    request: int
+    tokens: tuple[Token, ...]
+    times_s: tuple[float, ...]
+
+
+class Figures(Message, frozen=True, kw_only=True):
+    """What was measured of a request since its last Figures; sent every tenth of a second, and before Ended."""
+
+    request: int
+    counters: Counters
+    """The totals; tables by run and by lead only before Ended."""
+    n_in_flight: int
+    runs: tuple[RunRecord, ...]
+    draft_runs: tuple[RunRecord, ...]
+    ranks: tuple[RankStats, ...]
+    """Each rank's work for the request."""
+    totals: tuple[RankStats, ...]
+    """Each rank's work for all requests."""
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """A request is over."""
+
+    request: int
+    finish: Finish
+    ended_s: float
+    rest: str
+    """Text of a character whose last bytes never came."""
+
+
+class Refused(Message, frozen=True):
+    """A request was not taken."""
+
+    request: int
+    error: str
+    message: str
+
+
+class Tokenized(Message, frozen=True):
+    """The answer to Tokenize."""
+
+    tokens: tuple[int, ...]
+
+
+class Measured(Message, frozen=True):
+    """The answer to Measure."""
+
+    ranks: tuple[RankStats, ...]
+
+
+class Profiled(Message, frozen=True):
+    """The ranks have measured themselves and are leaving."""
+
+    profile: Profile
+
+
+class Line(Message, frozen=True):
+    """A line for the user, which names settings as messages of errors do."""
+
+    text: str
+
+
+class Alive(Message, frozen=True):
+    """Nothing happened; the head's process is there."""
+
+
+class Failed(Message, frozen=True):
+    """The ranks end with this error; `error` is the name of a class in `ggpipe.errors`."""
+
+    error: str
+    message: str
+
+    @staticmethod
+    def of(error: GgpipeError) -> Failed:
+        """The message about an error."""
+        return Failed(type(error).__name__, str(error))
+
+
+FromHead = (
+    Ready | Loading | Loaded | Started | NewTokens | Figures | Ended | Refused | Tokenized | Measured | Profiled
+    | Line | Alive | Failed
+)  # fmt: skip
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
+_FROM_HEAD: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
+    return _ENCODER.encode(message)
+
+
+def from_front_end(payload: bytes) -> FromFrontEnd:
+    """The inverse of `encode`. Raises RunError for bytes that are no message of a front end."""
+    try:
+        return _FROM_FRONT_END.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
+        raise _unreadable(e) from e
+
+
+def from_head(payload: bytes) -> FromHead:
+    """The inverse of `encode`. Raises RunError for bytes that are no message of a head."""
+    try:
+        return _FROM_HEAD.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
+        raise _unreadable(e) from e
+
+
+def _unreadable(error: Exception) -> RunError:
+    why = " ".join(str(error).split())
+    return RunError(f"an unreadable message arrived between front end and head ({why}): use one ggpipe everywhere")
+
+
+def error_of(failed: Failed | Refused) -> GgpipeError:
+    """The error that the message is about."""
+    kind = getattr(errors, failed.error, None)
+    if isinstance(kind, type) and issubclass(kind, GgpipeError):
+        return kind(failed.message)
+    return RunError(failed.message)

@@ -1,0 +1,298 @@
+"""Ranks and their engine at the other end of a channel, as front ends see them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ggpipe.cluster.profile import Profile
+from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError
+from ggpipe.metrics.stats import RankStats
+from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.runtime.channel.link import Link
+from ggpipe.runtime.channel.messages import (
+    Alive,
+    Cancel,
+    Ended,
+    Failed,
+    Figures,
+    FromHead,
+    Line,
+    Loaded,
+    Loading,
+    Measure,
+    Measured,
+    Message,
+    NewTokens,
+    Profiled,
+    Quit,
+    Ready,
+    Refused,
+    Started,
+    Stop,
+    Submit,
+    Tokenize,
+    Tokenized,
+    error_of,
+)
+
+M = TypeVar("M", bound=Message)
+
+_TICK_S, _REPORT_S = 0.1, 1.0
+
+
+class RemoteRanks:
+    """Ranks that were started for this front end; nothing is loaded yet. Belongs to the main thread."""
+
+    def __init__(
+        self,
+        link: Link[FromHead],
+        on_line: Callable[[str], None],
+        cause: Callable[[], str | None] = lambda: None,
+        more_links: Callable[[], Link[FromHead] | None] = lambda: None,
+        rank_timeout_s: float = 30.0,
+    ) -> None:
+        """`on_line` gets lines for the user. `cause`: why the ranks ended, for a head that could not say it.
+        `more_links`: what else has connected, which may be another rank that reports a failure. A head that sends
+        nothing for `rank_timeout_s` seconds is lost (0: never); it sends something every second, whatever it does.
+
+        Raises what the rank at the other end cannot start for.
+        """
+        self.ranks: list[RankStats] = []
+        """All ranks in order, of which others may hold this very list; nothing before the first has loaded."""
+        self.stopping = False
+        """The user wants an end of what is going on."""
+        self.is_open = True
+        """Quit was not sent yet."""
+        self._link = link
+        self._on_line = on_line
+        self._cause = cause
+        self._more_links = more_links
+        self._rank_timeout_s = rank_timeout_s
+        self._silent_s = 0.0
+        self._failure: Callable[[], GgpipeError] | None = None
+        self._place = "the first rank"
+        self._arrived: list[FromHead] = []
+        ready = self.wait_for(Ready)
+        self._place = ready.place
+        self._offset_s = 0.0 if link.is_local else time.monotonic() - ready.now_s
+
+    # What the user wants
+
+    def stop(self) -> None:
+        """End loading, or the active requests, soon. From any thread or a signal handler."""
+        self.stopping = True
+
+    def fail(self, error: Callable[[], GgpipeError]) -> None:
+        """Give up waiting for anything: `receive` raises this error. From any thread or a signal handler."""
+        self._failure = self._failure or error
+
+    def is_ending(self) -> bool:
+        """The user wants an end of what is going on, or this process is to end."""
+        return self.stopping or self._failure is not None
+
+    # Messages
+
+    def send(self, *messages: Message) -> None:
+        """Send to the head. That it has gone shows when something is received."""
+        self._link.send(*messages, attend=self._go_on)
+
+    def receive(self) -> FromHead | None:
+        """The head's next message; None after 0.1 s without one.
+
+        Raises what the ranks failed with, RankError when the head is lost, and the error of `fail`.
+        """
+        self._go_on()
+        if not self._arrived:
+            received = self._link.receive(_TICK_S)
+            if received is None:
+                raise RankError(self._cause() or f"{self._place} is gone: killed, or crashed")
+            # By our own waits, not by the clock: this process may have been stopped for a while.
+            self._silent_s = 0.0 if received else self._silent_s + _TICK_S
+            if self._silent_s > (self._rank_timeout_s or math.inf):
+                raise SilentRankError(
+                    f"{self._place} sent nothing for {self._rank_timeout_s:g} s: stopped, or cut off from the network "
+                    "(the limit is `rank_timeout_s`)"
+                )
+            if not received and (link := self._more_links()) is not None:
+                self._take_report(link)
+            self._arrived = received
+        if not self._arrived:
+            return None
+        match self._arrived.pop(0):
+            case Alive():
+                return None
+            case Line(text):
+                self._on_line(text)
+                return None
+            case Failed() as failed:
+                raise error_of(failed)
+            case message:
+                return message
+
+    def _go_on(self) -> None:
+        if self._failure is not None:
+            raise self._failure()
+
+    @staticmethod
+    def _take_report(link: Link[FromHead]) -> None:
+        """Raises what a rank that is not the head has failed with."""
+        with contextlib.closing(link):
+            for message in link.receive(_REPORT_S) or ():
+                if isinstance(message, Failed):
+                    raise error_of(message)
+
+    def wait_for(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
+        """The next message of this kind; others go to `on_other`, which may raise."""
+        while True:
+            message = self.receive()
+            if isinstance(message, kind):
+                return message
+            if message is not None:
+                on_other(message)
+
+    # What the ranks are started for
+
+    def load(self) -> RemoteEngine:
+        """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
+
+        def show(message: FromHead) -> None:
+            if isinstance(message, Loading):
+                self.ranks[:] = message.ranks
+
+        loaded = self._result(Loaded, show)
+        self.ranks[:] = loaded.ranks
+        return RemoteEngine(self, loaded, self._offset_s)
+
+    def profile(self) -> Profile:
+        """What the ranks measure of themselves. Raises what any of them failed with, RunError when the user stops
+        it."""
+        return self._result(Profiled).profile
+
+    def _result(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
+        """As `wait_for`; a stop is passed on to the head."""
+        is_stopped = False
+        while True:
+            if self.stopping and not is_stopped:
+                is_stopped = True
+                self.send(Stop())
+            match self.receive():
+                case None:
+                    pass
+                case message if isinstance(message, kind):
+                    return message
+                case message:
+                    on_other(message)
+
+    def close(self) -> None:
+        """Have the ranks end. A second call does nothing."""
+        if self.is_open:
+            self.is_open = False
+            self._link.send(Quit(), attend=self._link.close)
+            self._link.close()
+
+
+class RemoteEngine(EngineClient):
+    """An engine behind a channel. All methods but `stop` belong to the main thread."""
+
+    def __init__(self, ranks: RemoteRanks, loaded: Loaded, offset_s: float) -> None:
+        """`offset_s`: this process's clock minus the head's."""
+        super().__init__(ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings)
+        self._own = ranks
+        self._offset_s = offset_s
+        self._kept: list[FromHead] = []
+        self._cancelled: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._own.is_open
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        self._own.send(Tokenize(text.encode("utf-8", "surrogateescape")))
+        return self._own.wait_for(Tokenized, self._keep).tokens
+
+    def measure(self) -> None:
+        self._measure(clocks=False)
+
+    def align_clocks(self) -> None:
+        self._measure(clocks=True)
+
+    def idle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (message := self._own.receive()) is not None:
+                self._keep(message)
+
+    def _measure(self, clocks: bool) -> None:
+        self._own.send(Measure(clocks))
+        self._show(self._own.wait_for(Measured, self._keep).ranks)
+
+    def _keep(self, message: FromHead) -> None:
+        """For `step`, what comes while an answer is waited for. Raises the error of a question that was refused."""
+        if isinstance(message, Refused) and message.request == 0:
+            raise error_of(message)
+        self._kept.append(message)
+
+    def _show(self, ranks: tuple[RankStats, ...]) -> None:
+        """Who holds the list of all ranks sees their new figures."""
+        for stats in ranks:
+            stats.clock_offset_s += self._offset_s
+        self.ranks[:] = ranks
+
+    def _submit(self, request: ClientRequest) -> None:
+        request.stats.n_prompt, request.stats.arrived = len(request.prompt), time.monotonic()
+        self._own.send(
+            Submit(
+                request=request.id,
+                prompt=request.prompt,
+                sampling=request.sampling,
+                n_predict=request.n_predict,
+                speculation=request.speculation,
+            )
+        )
+
+    def _cancel(self, request: ClientRequest) -> None:
+        if request.id not in self._cancelled:
+            self._cancelled.add(request.id)
+            self._own.send(Cancel(request.id))
+
+    def _step(self) -> list[ClientEvent]:
+        message = self._kept.pop(0) if self._kept else self._own.receive()
+        match message:
+            case Started() | NewTokens() | Figures() | Ended() | Refused():
+                request = self._requests.get(message.request)
+                return self._take(message, request) if request is not None else []
+            case None:
+                return []
+        raise RunError(f"the head sent {type(message).__name__} while it serves: use one ggpipe everywhere")
+
+    def _take(
+        self, message: Started | NewTokens | Figures | Ended | Refused, request: ClientRequest
+    ) -> list[ClientEvent]:
+        stats = request.stats
+        match message:
+            case Started():
+                stats.seed, stats.arrived = message.seed, message.arrived_s + self._offset_s
+                stats.speculation, stats.ranks = message.speculation, list(message.ranks)
+            case NewTokens(_, tokens, times_s):
+                stats.token_times += [time_s + self._offset_s for time_s in times_s]
+                stats.drafted += [token.drafted for token in tokens]
+                return [TokenReady(request, token) for token in tokens]
+            case Figures():
+                stats.counters, stats.n_in_flight = message.counters, message.n_in_flight
+                stats.runs += message.runs
+                stats.draft_runs += message.draft_runs
+                stats.ranks[:] = message.ranks
+                self._show(message.totals)
+            case Ended():
+                stats.finish, stats.ended = message.finish, message.ended_s + self._offset_s
+                request.rest = message.rest
+            case Refused():
+                request.error = error_of(message)
+        if request.is_active:
+            return []
+        self._cancelled.discard(request.id)
+        return [RequestEnded(request)]
