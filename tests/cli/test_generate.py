@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, ranks_of, wait_for
+from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
 
+from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 
 TEXT = ("generate", "-m", TARGET, "-p", "Once", "-c", 512, "-t", 1)
@@ -86,6 +87,23 @@ def is_stuck(fd: int) -> bool:
     before = unread(fd)
     time.sleep(1)
     return unread(fd) == before
+
+
+def test_text_reaches_a_file_as_it_comes(tmp_path: Path) -> None:
+    """And what proves that a rank is ours is on no command line."""
+    path = tmp_path / "text"
+    with path.open("w") as file:
+        job = Job("file", *SPLITS[2], stdout=file.fileno())
+    job.waits_for(lambda: path.stat().st_size > 200)
+    head = ranks_of(job.marker)[0]
+    variables = (entry.partition(b"=") for entry in Path(f"/proc/{head}/environ").read_bytes().split(b"\0"))
+    (secret,) = (value for name, _, value in variables if name.decode() == CHANNEL_VARIABLES[1])
+    assert len(secret) == 64
+    assert processes_with(secret.decode()) == []
+    job.process.send_signal(signal.SIGINT)
+    code, error = job.ends(within_s=60)
+    assert code == 0
+    assert "stopped" in error
 
 
 def test_ctrl_c_under_a_users_mpirun() -> None:

@@ -78,9 +78,24 @@ def test_no_tokens_are_asked_for() -> None:
 def test_a_killed_rank_ends_the_job(rank: int) -> None:
     job = Endless(f"kill{rank}")
     os.kill(job.ranks[rank], signal.SIGKILL)
-    code, _ = job.ends(within_s=5)
-    assert code != 0
+    has_failed(job)
+
+
+def test_a_killed_mpirun_ends_the_job() -> None:
+    job = Endless("kill-mpirun")
+    launched = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    os.kill(int(launched[0]), signal.SIGKILL)
+    has_failed(job)
+
+
+def has_failed(job: Endless) -> None:
+    """In time, with the text so far and its figures, and one line that is no more than that."""
+    code, error = job.ends(within_s=20)
+    assert code == 1
     assert len(job.text) > 200
+    assert "decode" in error  # the summary
+    assert error.count("ggpipe: ") == 1
+    assert error.splitlines()[-1].startswith("ggpipe: error: ")
 
 
 def test_ctrl_c_ends_cleanly() -> None:

@@ -31,7 +31,8 @@ class FrontEnd:
         self.has_left = False
         """It wants all ranks to end, or is not there any more."""
         self.send(Ready(place, time.monotonic()))
-        threading.Thread(target=self._read, name="channel", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="channel", daemon=True)
+        self._reader.start()
 
     def follow(self, on_stop: Callable[[], None], wake: Callable[[], None], attend: Callable[[], None]) -> None:
         """Call `on_stop` when the user wants an end, at once if that was before, and `wake` for each other message,
@@ -68,6 +69,9 @@ class FrontEnd:
 
     def close(self) -> None:
         """Nothing follows."""
+        self.has_left = True
+        self._link.end()
+        self._reader.join()
         self._link.close()
 
     # In the reading thread

@@ -130,10 +130,14 @@ class Link(Generic[M]):
         del self._received[:at]
         return found
 
-    def close(self) -> None:
-        """The other side sees the end after all that was sent. A second call does nothing."""
+    def end(self) -> None:
+        """The other side sees the end after all that was sent, and so does a thread that receives here."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """As `end`; no thread may be using the link. A second call does nothing."""
+        self.end()
         self._connection.close()
 
 

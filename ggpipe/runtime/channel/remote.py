@@ -191,7 +191,7 @@ class RemoteRanks:
         """Have the ranks end. A second call does nothing."""
         if self.is_open:
             self.is_open = False
-            self._link.send(Quit(), attend=self._link.close)
+            self._link.send(Quit(), attend=self._link.end)
             self._link.close()
 
 

@@ -1,0 +1,275 @@
+"""An engine behind a socket: the head in a thread, the front end in the test."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from support.commands import TARGET, wait_for
+from support.pipeline import local_session
+
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.core.request import Finish
+from ggpipe.errors import RankError, RunError, Terminated, UsageError
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.runtime.channel import messages, remote
+from ggpipe.runtime.channel.client import EngineClient
+from ggpipe.runtime.channel.front_end import FrontEnd
+from ggpipe.runtime.channel.link import Link
+from ggpipe.runtime.channel.messages import Failed, FromFrontEnd, FromHead, Line, Quit, Ready, Stop
+from ggpipe.runtime.channel.remote import RemoteEngine, RemoteRanks
+from ggpipe.runtime.channel.served import serve
+from ggpipe.runtime.head import Head
+from ggpipe.transport.local import LocalWorld
+
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+CONTEXT = ContextConfig(n_ctx=4096, n_seq=4)
+CONFIG = EngineConfig(ModelConfig(path=TARGET), CONTEXT, PipelineConfig(threads=(1,)), n_requests=4)
+DRAFT = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=CONTEXT)
+DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, DRAFT, n_requests=4)
+
+
+@dataclass
+class Connected:
+    """Both ends of a channel."""
+
+    front_end: Link[FromHead]
+    head: Link[FromFrontEnd]
+    lines: list[str] = field(default_factory=list)
+
+    def ranks(self, **settings: float) -> RemoteRanks:
+        """The front end's, once the head is ready."""
+        return RemoteRanks(self.front_end, self.lines.append, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def connected() -> Iterator[Connected]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    ends = Connected(Link(one, messages.from_head), Link(other, messages.from_front_end))
+    yield ends
+    ends.front_end.close()
+    ends.head.close()
+
+
+@contextlib.contextmanager
+def served(connected: Connected, config: EngineConfig = CONFIG) -> Iterator[RemoteRanks]:
+    """Ranks with one in this process, whose head is served in a thread."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        front_end = FrontEnd(connected.head, "rank 0 (here)")
+        try:
+            with Head(LocalWorld(1).transports[0], config) as head:
+                front_end.follow(head.stop, head.channel.inbox.call, lambda: None)
+                serve(front_end, head)
+        except RunError as e:
+            front_end.report(e)
+        except BaseException as e:
+            failures.append(e)
+        front_end.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        with contextlib.closing(connected.ranks()) as ranks:
+            yield ranks
+    finally:
+        connected.front_end.close()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert failures == []
+
+
+def text(engine: EngineClient, prompt: str, n: int, stats: RequestStats | None = None) -> str:
+    return "".join(token.text for token in engine.generate(engine.tokenize(prompt), GREEDY, n, stats))
+
+
+def expected(prompt: str, n: int) -> str:
+    with local_session(CONFIG, 1) as session:
+        return text(session, prompt, n)
+
+
+def test_a_request_and_what_is_measured_of_it(connected: Connected) -> None:
+    stats = RequestStats()
+    with served(connected, DRAFTING) as ranks:
+        engine = ranks.load()
+        assert (engine.n_ctx, engine.can_speculate) == (4096, True)
+        synchronous = SpeculationConfig(mode="speculative")
+        tokens = list(engine.generate(engine.tokenize("The wolf"), GREEDY, 30, stats, synchronous))
+        engine.measure()
+        engine.align_clocks()
+        assert [rank.draft for rank in engine.ranks] == [False, True]
+        assert all(rank.resident_bytes > 0 and rank.runs > 0 for rank in engine.ranks[:1])
+    assert "".join(token.text for token in tokens) == expected("The wolf", 30)
+    assert [token.drafted for token in tokens] == stats.drafted
+    assert stats.finish is Finish.LENGTH
+    assert stats.n_generated == len(stats.drafted) == 30
+    assert stats.ended is not None
+    assert stats.arrived <= stats.token_times[0] <= stats.token_times[-1] <= stats.ended
+    assert stats.token_times == sorted(stats.token_times)
+    assert stats.n_prompt > 0
+    assert [run.id for run in stats.runs] == sorted({run.id for run in stats.runs})
+    assert sum(run.n_rows for run in stats.runs) >= stats.n_prompt + 29 - stats.counters.accepted_tokens
+    assert stats.draft_runs
+    assert stats.counters.by_lead
+    assert stats.ranks[0].runs == len(stats.runs)
+
+
+def test_several_requests_at_a_time(connected: Connected) -> None:
+    prompts = ("The wolf", "Once upon a time", "A king had a daughter")
+    with served(connected) as ranks:
+        engine = ranks.load()
+        requests = [engine.submit(engine.tokenize(prompt), GREEDY, 20) for prompt in prompts]
+        while any(request.is_active for request in requests):
+            engine.step()
+        told = ["".join(token.text for token in request.tokens) for request in requests]
+    assert [request.error for request in requests] == [None] * 3
+    assert [request.stats.n_generated for request in requests] == [20] * 3
+    with local_session(CONFIG, 1) as session:
+        assert told == [text(session, prompt, 20) for prompt in prompts]
+
+
+def test_a_prompt_that_is_refused(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        with pytest.raises(UsageError, match="the prompt is empty"):
+            list(engine.generate((), GREEDY))
+        with pytest.raises(UsageError, match="has 5000 tokens and the context 4096"):
+            list(engine.generate((5,) * 5000, GREEDY))
+        assert text(engine, "The wolf", 3) == expected("The wolf", 3)
+
+
+def test_a_stop_ends_the_active_requests(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        requests = [engine.submit(engine.tokenize("The wolf"), GREEDY, 2000) for _ in range(2)]
+        while not all(request.tokens for request in requests):
+            engine.step()
+        engine.stop()
+        while any(request.is_active for request in requests):
+            engine.step()
+        assert {request.stats.finish for request in requests} == {Finish.STOPPED}
+        assert not ranks.is_ending()
+        assert text(engine, "The wolf", 3)
+
+
+def test_an_abandoned_request_is_out_of_the_way(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        tokens = engine.generate(engine.tokenize("The wolf"), GREEDY, 900)
+        next(tokens)
+        with pytest.raises(UsageError, match="one request at a time"):
+            next(engine.generate((5, 6), GREEDY, 5))
+        tokens.close()
+        assert text(engine, "The wolf", 5) == expected("The wolf", 5)
+
+
+def test_the_head_keeps_nothing_of_long_requests(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        assert isinstance(engine, RemoteEngine)
+        stats = RequestStats()
+        text(engine, "The wolf", 900, stats)
+        assert len(stats.runs) >= 900
+
+
+def test_loading_is_stopped(connected: Connected) -> None:
+    with served(connected) as ranks:
+        ranks.stop()
+        with contextlib.suppress(RunError):
+            engine = ranks.load()
+            stats = RequestStats()  # it was too late
+            text(engine, "The wolf", 900, stats)
+            assert stats.finish is Finish.STOPPED
+
+
+# A head that does not do what it should
+
+
+def ready(connected: Connected) -> None:
+    connected.head.send(Ready("rank 0 (there)", 0.0))
+
+
+def test_lines_and_errors_of_the_ranks(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    connected.head.send(Line("measured `n_ctx`"), Failed("ModelError", "rank 1 (there): damaged"))
+    with pytest.raises(UsageError, match=r"^rank 1 \(there\): damaged$"):
+        ranks.profile()
+    assert connected.lines == ["measured `n_ctx`"]
+
+
+def test_a_head_that_is_gone(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    connected.head.close()
+    with pytest.raises(RankError, match=r"^rank 0 \(there\) has gone"):
+        ranks.load()
+    ranks.close()
+
+
+def test_what_mpirun_knows_is_said(connected: Connected) -> None:
+    ready(connected)
+    ranks = RemoteRanks(connected.front_end, connected.lines.append, lambda: "rank 1 (there) ended: signal 9 (Killed)")
+    connected.head.send(Failed("Terminated", "terminated from outside"))
+    with pytest.raises(RankError, match=r"^rank 1 \(there\) ended: signal 9 \(Killed\)$"):
+        ranks.load()
+
+
+def test_a_head_that_is_silent(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_TICK_S", 0.01)
+    ready(connected)
+    ranks = connected.ranks(silence_s=0.05)
+    with pytest.raises(RankError, match=r"^rank 0 \(there\) sent nothing for 0.05 s"):
+        ranks.load()
+
+
+def test_a_front_end_that_is_to_end(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    ranks.terminate()
+    assert ranks.is_ending()
+    with pytest.raises(Terminated):
+        ranks.load()
+
+
+def test_a_stop_is_sent_once(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    ranks.stop()
+    connected.head.send(Line("one"), Line("two"), Failed("RunError", "stopped"))
+    with pytest.raises(RunError, match="stopped"):
+        ranks.profile()
+    ranks.close()
+    got: list[FromFrontEnd] = []
+    while (more := connected.head.receive(20)) is not None:
+        got += more
+    assert got == [Stop(), Quit()]
+
+
+def test_the_head_says_every_second_that_it_is_there(connected: Connected) -> None:
+    front_end = FrontEnd(connected.head, "rank 0 (here)")
+    got: list[FromHead] = []
+    while len(got) < 3:
+        got += connected.front_end.receive(20) or []
+    assert [type(message).__name__ for message in got] == ["Ready", "Alive", "Alive"]
+    connected.front_end.send(Stop())
+    connected.front_end.close()
+    wait_for(lambda: front_end.has_left)
+    with pytest.raises(RunError, match="stopped before all was measured"):
+        front_end.attend()
+    front_end.close()
