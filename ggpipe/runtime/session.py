@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ggpipe.errors import UsageError
+from ggpipe.errors import QueueFull, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime import engine
 from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
@@ -64,7 +64,7 @@ class Session(EngineClient):
             active = self.engine.submit(
                 request.prompt, request.sampling, request.n_predict, request.speculation, request.stats
             )
-        except UsageError as e:
+        except (UsageError, QueueFull) as e:
             request.error = e
             self._refused.append(RequestEnded(request))
             return
