@@ -52,7 +52,8 @@ def test_a_reader_that_reads_again_loses_nothing(
     got, threads = bytearray(), []
 
     def stopping() -> bool:
-        threads.append(reader(pipe[0], got))
+        if not threads:  # a slow machine may ask again
+            threads.append(reader(pipe[0], got))
         return True
 
     assert Stdout(pipe[1]).write(TEXT, stopping)
