@@ -287,7 +287,7 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = 7, 8
 
     @contextlib.contextmanager
-    def start_ranks(n: int, hostfile: Path | None) -> Iterator[None]:
+    def start_ranks(n: int, hostfile: Path | None, _timeout_s: float) -> Iterator[None]:
         started.append((n, hostfile))
         yield
 

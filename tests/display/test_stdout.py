@@ -49,7 +49,8 @@ def test_a_reader_that_reads_again_loses_nothing(
 ) -> None:
     """It begins to read when the user wants an end."""
     monkeypatch.setattr(stdout, "_READS_AGAIN_S", 3600)
-    got, threads = bytearray(), []
+    got = bytearray()
+    threads: list[threading.Thread] = []
 
     def stopping() -> bool:
         if not threads:  # a slow machine may ask again

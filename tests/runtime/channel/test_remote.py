@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from support.commands import TARGET, wait_for
@@ -22,7 +23,7 @@ from ggpipe.config import (
     SpeculationConfig,
 )
 from ggpipe.core.request import Finish
-from ggpipe.errors import RankError, RunError, Terminated, UsageError
+from ggpipe.errors import RankError, RunError, SilentRankError, Terminated, UsageError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.runtime.channel import messages, remote
 from ggpipe.runtime.channel.client import EngineClient
@@ -49,9 +50,9 @@ class Connected:
     head: Link[FromFrontEnd]
     lines: list[str] = field(default_factory=list)
 
-    def ranks(self, **settings: float) -> RemoteRanks:
+    def ranks(self, **settings: Any) -> RemoteRanks:
         """The front end's, once the head is ready."""
-        return RemoteRanks(self.front_end, self.lines.append, **settings)  # type: ignore[arg-type]
+        return RemoteRanks(self.front_end, self.lines.append, **settings)
 
 
 @pytest.fixture
@@ -217,15 +218,15 @@ def test_a_head_that_is_gone(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
     connected.head.close()
-    with pytest.raises(RankError, match=r"^rank 0 \(there\) has gone"):
+    with pytest.raises(RankError, match=r"^rank 0 \(there\) is gone: killed, or crashed$"):
         ranks.load()
     ranks.close()
 
 
 def test_what_mpirun_knows_is_said(connected: Connected) -> None:
     ready(connected)
-    ranks = RemoteRanks(connected.front_end, connected.lines.append, lambda: "rank 1 (there) ended: signal 9 (Killed)")
-    connected.head.send(Failed("Terminated", "terminated from outside"))
+    ranks = connected.ranks(cause=lambda: "rank 1 (there) ended: signal 9 (Killed)")
+    connected.head.close()
     with pytest.raises(RankError, match=r"^rank 1 \(there\) ended: signal 9 \(Killed\)$"):
         ranks.load()
 
@@ -233,15 +234,27 @@ def test_what_mpirun_knows_is_said(connected: Connected) -> None:
 def test_a_head_that_is_silent(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_TICK_S", 0.01)
     ready(connected)
-    ranks = connected.ranks(silence_s=0.05)
-    with pytest.raises(RankError, match=r"^rank 0 \(there\) sent nothing for 0.05 s"):
+    ranks = connected.ranks(rank_timeout_s=0.05)
+    with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 0.05 s"):
         ranks.load()
+
+
+def test_another_rank_reports_that_the_head_is_silent(connected: Connected) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = Link(socket.create_connection(server.getsockname()), messages.from_front_end)
+        accepted, _ = server.accept()
+    other.send(Failed("SilentRankError", "rank 0 (there) sent nothing for 3 s"))
+    ready(connected)
+    ranks = connected.ranks(more_links=lambda: Link(accepted, messages.from_head))
+    with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 3 s$"):
+        ranks.load()
+    other.close()
 
 
 def test_a_front_end_that_is_to_end(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
-    ranks.terminate()
+    ranks.fail(lambda: Terminated("terminated from outside"))
     assert ranks.is_ending()
     with pytest.raises(Terminated):
         ranks.load()
