@@ -62,7 +62,12 @@ class Session(EngineClient):
     def _submit(self, request: ClientRequest) -> None:
         try:
             active = self.engine.submit(
-                request.prompt, request.sampling, request.n_predict, request.speculation, request.stats
+                request.prompt,
+                request.sampling,
+                request.n_predict,
+                request.speculation,
+                request.stats,
+                request.cache_prompt,
             )
         except (UsageError, QueueFull) as e:
             request.error = e

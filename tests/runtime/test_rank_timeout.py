@@ -110,3 +110,23 @@ def test_a_machine_without_network_ends_the_job(cut_off: int, monkeypatch: pytes
         assert len(job.text) > 200
         (error,) = errors_of(stderr)
         assert f"rank {cut_off - 1 or 1} (node{cut_off if cut_off > 1 else 2})" in error
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_the_first_rank_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front end sees its text, and gives it up in time when it is cut off."""
+    with virtual_hosts(3) as hosts:
+        for name, value in hosts.environment.items():
+            monkeypatch.setenv(name, value)
+        others = tmp_path / "hosts"
+        others.write_text("".join(f"{hosts.address(host)} slots=1\n" for host in (2, 3)))
+        job = Job("elsewhere", *SPLITS[2], "--hostfile", others, *TIMEOUT, launch=hosts.on(1))
+        job.waits_for(lambda: len(job.text) > 200)
+        hosts.cut_off(2)
+        job.waits_for(lambda: job.process.poll() is not None)
+        hosts.connect(2)
+        job.waits_for(lambda: not hosts.processes())
+        code, stderr = job.ends(WITHIN_S)
+        assert code == 1
+        (error,) = errors_of(stderr)
+        assert "rank 0 (node2)" in error

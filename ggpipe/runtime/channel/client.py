@@ -34,6 +34,7 @@ class ClientRequest:
     sampling: SamplingConfig
     n_predict: int
     speculation: SpeculationConfig | None
+    cache_prompt: bool
     stats: RequestStats
     """Filled in while the request is served. Times are this process's `time.monotonic`."""
     tokens: list[Token] = field(default_factory=list)
@@ -123,11 +124,12 @@ class EngineClient(abc.ABC):
         n_predict: int = -1,
         speculation: SpeculationConfig | None = None,
         stats: RequestStats | None = None,
+        cache_prompt: bool = True,
     ) -> ClientRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
-        `speculation` needs a draft model. `stats` is filled in while the request is served. A bad prompt ends the
-        request with its error.
+        `speculation` needs a draft model. `stats` is filled in while the request is served. With `cache_prompt`, what
+        earlier requests computed of the prompt is not computed again. A bad prompt ends the request with its error.
         """
         request = ClientRequest(
             id=next(self._ids),
@@ -135,6 +137,7 @@ class EngineClient(abc.ABC):
             sampling=sampling,
             n_predict=n_predict,
             speculation=speculation,
+            cache_prompt=cache_prompt,
             stats=stats if stats is not None else RequestStats(),
         )
         self._requests[request.id] = request

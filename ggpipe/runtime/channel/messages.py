@@ -46,6 +46,7 @@ class Submit(Message, frozen=True, kw_only=True):
     sampling: SamplingConfig
     n_predict: int
     speculation: SpeculationConfig | None
+    cache_prompt: bool
 
 
 class Cancel(Message, frozen=True):

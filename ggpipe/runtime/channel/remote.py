@@ -251,6 +251,7 @@ class RemoteEngine(EngineClient):
                 sampling=request.sampling,
                 n_predict=request.n_predict,
                 speculation=request.speculation,
+                cache_prompt=request.cache_prompt,
             )
         )
 

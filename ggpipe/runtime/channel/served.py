@@ -94,7 +94,13 @@ class _Server:
     def _handle(self, message: FromFrontEnd) -> list[Message]:
         match message:
             case Submit():
-                request = self._session.submit(message.prompt, message.sampling, message.n_predict, message.speculation)
+                request = self._session.submit(
+                    message.prompt,
+                    message.sampling,
+                    message.n_predict,
+                    message.speculation,
+                    cache_prompt=message.cache_prompt,
+                )
                 return self._submit(message.request, request)
             case Cancel(number):
                 if number in self._requests:
