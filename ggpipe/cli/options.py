@@ -107,6 +107,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="End the job when a rank sends nothing for so many seconds; 0: never."),
     _option(Ranks, RANKS, "hostfile", "--hostfile", metavar="FILE", help="Machines to start ranks on, in mpirun's format."),
     _option(ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to start. Default: the slots of --hostfile, or one."),
+    _option(PlanSettings, RANKS, "users", "--users", metavar="N", help="Plan for N users at the same time: for most tokens per second of all of them together."),
     _option(PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to use, the draft's included. Default: the fastest number."),
 
     _option(Models, SPECULATION, "draft", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", help="GGUF file of the draft model: a smaller one of the same family. It runs on the ranks behind the / of --mpi-layer-split, else inside the first rank."),

@@ -272,6 +272,8 @@ class PlanSettings:
     """Ranks, the draft's included; None: as many as are fastest."""
     seconds: float = 6.0
     json: Path | None = None
+    users: int | None = None
+    """Users who share the pipeline; None: one request at a time."""
 
     def __post_init__(self) -> None:
         if self.mode is not None:

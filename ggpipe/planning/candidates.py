@@ -55,7 +55,22 @@ class Estimate:
     draft_s: float
     """Time of the draft for one token; 0: there is no draft."""
 
-    def token_s(self, mode: Mode, agreement: float) -> float:
+    def token_s(self, mode: Mode, agreement: float, users: int = 1) -> float:
+        """About how long a token takes; of several users' tokens together.
+
+        Users ride in runs of some rows each. A round takes all runs' time in the slowest stage, or a run's in all
+        stages. Draft tokens fill the pipeline, and no more.
+        """
+        token_s = self._token_s(mode, agreement)
+        if users == 1:
+            return token_s
+        slowest_s = min(slowest_s / n for n, slowest_s in zip(ROWS, self.slowest_s, strict=True) if n <= users)
+        if mode != "iterative" and self.candidate.arrangement.drafts:
+            return max(token_s / users, slowest_s)
+        both = zip(ROWS, self.slowest_s, self.all_s, strict=True)
+        return min(max(-(-users // n) * slowest_s, all_s) / users for n, slowest_s, all_s in both if n <= users)
+
+    def _token_s(self, mode: Mode, agreement: float) -> float:
         """About how long a token takes, with the best number of draft tokens in a run.
 
         In a chain of draft tokens, each accepted with probability a, a / (1 - a) are accepted before the first rejected
@@ -258,11 +273,13 @@ def _gb(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.3g} GB" if n_bytes < 1e12 else f"{n_bytes / 1e12:.3g} TB"
 
 
-def ranked(estimates: Sequence[Estimate], mode: Mode, agreement: float, n: int, n_each: int = 4) -> list[Estimate]:
+def ranked(
+    estimates: Sequence[Estimate], mode: Mode, agreement: float, n: int, n_each: int = 4, users: int = 1
+) -> list[Estimate]:
     """The `n` best for a mode, of each arrangement at most `n_each`."""
     taken: dict[Arrangement, int] = {}
     best: list[Estimate] = []
-    for estimate in sorted(estimates, key=lambda e: (e.token_s(mode, agreement), len(e.candidate.counts))):
+    for estimate in sorted(estimates, key=lambda e: (e.token_s(mode, agreement, users), len(e.candidate.counts))):
         arrangement = estimate.candidate.arrangement
         if taken.get(arrangement, 0) < n_each:
             taken[arrangement] = taken.get(arrangement, 0) + 1

@@ -10,12 +10,14 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import Mode, SpeculationConfig
-from ggpipe.metrics.stats import RequestStats
+from ggpipe.metrics.traffic import traffic_summary
 from ggpipe.planning.placements import Arrangement
+from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Sizes
+from ggpipe.sim.simulator import Served, Sizes
 
 _SHORT, _LONG, _TEXTS = 64, 128, 2
+_EACH = 2  # requests of each of several users, in careful simulations
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ class Evaluation:
     """The result of simulating a candidate."""
 
     tokens_per_s: float
-    """Decode speed, after the first token."""
+    """Decode speed after the first token; of several users their tokens together, prompts included."""
     ttft_s: float
+    """Mean time to first token."""
     busy_s: tuple[float, ...]
     """Decode time of each target rank with layers, in order."""
 
@@ -48,14 +51,18 @@ class Evaluator:
         tokens: SyntheticText | Recording,
         sizes: Sizes,
         on_run: Callable[[int], None] = lambda n: None,
+        users: int | None = None,
     ) -> None:
-        """`on_run` is called after each evaluation that takes simulations, with their number so far."""
+        """`users`: so many share the pipeline, see `Traffic`; None: one request at a time.
+
+        `on_run` is called after each evaluation that takes simulations, with their number so far."""
         self._spec = spec
         self._target = target
         self._draft = draft
         self._tokens = tokens
         self._sizes = replace(sizes, n_ctx=0)
         self._on_run = on_run
+        self._users = users
         self._known: dict[tuple[Candidate, SpeculationConfig, bool], Evaluation] = {}
         self.n_runs = 0
         """Simulations so far."""
@@ -82,7 +89,10 @@ class Evaluator:
         draft = self._draft if candidate.arrangement.drafts else None
         spec, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
         n_text, n_texts = (_LONG, _TEXTS) if carefully and speculation.mode != "iterative" else (_SHORT, 1)
-        requests: list[RequestStats] = []
+        traffic = None
+        if self._users is not None:
+            traffic, n_texts = Traffic(users=self._users, n_total=self._users * (_EACH if carefully else 1)), 1
+        served: list[Served] = []
         for tokens in _some(self._tokens, n_texts):
             setup = SimulationSpec(
                 cluster=spec,
@@ -93,10 +103,11 @@ class Evaluator:
                 tokens=tokens,
                 n_predict=n_text,
                 sizes=self._sizes,
+                traffic=traffic,
             )
-            requests += setup.run(speculation.mode)
-        self.n_runs += len(requests)
-        return _evaluation(requests)
+            served += setup.serve(speculation.mode)
+        self.n_runs += len(served)
+        return _evaluation(served, traffic is not None)
 
 
 def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Recording]:
@@ -106,15 +117,25 @@ def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Rec
     return [replace(tokens, seed=tokens.seed + i) for i in range(n)]
 
 
-def _evaluation(requests: Sequence[RequestStats]) -> Evaluation:
+def _evaluation(served: Sequence[Served], is_shared: bool) -> Evaluation:
+    requests = [stats for one in served for stats in one.requests]
     n_tokens = sum(stats.n_generated - 1 for stats in requests)
     decode_s = sum(stats.decode_s for stats in requests)
+    tokens_per_s = n_tokens / decode_s if decode_s > 0 else 0.0
+    if is_shared:
+        tokens_per_s = traffic_summary(served[0].requests, served[0].ranks).total_tokens_per_s or 0.0
     busy_s = [
-        tuple(rank.compute_s for rank in stats.ranks if not rank.draft and rank.layers[0] < rank.layers[1])
-        for stats in requests
+        tuple(rank.compute_s for rank in one.ranks if not rank.draft and rank.layers[0] < rank.layers[1])
+        for one in served
     ]
     return Evaluation(
-        n_tokens / decode_s if decode_s > 0 else 0.0,
+        tokens_per_s,
         statistics.fmean(stats.ttft_s or 0.0 for stats in requests),
         tuple(map(sum, zip(*busy_s, strict=True))),
     )
+
+
+def tokens_of_users(users: int, tokens: SyntheticText | Recording) -> int:
+    """The context that the simulations of so many users take, in tokens."""
+    n_prompt = max(len(take.prompt) for take in tokens.takes) if isinstance(tokens, Recording) else tokens.n_prompt
+    return users * (n_prompt + _LONG)

@@ -50,6 +50,8 @@ class PlanRequest:
     """The mode; None: the fastest."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Speculation settings to begin with."""
+    users: int | None = None
+    """So many users share the pipeline, and speeds are those of all of them together; None: one request at a time."""
     tunes: bool = True
     """Search for better speculation settings."""
     effort: float = 1.0
@@ -78,6 +80,7 @@ class Prediction:
     mode: Mode
     speculation: SpeculationConfig
     tokens_per_s: float
+    """Of several users together."""
     ttft_s: float
 
 
@@ -95,6 +98,8 @@ class Plan:
     elsewhere: Mapping[Mode, tuple[Placement, Prediction]]
     """Modes that would be clearly faster with other ranks, or that need others, with those ranks."""
     n_simulations: int
+    users: int | None = None
+    """As in the request."""
 
     @property
     def draft_inside(self) -> bool:
@@ -133,10 +138,13 @@ class _Search:
         self._candidates = CandidateSearch(
             spec, target, self._draft, replace(request.constraints, must_draft=must_draft)
         )
-        self._evaluator = Evaluator(spec, target, self._draft, request.tokens, request.sizes, self._count)
+        self._evaluator = Evaluator(
+            spec, target, self._draft, request.tokens, request.sizes, self._count, request.users
+        )
         self._on_run = on_run
         self._expected = 0
         self._agreement = request.tokens.agreement
+        self._users = request.users or 1
 
     def plan(self) -> Plan:
         estimates = self._candidates.all()
@@ -168,6 +176,7 @@ class _Search:
             predictions=predictions,
             elsewhere=elsewhere,
             n_simulations=self._evaluator.n_runs,
+            users=self._request.users,
         )
 
     def _count(self, n_runs: int) -> None:
@@ -185,10 +194,10 @@ class _Search:
             own = list(estimates)
         if not own:
             return None
-        if mode != "async":
+        if mode == "speculative" or (mode == "iterative" and self._request.users is None):
             return self._steady(own, mode)
         most = self._most_runs(own)
-        first = ranked(own, mode, self._agreement, max(round(most * 0.5), 2))
+        first = ranked(own, mode, self._agreement, max(round(most * 0.5), 2), users=self._users)
         speeds = {e.candidate: self._speed(e.candidate, mode) for e in first}
         good = list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]
         known: set[Arrangement] = set()
@@ -214,7 +223,7 @@ class _Search:
 
         Many candidates are equally fast then. Fewer ranks are better and, for prompts and memory, an even split.
         """
-        times_s = {e: e.token_s(mode, self._agreement) for e in estimates}
+        times_s = {e: e.token_s(mode, self._agreement, self._users) for e in estimates}
         good = [e for e in estimates if times_s[e] <= _WORTH * min(times_s.values())]
         in_order = self._request.constraints.in_order
         n_used = {e: 0 if in_order else sum(count > 0 for count in e.candidate.counts) for e in good}

@@ -147,6 +147,11 @@ def test_machines_of_a_hostfile_are_measured(tmp_path: Path) -> None:
         (("-m", "nofile.gguf"), "cannot open model file nofile.gguf: No such file or directory"),
         (("CLUSTER", "-r", "3"), "-r/--ranks 3: there is room for 2 ranks, .*"),
         (("CLUSTER", "-r", "0"), "-r/--ranks must be a number of ranks, 1 or more, got 0"),
+        (("CLUSTER", "--users", "0"), "--users must be a number from 1 to 256, got 0"),
+        (
+            ("CLUSTER", "-c", "1000", "--users", "4"),
+            "a context of 1000 tokens cannot hold the 1024 of 4 users: raise .*",
+        ),
         (("CLUSTER", "-t", "4,4"), "-t/--threads must be one number for all ranks here, got 2: plan finds the rest"),
         (("CLUSTER", "-t", "x"), "-t/--threads x: give a number, or one for each rank as in 6,32,20"),
         (("CLUSTER", "--acceptance", "1.5"), "--acceptance must be a share between 0 and 1, got 1.5"),

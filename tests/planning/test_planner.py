@@ -15,7 +15,7 @@ from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.config import SpeculationConfig
+from ggpipe.config import Mode, SpeculationConfig
 from ggpipe.core.layout import lay_out, parse_shares, shares_text
 from ggpipe.errors import UsageError
 from ggpipe.planning.candidates import CandidateSearch, Constraints
@@ -261,3 +261,41 @@ def test_a_draft_that_does_not_fit_is_left_out_unless_it_is_required() -> None:
 def test_the_same_cluster_gets_the_same_plan() -> None:
     spec = cluster(node("a"), node("b", 2), node("c"))
     assert make_plan(spec, SMALL, DRAFT, request()) == make_plan(spec, SMALL, DRAFT, request())
+
+
+# Several users
+
+
+def test_a_plan_for_several_users() -> None:
+    """Where one user gains nothing from more machines, several do: their runs fill the stages."""
+    spec = cluster(*(node(f"n{i}", memory_gb=64) for i in range(4)))
+    one, four = (
+        make_plan(spec, TARGET, None, replace(request(0.1), mode="iterative", users=users)) for users in (None, 4)
+    )
+    check(four, spec, TARGET)
+    assert (one.users, four.users) == (None, 4)
+    assert len(layers_of(four)) == 4
+    assert four.best.tokens_per_s > 1.5 * one.best.tokens_per_s
+
+
+def test_estimates_of_several_users() -> None:
+    """Users share stages: the slowest one limits them, and all stages one user."""
+    search = CandidateSearch(cluster(*(node(f"n{i}") for i in range(2))), TARGET, None, request().constraints)
+    found = search.all()
+    for estimate in found:
+        alone = estimate.token_s("iterative", 0.7)
+        times = [estimate.token_s("iterative", 0.7, users) for users in (1, 2, 4, 8)]
+        assert times[0] == alone
+        assert times == sorted(times, reverse=True)
+        assert times[1] >= alone / 2 - 1e-12
+
+
+@pytest.mark.parametrize("mode", ["iterative", "async"])
+def test_users_are_evaluated_by_their_tokens_in_total(mode: Mode) -> None:
+    spec = cluster(*(node(f"n{i}") for i in range(2)))
+    found = {}
+    for users in (None, 1, 3):
+        plan = make_plan(spec, TARGET, DRAFT, replace(request(0.05), mode=mode, users=users))
+        found[users] = plan.best.tokens_per_s
+    assert found[1] < (found[None] or 0.0), "prompts take time as well"
+    assert found[3] > found[1]

@@ -32,8 +32,10 @@ from ggpipe.launch.environment import has_user
 from ggpipe.launch.hostfile import hosts_of
 from ggpipe.measure.profile import profile_ranks
 from ggpipe.planning.candidates import Constraints
+from ggpipe.planning.evaluate import tokens_of_users
 from ggpipe.planning.planner import PlanRequest, make_plan
 from ggpipe.runtime.process import Attend, Say
+from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulator import Sizes
 from ggpipe.transport.base import Transport
 
@@ -68,6 +70,8 @@ class _Request:
                 f"`threads` must be one number for all ranks here, got {len(threads)}: plan finds the rest"
             )
         self._threads, self._draft_threads = threads[0], draft_threads(options)
+        if self.settings.users is not None:
+            Traffic(users=self.settings.users)
         if self.settings.json is not None:
             check_writable(self.settings.json)
 
@@ -75,6 +79,12 @@ class _Request:
         """Plan, and print. `hosts`: as the hostfile calls the machines of the cluster's ranks."""
         target, draft = self._shapes(spec)
         n_ctx = self.context.n_ctx or (0 if target.n_ctx else _N_CTX)
+        users = self.settings.users
+        if users is not None and (needed := tokens_of_users(users, self.text)) > (n_ctx or target.n_ctx):
+            raise UsageError(
+                f"a context of {n_ctx or target.n_ctx} tokens cannot hold the {needed} of {users} users: "
+                "raise `n_ctx`, or lower `users` or `prompt_tokens`"
+            )
         constraints = Constraints(
             n_ctx=n_ctx,
             n_ubatch=self.context.n_ubatch,
@@ -83,7 +93,9 @@ class _Request:
             draft_threads=self._draft_threads if self._draft_threads > 0 else None,
         )
         sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch)
-        request = PlanRequest(constraints=constraints, tokens=self.text, sizes=sizes, mode=self.settings.mode)
+        request = PlanRequest(
+            constraints=constraints, tokens=self.text, sizes=sizes, mode=self.settings.mode, users=users
+        )
         with SimulationProgress() as progress:
             made = make_plan(spec, target, draft, request, progress)
         command = self._command(n_ctx, hosts)

@@ -118,6 +118,7 @@ def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateComma
         "best": plan.best.mode,
         "modes": {mode: asdict(prediction) for mode, prediction in plan.predictions.items()},
         "simulations": plan.n_simulations,
+        **({"users": plan.users} if plan.users is not None else {}),
     }
     write_text(path, json.dumps(content, indent=1) + "\n")
 
@@ -133,6 +134,8 @@ def _heading(
     else:
         request = f"prompt of {counted(tokens.n_prompt, 'token')}"
         request += f", agreement {percent(tokens.agreement)}" if draft is not None else ""
+    if plan.users is not None:
+        request += f"; {counted(plan.users, 'user')} at the same time, by their tokens per second in total"
     request += f"; the best of {counted(plan.n_simulations, 'simulation')}"
     styles = ("bold", "dim", "dim")
     return Group(
@@ -177,7 +180,11 @@ def _modes_table(plan: Plan, width: int) -> RenderableType:
     return columns_table(
         [
             Column("mode", [prediction.mode for prediction in predictions], 0, "left"),
-            Column("t/s", [three_digits(prediction.tokens_per_s) for prediction in predictions], 0),
+            Column(
+                "t/s" if plan.users is None else "total t/s",
+                [three_digits(prediction.tokens_per_s) for prediction in predictions],
+                0,
+            ),
             Column(
                 "x iterative",
                 ["-" if base is None else f"{p.tokens_per_s / base.tokens_per_s:.2f}" for p in predictions],
@@ -199,7 +206,7 @@ def _remarks(spec: ClusterSpec, plan: Plan) -> list[str]:
         machines = [spec.nodes[node].name for node in dict.fromkeys(placement.node_of)]
         some = ", ".join(map(harmless, machines[:_MOST_NAMES])) + (", …" if len(machines) > _MOST_NAMES else "")
         ranks = counted(len(placement.node_of), "rank")
-        speed = f"{three_digits(prediction.tokens_per_s)} t/s"
+        speed = f"{three_digits(prediction.tokens_per_s)} t/s" + (" in total" if plan.users is not None else "")
         lines.append(f"{mode} would be fastest with {ranks} on {some}: {speed}")
     return ["", *lines] if lines else []
 
