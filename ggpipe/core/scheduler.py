@@ -286,7 +286,9 @@ class Scheduler:
         if state.phase is Phase.PREFILL:
             if self.n_in_flight >= self._limits.n_in_flight:
                 return ()
-            end = chunk_end(state.n_past, len(state.request.prompt), self._limits.n_batch, self._limits.n_ubatch)
+            start, n_prompt = state.counters.cached_tokens, len(state.request.prompt)
+            limits = self._limits
+            end = start + chunk_end(state.n_past - start, n_prompt - start, limits.n_batch, limits.n_ubatch)
             return (_Take(state, n_prompt=end - state.n_past),)
         root, speculation = state.tree.root, state.request.speculation
         if speculation.mode == "speculative":

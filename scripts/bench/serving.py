@@ -7,6 +7,7 @@ users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 token
         together, from the first arrival to the last token. Beside it libllama driven directly: one process with two
         threads that decodes all users in one batch, and an estimate of the best that the pipeline could reach by the
         measured times of runs.
+again   the second question of a conversation of 1,000 tokens: its time to first token against the first one's.
 prompt  one user decodes while another's prompt of 2,000 tokens comes in: the first one's latencies between tokens
         against its usual ones, and the prompt's time to first token against what it takes alone.
 """
@@ -42,13 +43,13 @@ from ggpipe.launch import mpirun
 from ggpipe.launch.environment import mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import inflated_pair
 from ggpipe.metrics.stats import RequestStats, percentile
-from ggpipe.runtime.engine import Engine
+from ggpipe.runtime.engine import Engine, TokenReady
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.loading import load_all
 from ggpipe.runtime.process import run_rank
 
 N_CTX, N_UBATCH, N_TARGET = 4096, 512, 2
-N_SHORT, N_LONG = 16, 2000
+N_SHORT, N_LONG, N_CONVERSATION = 16, 2000, 1000
 USERS = (1, 4, 8)
 SCRIPT = (sys.executable, "-m", "scripts.bench.serving")  # from the project's folder
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
@@ -79,7 +80,6 @@ def job(args: argparse.Namespace) -> int:
         DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, shares=(1.0,)) if args.draft else None,
         n_requests=max(USERS),
         prefill_slowdown=args.prefill_slowdown,
-        cache_prompt=False,
     )
 
     def head(ranks: Head) -> int:
@@ -106,6 +106,7 @@ def _measured(engine: Engine, args: argparse.Namespace, ask: Any) -> list[dict[s
                 found[f"{mode} {n}"] = n * args.n / end_s
                 found[f"{mode} {n} accepted"] = sum(s.counters.accepted_tokens for s in stats) / (n * args.n)
         found |= _beside_a_prompt(engine, tokens, args.n)
+        found["again"] = _second_question(engine, tokens, i)
         found["rows"] = _times_by_rows(engine)
         results.append(found)
         print(f"round {i} of {args.rounds}", file=sys.stderr, flush=True)
@@ -115,7 +116,7 @@ def _measured(engine: Engine, args: argparse.Namespace, ask: Any) -> list[dict[s
 def _serve(
     engine: Engine, texts: Sequence[tuple[int, ...]], n: int, speculation: SpeculationConfig
 ) -> list[RequestStats]:
-    requests = [engine.submit(text, GREEDY, n, speculation) for text in texts]
+    requests = [engine.submit(text, GREEDY, n, speculation, cache_prompt=False) for text in texts]
     while any(request.is_active for request in requests):
         engine.step()
     return [request.stats for request in requests]
@@ -126,10 +127,10 @@ def _beside_a_prompt(engine: Engine, tokens: Sequence[int], n: int) -> dict[str,
     (long,), (short,) = prompts(tokens, 1, N_LONG), prompts(tokens, 1, N_SHORT)
     (alone,) = _serve(engine, [long], 2, iterative)
     (usual,) = _serve(engine, [short], n, iterative)
-    user = engine.submit(short, GREEDY, N_CTX // 4, iterative)
+    user = engine.submit(short, GREEDY, N_CTX // 4, iterative, cache_prompt=False)
     while user.stats.n_generated < 8:
         engine.step()
-    other = engine.submit(long, GREEDY, 2, iterative)
+    other = engine.submit(long, GREEDY, 2, iterative, cache_prompt=False)
     while other.is_active:
         engine.step()
     first, last = other.stats.arrived, other.stats.token_times[0]
@@ -148,6 +149,23 @@ def _beside_a_prompt(engine: Engine, tokens: Sequence[int], n: int) -> dict[str,
         "ITL p99": percentile(latencies, 0.99),
         "n": len(latencies),
     }
+
+
+def _second_question(engine: Engine, tokens: Sequence[int], i: int) -> float:
+    """Of a conversation that no earlier round had."""
+    iterative = SpeculationConfig(mode="iterative")
+    first = (300 + i, *prompts(tokens, 1, N_CONVERSATION - 1)[0])
+    request = engine.submit(first, GREEDY, 16, iterative, cache_prompt=True)
+    answer: list[int] = []
+    while request.is_active:
+        answer += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
+    second = (*first, *answer, *prompts(tokens, 2, 24)[1])
+    again = engine.submit(second, GREEDY, 2, iterative, cache_prompt=True)
+    while again.is_active:
+        engine.step()
+    assert request.stats.ttft_s is not None
+    assert again.stats.ttft_s is not None
+    return again.stats.ttft_s / request.stats.ttft_s
 
 
 def _times_by_rows(engine: Engine) -> dict[int, float]:
@@ -259,6 +277,8 @@ def report(results: Sequence[dict[str, Any]], draft: bool) -> None:
     longer = middle(r["prompt"] / r["prompt alone"] for r in rounds)
     print(f"beside a prompt of {N_LONG} tokens: ITL p99 {slower} times the usual one, p50 {usual}")
     print(f"that prompt: {longer} times as long as alone")
+    again = middle(r["again"] for r in rounds)
+    print(f"second question of {N_CONVERSATION} tokens: first token after {again} times what the first question's took")
 
 
 def main() -> int:
