@@ -36,7 +36,7 @@ from ggpipe.core.events import (
     Submit,
     Tick,
 )
-from ggpipe.core.messages import RowLogits, RunRecord, RunResult
+from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult
 from ggpipe.core.request import Finish, Request, Token, check_prompt
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
@@ -214,6 +214,7 @@ class Engine:
         match action:
             case Submit(run):
                 self._head.submit(run)
+                self._note_starts(run)
             case Cancel(runs):
                 self._head.cancel(runs)
             case Steer(message):
@@ -227,6 +228,12 @@ class Engine:
             case Finished(request, reason):
                 self._finish(self._active.pop(request), reason)
         return None
+
+    def _note_starts(self, run: Run) -> None:
+        for request in {row.request for row in run.rows}:
+            stats = self._active[request].stats
+            if stats.started is None:
+                stats.started = time.monotonic()
 
     def _sample(self, active: ActiveRequest, row: RowLogits) -> Sampled:
         token = active.sampler.sample(row)

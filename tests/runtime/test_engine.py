@@ -81,6 +81,9 @@ def test_several_requests_at_a_time(n_ranks: int, n_draft_ranks: int, mode: Mode
         assert all(request.stats.finish is Finish.LENGTH for request in together)
         assert max(times[0] for times in first_s[:3]) < min(times[-1] for times in first_s[:3]), "one after the other"
         assert first_s[3][0] > min(times[-1] for times in first_s[:3]), "more at a time than asked for"
+        queued_s = [request.stats.queue_s for request in together]
+        assert all(s is not None for s in queued_s)
+        assert queued_s[3] == max(queued_s, key=lambda s: s or 0.0)
         for request in together:
             assert sum(run.n_rows for run in request.stats.runs) >= request.stats.n_prompt
             assert {run.request for run in (*request.stats.runs, *request.stats.draft_runs)} <= {request.id}
