@@ -15,7 +15,6 @@ prompt  one user decodes while another's prompt of 2,000 tokens comes in: the fi
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import json
 import math
@@ -28,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ggpipe.config import (
     ContextConfig,
@@ -223,9 +224,7 @@ def serve_with_libllama(path: Path) -> int:
             raise RuntimeError("libllama could not decode")
 
     def best(i: int) -> int:
-        logits = lib.llama_get_logits_ith(context, i)
-        row = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * n_vocab)).contents
-        return max(range(n_vocab), key=row.__getitem__)
+        return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (n_vocab,)).argmax())
 
     for line in sys.stdin:
         texts, n = json.loads(line)
