@@ -44,7 +44,7 @@ def test_a_text_is_kept_to_its_last_computed_token() -> None:
 def test_the_next_question_computes_what_is_new() -> None:
     head, tokens = after_a_text()
     head.arrive(Request(id=2, prompt=(*tokens, 7, 8), n_predict=1))
-    assert tokens_in_flight(head) == [[tokens[-1]], [7, 8]], "chunks end where they would without the cache"
+    assert tokens_in_flight(head) == [[tokens[-1], 7, 8]], "what is left is cut from its own beginning"
     assert cached(head, 2) == len(tokens) - 1
     assert head.seen[2].runs[0].ops == ()
 
