@@ -203,10 +203,8 @@ def spied_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stage]]:
 
 def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a long asynchronous run with branches all ids are empty, and a prompt that fills all cells fits."""
-    with (
-        spied_stages(monkeypatch) as stages,
-        local_session(config_of(TARGET, DRAFT, 1, exact=False, n_seq=4, n_ctx=4352), 3) as session,
-    ):
+    config = replace(config_of(TARGET, DRAFT, 1, exact=False, n_seq=4, n_ctx=4352), cache_prompt=False)
+    with spied_stages(monkeypatch) as stages, local_session(config, 3) as session:
         prompt = prompt_of("tale.txt", 60)
         speculation = SpeculationConfig(n_draft=3, n_parallel=4, p_split=0.05)
         tokens, stats = generate(session, prompt, SAMPLINGS["greedy"], speculation, 4000)
