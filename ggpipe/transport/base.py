@@ -69,11 +69,11 @@ class Transport(abc.ABC):
 
     def duplicate(self) -> Transport:
         """A second transport between the same ranks, whose messages are apart from this one's; any one thread may use
-        it. All ranks call it at the same time, if `sends_from_any_thread`.
+        it. All ranks call it at the same time, and only if `sends_from_any_thread`.
 
         Its methods raise TimeoutError when another thread is blocked.
         """
-        raise NotImplementedError
+        raise RuntimeError("this transport has no duplicates: it does not send from any thread")
 
     @abc.abstractmethod
     def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None:
