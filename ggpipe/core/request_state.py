@@ -135,6 +135,11 @@ class RequestState:
         return depths
 
     @property
+    def calibration(self) -> Calibration:
+        """Of the drafter that fills the frontier: the first one."""
+        return next(iter(self.drafters.values())).calibration
+
+    @property
     def all_complete(self) -> bool:
         """No drafter sends more draft tokens below this root."""
         return all(drafter.complete for drafter in self.drafters.values())

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from ggpipe.core import frontier
+from ggpipe.core.batching import frontier
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost
 

@@ -1,0 +1,1 @@
+"""Batching: which rows go into the next run."""

@@ -1,0 +1,114 @@
+"""What is in the pipeline, what still goes into it, and how long runs take: all that a choice of rows looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ggpipe.core.in_flight import InFlight, Part, RunInFlight
+from ggpipe.core.messages import RunResult
+from ggpipe.core.request import Limits
+from ggpipe.core.request_state import Phase, RequestState
+from ggpipe.core.run_cost import RunCost
+from ggpipe.core.tree import Node
+
+_EARLY = 0.2  # of a run's time: so long before the slowest stage is free the next draft tokens go in,
+_EARLY_S = 1e-3  # and at least this: messages take their time
+
+
+@dataclass(slots=True)
+class Take:
+    """What one request puts into a run: tokens of its prompt, or up to `most` of these nodes (None: all)."""
+
+    state: RequestState
+    nodes: list[Node] = field(default_factory=list)
+    n_prompt: int = 0
+    most: int | None = None
+
+
+class Load:
+    """See the module's text. The scheduler keeps it up to date; the choice of rows notes `next_run_at` in it."""
+
+    def __init__(self, limits: Limits, in_flight: InFlight[RequestState]) -> None:
+        self.limits = limits
+        self.cost = RunCost()
+        """What runs of this pipeline take."""
+        self.shared_cost = RunCost(is_shared=True)
+        """The same, to decide on runs of several requests."""
+        self.now = 0.0
+        self.spare_cells = 0
+        """Cells that no request holds or has reserved."""
+        self.next_run_at: float | None = None
+        """When the next run of draft tokens may go in."""
+        self._in_flight = in_flight
+        self._free_at = 0.0
+        """When the slowest stage is through with all that is submitted."""
+
+    @property
+    def n_stages(self) -> int:
+        """Runs that are computed at the same time, one in each stage."""
+        return max(self.limits.n_in_flight - 1, 1)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
+        return self._in_flight.n_computed
+
+    @property
+    def is_full(self) -> bool:
+        """Further runs would only wait."""
+        return self.n_in_flight >= self.limits.n_in_flight
+
+    def runs_of_text(self, states: Iterable[RequestState]) -> set[int]:
+        """Runs in flight with accepted tokens that are not answered yet, or with parts of prompts."""
+        runs: set[int] = set()
+        for state in states:
+            if state.phase is Phase.PREFILL:
+                runs.update(part.run for part in self._in_flight.of(state))
+            elif state.tree.root.submitted and state.tree.root.answer is None:
+                runs.add(state.tree.root.run)
+        return runs
+
+    def room(self, state: RequestState) -> int:
+        """Draft tokens of this request that may go into a run now."""
+        free = self.spare_cells + state.n_cells - state.n_used
+        return max(min(free, state.request.speculation.n_draft, self.limits.n_rows), 0)
+
+    def of_room(self, state: RequestState, most: int) -> list[Node]:
+        """Its draft tokens that may go into a run now, the most probable path first."""
+        return state.waiting_draft_tokens()[: max(min(self.room(state), most), 0)]
+
+    def may_draft(self, state: RequestState) -> bool:
+        """A run of draft tokens alone may go in for this request."""
+        return state.request.speculation.continuous or not self._is_drafting(state)
+
+    def _is_drafting(self, state: RequestState) -> bool:
+        """Draft tokens of this request are in flight."""
+        parts = (part for part in self._in_flight.of(state) if self._in_flight.is_computed(part.run))
+        return any(node is not state.tree.root for part in parts for node in part.nodes)
+
+    def too_early(self) -> bool:
+        """The slowest stage is not free soon: until then more draft tokens may come. Notes when it is."""
+        free_at = self._free_at - max(self.cost.seconds(1) * _EARLY, _EARLY_S)
+        if self.now < free_at:
+            self.next_run_at = free_at
+        return self.now < free_at
+
+    def submitted(self, parts: Sequence[Part[RequestState]], only_one: bool) -> None:
+        """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
+        fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
+        n_nodes = sum(len(part.nodes) for part in parts)
+        n_text = sum(part.n_text for part in parts)
+        before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
+        self._free_at = before + self.cost.seconds(max(n_nodes, 1)) + n_text * (self.cost.text_row_s or 0.0)
+
+    def learn(self, run: RunInFlight[RequestState], result: RunResult) -> None:
+        """A run came back: how long it took."""
+        n_text = run.n_text
+        if run.cancelled or result.cancelled or result.slowest_s <= 0:
+            return
+        for cost in (self.cost, self.shared_cost):
+            if n_text:
+                cost.text_ended(len(run.run.rows) - n_text, n_text, result.slowest_s)
+            elif result.rows:
+                cost.ended(len(run.run.rows), result.slowest_s, result.total_s)

@@ -1,0 +1,178 @@
+"""What goes into the next run when several requests share the pipeline: accepted tokens, then prompts, then draft
+tokens.
+
+As many runs with accepted tokens or prompts go round as bring most. A token that comes while that many are in flight
+waits, and goes in together with others.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable, Sequence
+
+from ggpipe.core.batching import frontier
+from ggpipe.core.batching.load import Load, Take
+from ggpipe.core.request_state import Phase, RequestState
+from ggpipe.core.tree import Node
+
+_CLEARLY_LESS = 0.98  # of a time: below this it is worth splitting a run of several requests in two
+_HARDLY_LONGER = 1.1  # times a run with accepted tokens: so long are runs of draft tokens alone beside others, at most
+_FIRST_PROMPT_ROWS = 16  # beside others' tokens, before a run has shown what rows of prompts take
+
+
+def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
+    """What goes in next; nothing when it is better to wait."""
+    prompts = [state for state in states if state.phase is Phase.PREFILL]
+    decoding = [state for state in states if state.phase is Phase.DECODING]
+    for state in decoding:
+        state.root_waits_until = None
+    ready = [state for state in decoding if _root_is_ready(state)]
+    if not ready and not prompts:
+        return _draft_tokens(load, decoding)
+    if not ready and load.n_in_flight >= (load.n_stages if decoding else load.limits.n_in_flight):
+        return ()
+    n_rounds = load.n_stages if prompts else _n_rounds(load, len(decoding))
+    if ready and len(load.runs_of_text(states)) >= n_rounds:
+        return ()
+    ready.sort(key=lambda state: state.root_since)
+    if not prompts:
+        ready = ready[: math.ceil(len(decoding) / n_rounds)]
+    takes = [Take(state, nodes=[state.tree.root]) for state in ready[: load.limits.n_rows]]
+    if prompts:
+        n_prompt = load.limits.n_rows - len(takes)
+        if decoding:
+            n_prompt = min(n_prompt, _prompt_rows(load, len(takes)))
+        return [*takes, *_shared_out(prompts, n_prompt)]
+    return _with_draft_tokens(load, takes, decoding, n_rounds)
+
+
+def _with_draft_tokens(load: Load, takes: list[Take], decoding: Sequence[RequestState], n_rounds: int) -> list[Take]:
+    """Accepted tokens with the draft tokens that go in beside them."""
+    n_rows = len(takes)
+    for take in takes:
+        if take.state.request.speculation.mode == "speculative":
+            take.nodes += load.of_room(take.state, load.limits.n_rows - n_rows)
+            n_rows += len(take.nodes) - 1
+    taken = [take.state for take in takes]
+    nodes, chances = _best_first(load, [s for s in decoding if s.tree.root.submitted or s in taken])
+    chances = chances[: load.limits.n_rows - n_rows]
+    if not chances:
+        return takes
+    if n_rounds < load.n_stages:
+        n = frontier.rows_beside_early_roots(len(takes), chances, load.shared_cost)
+    else:  # runs that are equally long: all behind a longer one would wait for it
+        n_roots, calibration = math.ceil(len(decoding) / n_rounds), nodes[0][0].calibration
+        usual = frontier.usual_rows_beside_roots(n_roots, load.limits.n_rows, load.shared_cost, calibration)
+        n = max(min(n_roots + usual - n_rows, len(chances)), 0)
+    return _with_nodes(takes, nodes[:n])
+
+
+def _draft_tokens(load: Load, decoding: Sequence[RequestState]) -> Sequence[Take]:
+    """A run of draft tokens alone, when the pipeline would else have nothing to do."""
+    if load.n_in_flight >= load.n_stages:
+        return ()
+    nodes, chances = _best_first(load, [state for state in decoding if load.may_draft(state)])
+    if not nodes or load.too_early():
+        return ()
+    n = min(frontier.best_rows(chances, load.shared_cost), load.limits.n_rows)
+    n_roots = math.ceil(len(decoding) / _n_rounds(load, len(decoding)))
+    most_s = _HARDLY_LONGER * load.shared_cost.time(n_roots)
+    while n > 1 and load.shared_cost.time(n) > most_s:
+        n -= 1
+    return _with_nodes([], nodes[:n])
+
+
+def lead(load: Load, state: RequestState, others: Sequence[RequestState]) -> int:
+    """How far its drafters may be ahead of the root. Where others' tokens fill the pipeline, as far as a draft token is
+    worth a row beside them; else as for one request."""
+    speculation, calibration = state.request.speculation, state.calibration
+    if speculation.mode != "async":
+        return speculation.n_draft
+    if any(other.phase is Phase.PREFILL for other in others):
+        return 0
+    n_rounds = _n_rounds(load, len(others) + 1)
+    if n_rounds >= load.n_stages:
+        n_roots = math.ceil((len(others) + 1) / n_rounds)
+        usual = frontier.usual_rows_beside_roots(n_roots, speculation.n_draft, load.shared_cost, calibration)
+        return math.ceil(usual / n_roots)
+    if not speculation.continuous:
+        return speculation.n_draft
+    usual = frontier.usual_rows(speculation.n_draft, load.shared_cost, calibration)
+    return min(usual * (load.limits.n_in_flight + 1), calibration.reach)
+
+
+def _best_first(load: Load, states: Iterable[RequestState]) -> tuple[list[tuple[RequestState, Node]], list[float]]:
+    """Draft tokens of these requests that have room, the most probable path first, with the chance of each path.
+
+    Parents come before their children.
+    """
+    spare = load.spare_cells
+    found: list[tuple[float, int, RequestState, Node]] = []
+    for state in states:
+        if state.request.speculation.mode != "async":
+            continue
+        waiting = state.waiting_draft_tokens()[: state.request.speculation.n_draft]
+        waiting = waiting[: max(state.n_cells - state.n_used, 0) + spare]
+        worst = 1.0
+        for node, chance in zip(waiting, state.chances(waiting), strict=True):
+            worst = min(worst, chance)
+            found.append((worst, len(found), state, node))
+    found.sort(key=lambda one: (-one[0], one[1]))
+    nodes: list[tuple[RequestState, Node]] = []
+    used: dict[RequestState, int] = collections.defaultdict(int)
+    for _, _, state, node in found:
+        used[state] += 1
+        if used[state] > state.n_cells - state.n_used:
+            if not spare:
+                break
+            spare -= 1
+        nodes.append((state, node))
+    return nodes, [one[0] for one in found[: len(nodes)]]
+
+
+def _n_rounds(load: Load, n_tokens: int) -> int:
+    """In how many runs so many accepted tokens go round, to bring most tokens a second; few where it is equal."""
+    best, best_s = 1, math.inf
+    for n in range(1, min(load.n_stages, n_tokens) + 1):
+        round_s = max(n, load.shared_cost.length) * load.shared_cost.time(math.ceil(n_tokens / n))
+        if round_s < best_s * _CLEARLY_LESS:
+            best, best_s = n, round_s
+    return best
+
+
+def _root_is_ready(state: RequestState) -> bool:
+    if state.tree.root.submitted:
+        return False
+    return state.request.speculation.mode != "speculative" or state.all_complete
+
+
+def _prompt_rows(load: Load, n_tokens: int) -> int:
+    """Rows of prompts in a run while others decode, beside `n_tokens` accepted tokens: so many that it takes
+    `prefill_slowdown` times as long as without, at least one."""
+    row_s = load.cost.text_row_s
+    if row_s is None or not load.cost.is_known:
+        return _FIRST_PROMPT_ROWS
+    more_s = (load.limits.prefill_slowdown - 1) * load.cost.seconds(max(n_tokens, 1))
+    return max(int(more_s / row_s), 1) if row_s else load.limits.n_rows
+
+
+def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[Take]:
+    """The next tokens of these prompts, `n_rows` in all if there are so many, in equal parts where they suffice."""
+    takes: list[Take] = []
+    in_order = sorted(states, key=lambda state: len(state.request.prompt) - state.n_past)
+    for i, state in enumerate(in_order):
+        part = math.ceil(n_rows / (len(in_order) - i))
+        n = min(len(state.request.prompt) - state.n_past, part)
+        if n:
+            takes.append(Take(state, n_prompt=n))
+        n_rows -= n
+    return takes
+
+
+def _with_nodes(takes: list[Take], nodes: Iterable[tuple[RequestState, Node]]) -> list[Take]:
+    """The same with these draft tokens, parents before their children."""
+    by_state = {take.state: take for take in takes}
+    for state, node in nodes:
+        by_state.setdefault(state, Take(state)).nodes.append(node)
+    return list(by_state.values())
