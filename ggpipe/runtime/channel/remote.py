@@ -42,6 +42,7 @@ from ggpipe.runtime.channel.messages import (
 M = TypeVar("M", bound=Message)
 
 _TICK_S, _REPORT_S = 0.1, 1.0
+_LAST_LOOKS = 3  # for a report, once the head has gone
 
 
 class RemoteRanks:
@@ -109,6 +110,7 @@ class RemoteRanks:
         if not self._arrived:
             received = self._link.receive(_TICK_S)
             if received is None:
+                self._take_last_reports()
                 raise RankError(self._cause() or f"{self._place} is gone: killed, or crashed")
             # By our own waits, not by the clock: this process may have been stopped for a while.
             self._silent_s = 0.0 if received else self._silent_s + _TICK_S
@@ -136,6 +138,13 @@ class RemoteRanks:
     def _go_on(self) -> None:
         if self._failure is not None:
             raise self._failure()
+
+    def _take_last_reports(self) -> None:
+        """The launcher may have ended the head because of another rank, which reported its failure in this moment."""
+        for _ in range(_LAST_LOOKS):
+            if (link := self._more_links()) is not None:
+                self._take_report(link)
+            time.sleep(_TICK_S)
 
     @staticmethod
     def _take_report(link: Link[FromHead]) -> None:
