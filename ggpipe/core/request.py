@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.errors import UsageError
@@ -85,11 +85,19 @@ class Request:
     """Sampling takes one more of the best logits for each further token in the text (penalties look back on it)."""
     cache_prompt: bool = True
     """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
+    n_resumed: int = 0
+    """The last tokens of `prompt` are text that other ranks generated before this request was resumed."""
 
     @property
     def drafts(self) -> bool:
         """Drafters work for it."""
         return self.speculation.mode != "iterative" and bool(self.drafters)
+
+    def after(self, tokens: Sequence[int]) -> Request:
+        """What is left of it behind these tokens of its text, which are computed as its prompt is."""
+        n_predict = max(self.n_predict - len(tokens), 0) if self.n_predict >= 0 else self.n_predict
+        n_resumed = self.n_resumed + len(tokens)
+        return replace(self, prompt=(*self.prompt, *tokens), n_predict=n_predict, n_resumed=n_resumed)
 
 
 @dataclass(slots=True)

@@ -76,10 +76,7 @@ class Scheduler:
         self._now = self._load.now = now
         match event:
             case Arrived(request):
-                if not 0 < len(request.prompt) < self._limits.n_ctx:
-                    raise ValueError(f"a prompt of {len(request.prompt)} tokens in {self._limits.n_ctx} cells")
-                self._waiting.append(event)
-                self._admit(actions)
+                self._arrived(event, request, actions)
             case RunEnded(result):
                 self._run_ended(result, actions)
             case Sampled():
@@ -136,6 +133,16 @@ class Scheduler:
             assert state.root_waits_until is None or state.phase is Phase.DECODING
 
     # Requests
+
+    def _arrived(self, arrived: Arrived, request: Request, actions: list[Action]) -> None:
+        n_ctx, n_prompt = self._limits.n_ctx, len(request.prompt)
+        if request.n_resumed and (request.n_predict == 0 or n_prompt > n_ctx):  # the ranks died before they said so
+            actions.append(Finished(request.id, Finish.CONTEXT_FULL if request.n_predict else Finish.LENGTH))
+            return
+        if not 0 < n_prompt - request.n_resumed < n_ctx:
+            raise ValueError(f"a prompt of {n_prompt - request.n_resumed} tokens in {n_ctx} cells")
+        self._waiting.append(arrived)
+        self._admit(actions)
 
     def _admit(self, actions: list[Action]) -> None:
         while self._waiting and len(self._states) < self._limits.n_requests:

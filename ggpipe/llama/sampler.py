@@ -86,6 +86,16 @@ class Sampler:
             if self._chain is not None:
                 lib.llama_sampler_accept(self._chain, token)
 
+    def resume(self, tokens: Iterable[int]) -> None:
+        """Tokens that another process drew with the same seed: go on as if they were drawn here.
+
+        What this chain remembers follows from the tokens and the number of draws. Each draw takes one random number,
+        whatever the logits are.
+        """
+        for token in tokens:
+            self.sample(RowLogits(0, (token,), (0.0,), 0.0))
+            self.accept((token,))
+
     def close(self) -> None:
         """Free the chain. A second call does nothing."""
         if self._chain is not None:

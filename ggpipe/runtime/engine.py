@@ -122,13 +122,18 @@ class Engine:
         speculation: SpeculationConfig | None = None,
         stats: RequestStats | None = None,
         cache_prompt: bool = True,
+        tokens: Sequence[int] = (),
     ) -> ActiveRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
         A token that ends the text is not given out. `speculation` needs a draft model. `stats` is filled in while the
         request is served. With `cache_prompt`, what earlier requests computed of the prompt is not computed again, and
-        this one's cells are kept for later ones. Requests beyond those that fit wait. Raises UsageError for a bad
-        prompt, QueueFull when too many wait.
+        this one's cells are kept for later ones. Requests beyond those that fit wait.
+
+        `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
+        behind them, and `n_predict` counts them; `stats` may have their times already.
+
+        Raises UsageError for a bad prompt, QueueFull when too many wait.
         """
         self.check_prompt(prompt)
         n_most = self._head.limits.n_requests + self._head.head.config.n_queued
@@ -139,6 +144,10 @@ class Engine:
         stats = stats if stats is not None else RequestStats()
         sampler = Sampler(sampling, self.vocab, self.n_ctx)
         sampler.accept(prompt)
+        sampler.resume(tokens)
+        decoder = TextDecoder(self.vocab)
+        for token in tokens:
+            decoder.push(token)
         request = Request(
             id=next(self._ids),
             prompt=prompt,
@@ -148,13 +157,14 @@ class Engine:
             banned=sampler.banned,
             want_grows=sampling.penalizes,
             cache_prompt=cache_prompt,
-        )
-        stats.seed, stats.n_prompt, stats.arrived = sampler.seed, len(prompt), time.monotonic()
+        ).after(tokens)
+        stats.seed, stats.n_prompt = sampler.seed, len(prompt)
+        stats.arrived = stats.arrived or time.monotonic()
         stats.ranks = [
             RankStats(rank=r.rank, draft=r.draft, host=r.host, layers=r.layers, threads=r.threads) for r in self.ranks
         ]
         stats.speculation = request.speculation
-        active = self._active[request.id] = ActiveRequest(request, sampler, TextDecoder(self.vocab), stats)
+        active = self._active[request.id] = ActiveRequest(request, sampler, decoder, stats)
         self._work([Arrived(request, sampler.want(), stats.counters)])
         return active
 

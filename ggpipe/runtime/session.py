@@ -68,6 +68,7 @@ class Session(EngineClient):
                 request.speculation,
                 request.stats,
                 request.cache_prompt,
+                request.token_ids,
             )
         except (UsageError, QueueFull) as e:
             request.error = e

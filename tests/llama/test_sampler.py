@@ -161,6 +161,27 @@ def test_tokens_are_llama_cpps(name: str, vocab: Vocab) -> None:
     assert not (config.ignore_eos and 0 in drawn)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_sampler_draws_as_the_first_one_would(name: str, vocab: Vocab) -> None:
+    config, prompt = CASES[name].config, [5, 17, 3, 17]
+    first = Sampler(config, vocab, N_CTX)
+    first.accept(prompt)
+    tokens: list[int] = []
+    for n, row in zip(range(N_STEPS), rows(vocab.n_tokens, seed=len(name)), strict=False):
+        token = first.sample(extract(row, want := first.want()))
+        if n % 20 == len(name) % 20:
+            resumed = Sampler(config, vocab, N_CTX)
+            resumed.accept(prompt)
+            resumed.resume(tokens)
+            assert resumed.want() == want
+            assert resumed.sample(extract(row, want)) == token
+            first.close()
+            first = resumed  # the next one goes on from this one's draws
+        first.accept((token,))
+        tokens.append(token)
+    first.close()
+
+
 def test_the_same_seed_draws_the_same(vocab: Vocab) -> None:
     def text(seed: int) -> list[int]:
         sampler = Sampler(SamplingConfig(seed=seed), vocab, N_CTX)

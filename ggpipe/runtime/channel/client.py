@@ -16,7 +16,7 @@ import abc
 import itertools
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ggpipe.config import SamplingConfig, SpeculationConfig
@@ -37,7 +37,12 @@ class ClientRequest:
     cache_prompt: bool
     stats: RequestStats
     """Filled in while the request is served. Times are this process's `time.monotonic`."""
+    given: tuple[int, ...] = ()
+    """The first tokens of its text, which were known when it was submitted."""
     tokens: list[Token] = field(default_factory=list)
+    """Those behind them."""
+    n_resumed: int = 0
+    """Tokens of its text that were known when the ranks that serve it now took it."""
     rest: str = ""
     """Text of a character whose last bytes never came, as a replacement character; mostly empty."""
     error: GgpipeError | None = None
@@ -47,6 +52,11 @@ class ClientRequest:
     def is_active(self) -> bool:
         """It is waiting or being served."""
         return self.stats.finish is None and self.error is None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Its text so far."""
+        return (*self.given, *(token.id for token in self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +135,15 @@ class EngineClient(abc.ABC):
         speculation: SpeculationConfig | None = None,
         stats: RequestStats | None = None,
         cache_prompt: bool = True,
+        tokens: tuple[int, ...] = (),
     ) -> ClientRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
         `speculation` needs a draft model. `stats` is filled in while the request is served. With `cache_prompt`, what
         earlier requests computed of the prompt is not computed again. A bad prompt ends the request with its error.
+
+        `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
+        behind them, and `n_predict` counts them.
         """
         request = ClientRequest(
             id=next(self._ids),
@@ -139,10 +153,27 @@ class EngineClient(abc.ABC):
             speculation=speculation,
             cache_prompt=cache_prompt,
             stats=stats if stats is not None else RequestStats(),
+            given=tokens,
         )
-        self._requests[request.id] = request
-        self._submit(request)
+        self._take_in(request)
         return request
+
+    def resume(self, request: ClientRequest) -> None:
+        """Have an active request of another engine, whose ranks broke, go on from its tokens.
+
+        With `exact` its text is the one of an undisturbed run. Its figures of the text are of all of it, those of runs
+        and ranks begin again. Its id must not be that of an active request of this engine.
+        """
+        if request.stats.ranks:  # it was taken, so its seed is known
+            request.sampling = replace(request.sampling, seed=request.stats.seed)
+        request.stats.runs.clear()
+        request.stats.draft_runs.clear()
+        self._take_in(request)
+
+    def _take_in(self, request: ClientRequest) -> None:
+        self._requests[request.id] = request
+        request.n_resumed = len(request.token_ids)
+        self._submit(request)
 
     def cancel(self, request: ClientRequest) -> None:
         """End a request soon; `RequestEnded` follows, after tokens that are generated already. Does nothing when it is

@@ -27,7 +27,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 1
+VERSION = 2
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    """Continue a prompt."""
+    """Continue a prompt, behind these tokens of its text if there are any."""
 
     request: int
     prompt: tuple[int, ...]
@@ -47,6 +47,7 @@ class Submit(Message, frozen=True, kw_only=True):
     n_predict: int
     speculation: SpeculationConfig | None
     cache_prompt: bool
+    tokens: tuple[int, ...]
 
 
 class Cancel(Message, frozen=True):

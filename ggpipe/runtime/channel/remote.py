@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -252,7 +253,8 @@ class RemoteEngine(EngineClient):
         self.ranks[:] = ranks
 
     def _submit(self, request: ClientRequest) -> None:
-        request.stats.n_prompt, request.stats.arrived = len(request.prompt), time.monotonic()
+        stats = request.stats
+        stats.n_prompt, stats.arrived = len(request.prompt), stats.arrived or time.monotonic()
         self._own.send(
             Submit(
                 request=request.id,
@@ -261,6 +263,7 @@ class RemoteEngine(EngineClient):
                 n_predict=request.n_predict,
                 speculation=request.speculation,
                 cache_prompt=request.cache_prompt,
+                tokens=request.token_ids,
             )
         )
 
@@ -285,14 +288,18 @@ class RemoteEngine(EngineClient):
         stats = request.stats
         match message:
             case Started():
-                stats.seed, stats.arrived = message.seed, message.arrived_s + self._offset_s
+                stats.seed = message.seed
+                if not stats.ranks:  # the first ranks that take it
+                    stats.arrived = message.arrived_s + self._offset_s
                 stats.speculation, stats.ranks = message.speculation, list(message.ranks)
             case NewTokens(_, tokens, times_s):
                 stats.token_times += [time_s + self._offset_s for time_s in times_s]
                 stats.drafted += [token.drafted for token in tokens]
                 return [TokenReady(request, token) for token in tokens]
             case Figures():
-                stats.counters, stats.n_in_flight = message.counters, message.n_in_flight
+                cached = stats.counters.cached_tokens if request.n_resumed else message.counters.cached_tokens
+                stats.counters = dataclasses.replace(message.counters, cached_tokens=cached)
+                stats.n_in_flight = message.n_in_flight
                 stats.runs += message.runs
                 stats.draft_runs += message.draft_runs
                 stats.ranks[:] = message.ranks

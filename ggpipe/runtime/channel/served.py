@@ -100,6 +100,7 @@ class _Server:
                     message.n_predict,
                     message.speculation,
                     cache_prompt=message.cache_prompt,
+                    tokens=message.tokens,
                 )
                 return self._submit(message.request, request)
             case Cancel(number):

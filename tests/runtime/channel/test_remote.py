@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -55,8 +55,8 @@ class Connected:
         return RemoteRanks(self.front_end, self.lines.append, **settings)
 
 
-@pytest.fixture
-def connected() -> Iterator[Connected]:
+@contextlib.contextmanager
+def channel() -> Iterator[Connected]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
@@ -64,6 +64,18 @@ def connected() -> Iterator[Connected]:
     yield ends
     ends.front_end.close()
     ends.head.close()
+
+
+@pytest.fixture
+def connected() -> Iterator[Connected]:
+    with channel() as ends:
+        yield ends
+
+
+@pytest.fixture
+def others() -> Iterator[Connected]:
+    with channel() as ends:
+        yield ends
 
 
 @contextlib.contextmanager
@@ -142,6 +154,31 @@ def test_several_requests_at_a_time(connected: Connected) -> None:
     assert [request.stats.n_generated for request in requests] == [20] * 3
     with local_session(CONFIG, 1) as session:
         assert told == [text(session, prompt, 20) for prompt in prompts]
+
+
+def test_a_request_goes_on_with_other_ranks(connected: Connected, others: Connected) -> None:
+    sampling = SamplingConfig(temp=0.8, repeat_penalty=1.1, ignore_eos=True)  # the ranks choose a seed
+    stats = RequestStats()
+    with served(connected) as ranks:
+        engine = ranks.load()
+        request = engine.submit(engine.tokenize("The wolf"), sampling, 30, stats=stats)
+        while len(request.tokens) < 10:
+            engine.step()
+    seed, ttft_s, n_before = stats.seed, stats.ttft_s, len(request.tokens)
+    with served(others) as ranks:
+        engine = ranks.load()
+        engine.resume(request)
+        while request.is_active:
+            engine.step()
+    assert (stats.seed, stats.ttft_s, stats.n_generated, stats.finish) == (seed, ttft_s, 30, Finish.LENGTH)
+    assert [token.drafted for token in request.tokens] == stats.drafted
+    assert sum(run.n_rows for run in stats.runs) == stats.n_prompt + 29
+    assert stats.ranks[0].runs == len(stats.runs) == 30 - n_before
+    with local_session(CONFIG, 1) as session:
+        again = session.submit(request.prompt, replace(sampling, seed=seed), 30, tokens=request.token_ids[:5])
+        while again.is_active:
+            session.step()
+    assert again.token_ids == request.token_ids
 
 
 def test_a_prompt_that_is_refused(connected: Connected) -> None:

@@ -1,0 +1,126 @@
+"""Requests that go on from their tokens on other ranks: with --exact each text is the undisturbed one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from support.commands import TARGET
+from support.pipeline import local_ranks
+
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.core.request import Finish
+from ggpipe.llama.vocab import TextDecoder
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.runtime.engine import ActiveRequest, Engine, TokenReady
+from ggpipe.runtime.loading import load_all
+
+N_PREDICT = 40
+CASES = (
+    ("Once upon a time", SamplingConfig(temp=0, ignore_eos=True)),
+    ("The wolf said to the", SamplingConfig(temp=0.8, seed=1, repeat_penalty=1.2, ignore_eos=True)),
+    ("There was a king who had", SamplingConfig(temp=1.2, top_k=0, seed=2, frequency_penalty=0.2, ignore_eos=True)),
+    ("A long time ago", SamplingConfig(temp=0, repeat_penalty=1.3, repeat_last_n=8, ignore_eos=True)),
+)
+TREES = SpeculationConfig(n_draft=6, n_parallel=4, p_split=0.05)
+
+
+@contextmanager
+def loaded(n_ranks: int, n_draft_ranks: int, n_ubatch: int) -> Iterator[Engine]:
+    config = EngineConfig(
+        model=ModelConfig(path=TARGET),
+        context=ContextConfig(n_ctx=512, n_ubatch=n_ubatch, n_seq=16, exact=True),
+        pipeline=PipelineConfig(threads=(1,)),
+        draft=DraftConfig(
+            model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
+            context=ContextConfig(n_ctx=512, n_seq=16),
+            shares=(1.0,) * n_draft_ranks,
+        ),
+        n_requests=4,
+    )
+    with local_ranks(config, n_ranks + n_draft_ranks) as head:
+        engine = Engine(load_all(head, lambda: None))
+        head.at_close(engine.close)
+        yield engine
+
+
+def finish(engine: Engine, requests: Sequence[ActiveRequest]) -> list[list[tuple[int, str]]]:
+    """The tokens of these requests, with their texts."""
+    tokens: dict[int, list[tuple[int, str]]] = {request.id: [] for request in requests}
+    while any(request.is_active for request in requests):
+        for event in engine.step():
+            if isinstance(event, TokenReady):
+                tokens[event.request.id].append((event.token.id, event.token.text))
+    return [tokens[request.id] for request in requests]
+
+
+def resumed(engine: Engine, texts: Sequence[Sequence[tuple[int, str]]], cuts: Sequence[int]) -> list[ActiveRequest]:
+    """All cases at a time, each from so many tokens of its text on."""
+    return [
+        engine.submit(
+            engine.vocab.tokenize(prompt), sampling, N_PREDICT, TREES, tokens=[token for token, _ in text[:cut]]
+        )
+        for (prompt, sampling), text, cut in zip(CASES, texts, cuts, strict=True)
+    ]
+
+
+def test_texts_go_on_on_other_ranks() -> None:
+    rng = random.Random(5)
+    with loaded(2, 1, 64) as engine:
+        texts = finish(engine, resumed(engine, [[]] * 4, [0] * 4))
+        assert [len(text) for text in texts] == [N_PREDICT] * 4
+    for n_ranks, n_draft_ranks, n_ubatch in ((1, 0, 8), (3, 1, 32)):
+        with loaded(n_ranks, n_draft_ranks, n_ubatch) as engine:
+            for _ in range(4):  # from the second time on with texts that the prefix cache has
+                cuts = [rng.choice((0, 1, rng.randrange(N_PREDICT), N_PREDICT - 1)) for _ in CASES]
+                rests = finish(engine, resumed(engine, texts, cuts))
+                assert rests == [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+
+
+def test_the_end_of_a_resumed_text() -> None:
+    sampling = SamplingConfig(temp=0, ignore_eos=True)
+    with loaded(1, 0, 64) as engine:
+        prompt = engine.vocab.tokenize("Once upon a time")
+
+        def rest(n_predict: int, tokens: Sequence[int]) -> tuple[int, Finish | None]:
+            request = engine.submit(prompt, sampling, n_predict, tokens=tokens)
+            (text,) = finish(engine, [request])
+            return len(text), request.stats.finish
+
+        text = [token for token, _ in finish(engine, [engine.submit(prompt, sampling, 5)])[0]]
+        assert rest(5, text) == (0, Finish.LENGTH)
+        assert rest(7, text) == (2, Finish.LENGTH)
+        n_most = engine.n_ctx - len(prompt)  # and the one behind them, which is sampled from the last cell
+        assert rest(-1, (5,) * (n_most + 1)) == (0, Finish.CONTEXT_FULL)
+        assert rest(-1, (5,) * n_most) == (1, Finish.CONTEXT_FULL)
+        assert rest(-1, (5,) * (n_most - 1)) == (2, Finish.CONTEXT_FULL)
+
+
+def test_a_character_that_was_cut() -> None:
+    with loaded(1, 0, 64) as engine:
+        vocab = engine.vocab
+        (half,) = (token for token in range(vocab.n_tokens) if vocab.piece(token) == "é".encode()[:1])
+        stats = RequestStats(arrived=1.0, token_times=[2.0])
+        request = engine.submit((5, 6), SamplingConfig(temp=0, ignore_eos=True), 4, stats=stats, tokens=[half])
+        (text,) = finish(engine, [request])
+        decoder = TextDecoder(vocab)
+        decoder.push(half)
+        assert "".join(part for _, part in text) == "".join(decoder.push(token) for token, _ in text)
+        assert "\ufffd" in text[0][1]
+        assert (stats.n_prompt, stats.n_generated, stats.ttft_s) == (2, 4, 1.0)
+
+
+@pytest.mark.parametrize("n_resumed", [0, 1])
+def test_only_the_true_prompt_is_checked(n_resumed: int) -> None:
+    with loaded(1, 0, 64) as engine, pytest.raises(Exception, match="the prompt is empty"):
+        engine.submit((), SamplingConfig(), tokens=[5] * n_resumed)
