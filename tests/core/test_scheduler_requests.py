@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, given, settings
@@ -193,15 +195,21 @@ def conversations(draw: st.DrawFn) -> Scenario:
     )
 
 
-def play(scenario: Scenario) -> Head:
-    """Let everything happen in an order that the seed and the paces say."""
+def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
+    """Let everything happen in an order that the seed and the paces say.
+
+    `lives`: after so many moves the ranks are lost, all of them, and the requests go on in new ones.
+    """
     head, rng = scenario.open(), random.Random(scenario.seed)
     to_come = collections.deque(scenario.requests)
-    stops = dict(scenario.stops)
+    stops, losses = dict(scenario.stops), set(itertools.accumulate(lives))
     for n_moves in range(30_000):
         for request in [request for request, at in stops.items() if at == n_moves]:
             del stops[request]
             head.stop(request)
+        if n_moves in losses:
+            lost, head = head, scenario.open()
+            head.resume(lost, lambda n: rng.choice((n, n, rng.randint(0, n))))  # the last ones may be lost as well
         moves = head.moves()
         if to_come:
             moves.append(("arrival", functools.partial(arrive_next, head, to_come, rng, scenario.alike)))
@@ -240,6 +248,12 @@ def test_branches_in_any_interleaving_give_the_targets_own_text(scenario: Scenar
 @given(conversations())
 def test_what_is_kept_of_earlier_texts_changes_no_text(scenario: Scenario) -> None:
     play(scenario).check_end()
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios() | thickets() | conversations(), st.lists(st.integers(1, 150), min_size=1, max_size=3))
+def test_requests_go_on_when_all_ranks_are_lost(scenario: Scenario, lives: list[int]) -> None:
+    play(scenario, lives).check_end()
 
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +80,16 @@ class Head:
     # What the outside does
 
     def arrive(self, request: Request) -> None:
-        seen = self.seen[request.id] = Seen(request)
+        seen = self.seen[request.id] = Seen(request, n_sampled=request.n_resumed)
         self.handle(Arrived(request, self._want(seen), seen.counters))
+
+    def resume(self, lost: Head, n_tokens: Callable[[int], int]) -> None:
+        """All that another head did not finish goes on here. `n_tokens`: how many of its tokens are known, of all."""
+        for seen in lost.seen.values():
+            if seen.finish is None:
+                self.arrive(seen.request.after(seen.text[: n_tokens(len(seen.text))]))
+                if seen.stopped:
+                    self.stop(seen.request.id)
 
     def stop(self, request: int) -> None:
         seen = self.seen.get(request)
@@ -255,8 +264,12 @@ class Head:
         seen.finish = reason
         flying = [row for run in self.pipeline.in_flight.values() for row in run.rows]
         assert all(row.request != seen.request.id for row in flying)
-        request = seen.request
-        text, why = self.model.text(request.id, request.prompt, request.n_predict, self.limits.n_ctx)
+        request, n_resumed = seen.request, seen.request.n_resumed
+        prompt = request.prompt[: len(request.prompt) - n_resumed]
+        n_predict = request.n_predict + n_resumed if request.n_predict >= 0 else -1
+        whole, why = self.model.text(request.id, prompt, n_predict, self.limits.n_ctx)
+        text = whole[n_resumed:]
+        assert request.prompt == (*prompt, *whole[:n_resumed])
         in_company = len(self.seen) > 1
         if reason is Finish.STOPPED:
             assert seen.stopped
@@ -267,7 +280,10 @@ class Head:
         else:
             assert not seen.stopped or request.n_predict == 0
             assert (seen.text, reason) == (text, why)
-            assert seen.n_sampled == len(text) + (why is Finish.END_OF_TEXT)
+            assert seen.n_sampled == len(whole) + (why is Finish.END_OF_TEXT)
+            if n_resumed and not text and why is not Finish.END_OF_TEXT:
+                assert not seen.runs, "it was over before it was resumed"
+                return
         n_prompt = len(request.prompt)
         rows = [[row for row in run.rows if row.request == request.id] for run in seen.runs]
         lengths = [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
