@@ -119,7 +119,7 @@ def test_the_first_rank_on_another_machine(tmp_path: Path, monkeypatch: pytest.M
         for name, value in hosts.environment.items():
             monkeypatch.setenv(name, value)
         others = tmp_path / "hosts"
-        others.write_text("".join(f"{hosts.address(host)} slots=1\n" for host in (2, 3)))
+        others.write_text(hosts.lines_for(2, 3))
         job = Job("elsewhere", *SPLITS[2], "--hostfile", others, *TIMEOUT, launch=hosts.on(1))
         job.waits_for(lambda: len(job.text) > 200)
         hosts.cut_off(2)

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ggpipe.launch.mpirun import find_mpirun
+
 _NUMBERS = itertools.count(1)
 _NETWORK = "10.78.0"
 _SHELL = """#!/bin/bash
@@ -50,13 +52,17 @@ class VirtualHosts:
         self.n_hosts = n_hosts
         self.shell = folder / "shell"
         self.hostfile = folder / "hosts"
-        """For Open MPI, one rank each."""
+        """One rank each."""
         self.environment = {
             "PRTE_MCA_plm_ssh_agent": str(self.shell),
             "PRTE_MCA_prte_if_include": "eth0",
             "OMPI_MCA_btl_tcp_if_include": "eth0",
+            "HYDRA_LAUNCHER_EXEC": str(self.shell),
+            "HYDRA_IFACE": "eth0",
+            "UCX_TLS": "tcp",
+            "UCX_NET_DEVICES": "eth0",
         }
-        """For Open MPI's mpirun."""
+        """For the mpirun of Open MPI and of MPICH."""
 
     def __enter__(self) -> VirtualHosts:
         try:
@@ -82,7 +88,7 @@ class VirtualHosts:
             _run("unshare", f"--uts={names}", "hostname", f"node{i}")
         self.shell.write_text(_SHELL.format(prefix=self._prefix, folder=self._folder))
         self.shell.chmod(0o755)
-        self.hostfile.write_text("".join(f"{self.address(i)} slots=1\n" for i in range(1, self.n_hosts + 1)))
+        self.hostfile.write_text(self.lines_for(*range(1, self.n_hosts + 1)))
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes():
@@ -97,6 +103,12 @@ class VirtualHosts:
     @staticmethod
     def address(host: int) -> str:
         return f"{_NETWORK}.{host}"
+
+    def lines_for(self, *hosts: int) -> str:
+        """A hostfile with one rank on each of these hosts, as this machine's mpirun reads it."""
+        version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
+        ending = ":1" if "HYDRA" in version else " slots=1"
+        return "".join(f"{self.address(host)}{ending}\n" for host in hosts)
 
     def on(self, host: int) -> list[str]:
         """The start of a command line that runs on a host."""
