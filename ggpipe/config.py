@@ -236,6 +236,8 @@ class PipelineConfig:
     """Shares, and whether the last rank drafts, are measured and planned when the ranks have started."""
     rank_timeout_s: float = 30.0
     """A rank that sends nothing for so many seconds ends the job; 0: never."""
+    check_memory: bool = False
+    """Nothing is loaded when a machine's available memory is less than its ranks need."""
 
     def __post_init__(self) -> None:
         if self.rank_timeout_s != 0 and not 1 <= self.rank_timeout_s <= _MOST_TIMEOUT_S:

@@ -7,7 +7,9 @@ GgpipeError                         exit code 1
 │   ├── SettingError                a setting that is out of bounds, or that contradicts another one
 │   ├── ModelError                  a model file that cannot be used
 │   │   └── IndivisibleModelError   its layers cannot be split between ranks
+│   ├── MemoryNeededError           a machine has less memory than its ranks need
 │   └── LaunchError                 ranks, hosts or mpirun do not fit the settings
+│       ├── StartError              mpirun did not get the ranks to start
 │       └── MpiError                this rank cannot connect to the others
 └── RunError                        the input was right, but something broke
     ├── QueueFull                   too many requests wait already
@@ -51,8 +53,16 @@ class IndivisibleModelError(ModelError):
     """A model whose layers cannot be split between ranks: a layer needs more than the output of the layer before it."""
 
 
+class MemoryNeededError(UsageError):
+    """A machine has less memory available than its ranks need."""
+
+
 class LaunchError(UsageError):
     """The number or kind of ranks, their hosts or their mpirun do not fit the settings."""
+
+
+class StartError(LaunchError):
+    """mpirun ended, or took too long, before the first rank was connected with the front end."""
 
 
 class MpiError(LaunchError):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
 from ggpipe.core.layout import Layout
 
+USABLE = 0.95
+"""Share of a machine's memory that ranks may use."""
 PROCESS_BYTES = 64_000_000
 """Python, libllama and MPI."""
 _TOKEN_BYTES = 512  # of a vocabulary, with its merges

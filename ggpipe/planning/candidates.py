@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
+from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, process_memory, stage_memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import Mode
@@ -19,8 +19,6 @@ from ggpipe.planning.placements import Arrangement, arrangements
 from ggpipe.planning.splits import good_splits
 from ggpipe.sim.virtual_cluster import stage_cost
 
-USABLE = 0.95
-"""Share of a machine's memory that ranks may use."""
 ROWS = (1, 2, 3, 4, 6, 8)
 """Numbers of rows in a run that are estimated."""
 _N_PAST = 160  # tokens in the context of the estimated runs

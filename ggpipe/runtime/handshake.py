@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
 import ggpipe
+from ggpipe.cluster.memory import USABLE, memory_by_rank
+from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config import EngineConfig
-from ggpipe.errors import IndivisibleModelError, LaunchError, ModelError, SettingError
+from ggpipe.core.layout import Layout
+from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, SettingError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Cut, Progress, Stage
 from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
@@ -46,6 +51,7 @@ def hello(transport: Transport, model_file: ModelFile, draft: bool) -> Hello:
         ggpipe=ggpipe.__version__,
         libllama=machine.libllama_version(),
         cpu_features=tuple(sorted(machine.cpu_features())),
+        memory_bytes=machine.available_bytes(),
     )
 
 
@@ -73,6 +79,36 @@ def compare(hellos: Sequence[Hello]) -> list[str]:
             differ = sorted(set(other.cpu_features) ^ set(head.cpu_features))
             warnings.append(f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): texts may differ")
     return warnings
+
+
+def check_memory(
+    hellos: Sequence[Hello],
+    config: EngineConfig,
+    model_file: ModelFile,
+    layout: Layout,
+    draft_layout: Layout | None,
+) -> None:
+    """Does each machine have the memory that its ranks need? Raises MemoryNeededError.
+
+    `hellos`: as for `compare`. Draft ranks count where this rank has the draft's file as well.
+    """
+    context = config.context
+    types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
+    draft: ModelShape | None = None
+    if config.draft is not None:
+        with contextlib.suppress(ModelError):
+            draft = shape_of(ModelFile.open(config.draft.model.path), *types)
+    needs = memory_by_rank(shape_of(model_file, *types), layout, draft, draft_layout, context.n_ctx, context.n_ubatch)
+    needed_bytes: dict[str, float] = {}
+    for hello, memory in zip(hellos, needs, strict=False):
+        needed_bytes[hello.host] = needed_bytes.get(hello.host, 0.0) + memory.total
+    for host, needed in needed_bytes.items():
+        available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
+        if needed > available:
+            raise MemoryNeededError(
+                f"{host} needs {needed / 1e9:.1f} GB for its ranks and has {available / 1e9:.1f} GB available: "
+                "add machines or memory, or lower `n_ctx` or `n_ubatch`"
+            )
 
 
 def check_cuts(cuts: list[Cut], architecture: str) -> None:

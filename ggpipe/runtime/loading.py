@@ -102,10 +102,13 @@ def _agree(head: Head) -> _Agreed:
     draft_layout: Layout | None = None
     if config.draft is not None:
         draft_layout = lay_out(hellos[n_target].n_layer, config.n_draft_ranks, config.draft.shares, n_target)
+    layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares)
+    if config.pipeline.check_memory:
+        handshake.check_memory(hellos, config, model_file, layout, draft_layout)
     return _Agreed(
         model_file=model_file,
         hellos=hellos,
-        layout=lay_out(model_file.n_layer, n_target, config.pipeline.shares),
+        layout=layout,
         draft_layout=draft_layout,
         warnings=warnings,
     )

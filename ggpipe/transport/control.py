@@ -33,7 +33,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 6
+VERSION = 7
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -59,6 +59,8 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     libllama: str
     """The version of libllama."""
     cpu_features: tuple[str, ...]
+    memory_bytes: int
+    """Available on its machine, before anything is loaded."""
 
 
 class Load(ControlMessage, frozen=True):

@@ -58,6 +58,7 @@ HELLO = Hello(
     ggpipe="0.1.0",
     libllama="b1",
     cpu_features=("avx2", "fma"),
+    memory_bytes=8_000_000_000,
 )
 
 

@@ -1,0 +1,60 @@
+"""What ranks compare before anything is loaded: the memory of their machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from support.commands import SPLITS, TARGET, ggpipe
+
+from ggpipe.cluster.memory import memory_by_rank
+from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig
+from ggpipe.core.layout import lay_out
+from ggpipe.errors import MemoryNeededError
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_shape import shape_of
+from ggpipe.runtime.handshake import check_memory, hello
+from ggpipe.transport.local import LocalWorld
+
+CONFIG = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024))
+FILE = ModelFile.open(TARGET)
+LAYOUT = lay_out(FILE.n_layer, 2, None)
+HELLO = hello(LocalWorld(1).transports[0], FILE, False)
+MEMORY = [memory.total for memory in memory_by_rank(shape_of(FILE), LAYOUT, None, None, 1024, CONFIG.context.n_ubatch)]
+
+
+def check(*machines: tuple[str, float], config: EngineConfig = CONFIG) -> None:
+    """Each rank's machine and its bytes."""
+    hellos = [msgspec.structs.replace(HELLO, host=host, memory_bytes=int(size)) for host, size in machines]
+    check_memory(hellos, config, FILE, LAYOUT, None)
+
+
+def test_machines_have_the_memory_that_they_need() -> None:
+    assert HELLO.memory_bytes > 0
+    check(("a", MEMORY[0] * 1.1), ("b", MEMORY[1] * 1.1))
+    check(("a", sum(MEMORY) * 1.1), ("a", sum(MEMORY) * 1.2))
+
+
+def test_a_machine_lacks_memory() -> None:
+    with pytest.raises(MemoryNeededError, match=r"^b needs 0\.\d GB for its ranks and has 0.0 GB available: "):
+        check(("a", 1e9), ("b", 1e6))
+    with pytest.raises(MemoryNeededError, match=r"^a needs "):
+        check(("a", max(MEMORY) * 1.1), ("a", max(MEMORY) * 1.1))
+
+
+def test_a_draft_inside_the_head_counts() -> None:
+    draft = DraftConfig(model=CONFIG.model)
+    enough = (("a", MEMORY[0] * 1.1), ("b", MEMORY[1] * 1.1))
+    with pytest.raises(MemoryNeededError, match=r"^a needs "):
+        check(*enough, config=replace(CONFIG, draft=draft))
+    elsewhere = replace(draft, model=ModelConfig(path=TARGET / "missing"))
+    check(*enough, config=replace(CONFIG, draft=elsewhere))
+
+
+def test_memory_is_checked_on_request() -> None:
+    text = ("generate", "-m", TARGET, "-p", "Once", "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
+    assert ggpipe(*text, *SPLITS[2], "--check-memory").returncode == 0
+    much = ggpipe(*text, *SPLITS[2], "--check-memory", "-c", 2_000_000_000)
+    assert much.returncode == 2
+    assert "GB available: add machines or memory, or lower -c/--ctx-size or -ub/--ubatch-size" in much.stderr
