@@ -84,6 +84,11 @@ def _parse_half(text: str, half: str) -> tuple[float, ...]:
     return shares
 
 
+def fill_up(shares: tuple[float, ...]) -> tuple[float, ...]:
+    """With what is left of 1, which `lay_out` gives to a head that has a share."""
+    return (shares[0] + max(1 - sum(shares), 0.0), *shares[1:]) if shares[0] > 0 else shares
+
+
 def shares_text(layout: Layout, draft_layout: Layout | None = None) -> str:
     """The text that `parse_shares` and `lay_out` turn into these layers, with as few digits as possible.
 

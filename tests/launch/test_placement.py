@@ -1,0 +1,174 @@
+"""What is left of a placement when machines are away, and the jobs that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggpipe.config import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.core.layout import lay_out, parse_shares
+from ggpipe.errors import LaunchError
+from ggpipe.launch import job as jobs
+from ggpipe.launch.hostfile import hosts_of
+from ggpipe.launch.job import Job, jobs_again
+from ggpipe.launch.placement import Placement
+
+
+def placement(split: str, *slots: str, threads: tuple[int, ...] = (-1,)) -> Placement:
+    shares, draft_shares = parse_shares(split)
+    return Placement.on(slots, shares, draft_shares, threads, (-1,))
+
+
+def layers(of: Placement, n_layer: int = 20) -> dict[str, int]:
+    assert of.shares is not None
+    layout = lay_out(n_layer, len(of.shares), of.shares)
+    return {host: b - a for host, (a, b) in zip(of.hosts, layout.layers, strict=False)}
+
+
+def test_a_machines_layers_go_to_the_others() -> None:
+    before = placement("0.2,0.4,0.4", "a", "b", "c")
+    now = before.without({"b"})
+    assert now.hosts == ("a", "c")
+    assert layers(now, 30) == {"a": 10, "c": 20}
+    assert now.changes_since(before) == "shares of the layers are now 0.333 on a and 0.667 on c"
+
+
+def test_layers_that_the_head_took_are_its_share() -> None:
+    assert layers(placement("0.1,0.4,0.4", "a", "b", "c").without({"c"}), 30) == {"a": 10, "b": 20}
+
+
+def test_the_first_machine_is_away() -> None:
+    now = placement("0,0.5,0.25,0.25", "a", "b", "c", "d").without({"a", "c"})
+    assert now.hosts == ("b", "d")
+    assert layers(now, 30) == {"b": 20, "d": 10}
+
+
+def test_a_head_without_layers_is_all_that_is_left() -> None:
+    assert layers(placement("0,1", "a", "b").without({"b"})) == {"a": 20}
+
+
+def test_a_spare_machine_takes_over() -> None:
+    before = placement("0.2,0.4,0.4", "a", "b", "c", threads=(1, 2, 3))
+    now = before.without({"b"}, spare=["d"])
+    assert (now.hosts, now.threads) == (("a", "d", "c"), (1, 2, 3))
+    assert layers(now) == {"a": 4, "d": 8, "c": 8}
+    assert now.changes_since(before) == "instead, ranks are on d"
+    assert before.without({"b"}, spare=["a", "b"]).hosts == ("a", "c")
+
+
+def test_a_ranks_threads_go_with_it() -> None:
+    assert placement("0.2,0.4,0.4", "a", "b", "c", threads=(1, 2, 3)).without({"b"}).threads == (1, 3)
+
+
+def test_the_drafts_machine_is_away() -> None:
+    before = placement("0.5,0.5/1", "a", "b", "c")
+    now = before.without({"c"})
+    assert now.changes_since(before) == "the draft model is now on a"
+    assert (now.hosts, now.draft_shares, now.split_text) == (("a", "b"), (), "0.5,0.5")
+    now = placement("0.5,0.5/0.5,0.5", "a", "b", "c", "d").without({"c"})
+    assert (now.hosts, now.split_text) == (("a", "b", "d"), "0.5,0.5/1.0")
+
+
+def test_the_drafts_machine_is_left() -> None:
+    before = placement("0.5,0.5/1", "a", "b", "c")
+    now = before.without({"a", "b"})
+    assert now.changes_since(before) == "shares of the layers are now 1 on c; the draft model is now on c"
+    assert (now.hosts, now.split_text) == (("c",), "1.0")
+
+
+def test_a_machine_with_several_ranks() -> None:
+    assert placement("0.3,0.3,0.4", "a", "b", "b").without({"b"}).hosts == ("a",)
+    assert placement("0.25,0.25,0.25,0.25", "a", "b").hosts == ("a", "b", "a", "b")
+
+
+def test_none_is_left() -> None:
+    with pytest.raises(LaunchError, match="none of the machines of `hostfile` can be reached"):
+        placement("0.5,0.5", "a", "b").without({"a", "b"})
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=8), st.data())
+def test_what_is_left_can_be_written_and_read(weights: list[int], data: st.DataObject) -> None:
+    hosts = [f"host{i}" for i in range(len(weights))]
+    away = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - 1))
+    shares = tuple(weight / sum(weights) for weight in weights)
+    now = Placement.on(hosts, shares, (), (-1,), (-1,)).without(away)
+    assert parse_shares(now.split_text) == (now.shares, ())
+    left = [weight for host, weight in zip(hosts, weights, strict=True) if host not in away]
+    assert now.shares == pytest.approx([weight / sum(left) for weight in left])
+
+
+# Jobs
+
+MODEL = ModelConfig(path=Path("m.gguf"))
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=1\nb slots=1\nc slots=1\n")
+    return path
+
+
+def again(
+    hostfile: Path, away: set[str], monkeypatch: pytest.MonkeyPatch, split: str | None, draft: bool = False
+) -> list[Job]:
+    """Jobs whose arguments are the changes to the user's."""
+
+    def arguments(changes: Mapping[str, object]) -> list[str]:
+        return [f"{name}={value}" for name, value in changes.items()]
+
+    monkeypatch.setattr(jobs, "unreachable", lambda *_: away)
+    shares, draft_shares = parse_shares(split) if split is not None else (None, ())
+    config = EngineConfig(
+        MODEL,
+        pipeline=PipelineConfig(shares=shares, auto=split is None),
+        draft=DraftConfig(model=MODEL, shares=draft_shares) if draft else None,
+    )
+    first = Job(["generate"], 3, hostfile)
+    made = jobs_again(first, hostfile, config, arguments, lambda: None)
+    if not away:
+        assert made == [first]
+    return made
+
+
+def test_all_machines_are_there(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = again(hostfile, set(), monkeypatch, "0.4,0.3,0.3")
+    with job.hosts_in_file() as path:
+        assert path == hostfile
+
+
+def test_a_machine_is_away(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.25,0.25")
+    assert job.n_ranks == 2
+    assert job.line == "b cannot be reached: shares of the layers are now 0.667 on a and 0.333 on c"
+    assert list(job.arguments)[1:] == ["threads=-1", "threads_batch=-1", "check_memory=True"]
+    assert job.arguments[0].startswith("shares=0.66666")
+    with job.hosts_in_file() as path:
+        assert path is not None
+        assert hosts_of(path) == ["a", "c"]
+    assert not path.exists()
+
+
+def test_a_planned_split_is_planned_again(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = again(hostfile, {"a"}, monkeypatch, None, draft=True)
+    assert (job.n_ranks, job.hosts, job.arguments[0]) == (2, ("b", "c"), "shares=auto")
+    assert job.line == "a cannot be reached: the layers are planned again for b and c"
+
+
+def test_a_draft_goes_to_the_head_or_is_left_out(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1", draft=True)
+    assert (inside.hosts, without.hosts) == (("a", "b"), ("a", "b"))
+    assert inside.line == "c cannot be reached: the draft model is now on a"
+    assert without.line == "going on without the draft model"
+    assert "draft.model=None" in without.arguments
+    assert "mode=None" in without.arguments
+    assert "draft.model=None" not in inside.arguments
+
+
+def test_a_draft_stays_where_it_is(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.5/1", draft=True)
+    assert job.arguments[0] == "shares=1.0/1.0"

@@ -1,0 +1,55 @@
+"""Which machines mpirun reaches: with a remote shell that knows two of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ggpipe.errors import RunError
+from ggpipe.launch import mpirun, reach
+from ggpipe.launch.reach import unreachable
+
+MPIRUN = """#!/bin/sh
+case "$1 $*" in
+  --version*) echo "mpirun (Open MPI) 5.0" ;;
+  *) for host; do case "$host" in */[0-9]) read -r name slots < "$host"; break ;; esac; done
+     case "$name" in there) exit 0 ;; slow) sleep 0.3 ;; silent) sleep 60 ;; *) exit 1 ;; esac ;;
+esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def fake_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text(MPIRUN)
+    program.chmod(0o700)
+    monkeypatch.setattr(reach, "find_mpirun", lambda: str(program))
+
+
+def test_machines_that_answer_and_machines_that_do_not() -> None:
+    assert unreachable(["there", "slow", "there"], lambda: None) == set()
+    assert unreachable(["there", "gone", "slow"], lambda: None) == {"gone"}
+
+
+def test_a_silent_machine_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "_LIMIT_S", 1.0)
+    began = time.monotonic()
+    assert unreachable(["there", "silent"], lambda: None) == {"silent"}
+    assert time.monotonic() - began < 55
+    monkeypatch.setattr(reach, "_MOST_S", 0.5)
+    assert unreachable(["silent"], lambda: None) == {"silent"}
+
+
+def test_the_user_stops_it() -> None:
+    def attend() -> None:
+        raise RunError("stopped while loading")
+
+    with pytest.raises(RunError, match="stopped"):
+        unreachable(["silent"], attend)
+
+
+def test_a_real_mpirun_reaches_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "find_mpirun", mpirun.find_mpirun)
+    assert unreachable(["localhost"], lambda: None) == set()
