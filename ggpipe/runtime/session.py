@@ -100,6 +100,9 @@ class Session(EngineClient):
 class LocalRanks:
     """Ranks whose head is in this process, as a front end sees them before anything is loaded."""
 
+    is_loading = False
+    """Nobody starts them again."""
+
     def __init__(self, head: Head) -> None:
         self._head = head
 

@@ -94,6 +94,10 @@ class StartedRanks(Stoppable, Protocol):
     def ranks(self) -> Sequence[RankStats]:
         """All ranks in order; how far their loading is."""
 
+    @property
+    def is_loading(self) -> bool:
+        """Ranks are started again while requests wait."""
+
     def load(self) -> EngineClient:
         """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
 

@@ -49,6 +49,9 @@ _LAST_LOOKS = 3  # for a report, once the head has gone
 class RemoteRanks:
     """Ranks that were started for this front end; nothing is loaded yet. Belongs to the main thread."""
 
+    is_loading = False
+    """Who starts them again has another object for all of them."""
+
     def __init__(
         self,
         link: Link[FromHead],
@@ -56,14 +59,16 @@ class RemoteRanks:
         cause: Callable[[], str | None] = lambda: None,
         more_links: Callable[[], Link[FromHead] | None] = lambda: None,
         rank_timeout_s: float = 30.0,
+        ranks: list[RankStats] | None = None,
     ) -> None:
         """`on_line` gets lines for the user. `cause`: why the ranks ended, for a head that could not say it.
         `more_links`: what else has connected, which may be another rank that reports a failure. A head that sends
         nothing for `rank_timeout_s` seconds is lost (0: never); it sends something every second, whatever it does.
+        `ranks`: the list to keep all ranks in.
 
         Raises what the rank at the other end cannot start for.
         """
-        self.ranks: list[RankStats] = []
+        self.ranks: list[RankStats] = ranks if ranks is not None else []
         """All ranks in order, of which others may hold this very list; nothing before the first has loaded."""
         self.stopping = False
         """The user wants an end of what is going on."""

@@ -1,0 +1,385 @@
+"""Ranks that die and are started again, without processes: each engine writes 0, 1, 2, … and breaks when it is to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from ggpipe.config import SamplingConfig
+from ggpipe.core.request import Finish, Token
+from ggpipe.errors import (
+    GgpipeError,
+    ModelError,
+    RankError,
+    RunError,
+    SilentRankError,
+    StartError,
+    Terminated,
+    UsageError,
+)
+from ggpipe.metrics.stats import RankStats
+from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.runtime.channel.supervisor import Budget, Supervisor, Way
+
+GREEDY = SamplingConfig(temp=0)
+
+
+class Counting(EngineClient):
+    """Its text is the number of each token. It dies of an error instead of the token with a number."""
+
+    def __init__(self, ranks: FakeRanks, dies_at: int | None, error: GgpipeError) -> None:
+        super().__init__(ranks, ranks.ranks, 100, True, (f"warning of {ranks.name}", "another one"))
+        self.is_dead = False
+        self._dies_at = dies_at
+        self._error = error
+        self._stopped: set[int] = set()
+
+    is_open = True
+
+    def _alive(self) -> None:
+        if self.is_dead:
+            raise self._error
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        self._alive()
+        return tuple(map(ord, text))
+
+    def measure(self) -> None:
+        self._alive()
+
+    def align_clocks(self) -> None:
+        self._alive()
+
+    def idle(self, seconds: float) -> None:
+        self._alive()
+
+    def _submit(self, request: ClientRequest) -> None:
+        request.stats.seed = 7
+        request.stats.ranks = list(self.ranks)
+
+    def _cancel(self, request: ClientRequest) -> None:
+        self._stopped.add(request.id)
+
+    def _step(self) -> list[ClientEvent]:
+        self._alive()
+        events: list[ClientEvent] = []
+        for request in tuple(self._requests.values()):
+            number = len(request.tokens)
+            if number == self._dies_at:
+                self.is_dead = True
+            elif number == request.n_predict or request.id in self._stopped:
+                request.stats.finish = Finish.STOPPED if request.id in self._stopped else Finish.LENGTH
+                events.append(RequestEnded(request))
+            else:
+                request.stats.token_times.append(float(number))
+                events.append(TokenReady(request, Token(number, f"{number} ")))
+        return events
+
+
+@dataclass
+class FakeRanks:
+    """Started ranks; what loading them raises, or when their engine dies of what."""
+
+    name: str
+    load_error: GgpipeError | None = None
+    dies_at: int | None = None
+    error: GgpipeError = field(default_factory=lambda: RankError("rank 1 (there) is gone"))
+    ranks: list[RankStats] = field(default_factory=list)
+    stopping: bool = False
+    is_loading: bool = False
+    failure: GgpipeError | None = None
+    engine: Counting | None = None
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    def fail(self, error: Callable[[], GgpipeError]) -> None:
+        self.failure = error()
+        if self.engine is not None:
+            self.engine.is_dead = True
+
+    def is_ending(self) -> bool:
+        return self.stopping
+
+    def load(self) -> EngineClient:
+        if self.stopping:
+            raise RunError("stopped while loading")
+        if self.load_error is not None:
+            raise self.load_error
+        self.ranks[:] = [RankStats(rank=0, host=self.name, load_s=1.0)]
+        self.engine = Counting(self, self.dies_at, self.error)
+        return self.engine
+
+
+class Rig:
+    """A supervisor whose starts follow a list: ranks, or the error that starting them raises."""
+
+    def __init__(self, *starts: FakeRanks | GgpipeError, n_restarts: int = 1) -> None:
+        self.lines: list[str] = []
+        self.started: list[str] = []
+        self.ended: list[BaseException | None] = []
+        self.now = 0.0
+        self.n_ways = 1
+        self.on_ways: Callable[[], None] = lambda: None
+        self._starts = list(starts)
+        self.supervisor = Supervisor(self._ways, n_restarts, self.lines.append, clock=lambda: self.now)
+
+    @contextlib.contextmanager
+    def _start(self, own: Supervisor) -> Iterator[FakeRanks]:
+        start = self._starts.pop(0)
+        if isinstance(start, GgpipeError):
+            raise start
+        assert not own.stopping
+        start.ranks = own.ranks
+        self.started.append(start.name)
+        try:
+            yield start
+        except BaseException as e:
+            self.ended.append(e)
+            raise
+        self.ended.append(None)
+
+    def _ways(self, attend: Callable[[], None]) -> Sequence[Way]:
+        self.on_ways()
+        attend()
+        return [Way(self._start, f"way {i}" if i else "") for i in range(self.n_ways)]
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[EngineClient]:
+        with self.supervisor:
+            self.supervisor.start(Way(self._start))
+            yield self.supervisor.load()
+
+    def text(self, engine: EngineClient, n: int = 6) -> str:
+        return "".join(token.text for token in engine.generate((1, 2), GREEDY, n))
+
+
+def step_until(engine: EngineClient, condition: Callable[[], bool]) -> None:
+    while not condition():
+        engine.step()
+
+
+WHOLE = "0 1 2 3 4 5 "
+
+
+def test_nothing_happens() -> None:
+    rig = Rig(FakeRanks("first"))
+    with rig.engine() as engine:
+        assert rig.text(engine) == WHOLE
+    assert (rig.lines, rig.started, rig.ended) == ([], ["first"], [None])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RankError("it is gone"), SilentRankError("it is gone"), Terminated("it is gone")],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_text_goes_on_with_new_ranks(error: GgpipeError) -> None:
+    rig = Rig(FakeRanks("first", dies_at=2, error=error), FakeRanks("second"))
+    with rig.engine() as engine:
+        assert rig.text(engine) == WHOLE
+        assert [rank.host for rank in rig.supervisor.ranks] == ["second"]
+        assert rig.text(engine) == WHOLE
+    assert rig.lines[0] == "it is gone; starting the ranks again (1 of 1)"
+    assert rig.ended == [error, None]
+    assert error.is_reported
+    assert not rig.supervisor.is_loading
+
+
+def test_only_new_warnings_are_shown() -> None:
+    rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second"))
+    with rig.engine() as engine:
+        rig.text(engine)
+        assert engine.warnings == ("warning of first", "another one", "warning of second")
+    assert rig.lines[1:] == ["warning: warning of second"]
+
+
+def test_several_requests_go_on() -> None:
+    rig = Rig(FakeRanks("first", dies_at=3), FakeRanks("second", dies_at=4), FakeRanks("third"), n_restarts=2)
+    with rig.engine() as engine:
+        requests = [engine.submit((1,), SamplingConfig(), n) for n in (2, 6, 9)]
+        step_until(engine, lambda: not any(request.is_active for request in requests))
+    assert [[token.id for token in request.tokens] for request in requests] == [list(range(n)) for n in (2, 6, 9)]
+    assert [request.stats.finish for request in requests] == [Finish.LENGTH] * 3
+    assert [request.sampling.seed for request in requests] == [-1, 7, 7], "the seed that was drawn"
+
+
+def test_a_request_that_was_cancelled_is_not_served_again() -> None:
+    rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second"))
+    with rig.engine() as engine:
+        one, other = engine.submit((1,), GREEDY, 6), engine.submit((1,), GREEDY, 6)
+        step_until(engine, lambda: len(other.tokens) == 2)
+        assert rig.started == ["first"]
+        engine.cancel(one)
+        ended: list[ClientRequest] = []
+        while other.is_active:
+            ended += [event.request for event in engine.step() if isinstance(event, RequestEnded)]
+    assert ended == [one, other]
+    assert (one.stats.finish, other.stats.finish) == (Finish.STOPPED, Finish.LENGTH)
+    assert len(one.tokens) == 2
+
+
+@pytest.mark.parametrize("ask", ["measure", "align_clocks", "tokenize", "idle"])
+def test_questions_are_asked_again(ask: str) -> None:
+    rig = Rig(first := FakeRanks("first"), FakeRanks("second"))
+    with rig.engine() as engine:
+        assert first.engine is not None
+        first.engine.is_dead = True
+        asking: dict[str, Callable[[], object]] = {
+            "measure": engine.measure,
+            "align_clocks": engine.align_clocks,
+            "tokenize": lambda: engine.tokenize("ab"),
+            "idle": lambda: engine.idle(0),
+        }
+        assert asking[ask]() == ((97, 98) if ask == "tokenize" else None)
+    assert rig.started == ["first", "second"]
+
+
+# What is not tried again
+
+
+def test_no_restart_is_left() -> None:
+    rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second", dies_at=4, error=RankError("the last one")))
+    with pytest.raises(RankError, match="the last one"), rig.engine() as engine:
+        rig.text(engine)
+    assert len(rig.lines) == 2
+    assert isinstance(rig.ended[1], RankError)
+    assert not rig.ended[1].is_reported
+
+
+def test_no_restart_is_wanted() -> None:
+    rig = Rig(FakeRanks("first", dies_at=2), n_restarts=0)
+    with rig.engine() as engine:
+        request = engine.submit((1,), GREEDY, 6)
+        step_until(engine, lambda: len(request.tokens) == 2)
+        with pytest.raises(RankError):
+            step_until(engine, lambda: not request.is_active)
+    assert rig.lines == []
+
+
+@pytest.mark.parametrize("error", [ModelError("`model` is damaged"), RunError("libllama cannot decode")])
+def test_errors_that_would_come_again(error: GgpipeError) -> None:
+    rig = Rig(FakeRanks("first", load_error=error), n_restarts=3)
+    with pytest.raises(type(error)), rig.engine():
+        pass
+    rig = Rig(FakeRanks("first", dies_at=1), FakeRanks("second", load_error=error), n_restarts=3)
+    with pytest.raises(type(error)), rig.engine() as engine:
+        rig.text(engine)
+    assert rig.started == ["first", "second"]
+
+
+def test_a_first_start_that_fails() -> None:
+    rig = Rig(StartError("mpirun ended"), n_restarts=3)
+    with pytest.raises(StartError), rig.engine():
+        pass
+    assert rig.lines == []
+
+
+# Faults while ranks are started
+
+
+def test_a_fault_while_loading_is_one_more_restart() -> None:
+    deaths = [RankError("one"), StartError("two"), RankError("three")]
+    rig = Rig(
+        FakeRanks("first", load_error=deaths[0]), deaths[1], FakeRanks("third", load_error=deaths[2]),
+        FakeRanks("fourth", dies_at=0), FakeRanks("fifth"), n_restarts=4,
+    )  # fmt: skip
+    with rig.engine() as engine:
+        assert rig.text(engine) == WHOLE
+    assert [line for line in rig.lines if "again" in line] == [
+        "one; starting the ranks again (1 of 4)",
+        "two; starting the ranks again (2 of 4)",
+        "three; starting the ranks again (3 of 4)",
+        "rank 1 (there) is gone; starting the ranks again (4 of 4)",
+    ]
+
+
+def test_ranks_that_refuse_one_way_are_started_in_another() -> None:
+    full = UsageError("it does not fit")
+    rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second", load_error=full), FakeRanks("third"))
+    rig.n_ways = 2
+    with rig.engine() as engine:
+        assert rig.text(engine) == WHOLE
+    assert rig.lines[1:3] == ["it does not fit", "way 1"]
+    assert rig.ended[1] is full
+    assert full.is_reported
+
+
+def test_ranks_that_refuse_all_ways() -> None:
+    full = UsageError("it does not fit at all")
+    rig = Rig(FakeRanks("first", dies_at=2), UsageError("it does not fit"), FakeRanks("third", load_error=full))
+    rig.n_ways = 2
+    with pytest.raises(UsageError, match="at all"), rig.engine() as engine:
+        rig.text(engine)
+    assert not full.is_reported
+
+
+# What the user wants meanwhile
+
+
+def test_a_stop_while_ranks_are_started() -> None:
+    rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second"))
+    rig.on_ways = rig.supervisor.stop
+    with pytest.raises(RunError, match="stopped while loading"), rig.engine() as engine:
+        rig.text(engine)
+    assert rig.started == ["first"]
+    assert rig.supervisor.is_ending()
+
+
+def test_a_stop_before_the_ranks_die() -> None:
+    rig = Rig(first := FakeRanks("first"), FakeRanks("second"))
+    with rig.engine() as engine:
+        request = engine.submit((1,), GREEDY, 6)
+        step_until(engine, lambda: len(request.tokens) == 2)
+        assert first.engine is not None
+        first.engine.is_dead = True
+        engine.stop()
+        with pytest.raises(RankError):
+            engine.step()
+    assert rig.started == ["first"]
+
+
+def test_this_process_is_to_end() -> None:
+    first = FakeRanks("first", error=Terminated("terminated from outside"))
+    rig = Rig(first, FakeRanks("second"))
+    with rig.engine() as engine:
+        rig.supervisor.fail(lambda: Terminated("terminated from outside"))
+        with pytest.raises(Terminated):
+            rig.text(engine)
+    assert first.failure is not None
+    assert rig.started == ["first"]
+
+
+def test_a_stop_ends_requests_as_ever() -> None:
+    rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second"))
+    with rig.engine() as engine:
+        request = engine.submit((1,), GREEDY, 60)
+        step_until(engine, lambda: len(request.tokens) == 5)
+        engine.stop()
+        step_until(engine, lambda: not request.is_active)
+        assert request.stats.finish is Finish.STOPPED
+        assert not rig.supervisor.is_ending()
+        assert rig.text(engine) == WHOLE
+
+
+# The budget
+
+
+def test_restarts_in_ten_minutes() -> None:
+    budget = Budget(2)
+    assert [budget.take(t) for t in (0, 10, 20, 599, 600, 605, 610)] == [1, 2, None, None, 2, None, 2]
+    assert Budget(0).take(0) is None
+
+
+def test_old_restarts_do_not_count() -> None:
+    rig = Rig(*(FakeRanks(str(i), dies_at=i) for i in range(5)), FakeRanks("last"), n_restarts=1)
+    with rig.engine() as engine:
+        request = engine.submit((1,), GREEDY, 6)
+        while request.is_active:
+            rig.now += 600
+            engine.step()
+    assert "".join(token.text for token in request.tokens) == WHOLE
+    assert len(rig.started) == 6
