@@ -193,6 +193,21 @@ def test_loading_then_generating() -> None:
 
 
 @pytest.mark.usefixtures("no_thread")
+def test_ranks_that_load_again_are_shown_below_the_text() -> None:
+    rig = Rig(80, 12)
+    stats = RequestStats(n_prompt=5, arrived=rig.now)
+    rig.display.request(stats)
+    rig.display.text("Once upon a time")
+    assert "loading" not in "".join(rig.frame())
+    rig.is_loading = True
+    shown = rig.frame()
+    assert shown[0].startswith("Once upon a time")
+    assert shown[1].startswith("loading")
+    rig.is_loading = False
+    assert "loading" not in "".join(rig.frame())
+    rig.display.stop()
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (20, 6), (20, 1), (3, 3)])
 def test_region_stays_below_the_screens_height(width: int, height: int) -> None:
     rig = Rig(width, height, ranks=[RankStats(rank=i) for i in range(9)])

@@ -126,6 +126,7 @@ class Rig:
     height: int = 24
     ranks: list[RankStats] = field(default_factory=lambda: two_ranks())
     now: float = 1000.0
+    is_loading: bool = False
 
     def __post_init__(self) -> None:
         self.screen = Screen(self.width, self.height)
@@ -139,7 +140,10 @@ class Rig:
             _environ={"TERM": "xterm-256color"},
         )
         self.display = LiveDisplay(
-            Terminal(console=self.console, stdout_shared=True), self.ranks, clock=lambda: self.now
+            Terminal(console=self.console, stdout_shared=True),
+            self.ranks,
+            is_loading=lambda: self.is_loading,
+            clock=lambda: self.now,
         )
 
     def frame(self) -> list[str]:

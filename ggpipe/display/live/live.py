@@ -39,15 +39,21 @@ class LiveDisplay:
     """What a terminal shows of a session: `loading`; for each request `request`, `prompt`, `text`..., `stop`.
 
     The numbers are read at each frame from `ranks` (the session's totals) and the request's stats, which
-    others update; `clock` is the one that those were written by. All methods but `stop` return at once, and
+    others update; `clock` is the one that those were written by. While `is_loading()` the request waits for
+    ranks that are loaded again, and their progress is shown below the text. All methods but `stop` return at once, and
     none raises because of what is drawn: when drawing fails, the text goes on without a panel.
     """
 
     def __init__(
-        self, terminal: Terminal, ranks: Sequence[RankStats], clock: Callable[[], float] = time.monotonic
+        self,
+        terminal: Terminal,
+        ranks: Sequence[RankStats],
+        is_loading: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._terminal = terminal
         self._ranks = ranks
+        self._is_loading = is_loading
         self._clock = clock
         self._stream = TextStream()
         self._request: RequestStats | None = None
@@ -180,6 +186,10 @@ class LiveDisplay:
         if request is None:
             return loading_panel(self._ranks, space)
         space = replace(space, height=int(height * _PANEL_SHARE))
+        if self._is_loading():
+            self._occupancy = Occupancy()
+            panel = loading_panel(self._ranks, space)
+            return [*self._stream.rows(width, height - 1 - len(panel)), *panel]
         ranks = taking_part(request, self._ranks)
         panel = generating_panel(ranks, self._occupancy.sample(ranks, now), request, now, space)
         return [*self._stream.rows(width, height - 1 - len(panel)), *panel]
