@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ggpipe.cli.messages import report, show
+from ggpipe.cli.messages import report, show, warn
+from ggpipe.cli.parsing import Options
+from ggpipe.cli.settings import Log, Ranks
 from ggpipe.cluster.profile import Profile
 from ggpipe.config import EngineConfig
-from ggpipe.errors import GgpipeError, LaunchError, RankError, Terminated, UsageError
+from ggpipe.errors import GgpipeError, RankError, StartError, Terminated, UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.hostfile import hosts_of
+from ggpipe.launch.job import Job, jobs_again
 from ggpipe.launch.mpirun import RankProcesses
+from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import StartedRanks
 from ggpipe.runtime.channel.link import Link, Listener
 from ggpipe.runtime.channel.messages import FromHead, Profiled
 from ggpipe.runtime.channel.remote import RemoteRanks
+from ggpipe.runtime.channel.supervisor import Supervisor, Way
 from ggpipe.runtime.signals import Signals
 
 if TYPE_CHECKING:
@@ -29,32 +37,31 @@ if TYPE_CHECKING:
 _TICK_S = 0.1
 _LAST_LOOKS = 5  # for a rank that has reported and ended
 _LEAVE_S = 1.0  # where a rank is lost
+_STARTS_WITHIN = 4  # timeouts of a rank: then it is started once more
 
 FrontEnd = Callable[[StartedRanks], int]
 """What a command does with its ranks; returns the exit code."""
 
 
 def run_command(
-    config: EngineConfig,
-    hostfile: Path | None,
-    verbose: bool,
-    front_end: FrontEnd,
-    prepare: Callable[[], object] = lambda: None,
+    config: EngineConfig, options: Options, front_end: FrontEnd, prepare: Callable[[], object] = lambda: None
 ) -> int:
     """Run a command on the ranks that the config names, and return the exit code.
 
-    They are started where nobody did. `front_end` runs in this process, if this is the one that the user has started,
-    or the first rank under the user's own mpirun. `prepare` is called before ranks are started, for mistakes that only
-    the front end can find. Raises UsageError for a hostfile without shares, LaunchError when there is no mpirun or no
-    such hostfile.
+    They are started where nobody did, and started again as often as the options allow. `front_end` runs in this
+    process, if this is the one that the user has started, or the first rank under the user's own mpirun. `prepare` is
+    called before ranks are started, for mistakes that only the front end can find. Raises UsageError for a hostfile
+    without shares, LaunchError when there is no mpirun or no such hostfile.
     """
     if not environment.is_rank():
         prepare()
-        n_ranks = _ranks_to_start(config, hostfile)
+        n_ranks = _ranks_to_start(config, options[Ranks].hostfile)
         if n_ranks is not None:
-            with start_ranks(n_ranks, hostfile, config.pipeline.rank_timeout_s) as ranks:
+            with _supervised(config, options, n_ranks) as ranks:
                 return front_end(ranks)
-    return _run_this_rank(config, front_end, verbose)
+    if options[Ranks].restart and environment.has_user():
+        warn("`restart` does nothing here: ggpipe starts only ranks again that it has started itself, with `shares`")
+    return _run_this_rank(config, front_end, options[Log].verbose)
 
 
 def run_profile(
@@ -69,7 +76,9 @@ def run_profile(
     Returns the profile in the process that is the front end, else None. When it returns there, no rank is left.
     """
     if not environment.is_rank() and (n_ranks > 1 or hostfile is not None):
-        with start_ranks(n_ranks, hostfile, config.pipeline.rank_timeout_s) as ranks:
+        job = Job(sys.argv[1:], n_ranks, hostfile)
+        with _signals() as signals, _started(job, config.pipeline.rank_timeout_s, signals.attend) as ranks:
+            signals.follow(ranks.stop, ranks.fail)
             return ranks.profile()
     from ggpipe.llama import libllama  # the process that starts the ranks does not need it
     from ggpipe.runtime.process import run_alike
@@ -83,45 +92,93 @@ def run_profile(
     return profile if environment.has_user() else None
 
 
+# Starting ranks
+
+
 @contextlib.contextmanager
-def start_ranks(n_ranks: int, hostfile: Path | None, rank_timeout_s: float) -> Iterator[RemoteRanks]:
-    """This command line as ranks. They leave when the context is left, and errors are reported before.
+def _supervised(config: EngineConfig, options: Options, n_ranks: int) -> Iterator[Supervisor]:
+    """This command line as ranks, again and again where they die. They leave when the context is left, and errors are
+    reported before.
 
     Only for a process that is no rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start
     for.
     """
+    hostfile, timeout_s = options[Ranks].hostfile, config.pipeline.rank_timeout_s
+    first = Job(sys.argv[1:], n_ranks, hostfile)
+
+    def way(job: Job, is_first: bool = False) -> Way:
+        limit_s = math.inf if is_first else (_STARTS_WITHIN * timeout_s or math.inf)
+        on_error = report if is_first else lambda _: None  # may be a reason to try again
+
+        def start(own: Supervisor) -> contextlib.AbstractContextManager[RemoteRanks]:
+            return _started(job, timeout_s, own.attend, limit_s, on_error, own.ranks)
+
+        return Way(start, job.line)
+
+    def again(attend: Callable[[], None]) -> list[Way]:
+        jobs = [first] if hostfile is None else jobs_again(first, hostfile, config, options.arguments, attend)
+        return [way(job) for job in jobs]
+
+    with _signals() as signals, Supervisor(again, options[Ranks].restart, show) as supervisor:
+        signals.follow(supervisor.stop, supervisor.fail)
+        supervisor.start(way(first, is_first=True))
+        yield supervisor
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Signals]:
+    """This process looks after Ctrl-C and SIGTERM."""
     signals = Signals(0)
     signals.connected(None)
     try:
-        first_host = hosts_of(hostfile)[0] if hostfile is not None else None
-        with Listener(first_host, show) as listener:
-            processes = RankProcesses(sys.argv[1:], n_ranks, hostfile, listener.environment)
-            with _ended(processes, signals):
-                with _at_once(processes):  # the ranks wait for each other
-                    link = _accepted(listener, processes, signals)
-                    ranks = RemoteRanks(link, show, processes.cause, lambda: listener.accept(0), rank_timeout_s)
-                with contextlib.closing(ranks):
-                    signals.follow(ranks.stop, ranks.fail)
-                    yield ranks
+        yield signals
     finally:
-        signals.leave()
+        signals.leave()  # a third Ctrl-C changes nothing
         signals.restore()
 
 
 @contextlib.contextmanager
-def _at_once(processes: RankProcesses) -> Iterator[None]:
+def _started(
+    job: Job,
+    rank_timeout_s: float,
+    attend: Callable[[], None],
+    limit_s: float = math.inf,
+    on_start_error: Callable[[GgpipeError], None] = report,
+    all_ranks: list[RankStats] | None = None,
+) -> Iterator[RemoteRanks]:
+    """A job's ranks, which are connected within `limit_s` seconds. They leave when the context is left.
+
+    `attend` is called while they start, and may raise. `all_ranks`: as for RemoteRanks. Raises StartError, and what the
+    ranks cannot start for.
+    """
+    with job.hosts_in_file() as hostfile:
+        first_host = hosts_of(hostfile)[0] if hostfile is not None else None
+        with Listener(first_host, show) as listener:
+            processes = RankProcesses(job.arguments, job.n_ranks, hostfile, listener.environment)
+            with _at_once(processes, on_start_error):  # the ranks wait for each other
+                link = _accepted(listener, processes, attend, limit_s)
+                more_links = functools.partial(listener.accept, 0)
+                ranks = RemoteRanks(link, show, processes.cause, more_links, rank_timeout_s, all_ranks)
+            with _ended(processes), contextlib.closing(ranks):
+                yield ranks
+
+
+@contextlib.contextmanager
+def _at_once(processes: RankProcesses, on_error: Callable[[GgpipeError], None]) -> Iterator[None]:
     """An error that leaves it ends all ranks."""
     try:
         yield
     except BaseException as e:
         if isinstance(e, GgpipeError):
-            report(e)
+            on_error(e)
+        else:  # a second Ctrl-C, or a bug
+            Signals.leave()
         processes.end()
         raise
 
 
 @contextlib.contextmanager
-def _ended(processes: RankProcesses, signals: Signals) -> Iterator[None]:
+def _ended(processes: RankProcesses) -> Iterator[None]:
     """Errors that leave it are reported at once; then it waits until no rank is left."""
     wait_limit_s: float | None = None
     try:
@@ -133,29 +190,36 @@ def _ended(processes: RankProcesses, signals: Signals) -> Iterator[None]:
             wait_limit_s = _LEAVE_S
         raise
     except BaseException:  # a second Ctrl-C, or a bug
-        signals.leave()
+        Signals.leave()
         wait_limit_s = 0.0
         raise
     finally:
         try:
             processes.wait(wait_limit_s)
+        except BaseException:
+            Signals.leave()
+            raise
         finally:
-            signals.leave()  # a third Ctrl-C changes nothing
             processes.end()
 
 
-def _accepted(listener: Listener, processes: RankProcesses, signals: Signals) -> Link[FromHead]:
-    """The link to the first rank. Raises LaunchError when mpirun ends without it."""
+def _accepted(
+    listener: Listener, processes: RankProcesses, attend: Callable[[], None], limit_s: float
+) -> Link[FromHead]:
+    """The link to the first rank. Raises StartError when mpirun ends without it, or it does not come in time."""
+    deadline = time.monotonic() + limit_s
     while (code := processes.exit_code()) is None:
         if (link := listener.accept(_TICK_S)) is not None:
             return link
-        signals.attend("stopped while loading")
+        attend()
+        if time.monotonic() > deadline:
+            raise StartError(f"mpirun did not start the ranks within {limit_s:g} s")
     for _ in range(_LAST_LOOKS):
         if (link := listener.accept(_TICK_S)) is not None:
             return link
     with contextlib.suppress(OSError):
         sys.stderr.write(processes.report())
-    raise LaunchError(f"mpirun ended with exit code {code} before the first rank was connected")
+    raise StartError(f"mpirun ended with exit code {code} before the first rank was connected")
 
 
 def _ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:

@@ -101,10 +101,12 @@ OPTIONS: tuple[Option, ...] = (
     _option(ContextConfig, COMPUTE, "flash_attn", "-fa", "--flash-attn", metavar="on|off|auto", help="Flash attention."),
     _option(ContextConfig, COMPUTE, "cache_type_k", "-ctk", "--cache-type-k", metavar="TYPE", help="KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1."),
     _option(ContextConfig, COMPUTE, "cache_type_v", "-ctv", "--cache-type-v", metavar="TYPE", help="KV cache type of V, as -ctk."),
+    _option(PipelineConfig, COMPUTE, "check_memory", "--check-memory", help="Load nothing when a machine's available memory is less than its ranks need. --restart does so for layers that go to other machines."),
     _option(ContextConfig, COMPUTE, "exact", "--exact", help="Reference kernels: the same bits for every split, mode and number of threads. Slower."),
 
     _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="End the job when a rank sends nothing for so many seconds; 0: never."),
+    _option(Ranks, RANKS, "restart", "--restart", metavar="N", help="Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a machine that cannot be reached go to the others."),
     _option(Ranks, RANKS, "hostfile", "--hostfile", metavar="FILE", help="Machines to start ranks on, in mpirun's format."),
     _option(ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to start. Default: the slots of --hostfile, or one."),
     _option(PlanSettings, RANKS, "users", "--users", metavar="N", help="Plan for N users at the same time: for most tokens per second of all of them together."),
@@ -214,8 +216,7 @@ COMMANDS: tuple[Command, ...] = (
         leave_out=frozenset({
             "threads_batch", "flash_attn", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
             "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "hostfile",
-            "rank_timeout_s",
-            "draft.threads_batch",
+            "rank_timeout_s", "restart", "check_memory", "draft.threads_batch",
         }),
         required=frozenset({"cluster"}),
     ),
@@ -227,7 +228,7 @@ COMMANDS: tuple[Command, ...] = (
         header, speeds from short simulations. The last line is a command to paste.
         """,
         records=(Cluster, *_WEIGHTS, *_COMPUTING, SimulatedText, PlanSettings),
-        leave_out=frozenset({"shares", "n_predict", "seed", "draft.threads_batch"}),
+        leave_out=frozenset({"shares", "n_predict", "seed", "draft.threads_batch", "restart", "check_memory"}),
     ),
     Command(
         name="profile",
@@ -238,7 +239,7 @@ COMMANDS: tuple[Command, ...] = (
         allows. With -md each rank also measures all of the draft, with the same threads.
         """,
         records=(*_WEIGHTS, *_COMPUTING, ProfileSettings),
-        leave_out=frozenset({"shares", "draft.threads", "draft.threads_batch"}),
+        leave_out=frozenset({"shares", "draft.threads", "draft.threads_batch", "restart", "check_memory"}),
         required=frozenset({"model"}),
     ),
     Command(
@@ -249,7 +250,7 @@ COMMANDS: tuple[Command, ...] = (
         so far.
         """,
         records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, BenchSettings),
-        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos"}),
+        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart"}),
         required=frozenset({"model"}),
         defaults={"n_predict": 128, "seed": 1},
     ),
@@ -263,7 +264,7 @@ COMMANDS: tuple[Command, ...] = (
         """,
         records=(Loading, ModelConfig, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, GenerateOutput,
                  DemoSettings),
-        leave_out=frozenset({"override_kv"}),
+        leave_out=frozenset({"override_kv", "restart"}),
         defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
     ),
 )  # fmt: skip

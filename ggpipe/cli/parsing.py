@@ -80,6 +80,15 @@ class Option:
         kind = found[0] if found and self.parse is None else str
         return list[kind] if self.many else kind  # type: ignore[valid-type]
 
+    def words(self, given: Any) -> list[str]:
+        """The option with a value, as on a command line."""
+        if not self.flags:
+            return [str(given)]
+        *_, (on, _, off) = (text.strip().partition("/") for text in self.flags if "--" in text)
+        if isinstance(given, bool):
+            return [on if given else off]
+        return [f"{on}={value}" for value in (given if self.many else [given])]
+
     def value(self, given: Any) -> Any:
         """The field's value. Raises SettingError."""
         if given is None and not self.many:
@@ -111,12 +120,18 @@ class Command:
         """Rows of a table that this command takes."""
         return [row for row in table if row.record in self.records and row.name not in self.leave_out]
 
+    def default_of(self, row: Option) -> Any:
+        """What typer gets as an option's default."""
+        return self.defaults.get(row.name, row.default_text)
+
 
 class Options:
     """The options of a command line, as the frozen records whose fields they set."""
 
-    def __init__(self, given: Mapping[Option, Any]) -> None:
+    def __init__(self, command: Command, given: Mapping[Option, Any]) -> None:
         """Raises SettingError for a text that is no value of its field."""
+        self._command = command
+        self._given = dict(given)
         self._values: dict[type, dict[str, Any]] = {}
         for row, value in given.items():
             self._values.setdefault(row.record, {})[row.field] = row.value(value)
@@ -127,9 +142,22 @@ class Options:
 
     def having(self, record: Any) -> Options:
         """These settings with another record of its kind."""
-        options = Options({})
+        options = Options(self._command, self._given)
         options._values = {**self._values, type(record): dict(vars(record))}
         return options
+
+    def arguments(self, changes: Mapping[str, Any]) -> list[str]:
+        """The command and its options as arguments of a command line, some of them with other texts; None leaves an
+        option out.
+
+        `changes`: by the options' names.
+        """
+        words = [self._command.name]
+        for row, given in self._given.items():
+            value = changes.get(row.name, given)
+            if value != self._command.default_of(row) and value is not None:
+                words += row.words(value)
+        return words
 
     def __getitem__(self, record: type[R]) -> R:
         """A record; fields without a value have their default. Raises SettingError for values out of bounds."""
@@ -181,7 +209,7 @@ def _add(
     rows = {row.name.replace(".", "_"): row for row in command.options(table)}
 
     def read(**given: Any) -> Any:
-        return run(Options({rows[name]: value for name, value in given.items()}))
+        return run(Options(command, {rows[name]: value for name, value in given.items()}))
 
     parameters = [_parameter(name, row, command) for name, row in rows.items()]
     read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -195,7 +223,7 @@ def paragraphs(text: str) -> str:
 
 
 def _parameter(name: str, row: Option, command: Command) -> inspect.Parameter:
-    default = command.defaults.get(row.name, row.default_text)
+    default = command.default_of(row)
     is_required = row.name in command.required
     common: dict[str, Any] = {"metavar": row.metavar, "help": row.help}
     if not row.flags:

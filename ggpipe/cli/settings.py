@@ -114,6 +114,12 @@ class Ranks:
 
     split: Split = Split()
     hostfile: Path | None = None
+    restart: int = 0
+    """Ranks that died are started again, at most so many times in ten minutes."""
+
+    def __post_init__(self) -> None:
+        if self.restart < 0:
+            raise SettingError(f"`restart` must be 0 (never) or a number of restarts, got {self.restart}")
 
 
 @dataclass(frozen=True)

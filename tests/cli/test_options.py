@@ -131,6 +131,40 @@ def test_a_model_may_be_required_or_not() -> None:
         engine_config.model_config(options("", "plan"))
 
 
+def test_options_as_a_command_line() -> None:
+    lines = {
+        "": ["--model=m.gguf"],
+        "-np 4 --no-cancel -nr -p a=b_c": [
+            "--model=m.gguf", "--no-repack", "--prompt=a=b_c", "--parallel=4", "--no-cancel",
+        ],
+        "--lora a --lora b --exact -t 2,1": ["--model=m.gguf", "--lora=a", "--lora=b", "--threads=2,1", "--exact"],
+    }  # fmt: skip
+    for line, words in lines.items():
+        assert given(line).arguments({}) == ["generate", *words]
+    line = "-md d.gguf --mode async --mpi-layer-split 0.5,0.5/1 -t 1,2,3"
+    changed = given(line).arguments({"shares": "0.5,0.5", "draft.model": None, "mode": None, "threads": "1,2"})
+    assert changed == ["generate", "--model=m.gguf", "--threads=1,2", "--mpi-layer-split=0.5,0.5"]
+    assert "--check-memory" in given("--mpi-layer-split auto").arguments({"check_memory": True})
+
+
+@pytest.mark.parametrize("row", [row for row in OPTIONS if row.flags], ids=lambda row: row.spelling)
+def test_any_option_as_a_command_line(row: Option) -> None:
+    command = next(c for c in COMMANDS if row in c.options(OPTIONS))
+    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"]}
+    required = [word for name in sorted(command.required - {row.name}) for word in needed[name]]
+    values: list[object] = ["3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg",
+                            "none", "f16", "distribute", "yarn", "overconfident", "3-4"]  # fmt: skip
+    if row.reads is bool:
+        values = [not row.default]
+    read: Options | None = None
+    for value in values:  # the first one that the option takes
+        with contextlib.suppress(typer.TyperException, SettingError):
+            read = parse(command, OPTIONS, [*required, *row.words([value] if row.many else value)])
+            break
+    assert read is not None
+    assert parse(command, OPTIONS, read.arguments({})[1:])._values == read._values
+
+
 def test_switches_and_repeated_options() -> None:
     read = given("--no-cancel -nr --lora a --lora b --lora-scaled c:d:0.5 --override-kv x=int:1")
     assert not read[SpeculationConfig].cancel
@@ -287,14 +321,15 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = 7, 8
 
     @contextlib.contextmanager
-    def start_ranks(n: int, hostfile: Path | None, _timeout_s: float) -> Iterator[None]:
-        started.append((n, hostfile))
+    def supervised(_config: EngineConfig, options: Options, n: int) -> Iterator[None]:
+        started.append((n, options[Ranks].hostfile))
         yield
 
     def started_by(config: EngineConfig, hostfile: Path | None) -> int:
-        return launching.run_command(config, hostfile, False, lambda _: elsewhere)
+        options = given(f"--hostfile {hostfile}" if hostfile else "")
+        return launching.run_command(config, options, lambda _: elsewhere)
 
-    monkeypatch.setattr(launching, "start_ranks", start_ranks)
+    monkeypatch.setattr(launching, "_supervised", supervised)
     monkeypatch.setattr(launching, "_run_this_rank", lambda *_: here)
     monkeypatch.setattr(environment, "is_rank", lambda: False)
     one = engine_config.engine_config(given(""))

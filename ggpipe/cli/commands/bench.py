@@ -24,7 +24,6 @@ from ggpipe.cli.settings import (
     BenchSettings,
     Log,
     Prompt,
-    Ranks,
 )
 from ggpipe.config import SamplingConfig
 from ggpipe.display.figures.canvas import check_plottable
@@ -86,7 +85,7 @@ def run(options: Options) -> int:
         libllama.set_log_level(log_level)  # for a model in this process
         return _bench(ranks, spec, settings, warnings_of(options))
 
-    return run_command(config, options[Ranks].hostfile, options[Log].verbose, front_end, prepare=texts)
+    return run_command(config, options, front_end, prepare=texts)
 
 
 def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:

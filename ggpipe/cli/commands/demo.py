@@ -11,10 +11,8 @@ from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     DemoSettings,
     GenerateOutput,
-    Log,
     Models,
     Prompt,
-    Ranks,
 )
 from ggpipe.core.request import Finish
 from ggpipe.display.live.live import LiveDisplay
@@ -55,7 +53,7 @@ def run(options: Options) -> int:
             print_sentences(terminal, ("", *comparison(ranks.ranks, drafted.stats, alone)), "bold")
         return 0
 
-    return run_command(config, options[Ranks].hostfile, options[Log].verbose, front_end)
+    return run_command(config, options, front_end)
 
 
 def _inflated(color: Color) -> ModelPair:

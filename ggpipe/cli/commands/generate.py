@@ -14,9 +14,7 @@ from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     GenerateOutput,
-    Log,
     Prompt,
-    Ranks,
 )
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Finish
@@ -41,7 +39,7 @@ def run(options: Options) -> int:
         answer(ranks, request(), output, warnings_of(options))
         return 0
 
-    return run_command(config, options[Ranks].hostfile, options[Log].verbose, front_end, prepare=request)
+    return run_command(config, options, front_end, prepare=request)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
     stdout = None if terminal is not None and terminal.stdout_shared else Stdout(sys.stdout)
     stats = RequestStats()
     failure: GgpipeError | None = None
-    display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
+    display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading) if terminal is not None else None
 
     def write(text: str, style: str | None = None) -> None:
         nonlocal stdout, failure

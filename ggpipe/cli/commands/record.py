@@ -14,7 +14,6 @@ from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     Log,
     Prompt,
-    Ranks,
     RecordSettings,
 )
 from ggpipe.cluster.recording import dump
@@ -59,7 +58,7 @@ def run(options: Options) -> int:
         return _record(ranks, spec(), settings.output)
 
     libllama.set_log_level(2 if options[Log].verbose else 5)
-    return run_command(target, options[Ranks].hostfile, options[Log].verbose, front_end, prepare=spec)
+    return run_command(target, options, front_end, prepare=spec)
 
 
 def _record(ranks: StartedRanks, spec: RecordSpec, output: Path) -> int:
@@ -75,7 +74,7 @@ def _record(ranks: StartedRanks, spec: RecordSpec, output: Path) -> int:
 def _write_texts(ranks: StartedRanks, spec: RecordSpec) -> tuple[list[WrittenText], int]:
     """Load, and have the target write, on the live display. Returns the texts and their seed."""
     terminal = open_terminal("auto")
-    display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
+    display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading) if terminal is not None else None
     try:
         if display is not None:
             display.loading()

@@ -1,0 +1,199 @@
+"""`--restart`: ranks that are killed, stopped or cut off are started again, and their text is an undisturbed run's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, processes_with, ranks_of, wait_for
+from support.virtual_hosts import VirtualHosts, virtual_hosts, why_not
+
+from ggpipe.launch.environment import mpi_environment
+
+N_TOKENS = 700
+WITHIN_S = 120  # a loaded machine included
+DRAFT = ("-md", TARGET.with_name("tales-draft.gguf"))
+DRAFTING = (*DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
+TEXT = ("generate", "-m", TARGET, "-p", "Once upon a time", "-n", N_TOKENS, "-c", 2048, "--ignore-eos", "-t", 1,
+        "-s", 7, "--exact")  # fmt: skip
+
+
+@functools.cache
+def undisturbed() -> str:
+    return ggpipe(*TEXT).stdout
+
+
+class Restarted:
+    """A command that writes the text, on ranks that something happens to."""
+
+    def __init__(self, name: str, *arguments: object, launch: Sequence[str] = ()) -> None:
+        self.marker = f"restarted-{name}-{os.getpid()}.json"
+        self.text = ""
+        command = [*launch, sys.executable, "-P", "-m", "ggpipe", *TEXT, "--json", f"/tmp/{self.marker}", *arguments]
+        self.process = subprocess.Popen(
+            [str(word) for word in command], env={**os.environ, **mpi_environment()}, cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        self._errors: list[bytes] = []
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    def __enter__(self) -> Restarted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        Path("/tmp", self.marker).unlink(missing_ok=True)
+
+    def waits_for(self, condition: Callable[[], object]) -> None:
+        wait_for(lambda: condition() or self.process.poll() is not None, WITHIN_S)
+
+    def writes(self, n: int) -> dict[int, int]:
+        """Until it has written so many more characters; its ranks."""
+        n += len(self.text)
+        self.waits_for(lambda: len(self.text) >= n)
+        assert self.process.poll() is None, self.stderr
+        return ranks_of(self.marker)
+
+    @property
+    def stderr(self) -> str:
+        return b"".join(self._errors).decode()
+
+    def lines(self) -> list[str]:
+        """What it says for itself."""
+        return [line for line in self.stderr.splitlines() if line.startswith("ggpipe: ")]
+
+    def ends(self) -> int:
+        """Its exit code; nothing is left of it, and there was no traceback."""
+        code = self.process.wait(WITHIN_S)
+        for reader in self._readers:
+            reader.join(WITHIN_S)
+        wait_for(lambda: not processes_with(self.marker), 30)
+        assert "Traceback" not in self.stderr
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        while data := os.read(self.process.stdout.fileno(), 4096):
+            self.text += data.decode(errors="replace")
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        while data := os.read(self.process.stderr.fileno(), 4096):
+            self._errors.append(data)
+
+
+@pytest.mark.parametrize(("rank", "split"), [(0, SPLITS[3]), (1, SPLITS[3]), (2, DRAFTING)])
+def test_a_killed_rank(rank: int, split: tuple[object, ...]) -> None:
+    with Restarted(f"kill{rank}", *split, "--restart", 1) as job:
+        os.kill(job.writes(300)[rank], signal.SIGKILL)
+        assert job.ends() == 0, job.stderr
+        assert job.text == undisturbed()
+        (line,) = job.lines()
+        assert f"rank {rank} (" in line
+        assert line.endswith("; starting the ranks again (1 of 1)")
+
+
+def test_a_stopped_rank() -> None:
+    with Restarted("stop", *SPLITS[3], "--restart", 1, "--rank-timeout", 2) as job:
+        stopped = job.writes(300)[2]
+        os.kill(stopped, signal.SIGSTOP)
+        assert job.ends() == 0, job.stderr
+        assert job.text == undisturbed()
+        (line,) = job.lines()
+        assert "rank 2 (" in line
+        assert "sent nothing for 2 s" in line
+        assert "(1 of 1)" in line
+
+
+def test_restarts_are_used_up() -> None:
+    with Restarted("often", *SPLITS[2], "--restart", 2) as job:
+        for _ in range(3):
+            os.kill(job.writes(100)[1], signal.SIGKILL)
+        assert job.ends() == 1
+        assert undisturbed().startswith(job.text)
+        assert len(job.text) >= 300
+        *again, error = job.lines()
+        assert ["1 of 2" in again[0], "2 of 2" in again[1], len(again)] == [True, True, 2]
+        assert error.startswith("ggpipe: error: rank 1 (")
+
+
+def test_ctrl_c_while_ranks_are_started_again() -> None:
+    with Restarted("interrupted", *SPLITS[2], "--restart", 1) as job:
+        os.kill(job.writes(100)[1], signal.SIGKILL)
+        job.waits_for(lambda: "starting the ranks again" in job.stderr)
+        job.process.send_signal(signal.SIGINT)
+        code = job.ends()
+        assert undisturbed().startswith(job.text)
+        assert code == 1 or "stopped" in job.stderr  # it came when the text went on already
+
+
+def test_nobody_would_start_them_again() -> None:
+    short = ("generate", "-m", TARGET, "-p", "Once", "-n", 3, "-c", 256, "-t", 1, "--temp", 0, "--restart", 1)
+    for result in (ggpipe(*short), mpirun(2, *short)):
+        assert result.returncode == 0
+        assert result.stderr.count("warning: --restart does nothing here") == 1
+    assert "error: --restart must be 0" in ggpipe(*short, "--restart", -1).stderr
+
+
+# Machines that are away
+
+
+def on_hosts(hosts: VirtualHosts, name: str, *arguments: object) -> Restarted:
+    hostfile = ("--hostfile", hosts.hostfile, "--rank-timeout", 3, "--restart", 1)
+    return Restarted(name, *arguments, *hostfile, launch=hosts.on(1))
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+@pytest.mark.parametrize(
+    ("n_hosts", "split"),
+    [
+        (3, ("--mpi-layer-split", "0.25,0.5,0.25")),
+        (2, (*DRAFT, "--mode", "async", "--mpi-layer-split", "1/1")),
+    ],
+    ids=["layers", "draft"],
+)
+def test_a_machine_without_network(n_hosts: int, split: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with virtual_hosts(n_hosts) as hosts:
+        for name, value in hosts.environment.items():
+            monkeypatch.setenv(name, value)
+        with on_hosts(hosts, f"cut{n_hosts}", *split) as job:
+            job.writes(300)
+            hosts.cut_off(2)
+            job.waits_for(lambda: False)
+            code = job.process.wait()
+            hosts.connect(2)  # what is left there finds out now that mpirun has gone
+            wait_for(lambda: not hosts.processes(), WITHIN_S)
+            assert job.ends() == code == 0, job.stderr
+            assert job.text == undisturbed()
+            away, _, after = job.lines()[1].partition(" cannot be reached: ")
+            assert hosts.address(2) in away
+            assert f" on {hosts.address(1)}" in after
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_the_first_ranks_machine_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with virtual_hosts(3) as hosts:
+        for name, value in hosts.environment.items():
+            monkeypatch.setenv(name, value)
+        hosts.hostfile.write_text(hosts.lines_for(2, 3))
+        with on_hosts(hosts, "first", *SPLITS[2]) as job:
+            job.writes(300)
+            hosts.cut_off(2)
+            job.waits_for(lambda: False)
+            hosts.connect(2)
+            wait_for(lambda: not hosts.processes(), WITHIN_S)
+            assert job.ends() == 0, job.stderr
+            assert job.text == undisturbed()
+            assert job.lines()[1].endswith(f"shares of the layers are now 1 on {hosts.address(3)}")
