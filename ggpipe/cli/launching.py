@@ -103,12 +103,16 @@ def _supervised(config: EngineConfig, options: Options, n_ranks: int) -> Iterato
     Only for a process that is no rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start
     for.
     """
-    hostfile, timeout_s = options[Ranks].hostfile, config.pipeline.rank_timeout_s
+    hostfile, n_restarts = options[Ranks].hostfile, options[Ranks].restart
+    timeout_s = config.pipeline.rank_timeout_s
     first = Job(sys.argv[1:], n_ranks, hostfile)
 
     def way(job: Job, is_first: bool = False) -> Way:
         limit_s = math.inf if is_first else (_STARTS_WITHIN * timeout_s or math.inf)
-        on_error = report if is_first else lambda _: None  # may be a reason to try again
+
+        def on_error(error: GgpipeError) -> None:
+            if not n_restarts:  # else it may be a reason to try again
+                report(error)
 
         def start(own: Supervisor) -> contextlib.AbstractContextManager[RemoteRanks]:
             return _started(job, timeout_s, own.attend, limit_s, on_error, own.ranks)
@@ -119,7 +123,7 @@ def _supervised(config: EngineConfig, options: Options, n_ranks: int) -> Iterato
         jobs = [first] if hostfile is None else jobs_again(first, hostfile, config, options.arguments, attend)
         return [way(job) for job in jobs]
 
-    with _signals() as signals, Supervisor(again, options[Ranks].restart, show) as supervisor:
+    with _signals() as signals, Supervisor(again, n_restarts, show) as supervisor:
         signals.follow(supervisor.stop, supervisor.fail)
         supervisor.start(way(first, is_first=True))
         yield supervisor
@@ -206,7 +210,8 @@ def _ended(processes: RankProcesses) -> Iterator[None]:
 def _accepted(
     listener: Listener, processes: RankProcesses, attend: Callable[[], None], limit_s: float
 ) -> Link[FromHead]:
-    """The link to the first rank. Raises StartError when mpirun ends without it, or it does not come in time."""
+    """The link to the first rank. Raises RankError when a rank dies before, StartError when mpirun ends for another
+    reason or it does not come in time."""
     deadline = time.monotonic() + limit_s
     while (code := processes.exit_code()) is None:
         if (link := listener.accept(_TICK_S)) is not None:
@@ -217,6 +222,8 @@ def _accepted(
     for _ in range(_LAST_LOOKS):
         if (link := listener.accept(_TICK_S)) is not None:
             return link
+    if (cause := processes.cause()) is not None:
+        raise RankError(cause)
     with contextlib.suppress(OSError):
         sys.stderr.write(processes.report())
     raise StartError(f"mpirun ended with exit code {code} before the first rank was connected")

@@ -93,6 +93,8 @@ class Supervisor:
         self._current: MortalRanks | None = None
         self._context = ExitStack()
         self._is_stopped = False
+        self._died: GgpipeError | None = None
+        """Why the first ranks died while they were started."""
         self._failure: Callable[[], GgpipeError] | None = None
 
     # What the user wants
@@ -132,21 +134,36 @@ class Supervisor:
     # The ranks
 
     def start(self, way: Way) -> None:
-        """Start ranks, of which nothing is loaded yet. Raises what they cannot start for."""
-        self._current = self._context.enter_context(way.start(self))
+        """Start ranks, of which nothing is loaded yet. Raises what they cannot start for.
+
+        Those that die meanwhile are started again by `load`, if they may be.
+        """
+        try:
+            self._start(way)
+        except _DEATHS as e:
+            if not self._budget.n_restarts:
+                raise
+            self._died = e
+
+    def _start(self, way: Way) -> MortalRanks:
+        self._current = started = self._context.enter_context(way.start(self))
         if self._failure is not None:
-            self._current.fail(self._failure)
+            started.fail(self._failure)
         if self._is_stopped:
-            self._current.stop()
+            started.stop()
+        return started
 
     def load(self) -> SupervisedEngine:
         """Load the models everywhere; ranks that die meanwhile are started again. Raises the first error that any rank
         met, RunError when the user stops it."""
-        assert self._current is not None
-        try:
-            engine = self._current.load()
-        except _DEATHS as e:
-            engine = self.restarted(e)
+        if self._current is None:
+            assert self._died is not None
+            engine = self.restarted(self._died)
+        else:
+            try:
+                engine = self._current.load()
+            except _DEATHS as e:
+                engine = self.restarted(e)
         return SupervisedEngine(self, engine, self._on_line)
 
     def restarted(self, error: GgpipeError) -> EngineClient:
@@ -171,9 +188,7 @@ class Supervisor:
             if way.line:
                 self._on_line(way.line)
             try:
-                self.start(way)
-                assert self._current is not None
-                return self._current.load()
+                return self._start(way).load()
             except StartError:
                 raise
             except UsageError as e:

@@ -281,6 +281,16 @@ def test_a_first_start_that_fails() -> None:
 # Faults while ranks are started
 
 
+def test_the_first_ranks_die_before_they_are_connected() -> None:
+    rig = Rig(RankError("rank 1 (there) ended: signal 9"), FakeRanks("second"))
+    with rig.engine() as engine:
+        assert rig.text(engine) == WHOLE
+    assert rig.lines[0] == "rank 1 (there) ended: signal 9; starting the ranks again (1 of 1)"
+    rig = Rig(RankError("rank 1 (there) ended: signal 9"), n_restarts=0)
+    with pytest.raises(RankError), rig.engine():
+        pass
+
+
 def test_a_fault_while_loading_is_one_more_restart() -> None:
     deaths = [RankError("one"), StartError("two"), RankError("three")]
     rig = Rig(
