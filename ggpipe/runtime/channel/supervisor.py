@@ -167,7 +167,10 @@ class Supervisor:
         return SupervisedEngine(self, engine, self._on_line)
 
     def restarted(self, error: GgpipeError) -> EngineClient:
-        """A new engine after the ranks died of this error, which is raised when they are not to be started again."""
+        """A new engine after the ranks died of this error, which is raised when they are not to be started again.
+
+        What cannot be repeated is a RunError now, since it worked before.
+        """
         self.is_loading = True
         try:
             while not self.is_ending() and (number := self._budget.take(self._clock())) is not None:
@@ -177,9 +180,11 @@ class Supervisor:
                     return self._loaded_again()
                 except (*_DEATHS, StartError) as e:
                     error = e
+                except UsageError as e:
+                    raise RunError(str(e)) from e
         finally:
             self.is_loading = False
-        raise error
+        raise RunError(str(error)) if isinstance(error, StartError) else error
 
     def _loaded_again(self) -> EngineClient:
         ways = deque(self._ways(self.attend))
