@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _TICK_S = 0.1
 _LAST_LOOKS = 5  # for a rank that has reported and ended
 _LEAVE_S = 1.0  # where a rank is lost
-_STARTS_WITHIN = 4  # timeouts of a rank: then it is started once more
+_STARTS_WITHIN, _STARTS_WITHIN_S = 4, 60.0  # timeouts of a rank, and at least so long: then it is started once more
 
 FrontEnd = Callable[[StartedRanks], int]
 """What a command does with its ranks; returns the exit code."""
@@ -108,7 +108,7 @@ def _supervised(config: EngineConfig, options: Options, n_ranks: int) -> Iterato
     first = Job(sys.argv[1:], n_ranks, hostfile)
 
     def way(job: Job, is_first: bool = False) -> Way:
-        limit_s = math.inf if is_first else (_STARTS_WITHIN * timeout_s or math.inf)
+        limit_s = math.inf if is_first or not timeout_s else max(_STARTS_WITHIN * timeout_s, _STARTS_WITHIN_S)
 
         def on_error(error: GgpipeError) -> None:
             if not n_restarts:  # else it may be a reason to try again

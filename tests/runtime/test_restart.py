@@ -24,6 +24,7 @@ DRAFT = ("-md", TARGET.with_name("tales-draft.gguf"))
 DRAFTING = (*DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
 TEXT = ("generate", "-m", TARGET, "-p", "Once upon a time", "-n", N_TOKENS, "-c", 2048, "--ignore-eos", "-t", 1,
         "-s", 7, "--exact")  # fmt: skip
+OFTEN = ("--rank-timeout", 4, "--restart", 5)  # a machine so loaded that beats are late costs a restart more
 
 
 @functools.cache
@@ -106,15 +107,15 @@ def test_a_killed_rank(rank: int, split: tuple[object, ...]) -> None:
 
 
 def test_a_stopped_rank() -> None:
-    with Restarted("stop", *SPLITS[3], "--restart", 1, "--rank-timeout", 2) as job:
+    with Restarted("stop", *SPLITS[3], *OFTEN) as job:
         stopped = job.writes(300)[2]
         os.kill(stopped, signal.SIGSTOP)
         assert job.ends() == 0, job.stderr
         assert job.text == undisturbed()
-        (line,) = job.lines()
+        line = job.lines()[0]
         assert "rank 2 (" in line
-        assert "sent nothing for 2 s" in line
-        assert "(1 of 1)" in line
+        assert "sent nothing for 4 s" in line
+        assert "(1 of 5)" in line
 
 
 def test_restarts_are_used_up() -> None:
@@ -151,8 +152,13 @@ def test_nobody_would_start_them_again() -> None:
 
 
 def on_hosts(hosts: VirtualHosts, name: str, *arguments: object) -> Restarted:
-    hostfile = ("--hostfile", hosts.hostfile, "--rank-timeout", 3, "--restart", 1)
-    return Restarted(name, *arguments, *hostfile, launch=hosts.on(1))
+    return Restarted(name, *arguments, "--hostfile", hosts.hostfile, *OFTEN, launch=hosts.on(1))
+
+
+def line_about(job: Restarted, host: str) -> str:
+    """Where the ranks of a machine that cannot be reached are now."""
+    lines = [line.partition(" cannot be reached: ") for line in job.lines()]
+    return next(after for away, _, after in lines if after and host in away)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -177,9 +183,7 @@ def test_a_machine_without_network(n_hosts: int, split: tuple[object, ...], monk
             wait_for(lambda: not hosts.processes(), WITHIN_S)
             assert job.ends() == code == 0, job.stderr
             assert job.text == undisturbed()
-            away, _, after = job.lines()[1].partition(" cannot be reached: ")
-            assert hosts.address(2) in away
-            assert f" on {hosts.address(1)}" in after
+            assert f" on {hosts.address(1)}" in line_about(job, hosts.address(2))
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -196,4 +200,4 @@ def test_the_first_ranks_machine_without_network(tmp_path: Path, monkeypatch: py
             wait_for(lambda: not hosts.processes(), WITHIN_S)
             assert job.ends() == 0, job.stderr
             assert job.text == undisturbed()
-            assert job.lines()[1].endswith(f"shares of the layers are now 1 on {hosts.address(3)}")
+            assert line_about(job, hosts.address(2)) == f"shares of the layers are now 1 on {hosts.address(3)}"
