@@ -79,6 +79,8 @@ class RequestState:
     n_sent: int = 0
     """Accepted tokens that the drafters were sent."""
     drafters: dict[int, DrafterState] = field(default_factory=dict)
+    lead: int = 0
+    """How far the drafters may be ahead of the root, as they were sent last."""
     counters: Counters = field(default_factory=Counters)
     root_waits_until: float | None = None
     """A fresh root waits so long for draft tokens that go into its run."""

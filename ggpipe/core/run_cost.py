@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import bisect
+import collections
+from collections.abc import Mapping
 
-_LEARN = 0.2  # weight of the latest run's time
+_LEARN = 0.2  # weight of the latest run's time,
+_LEARN_OLD = 0.5  # and where the length was not tried for a while
 _FORGET = 0.01  # of a run length's time, with each run of another length
 _FORGET_SHARED = 0.001  # as _FORGET, where several requests share the pipeline: trying a length delays all of them
 _UNTRIED = 0.25  # a row more is expected to take this share of the first one's time, or less, until it is tried
+_TRIALS = 2  # of a length, before what it takes is known,
+_LASTING = 2000  # and it is known for so many runs
 
 
 class RunCost:
@@ -19,6 +24,7 @@ class RunCost:
 
     def __init__(self, *, is_shared: bool = False) -> None:
         """`is_shared`: the times are to decide on runs of several requests."""
+        self._is_shared = is_shared
         self._forget = _FORGET_SHARED if is_shared else _FORGET
         self._seconds: dict[int, float] = {}
         """Time of a run in its slowest stage, by its rows."""
@@ -26,8 +32,11 @@ class RunCost:
         """The numbers of rows with a time, ascending."""
         self.length = 1.0
         """A run's time in all stages, as a multiple of that in its slowest."""
-        self.text_row_s: float | None = None
-        """What a prompt's row adds to a run's time in its slowest stage; None before the first prompt."""
+        self._text_row_s: dict[int, float] = {}
+        """What a prompt's row adds to a run's time in its slowest stage, by the bits of the number of such rows."""
+        self._n_ended = 0
+        self._ends: dict[int, collections.deque[int]] = {}
+        """By a run's rows: when the last such runs ended, counted in runs."""
 
     @property
     def is_known(self) -> bool:
@@ -42,13 +51,44 @@ class RunCost:
         if n_rows not in self._seconds:
             bisect.insort(self._tried, n_rows)
         known = self._seconds.get(n_rows, slowest_s)
-        self._seconds[n_rows] = known + _LEARN * (slowest_s - known)
+        learn = _LEARN_OLD if self._is_shared and self._is_old(n_rows) else _LEARN
+        self._seconds[n_rows] = known + learn * (slowest_s - known)
+        self._n_ended += 1
+        self._ends.setdefault(n_rows, collections.deque(maxlen=_TRIALS)).append(self._n_ended)
+
+    def to_try(self, most: int, n_in_flight: Mapping[int, int]) -> int | None:
+        """A number of rows, at most `most`, of which runs should be tried, to learn what they take. Of what lies
+        between these numbers is known enough; longer runs are expected to be cheap, and so are tried anyway.
+        `n_in_flight`: runs by their rows."""
+        n = 1
+        while n <= most and (n_in_flight.get(n, 0) >= _TRIALS or not self._is_old(n)):
+            n *= 2
+        return n if n <= most else None
+
+    def _is_old(self, n_rows: int) -> bool:
+        ends = self._ends.get(n_rows)
+        return ends is None or len(ends) < _TRIALS or ends[0] <= self._n_ended - _LASTING
 
     def text_ended(self, n_rows: int, n_text: int, slowest_s: float) -> None:
-        """A run with `n_text` tokens of prompts and `n_rows` others came back."""
+        """A run with `n_text` tokens of prompts and `n_rows` others came back.
+
+        Rows get dearer as the prompt goes on: what one number of rows shows of it goes for all.
+        """
         row_s = max(slowest_s - self.seconds(max(n_rows, 1)), 0.0) / n_text
-        known = self.text_row_s if self.text_row_s is not None else row_s
-        self.text_row_s = known + _LEARN * (row_s - known)
+        bits = n_text.bit_length()
+        known = self._text_row_s.get(bits, row_s)
+        more = _LEARN * (row_s - known)
+        if known:
+            for other in self._text_row_s:
+                self._text_row_s[other] *= 1 + more / known
+        self._text_row_s[bits] = known + more
+
+    def text_row_s(self, n_text: int) -> float | None:
+        """What each of so many rows of prompts adds to a run's time in its slowest stage; None before the first
+        prompt."""
+        bits = n_text.bit_length()
+        nearest = min(self._text_row_s, key=lambda other: abs(other - bits), default=None)
+        return None if nearest is None else self._text_row_s[nearest]
 
     def seconds(self, n: int) -> float:
         """Time of a run of `n` rows in its slowest stage; 0 before the first run."""

@@ -196,11 +196,13 @@ class Scheduler:
         )
 
     def _lead(self, state: RequestState) -> int:
-        """How far drafters may be ahead of the root."""
+        """How far drafters may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
         if others:
-            return several_requests.lead(self._load, state, others)
-        return one_request.lead(self._load, state)
+            state.lead = several_requests.lead(self._load, state, others)
+        else:
+            state.lead = one_request.lead(self._load, state)
+        return state.lead
 
     def _stop(self, request_id: int, actions: list[Action]) -> None:
         state = self._states.get(request_id)

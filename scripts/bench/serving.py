@@ -5,8 +5,8 @@ in Q8_0. All settings take turns in each round. Tables show medians over the rou
 
 users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 tokens to generate: tokens a second of all
         together, from the first arrival to the last token. Beside it libllama driven directly: one process with two
-        threads that decodes all users in one batch, and an estimate of the best that the pipeline could reach by the
-        measured times of runs.
+        threads that decodes all users in one batch, and the limit that the measured times of runs set: prompts as fast
+        as their fastest run, then the most rows a second with all stages busy, whichever number of rows gives it.
 again   the second question of a conversation of 1,000 tokens: its time to first token against the first one's.
 prompt  one user decodes while another's prompt of 2,000 tokens comes in: the first one's latencies between tokens
         against its usual ones, and the prompt's time to first token against what it takes alone.
@@ -40,6 +40,7 @@ from ggpipe.config import (
     SamplingConfig,
     SpeculationConfig,
 )
+from ggpipe.core.messages import RunRecord
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import inflated_pair
@@ -52,6 +53,7 @@ from ggpipe.runtime.process import run_rank
 N_CTX, N_UBATCH, N_TARGET = 4096, 512, 2
 N_SHORT, N_LONG, N_CONVERSATION = 16, 2000, 1000
 USERS = (1, 4, 8)
+PARTS = ("users", "again", "prompt")
 SCRIPT = (sys.executable, "-m", "scripts.bench.serving")  # from the project's folder
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
@@ -99,16 +101,21 @@ def _measured(engine: Engine, args: argparse.Namespace, ask: Any) -> list[dict[s
     results: list[dict[str, Any]] = []
     for i in range(args.rounds + 1):
         found: dict[str, Any] = {"round": i}
-        for n in USERS:
-            found[f"libllama {n}"] = ask(prompts(tokens, n, N_SHORT), args.n)
-            for mode in modes[:: 1 if i % 2 else -1]:
-                stats = _serve(engine, prompts(tokens, n, N_SHORT), args.n, SpeculationConfig(mode=mode))
-                end_s = max(s.token_times[-1] for s in stats) - min(s.arrived for s in stats)
-                found[f"{mode} {n}"] = n * args.n / end_s
-                found[f"{mode} {n} accepted"] = sum(s.counters.accepted_tokens for s in stats) / (n * args.n)
-        found |= _beside_a_prompt(engine, tokens, args.n)
-        found["again"] = _second_question(engine, tokens, i)
-        found["rows"] = _times_by_rows(engine)
+        if "users" in args.parts:
+            for n in USERS:
+                found[f"libllama {n}"] = ask(prompts(tokens, n, N_SHORT), args.n)
+                for mode in modes[:: 1 if i % 2 else -1]:
+                    stats = _serve(engine, prompts(tokens, n, N_SHORT), args.n, SpeculationConfig(mode=mode))
+                    end_s = max(s.token_times[-1] for s in stats) - min(s.arrived for s in stats)
+                    found[f"{mode} {n}"] = n * args.n / end_s
+                    found[f"{mode} {n} accepted"] = sum(s.counters.accepted_tokens for s in stats) / (n * args.n)
+                    if mode == "iterative":
+                        found[f"rows {n}"] = _times_by_rows(stats)
+                        found[f"prompt row {n}"] = min(_slowest_s(s.runs[0]) / s.runs[0].n_run_rows for s in stats)
+        if "prompt" in args.parts:
+            found |= _beside_a_prompt(engine, tokens, args.n)
+        if "again" in args.parts:
+            found["again"] = _second_question(engine, tokens, i)
         results.append(found)
         print(f"round {i} of {args.rounds}", file=sys.stderr, flush=True)
     return results
@@ -169,9 +176,17 @@ def _second_question(engine: Engine, tokens: Sequence[int], i: int) -> float:
     return again.stats.ttft_s / request.stats.ttft_s
 
 
-def _times_by_rows(engine: Engine) -> dict[int, float]:
-    cost = engine.run_cost
-    return {n: cost.seconds(n) for n in (1, 2, 4, 8)} if cost.is_known else {}
+def _times_by_rows(stats: Sequence[RequestStats]) -> dict[int, list[float]]:
+    """Seconds that runs without prompts took in their slowest stages, by their rows."""
+    times: dict[int, dict[int, float]] = {}
+    for run in (run for request in stats for run in request.runs[1:]):
+        if run.n_run_rows <= max(USERS):  # no prompt in it
+            times.setdefault(run.n_run_rows, {})[run.id] = _slowest_s(run)
+    return {n: list(by_run.values()) for n, by_run in times.items()}
+
+
+def _slowest_s(run: RunRecord) -> float:
+    return max(span.compute_s for span in run.spans)
 
 
 # libllama alone
@@ -245,7 +260,7 @@ def serve_with_libllama(path: Path) -> int:
 # Tables
 
 
-def report(results: Sequence[dict[str, Any]], draft: bool) -> None:
+def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool) -> None:
     """Print the medians of all rounds but the first, which warms up."""
     rounds = [result for result in results if result["round"] > 0]
 
@@ -254,30 +269,51 @@ def report(results: Sequence[dict[str, Any]], draft: bool) -> None:
         low, high = (known[0], known[-1]) if len(known) < 4 else statistics.quantiles(known, n=4)[::2]
         return f"{statistics.median(known):6.2f} [{low:.2f} … {high:.2f}]"
 
-    last = rounds[-1]["rows"]
-    times = {int(n): s for n, s in last.items()}
-    if times:
-        shown = ", ".join(f"{n} rows {s / times[1]:.2f}" for n, s in times.items() if n > 1)
-        print(f"A run's time in a stage, 1 row {times[1] * 1e3:.1f} ms; times that: {shown}")
-    print("users   libllama t/s   pipeline t/s   ratio [quartiles]          by run times")
+    if "again" in rounds[0]:
+        again = middle(r["again"] for r in rounds)
+        print(f"second question of {N_CONVERSATION} tokens: first token after {again} times what the first's took")
+    if "prompt" in rounds[0]:
+        slower = middle(r["ITL p99"] / r["usual ITL"] for r in rounds)
+        usual = middle(r["ITL p50"] / r["usual ITL"] for r in rounds)
+        longer = middle(r["prompt"] / r["prompt alone"] for r in rounds)
+        print(f"beside a prompt of {N_LONG} tokens: ITL p99 {slower} times the usual one, p50 {usual}")
+        print(f"that prompt: {longer} times as long as alone")
+    if "libllama 1" not in rounds[0]:
+        return
+    times = run_times(results)
+    shown = ", ".join(f"{n} {s * 1e3:.1f} ms" for n, s in sorted(times.items()))
+    print(f"runs by their rows, in the slowest stage: {shown}")
+    print("users   libllama t/s   pipeline t/s   ratio [quartiles]          limit by these times")
     for n in USERS:
         base = statistics.median(r[f"libllama {n}"] for r in rounds)
         own = statistics.median(r[f"iterative {n}"] for r in rounds)
         ratio = middle(r[f"iterative {n}"] / r[f"libllama {n}"] for r in rounds)
-        groups = min(N_TARGET, n)
-        bound = n / (max(groups, N_TARGET) * times[math.ceil(n / groups)]) / base if times else math.nan
-        print(f"{n:5d} {base:14.1f} {own:14.1f}   {ratio:28s} {bound:5.2f}")
+        prompt_s = statistics.median(r[f"prompt row {n}"] for r in rounds) * N_SHORT * max(n, N_TARGET)
+        rate, size = limit(times, n)
+        bound = n * n_tokens / (prompt_s + n * (n_tokens - 1) / rate)
+        print(f"{n:5d} {base:14.1f} {own:14.1f}   {ratio:28s} {bound / base:5.2f}, {bound:.1f} t/s with {size} a run")
         if draft:
             gain = middle(r[f"async {n}"] / r[f"iterative {n}"] for r in rounds)
             accepted = statistics.median(r[f"async {n} accepted"] for r in rounds)
             print(f"        with a draft, times without: {gain}, {accepted:.0%} of the tokens accepted")
-    slower = middle(r["ITL p99"] / r["usual ITL"] for r in rounds)
-    usual = middle(r["ITL p50"] / r["usual ITL"] for r in rounds)
-    longer = middle(r["prompt"] / r["prompt alone"] for r in rounds)
-    print(f"beside a prompt of {N_LONG} tokens: ITL p99 {slower} times the usual one, p50 {usual}")
-    print(f"that prompt: {longer} times as long as alone")
-    again = middle(r["again"] for r in rounds)
-    print(f"second question of {N_CONVERSATION} tokens: first token after {again} times what the first question's took")
+
+
+def run_times(results: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Median seconds of runs in their slowest stage, by their rows; of all rounds, since sizes are tried in the first
+    one."""
+    times: dict[int, list[float]] = {}
+    for result in results:
+        for users in USERS:
+            for n, seconds in result[f"rows {users}"].items():
+                times.setdefault(int(n), []).extend(seconds)
+    return {n: statistics.median(seconds) for n, seconds in times.items()}
+
+
+def limit(times: dict[int, float], n_users: int) -> tuple[float, int]:
+    """The most tokens a second for so many users when runs of one size keep all stages busy, and that size: a stage
+    gives so many rows in a run's time, and fewer stages are busy than there are where there are fewer runs."""
+    sizes = [n for n in times if n <= n_users]
+    return max((n / times[n] * min(n_users / n / N_TARGET, 1), n) for n in sizes)
 
 
 def main() -> int:
@@ -285,6 +321,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-n", type=int, default=64, help="tokens to generate for each user")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--draft", action="store_true", help="with a draft rank")
     parser.add_argument("--prefill-slowdown", type=float, default=EngineConfig.prefill_slowdown)
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
@@ -298,7 +335,7 @@ def main() -> int:
     command = mpirun.mpirun_command(mpirun.find_mpirun(), N_TARGET + args.draft, None, [])
     command += [*SCRIPT, "--job", *sys.argv[1:]]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, **mpi_environment()})
-    report(json.loads(done.stdout), args.draft)
+    report(json.loads(done.stdout), args.n, args.draft)
     return 0
 
 

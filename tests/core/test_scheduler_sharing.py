@@ -11,9 +11,13 @@ ONE = Want(WantKind.TOP, 1)
 
 
 class Pipeline:
-    """A scheduler whose runs take what `seconds` says of their rows and of those that are text, in equal stages."""
+    """A scheduler whose runs take what `seconds` says of their rows and what each row of text takes, in equal stages.
 
-    def __init__(self, n_stages: int, seconds: dict[int, float], text_s: float = 0.5, slowdown: float = 5.0) -> None:
+    `text_s`: that of each row of text, or by the least number of them."""
+
+    def __init__(
+        self, n_stages: int, seconds: dict[int, float], text_s: float | dict[int, float] = 0.5, slowdown: float = 5.0
+    ) -> None:
         limits = Limits(
             n_ctx=10_000, n_batch=512, n_ubatch=512, n_in_flight=n_stages + 1, n_seq=8, n_requests=8,
             prefill_slowdown=slowdown,
@@ -23,7 +27,8 @@ class Pipeline:
         """In flight."""
         self.sizes: list[tuple[int, int]] = []
         """Of each run: accepted tokens, and rows of prompts."""
-        self._n_stages, self._seconds, self._text_s = n_stages, seconds, text_s
+        self._n_stages, self._seconds = n_stages, seconds
+        self._text_s = text_s if isinstance(text_s, dict) else {1: text_s}
         self._now = 0.0
 
     def arrive(self, number: int, n_prompt: int = 1) -> None:
@@ -34,7 +39,8 @@ class Pipeline:
         """The oldest run comes back."""
         run = self.runs.pop(0)
         n_text = sum(row.want < 0 for row in run.rows)
-        seconds = self._seconds[max(len(run.rows) - n_text, 1)] + n_text * self._text_s
+        text_s = next((s for least, s in reversed(self._text_s.items()) if least <= n_text), 0.0)
+        seconds = self._seconds[max(len(run.rows) - n_text, 1)] + n_text * text_s
         spans = tuple(
             Span(rank=rank, start_s=0.0, compute_s=seconds, busy_s=seconds, sent_bytes=0)
             for rank in range(self._n_stages)
@@ -80,6 +86,38 @@ def test_users_go_round_in_as_many_runs_as_there_are_stages_where_rows_are_dear(
 def test_users_go_round_in_one_run_where_rows_are_free() -> None:
     assert steady(4, 2, FREE) == {(4, 0)}
     assert steady(8, 1, DEAR) == {(8, 0)}
+
+
+def test_users_go_round_in_more_runs_than_there_are_stages_where_one_row_alone_is_cheap() -> None:
+    one_cheap = {1: 1.0, 2: 2.75, 3: 3.2, 4: 3.6, 5: 4.0, 6: 4.4, 7: 4.8, 8: 5.15}
+    assert steady(4, 2, one_cheap) == {(1, 0)}
+    assert steady(8, 2, one_cheap) == {(4, 0)}
+
+
+def test_each_size_is_tried_a_few_times() -> None:
+    """Also those that nothing speaks for: 8 rows at once seem best from the first run on."""
+    pipeline = Pipeline(1, FREE)
+    for number in range(8):
+        pipeline.arrive(number)
+    for _ in range(60):
+        pipeline.step()
+    tried = [n for n, n_text in pipeline.sizes if not n_text]
+    assert all(tried.count(n) >= 2 for n in (1, 2, 4))
+    assert set(tried[-20:]) == {8}
+
+
+def test_rows_of_a_long_prompt_are_as_many_as_the_time_allows() -> None:
+    """A row is dear in short chunks and cheap in long ones: what the long ones took says little of short ones."""
+    pipeline = Pipeline(2, FREE, text_s={1: 2.0, 2: 1.0, 4: 1.0, 8: 0.4, 64: 0.1}, slowdown=6.0)
+    pipeline.arrive(1, 1500)
+    pipeline.step()
+    for _ in range(30):
+        pipeline.step()
+    del pipeline.sizes[:]
+    pipeline.arrive(2, 1000)
+    while sum(n for _, n in pipeline.sizes) < 999:
+        pipeline.step()
+    assert {n for _, n in pipeline.sizes[20:-1]} <= {12, 13}  # 1 s without, and 12.5 x 0.4 s
 
 
 def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:

@@ -118,6 +118,7 @@ CURVES = {
     "rows free": ((1, 1.0), (2, 1.0)),
     "3 rows free, then dear": ((1, 1.0), (3, 1.0), (4, 4 / 3)),
     "rows dear": ((1, 1.0), (2, 1.9), (4, 2.8)),
+    "one row cheap": ((1, 1.0), (2, 2.75), (4, 3.6), (8, 5.15)),  # as measured for a small model on one core
 }
 
 
@@ -139,15 +140,16 @@ def test_a_draft_does_not_slow_four_users_down(curve: str, n_stages: int, agreem
     assert with_draft > 0.97 * without
 
 
+@pytest.mark.parametrize("n_users", [4, 8])
 @pytest.mark.parametrize("n_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("curve", CURVES)
-def test_four_users_ride_in_as_many_runs_as_is_best(curve: str, n_stages: int) -> None:
-    """Runs of k users each, as many as there are stages at most: the best k, but for what it takes to find it out."""
+def test_users_ride_in_as_many_runs_as_is_best(curve: str, n_stages: int, n_users: int) -> None:
+    """Runs of k users each, the best k, but for what it takes to find it out."""
     own = with_curve(n_stages, curve)
-    times_s = {n: 0.8 / n_stages * max(n, n_stages) * Curve(1, CURVES[curve]).seconds(-(-4 // n), 0) for n in (1, 2, 4)}
-    best = 4 / min(time_s for n, time_s in times_s.items() if n <= n_stages)
-    found = total_tps(checked(own, of_users(4, 2, 200, 1), ITERATIVE, replace(WIDE, n_requests=4)))
-    assert found > 0.88 * best
+    run_s = {n: 0.8 / n_stages * Curve(1, CURVES[curve]).seconds(n_users // n, 0) for n in (1, 2, 4, 8)}
+    best = n_users / min(max(n, n_stages) * seconds for n, seconds in run_s.items() if n <= n_users)
+    found = total_tps(checked(own, of_users(n_users, 2, 120, 1), ITERATIVE, replace(WIDE, n_requests=n_users)))
+    assert found > 0.94 * best
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 4, 8])

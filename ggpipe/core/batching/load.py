@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,8 @@ class Load:
         self._in_flight = in_flight
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""
+        self._n_in_flight: collections.Counter[int] = collections.Counter()
+        """Runs without parts of prompts, by their rows."""
 
     @property
     def n_stages(self) -> int:
@@ -78,6 +81,10 @@ class Load:
         """Its draft tokens that may go into a run now, the most probable path first."""
         return state.waiting_draft_tokens()[: max(min(self.room(state), most), 0)]
 
+    def to_try(self, most: int) -> int | None:
+        """A number of rows, at most `most`, of which a run should go in to learn what it takes."""
+        return self.shared_cost.to_try(min(most, self.limits.n_rows), self._n_in_flight)
+
     def may_draft(self, state: RequestState) -> bool:
         """A run of draft tokens alone may go in for this request."""
         return state.request.speculation.continuous or not self._is_drafting(state)
@@ -100,15 +107,19 @@ class Load:
         n_nodes = sum(len(part.nodes) for part in parts)
         n_text = sum(part.n_text for part in parts)
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
-        self._free_at = before + self.cost.seconds(max(n_nodes, 1)) + n_text * (self.cost.text_row_s or 0.0)
+        self._free_at = before + self.cost.seconds(max(n_nodes, 1)) + n_text * (self.cost.text_row_s(n_text) or 0.0)
+        if not n_text:
+            self._n_in_flight[n_nodes] += 1
 
     def learn(self, run: RunInFlight[RequestState], result: RunResult) -> None:
         """A run came back: how long it took."""
-        n_text = run.n_text
+        n_text, n_rows = run.n_text, len(run.run.rows)
+        if not n_text:
+            self._n_in_flight[n_rows] -= 1
         if run.cancelled or result.cancelled or result.slowest_s <= 0:
             return
         for cost in (self.cost, self.shared_cost):
             if n_text:
-                cost.text_ended(len(run.run.rows) - n_text, n_text, result.slowest_s)
+                cost.text_ended(n_rows - n_text, n_text, result.slowest_s)
             elif result.rows:
-                cost.ended(len(run.run.rows), result.slowest_s, result.total_s)
+                cost.ended(n_rows, result.slowest_s, result.total_s)

@@ -32,35 +32,35 @@ def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
         return _draft_tokens(load, decoding)
     if not ready and load.n_in_flight >= (load.n_stages if decoding else load.limits.n_in_flight):
         return ()
-    n_rounds = load.n_stages if prompts else _n_rounds(load, len(decoding))
-    if ready and len(load.runs_of_text(states)) >= n_rounds:
-        return ()
     ready.sort(key=lambda state: state.root_since)
+    n_rounds = load.n_stages if prompts else _round(load, len(decoding))[0]
+    n_runs = len(load.runs_of_text(states))
+    if not prompts and n_runs <= load.n_stages and (n := load.to_try(len(ready))):
+        return [Take(state, nodes=[state.tree.root]) for state in ready[:n]]
+    if ready and n_runs >= n_rounds:
+        return ()
     if not prompts:
         ready = ready[: math.ceil(len(decoding) / n_rounds)]
     takes = [Take(state, nodes=[state.tree.root]) for state in ready[: load.limits.n_rows]]
     if prompts:
         n_prompt = load.limits.n_rows - len(takes)
         if decoding:
-            n_prompt = min(n_prompt, _prompt_rows(load, len(takes)))
+            n_prompt = _prompt_rows(load, len(takes), len(decoding), n_prompt)
         return [*takes, *_shared_out(prompts, n_prompt)]
     return _with_draft_tokens(load, takes, decoding, n_rounds)
 
 
 def _with_draft_tokens(load: Load, takes: list[Take], decoding: Sequence[RequestState], n_rounds: int) -> list[Take]:
     """Accepted tokens with the draft tokens that go in beside them."""
-    n_rows = len(takes)
-    for take in takes:
-        if take.state.request.speculation.mode == "speculative":
-            take.nodes += load.of_room(take.state, load.limits.n_rows - n_rows)
-            n_rows += len(take.nodes) - 1
-    taken = [take.state for take in takes]
-    nodes, chances = _best_first(load, [s for s in decoding if s.tree.root.submitted or s in taken])
+    n_rows, taken = len(takes), {take.state for take in takes}
+    nodes, chances = _best_first(load, [s for s in decoding if s in taken or (s.tree.root.submitted and _is_async(s))])
     chances = chances[: load.limits.n_rows - n_rows]
     if not chances:
         return takes
-    if n_rounds < load.n_stages:
-        n = frontier.rows_beside_early_roots(len(takes), chances, load.shared_cost)
+    if not all(_is_async(state) for state in taken):  # there are no later runs for their draft tokens
+        n = frontier.rows_beside_roots(n_rows, chances, load.shared_cost)
+    elif n_rounds < load.n_stages:
+        n = frontier.rows_beside_early_roots(n_rows, chances, load.shared_cost)
     else:  # runs that are equally long: all behind a longer one would wait for it
         n_roots, calibration = math.ceil(len(decoding) / n_rounds), nodes[0][0].calibration
         usual = frontier.usual_rows_beside_roots(n_roots, load.limits.n_rows, load.shared_cost, calibration)
@@ -72,11 +72,11 @@ def _draft_tokens(load: Load, decoding: Sequence[RequestState]) -> Sequence[Take
     """A run of draft tokens alone, when the pipeline would else have nothing to do."""
     if load.n_in_flight >= load.n_stages:
         return ()
-    nodes, chances = _best_first(load, [state for state in decoding if load.may_draft(state)])
+    nodes, chances = _best_first(load, [state for state in decoding if _is_async(state) and load.may_draft(state)])
     if not nodes or load.too_early():
         return ()
     n = min(frontier.best_rows(chances, load.shared_cost), load.limits.n_rows)
-    n_roots = math.ceil(len(decoding) / _n_rounds(load, len(decoding)))
+    n_roots = math.ceil(len(decoding) / _round(load, len(decoding))[0])
     most_s = _HARDLY_LONGER * load.shared_cost.time(n_roots)
     while n > 1 and load.shared_cost.time(n) > most_s:
         n -= 1
@@ -87,12 +87,10 @@ def lead(load: Load, state: RequestState, others: Sequence[RequestState]) -> int
     """How far its drafters may be ahead of the root. Where others' tokens fill the pipeline, as far as a draft token is
     worth a row beside them; else as for one request."""
     speculation, calibration = state.request.speculation, state.calibration
-    if speculation.mode != "async":
-        return speculation.n_draft
     if any(other.phase is Phase.PREFILL for other in others):
         return 0
-    n_rounds = _n_rounds(load, len(others) + 1)
-    if n_rounds >= load.n_stages:
+    n_rounds, _ = _round(load, len(others) + 1)
+    if n_rounds >= load.n_stages or not _is_async(state):
         n_roots = math.ceil((len(others) + 1) / n_rounds)
         usual = frontier.usual_rows_beside_roots(n_roots, speculation.n_draft, load.shared_cost, calibration)
         return math.ceil(usual / n_roots)
@@ -110,8 +108,6 @@ def _best_first(load: Load, states: Iterable[RequestState]) -> tuple[list[tuple[
     spare = load.spare_cells
     found: list[tuple[float, int, RequestState, Node]] = []
     for state in states:
-        if state.request.speculation.mode != "async":
-            continue
         waiting = state.waiting_draft_tokens()[: state.request.speculation.n_draft]
         waiting = waiting[: max(state.n_cells - state.n_used, 0) + spare]
         worst = 1.0
@@ -131,30 +127,48 @@ def _best_first(load: Load, states: Iterable[RequestState]) -> tuple[list[tuple[
     return nodes, [one[0] for one in found[: len(nodes)]]
 
 
-def _n_rounds(load: Load, n_tokens: int) -> int:
-    """In how many runs so many accepted tokens go round, to bring most tokens a second; few where it is equal."""
+def _round(load: Load, n_tokens: int) -> tuple[int, float]:
+    """In how many runs so many accepted tokens go round, to bring most tokens a second, and the time of the slowest
+    stage for a round. Few runs where it is equal."""
+    cost = load.shared_cost
     best, best_s = 1, math.inf
-    for n in range(1, min(load.n_stages, n_tokens) + 1):
-        round_s = max(n, load.shared_cost.length) * load.shared_cost.time(math.ceil(n_tokens / n))
+    for n in sorted({math.ceil(n_tokens / size) for size in range(1, n_tokens + 1)}):
+        size = math.ceil(n_tokens / n)
+        n_shorter = n * size - n_tokens
+        all_s = (n - n_shorter) * cost.time(size) + n_shorter * cost.time(max(size - 1, 1))
+        round_s = max(all_s, cost.length * cost.time(size))
         if round_s < best_s * _CLEARLY_LESS:
             best, best_s = n, round_s
-    return best
+    return best, best_s
+
+
+def _is_async(state: RequestState) -> bool:
+    return state.request.speculation.mode == "async"
 
 
 def _root_is_ready(state: RequestState) -> bool:
     if state.tree.root.submitted:
         return False
-    return state.request.speculation.mode != "speculative" or state.all_complete
+    return state.request.speculation.mode != "speculative" or not state.lead or state.all_complete
 
 
-def _prompt_rows(load: Load, n_tokens: int) -> int:
-    """Rows of prompts in a run while others decode, beside `n_tokens` accepted tokens: so many that it takes
-    `prefill_slowdown` times as long as without, at least one."""
-    row_s = load.cost.text_row_s
-    if row_s is None or not load.cost.is_known:
-        return _FIRST_PROMPT_ROWS
-    more_s = (load.limits.prefill_slowdown - 1) * load.cost.seconds(max(n_tokens, 1))
-    return max(int(more_s / row_s), 1) if row_s else load.limits.n_rows
+def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
+    """Rows of prompts beside `n_tokens` accepted tokens, while `n_decoding` requests decode: those that bring most
+    prompt tokens a second, so many that runs take `prefill_slowdown` times as long as without; at least one."""
+    cost = load.cost
+    if cost.text_row_s(1) is None or not cost.is_known:
+        return min(_FIRST_PROMPT_ROWS, most)
+    base_s, usual_s = cost.seconds(max(n_tokens, 1)), _round(load, n_decoding)[1] / load.n_stages
+    more_s = load.limits.prefill_slowdown * usual_s - base_s
+    best, fastest = 1, 0.0
+    fewest = 1
+    while fewest <= most:
+        row_s = cost.text_row_s(fewest) or 0.0
+        n = min(2 * fewest - 1, most, round(more_s / row_s) if row_s else most)
+        if n >= fewest and (rate := n / (base_s + n * row_s)) > fastest:
+            best, fastest = n, rate
+        fewest *= 2
+    return min(best, most)
 
 
 def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[Take]:
