@@ -117,7 +117,8 @@ def _measured(engine: Engine, args: argparse.Namespace, ask: Any) -> list[dict[s
         if "again" in args.parts:
             found["again"] = _second_question(engine, tokens, i)
         results.append(found)
-        print(f"round {i} of {args.rounds}", file=sys.stderr, flush=True)
+        shown = {name: round(value, 3) for name, value in found.items() if isinstance(value, float)}
+        print(f"round {i} of {args.rounds}: {shown}", file=sys.stderr, flush=True)
     return results
 
 
