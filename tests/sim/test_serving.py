@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.virtual import ASYNC, ITERATIVE, cluster, tokens, watched
+from support.virtual import ASYNC, ITERATIVE, SPECULATIVE, cluster, tokens, watched
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.core.request import Finish
@@ -138,6 +138,15 @@ def test_a_draft_does_not_slow_four_users_down(curve: str, n_stages: int, agreem
         total_tps(checked(own, asked, mode, replace(WIDE, n_requests=4))) for mode in (ASYNC, ITERATIVE)
     )
     assert with_draft > 0.97 * without
+
+
+@pytest.mark.parametrize("curve", ["rows dear", "one row cheap"])
+def test_drafting_before_each_run_gives_way_to_other_users(curve: str) -> None:
+    own, asked = with_curve(2, curve), of_users(4, 2, 96, 16)
+    with_draft, without = (
+        total_tps(checked(own, asked, mode, replace(WIDE, n_requests=4))) for mode in (SPECULATIVE, ITERATIVE)
+    )
+    assert with_draft > 0.95 * without
 
 
 @pytest.mark.parametrize("n_users", [4, 8])
