@@ -44,7 +44,7 @@ class MappedModel:
 class Stage:
     """The native half of ggpipe.llama.stage.Stage; see native/stage.h."""
 
-    def __init__(self, *, first: bool, repack: bool, exact: bool) -> None: ...
+    def __init__(self, *, first: bool, repack: bool, exact: bool, fast_attention: bool) -> None: ...
 
     def devices(self) -> tuple[int, int, int]:
         """Addresses of the ggml devices UP, LOCAL and DOWN."""

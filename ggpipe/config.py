@@ -70,6 +70,8 @@ class ContextConfig:
     flash_attn: FlashAttention = "on"
     exact: bool = False
     """Reference kernels: the same bits for every split, mode and thread count."""
+    fast_attention: bool = True
+    """Flash attention of ggpipe's own, equal to ggml's but for rounding. Where it cannot, and with `exact`: ggml's."""
     rope_scaling: RopeScaling | None = None
     """None takes the model's."""
     rope_scale: float = 0.0

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention.h"
 #include "exact.h"
 #include "stage.h"
 
@@ -167,7 +168,8 @@ ggml_backend_t inner(ggml_backend_t b) { return (ggml_backend_t) b->context; }
 void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
 ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
     Stage & s = *device_of(b->device).stage;
-    return s.exact ? compute_exact(inner(b), graph, s.cell_order) : ggml_backend_graph_compute(inner(b), graph);
+    if (s.exact) return compute_exact(inner(b), graph, s.cell_order);
+    return s.fast_attention ? compute_fast(inner(b), graph, s.n_threads) : ggml_backend_graph_compute(inner(b), graph);
 }
 bool abort_check(void * stage) { return ((Stage *) stage)->aborted(); }
 ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
@@ -183,6 +185,7 @@ ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
     return new ggml_backend{&kLocalGuid, calls, d, cpu};
 }
 void local_set_threads(ggml_backend_t b, int n) {
+    device_of(b->device).stage->n_threads = n;
     ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(inner(b), n);
 }
 
@@ -209,8 +212,8 @@ Device::Device(Stage * s, Role r) : stage(s), role(r) {
     host = {{buft_name, alloc_host, alignment, nullptr, nullptr, yes}, &dev, nullptr};
 }
 
-Stage::Stage(bool first_, bool repack_, bool exact_)
-    : first(first_), repack(repack_), exact(exact_), up(this, Role::Up), local(this, Role::Local), down(this, Role::Down) {}
+Stage::Stage(bool first_, bool repack_, bool exact_, bool fast_attention_)
+    : first(first_), repack(repack_), exact(exact_), fast_attention(fast_attention_), up(this, Role::Up), local(this, Role::Local), down(this, Role::Down) {}
 
 void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t headroom) {
     wire.begin(incoming, size, headroom);

@@ -189,7 +189,7 @@ NB_MODULE(_native, m) {
         }, "paths"_a);
 
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
-        .def(nb::init<bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a)
+        .def(nb::init<bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_attention"_a)
         .def("devices", [](Stage & s) {
             return std::make_tuple(uintptr_t(&s.up.dev), uintptr_t(&s.local.dev), uintptr_t(&s.down.dev));
         }, "Addresses of the ggml devices UP, LOCAL and DOWN.")

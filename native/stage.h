@@ -69,9 +69,10 @@ struct Device {  // a ggml device, its registry (libllama asks that for function
 class Stage {
    public:
     // first: no rank before this one. repack: let the CPU backend repack weights. exact: reference kernels.
-    Stage(bool first, bool repack, bool exact);
+    // fast_attention: our own kernel, where it can and not `exact`.
+    Stage(bool first, bool repack, bool exact, bool fast_attention);
 
-    bool first, repack, exact;
+    bool first, repack, exact, fast_attention;
     Device up, local, down;
 
     // Loading: between the two calls, tensors of other ranks are hidden from libllama's loader, and, with a
@@ -96,6 +97,7 @@ class Stage {
     bool is_result(const void * data) const;
 
     CellOrder cell_order;  // kept where `exact`
+    int n_threads = 1;     // of LOCAL
     Wire wire;
     const void * passing = nullptr;  // where UP's last tensor went: a copy from there to DOWN passes through
     int misplaced = 0;               // reads from DOWN: the cut runs through a layer

@@ -67,6 +67,7 @@ def draft_config(options: Options, n_seq: int = 1) -> DraftConfig | None:
     context = ContextConfig(
         n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq,
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
+        fast_attention=target.fast_attention,
     )  # fmt: skip
     shares = options[Ranks].split.draft_shares
     return DraftConfig(model=model, context=context, shares=shares, **options.fields(DraftConfig))

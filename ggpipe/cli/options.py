@@ -99,6 +99,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, COMPUTE, "threads", "-t", "--threads", metavar="LIST", parse=settings.numbers, help="Threads; one value, or one for each rank (6,32,20). -1: the machine's cores."),
     _option(PipelineConfig, COMPUTE, "threads_batch", "-tb", "--threads-batch", metavar="LIST", parse=settings.numbers, help="Threads for prompts; one value, or one for each rank. -1: as -t."),
     _option(ContextConfig, COMPUTE, "flash_attn", "-fa", "--flash-attn", metavar="on|off|auto", help="Flash attention."),
+    _option(ContextConfig, COMPUTE, "fast_attention", "--fast-attention/--no-fast-attention", help="Flash attention of ggpipe's own: faster than ggml's, equal but for rounding. Needs AVX2 and f16 KV cells; elsewhere, and with --exact, ggml's."),
     _option(ContextConfig, COMPUTE, "cache_type_k", "-ctk", "--cache-type-k", metavar="TYPE", help="KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1."),
     _option(ContextConfig, COMPUTE, "cache_type_v", "-ctv", "--cache-type-v", metavar="TYPE", help="KV cache type of V, as -ctk."),
     _option(PipelineConfig, COMPUTE, "check_memory", "--check-memory", help="Load nothing when a machine's available memory is less than its ranks need. --restart does so for layers that go to other machines."),
@@ -214,7 +215,7 @@ COMMANDS: tuple[Command, ...] = (
         records=(Cluster, Models, SimulatedText, SimulatedTraffic, ContextConfig, PipelineConfig, Ranks, DraftConfig, SpeculationConfig,
                  SimulateSettings),
         leave_out=frozenset({
-            "threads_batch", "flash_attn", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
+            "threads_batch", "flash_attn", "fast_attention", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
             "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "hostfile",
             "rank_timeout_s", "restart", "check_memory", "draft.threads_batch",
         }),

@@ -83,7 +83,9 @@ class Stage:
         self._model: Any = None
         self._context: Any = None
         self._noises: Any = None
-        self._native = native.Stage(first=self.is_first, repack=model.repack, exact=context.exact)
+        self._native = native.Stage(
+            first=self.is_first, repack=model.repack, exact=context.exact, fast_attention=context.fast_attention
+        )
         try:
             self._load(model, progress)
             self._open_context(model, context, threads, n_prefixes)

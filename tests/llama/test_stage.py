@@ -161,7 +161,8 @@ def test_long_context(name: str, threads: int, folder: Path) -> None:
     """From 64 rows on, and over 256 cells, flash attention computes in other ways."""
     path = model_of(folder, name)
     reference = Reference(path, 512, threads)
-    compare(Pipeline(path, (1,), ContextConfig(n_ctx=512), threads=threads), reference, (200, 70, 1, 5, 64, 1, 1))
+    context = ContextConfig(n_ctx=512, fast_attention=False)
+    compare(Pipeline(path, (1,), context, threads=threads), reference, (200, 70, 1, 5, 64, 1, 1))
 
 
 @pytest.mark.parametrize("repack", [True, False], ids=["repack", "no-repack"])
@@ -207,7 +208,7 @@ def test_split_file(name: str, mode: LoadMode, folder: Path) -> None:
 def test_settings(name: str, cuts: tuple[int, ...], folder: Path) -> None:
     path = model_of(folder, "llama")
     setting = SETTINGS[name]
-    context = ContextConfig(n_ctx=N_CTX, **setting.context)  # type: ignore[arg-type]
+    context = ContextConfig(n_ctx=N_CTX, fast_attention=False, **setting.context)  # type: ignore[arg-type]
     logits = compare(Pipeline(path, cuts, context), Reference(path, N_CTX, context=setting.fields))
     assert (logits != plain(path)).any() == setting.changes
 

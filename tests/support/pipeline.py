@@ -33,7 +33,10 @@ class Pipeline:
         model: ModelConfig | None = None,
         threads: int = 1,
     ) -> None:
-        """`cuts`: the layers that a further stage begins with. Raises ModelError where the model cannot be cut so."""
+        """`cuts`: the layers that a further stage begins with. Raises ModelError where the model cannot be cut so.
+
+        Without `context`, attention is ggml's: libllama's bits.
+        """
         file = ModelFile.open(path)
         edges = (0, *cuts, file.n_layer)
         self.stages: list[Stage] = []
@@ -43,7 +46,7 @@ class Pipeline:
                     file,
                     layers,
                     model or ModelConfig(path=path),
-                    context or ContextConfig(n_ctx=256),
+                    context or ContextConfig(n_ctx=256, fast_attention=False),
                     (threads, threads),
                 )
                 self.stages.append(stage)

@@ -1,0 +1,83 @@
+"""ggpipe's own flash attention: ggml's logits but for rounding, the same bits for every cut and number of threads."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.pipeline import Pipeline
+from support.reference import Logits
+from support.zoo import make
+
+from ggpipe.config import ContextConfig
+from ggpipe.core.messages import Row, Run, Want, WantKind
+from ggpipe.llama.libllama import native
+
+# Plain heads, grouped heads, one KV head, windows, windows and sinks, keys wider than values
+MODELS = ("llama", "qwen3", "falcon", "gemma3", "gpt-oss", "deepseek2")
+CONTEXT = ContextConfig(n_ctx=1280, n_seq=3)
+ROWS = (300, 1, 20, 70, 2, 5, 290, 1, 33, 9)
+"""Rows of each run. From 64 on ggml computes in another way; a run's rows see up to 700 cells."""
+
+pytestmark = pytest.mark.skipif(
+    not {"AVX2", "FMA", "F16C"} <= set(native.cpu_features()), reason="needs a CPU with AVX2"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attention")
+
+
+def runs() -> Iterator[Run]:
+    """Of three sequences, whose rows lie side by side: long parts of one beside single rows of the others."""
+    rng = np.random.default_rng(1)
+    length = [0, 0, 0]
+    for i, n in enumerate(ROWS):
+        rows: list[Row] = []
+        for seq in (1, *[0] * (n - 1), 2) if i % 2 else (i // 2 % 3,) * n:
+            token = int(rng.integers(0, 100))
+            rows.append(Row(token=token, pos=length[seq], seqs=(seq,), request=0, want=0))
+            length[seq] += 1
+        yield Run(id=i + 1, rows=tuple(rows), ops=(), wants=(Want(WantKind.FULL),))
+
+
+def logits(path: Path, context: ContextConfig, cuts: tuple[int, ...] = (), threads: int = 1) -> Logits:
+    """Of all rows, (rows, vocabulary)."""
+    with Pipeline(path, cuts, context, threads=threads) as pipeline:
+        return np.concatenate([pipeline.decode(run) for run in runs()])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_ggml_but_for_rounding(name: str, folder: Path) -> None:
+    """A few rows may differ by more: experts whose scores are nearly tied."""
+    path = make(name, folder / f"{name}.gguf", weight_type="f32")
+    ours, ggmls = logits(path, CONTEXT), logits(path, replace(CONTEXT, fast_attention=False))
+    differences = np.abs(ours - ggmls).max(axis=1) / ggmls.std()
+    assert 0 < np.median(differences) < 0.01
+    assert np.quantile(differences, 0.95) < 0.05
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_for_every_cut_and_number_of_threads(name: str, folder: Path) -> None:
+    path = make(name, folder / f"{name}.gguf", weight_type="f32")
+    whole = logits(path, CONTEXT)
+    np.testing.assert_array_equal(logits(path, CONTEXT, cuts=(1,)), whole)
+    np.testing.assert_array_equal(logits(path, CONTEXT, threads=2), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        ("llama", replace(CONTEXT, cache_type_k="q8_0", cache_type_v="q8_0")),
+        ("llama", replace(CONTEXT, flash_attn="off")),
+        ("llama", replace(CONTEXT, exact=True)),
+        ("mpt", CONTEXT),
+        ("gemma2", CONTEXT),
+    ],
+    ids=["quantized", "off", "exact", "alibi", "softcap"],
+)
+def test_other_attention_stays_ggmls(name: str, context: ContextConfig, folder: Path) -> None:
+    path = make(name, folder / f"{name}.gguf", weight_type="f32")
+    np.testing.assert_array_equal(logits(path, context), logits(path, replace(context, fast_attention=False)))
