@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ggpipe.cluster.links import Link, Overheads
-from ggpipe.cluster.profile import LinkProfile, Profile, RankProfile
-from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.cluster.profile import LinkProfile, Point, Profile, RankProfile
+from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
 
 _SLOWEST = 0.05  # of a crowd: what was measured is noisy
-_OWN, _HAND = 0.25, 0.27  # of a run's way to a stage's thread and back: what the stage does, each thread's waking up
 
 
 def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
@@ -40,17 +39,43 @@ def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
 
 
 def profiled_node(profile: Profile, rank: int, name: str) -> NodeSpec:
-    """The machine of a rank, as fast as that rank found it."""
+    """The machine of a rank, as fast as that rank and its like found it."""
     own = profile.ranks[rank]
     mates = _on(profile, own.host)
+    own = _averaged(own, [mate for mate in mates if (mate.threads, mate.layers) == (own.threads, own.layers)])
     return NodeSpec(
         name=name,
         cores=max(mate.cores for mate in mates),
         memory_bytes=max(mate.memory_bytes for mate in mates),
         crowd=crowd_of(mates),
+        turns=turns_of(mates),
         profile=own,
         of_experts=profile.model.n_expert > 0,
     )
+
+
+def _averaged(own: RankProfile, alike: Sequence[RankProfile]) -> RankProfile:
+    """A rank with the mean times of the ranks that measured the same on its machine."""
+    drafts = [mate.draft for mate in alike if mate.draft is not None]
+    draft = own.draft
+    if draft is not None:
+        change_s = statistics.fmean(part.change_s for part in drafts)
+        draft = replace(draft, alone=_mean_points(draft.alone, [part.alone for part in drafts]), change_s=change_s)
+    return replace(
+        own,
+        alone=_mean_points(own.alone, [mate.alone for mate in alike]),
+        draft=draft,
+        change_s=statistics.fmean(mate.change_s for mate in alike),
+        fixed_s=statistics.fmean(mate.fixed_s for mate in alike),
+    )
+
+
+def _mean_points(own: Sequence[Point], alike: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+    """A rank's points, each with the mean time of the ranks that measured it."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for point in itertools.chain.from_iterable(alike):
+        found.setdefault((point.rows, point.n_past), []).append(point.seconds)
+    return tuple(Point(p.rows, p.n_past, statistics.fmean(found[p.rows, p.n_past])) for p in own)
 
 
 def crowd_of(mates: Sequence[RankProfile]) -> float:
@@ -73,6 +98,12 @@ def crowd_of(mates: Sequence[RankProfile]) -> float:
         if rates and crowding > 0:
             found.append(1 - (1 - min(statistics.median(rates) / share, 1.0)) / crowding)
     return max(statistics.fmean(found), _SLOWEST) if found else 1.0
+
+
+def turns_of(mates: Sequence[RankProfile]) -> float:
+    """What `NodeSpec.turns` is for a machine with these ranks."""
+    found = [mate.turns for mate in mates if mate.turns is not None]
+    return statistics.fmean(found) if found else TURNS
 
 
 def measured_links(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tuple[int, int], Link]:
@@ -98,16 +129,12 @@ def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:
 
 
 def measured_overheads(places: Iterable[tuple[Profile, int] | None]) -> Overheads:
-    """What ggpipe takes besides decoding, as far as it was measured: the way of a run to the stage's thread and back.
-
-    Most of that are two threads that have to wake up (in a pipeline, most stages are woken by a message instead). What
-    is left is the main thread's work, which counts as an event.
-    """
-    found = [place[0].ranks[place[1]].run_s for place in places if place is not None]
+    """What ggpipe takes besides decoding: the mean of the ranks that were measured."""
+    found = [place[0].ranks[place[1]].overheads for place in places if place is not None]
     if not found:
         return Overheads()
-    there_and_back_s = statistics.fmean(found)
-    return replace(Overheads(), run_s=there_and_back_s * _OWN, hand_s=there_and_back_s * _HAND)
+    names = [field.name for field in fields(Overheads)]
+    return Overheads(**{name: statistics.fmean(getattr(overheads, name) for overheads in found) for name in names})
 
 
 def _on(profile: Profile, host: str) -> list[RankProfile]:

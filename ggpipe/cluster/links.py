@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +21,30 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Time that ggpipe itself takes. The defaults are those of two virtual cores: `run_s`, `hand_s` and `poll_s` were
-    measured there, the others fitted to real runs with `scripts/bench/check_simulator`."""
+    """Time that ggpipe itself takes besides decoding.
 
-    run_s: float = 0.08e-3
+    `ggpipe profile` measures all of it but `poll_delay_s`. The defaults are for clusters that are described by hand,
+    and for what a profile of a single rank cannot have: messages. They were measured on two virtual cores of 2024.
+    """
+
+    run_s: Seconds = 0.08e-3
     """Time of a stage for a run outside the decode: taking it up, packing what goes on."""
-    hand_s: float = 0.1e-3
+    hand_s: Seconds = 0.1e-3
     """Time until another thread of the process is awake."""
-    cold_s: float = 0.1e-3
+    cold_s: Seconds = 0.1e-3
     """Extra time of a decode after a rest of two milliseconds or more: core and caches have served others."""
-    marker_s: float = 0.1e-3
+    marker_s: Seconds = 0.1e-3
     """Time of a stage for a run that was cancelled or that only carries KV operations."""
-    event_s: float = 0.16e-3
+    event_s: Seconds = 0.16e-3
     """Time of the head or the draft's head for an event: deciding, sampling, handing on."""
-    read_s: float = 0.15e-3
+    read_s: Seconds = 0.15e-3
     """Extra time of an event for each message from another rank."""
-    send_s: float = 50e-6
+    send_s: Seconds = 50e-6
     """Extra time of an event for each message to another rank."""
-    poll_delay_s: float = 0.15e-3
-    """Time until a rank that computes polls for messages, on average."""
-    poll_s: float = 45e-6
+    poll_delay_s: Seconds = 0.15e-3
+    """Time until a rank that computes polls for messages, on average: half of the time between two polls of
+    `runtime/stage_thread` with a draft."""
+    poll_s: Seconds = 45e-6
     """CPU time of a poll for messages: mostly going to sleep and waking up again."""
-    abort_s: float = 0.3e-3
+    abort_s: Seconds = 0.3e-3
     """Time until a cancelled decode stops."""

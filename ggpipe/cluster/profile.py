@@ -11,13 +11,13 @@ import msgspec
 from msgspec import Meta
 
 from ggpipe.cluster.decode import decode
+from ggpipe.cluster.links import Overheads, Seconds
 from ggpipe.errors import UsageError
 
-_FORMAT, _VERSION = "ggpipe profile", 2
+_FORMAT, _VERSION = "ggpipe profile", 3
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0)]
 Rate = Annotated[float, Meta(gt=0)]
 Layers = tuple[Count, Count]
 """First layer, and one past the last."""
@@ -25,7 +25,7 @@ Layers = tuple[Count, Count]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A run of `rows` tokens behind `n_past` tokens took `seconds` in libllama's decode (a median)."""
+    """A run of `rows` tokens behind `n_past` tokens took `seconds` in libllama's decode, on average."""
 
     rows: Positive
     n_past: Count
@@ -78,6 +78,8 @@ class Part:
     layers: Layers
     weight_bytes: Count
     alone: tuple[Point, ...]
+    change_s: Seconds = 0.0
+    """As `RankProfile.change_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +104,19 @@ class RankProfile:
     alone: tuple[Point, ...]
     """Times while no other rank of the same machine computes."""
     together: tuple[Point, ...]
-    """Times while all ranks of the cluster compute. Means where runs are shorter than a few milliseconds."""
-    half: Part | None
-    """Fewer of the layers, alone; None where a single layer was measured."""
-    run_s: Seconds
-    """Per-run overhead outside `llama_decode`: from giving a run to the stage's thread until its outcome is back."""
+    """Times while all ranks of the cluster compute."""
+    first: Part | None
+    """The first of the layers by itself, alone; None where a single layer was measured."""
+    overheads: Overheads
+    """What ggpipe takes besides decoding."""
     change_s: Seconds
     """Extra time of a decode of few rows when the run before had another number of rows: its graph is built anew."""
     fixed_s: Seconds
     """Time of a decode of one row that does not depend on the number of layers: a straight line through the fastest
-    decodes of `half` and of all layers, at no weights. 0 where a single layer was measured."""
+    decodes of `first` and of all layers, at no weights. 0 where a single layer was measured."""
+    turns: Annotated[float, Meta(ge=1)] | None = None
+    """Time of a decode of one row right after another rank of the machine computed, relative to decodes in a row. None
+    where the machine has a single rank."""
     draft: Part | None = None
     """All layers of `Profile.draft`, alone, with as many threads as the target. None where no draft was measured, or
     this rank's memory is too small for it."""
@@ -151,7 +156,7 @@ class Profile:
         if not self.ranks or [rank.rank for rank in self.ranks] != list(range(n_ranks)):
             raise ValueError("ranks are not numbered 0, 1, 2, …")
         for rank in self.ranks:
-            parts = [Part(rank.layers, rank.weight_bytes, rank.alone), *([rank.half] if rank.half else [])]
+            parts = [Part(rank.layers, rank.weight_bytes, rank.alone), *([rank.first] if rank.first else [])]
             if any(not 0 <= part.layers[0] < part.layers[1] <= model.n_layer for part in parts):
                 raise ValueError(f"rank {rank.rank} has layers that the model has not")
             if rank.draft is not None:

@@ -9,6 +9,9 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import RankProfile
 
+TURNS = 1.06
+"""`NodeSpec.turns` where it was not measured: `scripts/bench/stage` finds 1.03 to 1.10 on two virtual cores."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
@@ -23,6 +26,8 @@ class NodeSpec:
     core_flop_per_s: float = 0.0
     crowd: float | None = None
     """Speed of a core while all others are busy, as a share of its speed alone; None: as they share `bytes_per_s`."""
+    turns: float = TURNS
+    """Time of a decode after another rank of the node computed, relative to decodes in a row."""
     profile: RankProfile | None = None
     of_experts: bool = False
     """The profiled model has experts: its `weight_bytes` include those that a row does not use."""

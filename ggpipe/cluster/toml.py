@@ -32,13 +32,15 @@
     core_gflops = 60                         # what one core computes in matrix products of the weights' type
     crowd = 0.9                              # speed of a core while all others are busy, as a share
                                              # default: as they share memory_gb_per_s
+    turns = 1.06                             # time of a decode after another rank of the node computed, relative to
+                                             # decodes in a row; default 1.06
 
     [overheads]                              # what ggpipe itself takes; see cluster/links.py
     run_us = 250
 
 Instead of its speeds a node may name what `ggpipe profile` measured: `profile = "server.json"`, a file beside the
-cluster file, and `profile_rank = 0`. Its cores, its memory, `crowd`, [network], [local], run_us and hand_us come from
-there unless the cluster file gives them.
+cluster file, and `profile_rank = 0`. Its cores, its memory, `crowd`, `turns`, [network], [local] and [overheads] come
+from there unless the cluster file gives them.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from ggpipe.cluster.from_profile import measured_links, measured_overheads, prof
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import Profile, read
-from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
 from ggpipe.core.layout import parse_shares
 from ggpipe.errors import UsageError
 
@@ -71,6 +73,7 @@ Text = Annotated[str, Meta(min_length=1, pattern=r"\S")]
 Count = Annotated[int, Meta(ge=1, le=10**15)]
 Positive = Annotated[float, Meta(gt=0, le=1e15)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+Turns = Annotated[float, Meta(ge=1, le=10)]
 Nodes = Annotated[int, Meta(ge=1, le=_MOST_NODES)]
 Cores = Annotated[int, Meta(ge=1, le=4096)]
 Layers = Annotated[int, Meta(ge=1, le=4096)]
@@ -135,6 +138,7 @@ class _Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     core_gb_per_s: Positive | None = None
     core_gflops: Positive
     crowd: Share | None = None
+    turns: Turns = TURNS
 
 
 class _ProfiledNode(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,6 +151,7 @@ class _ProfiledNode(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     cores: Cores | None = None
     memory_gb: Positive | None = None
     crowd: Share | None = None
+    turns: Turns | None = None
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
@@ -282,6 +287,7 @@ def _described(node: _Node, name: str) -> NodeSpec:
         core_bytes_per_s=core_gb_per_s * 1e9,
         core_flop_per_s=node.core_gflops * 1e9,
         crowd=node.crowd,
+        turns=node.turns,
     )
 
 
@@ -289,7 +295,13 @@ def _profiled(node: _ProfiledNode, profile: Profile, name: str) -> NodeSpec:
     """As it was measured, but for what the cluster file gives."""
     own = profiled_node(profile, node.profile_rank, name)
     memory_bytes = node.memory_gb * 1e9 if node.memory_gb else own.memory_bytes
-    return replace(own, cores=node.cores or own.cores, memory_bytes=memory_bytes, crowd=node.crowd or own.crowd)
+    return replace(
+        own,
+        cores=node.cores or own.cores,
+        memory_bytes=memory_bytes,
+        crowd=node.crowd or own.crowd,
+        turns=node.turns or own.turns,
+    )
 
 
 def _overheads(file: _File, overheads: Overheads) -> Overheads:

@@ -14,6 +14,7 @@ _LARGE_BYTES = (256 << 10, 4 << 20)
 _LARGE_S = 0.3  # a large message may take this long whatever the budget
 _PAUSE_S = 2e-3  # a rank that waits for a hop has waited as long as a stage computes
 _MOST_TRIPS = 50
+_READS = 5
 
 
 class LinkTimer:
@@ -25,6 +26,7 @@ class LinkTimer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._answer_due_from: int | None = None
+        self._send_s: list[float] = []
 
     def on_message(self, message: Message) -> None:
         """Take the answer to our own message, or answer another rank's."""
@@ -40,9 +42,11 @@ class LinkTimer:
         and brings it to `on_message`.
 
         Both ranks wait as ranks do for a hop (`Inbox`), and were idle for a while before each message. Latency is half
-        the median round trip. A large message is answered by a small one.
+        the median round trip. A large message is answered by a small one. Sending and receiving a small message are
+        timed as well: they keep the main thread from other work.
         """
         start = time.monotonic()
+        self._send_s.clear()
         for _ in range(2):  # the first messages open connections
             self._round_trip(peer, _SMALL, wait)
         small: list[float] = []
@@ -58,13 +62,31 @@ class LinkTimer:
             while len(large) < 5 and time.monotonic() + large[-1] < start + budget_s:
                 large.append(self._round_trip(peer, payload, wait))
             bytes_per_s = n_bytes / max(statistics.median(large) - trip_s, 1e-6)
-        return LinkMeasured(trip_s / 2, bytes_per_s)
+        waiting_s = min(4 * trip_s, _LARGE_S)
+        read_s = statistics.median(self._read_s(peer, waiting_s, wait) for _ in range(_READS))
+        return LinkMeasured(trip_s / 2, bytes_per_s, statistics.median(self._send_s), read_s)
 
     def _round_trip(self, peer: int, payload: bytes, wait: Callable[[], object]) -> float:
         time.sleep(_PAUSE_S)
-        self._answer_due_from = peer
-        start = time.perf_counter()
-        self._transport.send(peer, Kind.RESULT, payload)
+        start = self._send(peer, payload)
         while self._answer_due_from is not None:
             wait()
         return time.perf_counter() - start
+
+    def _read_s(self, peer: int, waiting_s: float, wait: Callable[[], object]) -> float:
+        """Seconds that it takes to receive an answer that is there already."""
+        self._send(peer, _SMALL)
+        time.sleep(waiting_s)
+        start = time.perf_counter()
+        while self._answer_due_from is not None:
+            wait()
+        return time.perf_counter() - start
+
+    def _send(self, peer: int, payload: bytes) -> float:
+        """Send what the peer answers; returns when that began."""
+        self._answer_due_from = peer
+        start = time.perf_counter()
+        self._transport.send(peer, Kind.RESULT, payload)
+        if payload is _SMALL:
+            self._send_s.append(time.perf_counter() - start)
+        return start

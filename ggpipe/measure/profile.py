@@ -2,6 +2,7 @@
 
 agree       the same models, ggpipe and libllama everywhere
 alone       one rank of each machine after the other: the draft, memory, some of the target's layers
+in turn     the ranks of each machine compute one after the other, again and again
 together    all ranks compute until each has what it needs
 links       one pair of ranks after the other; the other ranks wait
 
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ggpipe.cluster.profile import Kernels, LinkProfile, ModelFacts, Point, Profile, RankProfile
@@ -35,8 +39,10 @@ from ggpipe.transport.control import (
     MeasureDraft,
     MeasureLink,
     MeasureTogether,
+    MeasureTurn,
     ProfileHello,
     TogetherMeasured,
+    TurnMeasured,
 )
 
 M = TypeVar("M", bound=ControlMessage)
@@ -45,7 +51,8 @@ _STAGE_BYTES = 1 << 30
 _STAGE_BYTES_PER_S = 100 << 20  # of a rank's own time
 _ALL_PAIRS = 8
 
-_TOGETHER, _LINKS = 0.15, 0.15  # shares of the budget; the rest is for ranks alone
+_TURNS, _TOGETHER, _LINKS = 0.1, 0.15, 0.1  # shares of the budget; the rest is for ranks alone
+_LEAST_TURNS, _MOST_TURNS = 3, 30
 _DRAFT = 0.2  # share of a rank's time alone, when there is a draft
 
 
@@ -91,8 +98,9 @@ class _Lead:
         """Go through all phases. Raises SettingError for layers that the model has not."""
         model, draft = self._own.model, self._own.draft
         hellos = self._agree()
-        turns = _turns([hello.target.host for hello in hellos])
-        share = 1 if self._n_ranks == 1 else 1 - _TOGETHER - _LINKS
+        hosts = [hello.target.host for hello in hellos]
+        turns = _turns(hosts)
+        share = 1 if self._n_ranks == 1 else 1 - _TURNS - _TOGETHER - _LINKS
         own_s = self._budget_s * share / len(turns)
         draft_s = own_s * _DRAFT if draft is not None else 0.0
         if layers is None:
@@ -106,11 +114,16 @@ class _Lead:
             if draft is not None:
                 drafts |= self._ask(ranks, MeasureDraft(draft_s), DraftMeasured)
             alone |= self._ask(ranks, MeasureAlone(layers, own_s - draft_s), AloneMeasured)
+        in_turn = self._in_turn(turns, hosts)
         together = self._together(alone)
-        links = self._links()
+        links, messages = self._links()
         self._channel.send_to_all(EndProfile())
         profiles = tuple(
-            _rank_profile(rank, hello, model, layers, alone[rank], together[rank], drafts.get(rank))
+            replace(
+                _rank_profile(rank, hello, model, layers, alone[rank], together[rank], drafts.get(rank)),
+                overheads=replace(alone[rank].overheads, **messages.get(rank, {})),
+                turns=in_turn.get(rank),
+            )
             for rank, hello in enumerate(hellos)
         )
         return Profile(model=model, kernels=kernels_of(self._own.config), ranks=profiles, links=links, draft=draft)
@@ -126,6 +139,19 @@ class _Lead:
             handshake.compare(drafts)  # its warnings are those of the target
         return hellos
 
+    def _in_turn(self, turns: Sequence[Sequence[int]], hosts: Sequence[str]) -> dict[int, float]:
+        """`RankProfile.turns` of the ranks that are not alone on their machine."""
+        several = [[rank for rank in ranks if hosts.count(hosts[rank]) > 1] for ranks in turns]
+        found: dict[int, list[float]] = {rank: [] for ranks in several for rank in ranks}
+        until = time.monotonic() + self._budget_s * _TURNS
+        for i in range(_MOST_TURNS if found else 0):
+            if i >= _LEAST_TURNS and time.monotonic() > until:
+                break
+            for ranks in several:
+                for rank, turn in self._ask(ranks, MeasureTurn(), TurnMeasured).items():
+                    found[rank].append(turn.first_s / turn.later_s)
+        return {rank: max(statistics.median(ratios), 1.0) for rank, ratios in found.items()}
+
     def _together(self, alone: dict[int, AloneMeasured]) -> dict[int, tuple[Point, ...]]:
         """Times of few rows while all ranks compute; a single rank has measured them alone."""
         if self._n_ranks == 1:
@@ -134,14 +160,17 @@ class _Lead:
         answers = self._ask(range(self._n_ranks), order, TogetherMeasured)
         return {rank: measured.points for rank, measured in answers.items()}
 
-    def _links(self) -> tuple[LinkProfile, ...]:
+    def _links(self) -> tuple[tuple[LinkProfile, ...], dict[int, Mapping[str, float]]]:
+        """All links, and what messages take of each rank that sent some, as fields of `Overheads`."""
         pairs = pairs_of(self._n_ranks)
         links = []
+        messages: dict[int, Mapping[str, float]] = {}
         for source, target in pairs:
             order = MeasureLink(target, self._budget_s * _LINKS / len(pairs))
             link = self._ask([source], order, LinkMeasured)[source]
             links.append(LinkProfile(source, target, link.latency_s, link.bytes_per_s))
-        return tuple(links)
+            messages[source] = {"send_s": link.send_s, "read_s": link.read_s}
+        return tuple(links), messages
 
     def _ask(self, ranks: Collection[int], order: ControlMessage, kind: type[M]) -> dict[int, M]:
         """Each rank's answer to an order, which all carry out at the same time."""
@@ -221,8 +250,8 @@ def _rank_profile(
         weight_bytes=model.weight_bytes(layers),
         alone=measured.alone,
         together=together,
-        half=measured.half,
-        run_s=measured.run_s,
+        first=measured.first,
+        overheads=measured.overheads,
         change_s=measured.change_s,
         fixed_s=measured.fixed_s,
         draft=draft.draft if draft is not None else None,

@@ -13,6 +13,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of
 from ggpipe.measure import stage_timing
 from ggpipe.measure.links import LinkTimer
+from ggpipe.measure.overheads import measure_overheads
 from ggpipe.measure.stage_timing import Samples, TimedStage
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel
@@ -27,15 +28,18 @@ from ggpipe.transport.control import (
     MeasureDraft,
     MeasureLink,
     MeasureTogether,
+    MeasureTurn,
     ProfileHello,
     ReadyToStop,
     StopTogether,
     TogetherMeasured,
+    TurnMeasured,
 )
 
 _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
 _MEMORY_S = 0.5
-_MEMORY, _HALF, _SHORT, _LONG = 0.05, 0.2, 0.4, 0.35  # shares of the target's budget alone
+_MEMORY, _FIRST, _OWN, _SHORT, _LONG = 0.05, 0.1, 0.15, 0.4, 0.3  # shares of the target's budget alone
+_ROWS_IN_TURN = 3
 _DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's
 
 
@@ -81,6 +85,10 @@ class ProfiledRank:
                 return self._alone(layers, budget_s)
             case MeasureTogether(budget_s):
                 return TogetherMeasured(self._together(budget_s))
+            case MeasureTurn():
+                assert self._timed is not None
+                first_s, *later_s = (self._timed.run(1).compute_s for _ in range(_ROWS_IN_TURN))
+                return TurnMeasured(first_s, statistics.fmean(later_s))
             case MeasureLink(peer, budget_s):
                 self.close()
                 return self._links.measure(peer, budget_s, self._channel.wait)
@@ -103,26 +111,29 @@ class ProfiledRank:
         layers = (0, facts.n_layer)
         config = replace(self.config, model=draft.model, context=draft.context)
         timed = self._load(layers, config, draft_file, facts)
-        points, _ = self._short_and_long(timed, budget_s * _DRAFT_SHORT, budget_s * _DRAFT_LONG)
+        points, short = self._short_and_long(timed, budget_s * _DRAFT_SHORT, budget_s * _DRAFT_LONG)
         self.close()
-        return Part(layers, facts.weight_bytes(layers), points)
+        return Part(layers, facts.weight_bytes(layers), points, short.more_for_change_s)
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:
         single, _ = handshake.threads_of(self.config, self._channel.transport, False)
         speed = stage_timing.memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
-        half, half_s = self._half(layers, budget_s * _HALF)
-        timed = self._load_target(layers)
+        first, first_s = self._first(layers, budget_s * _FIRST)
+        timed = self._timed or self._load_target(layers)
+        overheads = measure_overheads(timed, self._channel.inbox.pump, budget_s * _OWN)
+        if first is not None:
+            timed = self._load_target(layers)
         points, short = self._short_and_long(timed, budget_s * _SHORT, budget_s * _LONG)
         fixed_s = 0.0
-        if half is not None:
+        if first is not None:
             weight_bytes = self.model.weight_bytes(layers)
-            fixed_s = stage_timing.intercept_s((half.weight_bytes, half_s), (weight_bytes, short.fastest_s))
+            fixed_s = stage_timing.intercept_s((first.weight_bytes, first_s), (weight_bytes, short.fastest_s))
         return AloneMeasured(
             alone=points,
-            half=half,
+            first=first,
             memory_bytes_per_s=speed,
-            run_s=statistics.median(short.rest_s),
-            change_s=max(statistics.median(short.change_s), 0.0) if short.change_s else 0.0,
+            overheads=overheads,
+            change_s=short.more_for_change_s,
             fixed_s=fixed_s,
         )
 
@@ -133,12 +144,14 @@ class ProfiledRank:
         points = short.points(stage_timing.cells_before(timed.stage.n_ctx))
         return (*points, *stage_timing.measure_long(timed, short, long_s)), short
 
-    def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[Part | None, float]:
-        """The first half of the layers, and its fastest run of one row; None where there is none."""
+    def _first(self, layers: tuple[int, int], budget_s: float) -> tuple[Part | None, float]:
+        """The first of the layers, which stays loaded, and its fastest run of one row; None where it is the only one,
+        or cannot be cut off."""
         a, b = layers
+        self.close()
         if b - a == 1:
             return None, 0.0
-        some = (a, a + (b - a) // 2)
+        some = (a, a + 1)
         try:
             timed = self._load_target(some)
         except IndivisibleModelError:

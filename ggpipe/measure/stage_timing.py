@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.cluster.profile import Point
-from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, Row, Run, Span, Want, WantKind
 from ggpipe.llama import machine
 from ggpipe.llama.stage import Progress, Stage
 from ggpipe.runtime.control_channel import ControlChannel
@@ -82,13 +82,46 @@ class TimedStage:
         run = Run(id=self._id, rows=rows, ops=ops, wants=(_TOP,))
         start = time.perf_counter()
         self._thread.submit(run)
-        outcome = self._wait()
-        total_s = time.perf_counter() - start
-        assert isinstance(outcome, Passed | Ended)
-        spans = outcome.result.spans if isinstance(outcome, Ended) else codec.read_run(outcome.message)[2]
+        span, _ = self._outcome()
+        hand_s = (time.perf_counter() - start - span.busy_s) / 2
         changed, self._last_rows = self._last_rows != n_rows, n_rows
         self.n_past += n_rows if stays else 0
-        return Timing(spans[-1].compute_s, total_s - spans[-1].compute_s, changed)
+        return Timing(
+            compute_s=span.compute_s, run_s=span.busy_s - span.compute_s, hand_s=max(hand_s, 0.0), changed=changed
+        )
+
+    def pass_marker(self) -> float:
+        """Seconds of a run that was cancelled before it arrived."""
+        self._id += 1
+        self._thread.submit(Run(id=self._id, rows=(), ops=(), wants=(), cancelled=True))
+        return self._outcome()[0].busy_s
+
+    def stop(self, n_rows: int, after_s: float) -> float | None:
+        """Cancel a run of `n_rows` rows that has been computed for `after_s`: seconds until it stops. None when it
+        ended before. Only with models that roll back."""
+        self._id += 1
+        rows = tuple(Row(token=i, pos=self.n_past + i, seqs=(0,), request=0) for i in range(n_rows))
+        self._thread.submit(Run(id=self._id, rows=rows, ops=(KvOp(KvKind.RM, 0, p0=self.n_past),), wants=()))
+        time.sleep(after_s)
+        start = time.monotonic()
+        self._thread.cancel((self._id,))
+        span, cancelled = self._outcome()
+        self._last_rows = n_rows
+        return max(span.start_s + span.busy_s - start, 0.0) if cancelled else None
+
+    @property
+    def rolls_back(self) -> bool:
+        """The model's memory can forget the end of a sequence."""
+        return self._rolls_back
+
+    def _outcome(self) -> tuple[Span, bool]:
+        """Our span of the run that was submitted, and whether it was cancelled."""
+        outcome = self._wait()
+        assert isinstance(outcome, Passed | Ended)
+        if isinstance(outcome, Ended):
+            return outcome.result.spans[-1], outcome.result.cancelled
+        run, _, spans, _ = codec.read_run(outcome.message)
+        return spans[-1], run.cancelled
 
     def fill(self, n_cells: int, chunk_rows: int) -> None:
         """Make the KV cells in use `n_cells`, more or fewer."""
@@ -110,13 +143,15 @@ class TimedStage:
         return notice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """One run."""
 
     compute_s: float
-    rest_s: float
-    """From `submit` until the outcome was there, without `compute_s`."""
+    run_s: float
+    """Time of the stage's thread outside `compute_s`."""
+    hand_s: float
+    """Time of a hand-over to or from the stage's thread, on average."""
     changed: bool
     """The run before had another number of rows."""
 
@@ -129,8 +164,10 @@ class Samples:
     """Decode seconds of runs with as many rows as the run before; where rows are many, of all runs."""
     change_s: list[float] = field(default_factory=list)
     """By how many seconds a decode of few rows was longer when the run before had another number of rows."""
-    rest_s: list[float] = field(default_factory=list)
-    """Seconds outside the decode, of runs of one row."""
+    run_s: list[float] = field(default_factory=list)
+    """Seconds of the stage's thread outside the decode, of runs of one row."""
+    hand_s: list[float] = field(default_factory=list)
+    """Seconds of hand-overs to and from that thread, of runs of one row."""
 
     def measure(self, timed: TimedStage, n_rows: int) -> None:
         """A few runs of `n_rows` rows."""
@@ -140,7 +177,13 @@ class Samples:
         if len(timings) > 1 and timings[0].changed:
             self.change_s.append(timings[0].compute_s - statistics.median(alike))
         if n_rows == 1:
-            self.rest_s += [t.rest_s for t in timings]
+            self.run_s += [t.run_s for t in timings]
+            self.hand_s += [t.hand_s for t in timings]
+
+    @property
+    def more_for_change_s(self) -> float:
+        """By how much a decode of few rows is usually longer when the run before had another number of rows."""
+        return max(statistics.median(self.change_s), 0.0) if self.change_s else 0.0
 
     @property
     def fastest_s(self) -> float:
@@ -152,9 +195,9 @@ class Samples:
         known = [n for n in self.same_s if n <= n_rows]
         return statistics.median(self.same_s[max(known)]) * n_rows / max(known) if known else 0.0
 
-    def points(self, n_past: int, middle: Callable[[list[float]], float] = statistics.median) -> list[Point]:
-        """Times of these runs as points, by default their medians."""
-        return [Point(n, n_past, middle(self.same_s[n])) for n in sorted(self.same_s)]
+    def points(self, n_past: int) -> list[Point]:
+        """Times of these runs as points."""
+        return [Point(n, n_past, typical_s(self.same_s[n])) for n in sorted(self.same_s)]
 
 
 def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], until: float) -> Samples:
@@ -229,7 +272,7 @@ def measure_together(
         for n in rows:
             samples.measure(timed, n)
             if is_ready and enough():
-                return samples.points(n_cells, typical_s)
+                return samples.points(n_cells)
         n_rounds += 1
         spent_s = time.monotonic() - start
         if not is_ready and (spent_s >= budget_s or (spent_s >= _SHARED_S and n_rounds >= _MOST_ROUNDS)):
@@ -247,10 +290,13 @@ def intercept_s(small: tuple[int, float], large: tuple[int, float]) -> float:
 
 
 def typical_s(seconds: list[float]) -> float:
-    """A typical time of runs that share cores: the median, or the mean of runs shorter than a time slice, of which the
-    kernel delays only a few, but those for long."""
-    median_s = statistics.median(seconds)
-    return median_s if median_s > _SLICE_S else statistics.fmean(seconds)
+    """What runs take on average, without those that take more than three times the median.
+
+    Not the median: on shared machines cores switch between two speeds, and of the runs that share cores the kernel
+    delays only a few, but those for long.
+    """
+    most_s = 3 * statistics.median(seconds)
+    return statistics.fmean(s for s in seconds if s <= most_s or s <= _SLICE_S)
 
 
 def _chunk(timed: TimedStage) -> int:

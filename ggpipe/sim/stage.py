@@ -14,7 +14,6 @@ from ggpipe.sim.cores import NICE_WEIGHT, STICKS_S, Cores, OwnCores, Task
 from ggpipe.sim.network import Network
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster
 
-_TURNS = 1.06  # where ranks of a node take turns, caches and cores change hands: scripts/bench/stage finds 1.03 to 1.10
 _REST_S = 2e-3  # after such a rest a decode is `Overheads.cold_s` slower
 _WAITING_POLL_S, _DRAFTED_POLL_S = 150e-6, 300e-6  # between two polls: runtime/inbox.py
 _HEADER_BYTES, _ROW_HEADER_BYTES, _ANSWER_BYTES = 120, 24, 48
@@ -113,7 +112,7 @@ class VirtualStage:
         )  # no other rank takes turns with this one: a shorter way to the same times
         several = cluster.node_of.count(cluster.node_of[rank]) > 1
         self._is_guest = several and stage.nice and stage is not cluster.target.stages.get(rank, stage)
-        self._slower = _TURNS if several else 1.0
+        self._slower = cluster.nodes[cluster.node_of[rank]].turns if several else 1.0
         self._rank = rank
         self._row_bytes = row_bytes
         self._deliver = deliver

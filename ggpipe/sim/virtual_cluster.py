@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ModelShape
-from ggpipe.cluster.profile import Part, Point
+from ggpipe.cluster.profile import Part, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
@@ -30,6 +30,8 @@ class VirtualNode:
     cores: int
     crowd: float = 1.0
     """Speed of a core while all others of its node are busy, as a share of its speed alone."""
+    turns: float = 1.0
+    """Time of a decode after another rank of the node computed, relative to decodes in a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +132,11 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
         for rank in layout.stage_ranks:
             n_threads = min(threads[rank], nodes[rank].cores)  # more threads gain nothing
             cost = stage_cost(nodes[rank], shape, layout.layers_of(rank), n_threads, is_draft)
-            profile = nodes[rank].profile
-            change_s = profile.change_s if profile is not None else 0.0
             stages[rank] = StageSpec(
-                threads=n_threads, cost=cost, nice=is_draft and _shared(placement, rank), change_s=change_s
+                threads=n_threads,
+                cost=cost,
+                nice=is_draft and _shared(placement, rank),
+                change_s=_change_s(nodes[rank], layout.layers_of(rank), is_draft),
             )
         return PipelineSpec(layout=layout, stages=stages, row_bytes=shape.border_bytes)
 
@@ -146,7 +149,7 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
     return VirtualCluster(
         title=spec.title,
         nodes=tuple(
-            VirtualNode(name=node.name, cores=node.cores, crowd=_crowd(spec, placement, i))
+            VirtualNode(name=node.name, cores=node.cores, crowd=_crowd(spec, placement, i), turns=node.turns)
             for i, node in enumerate(spec.nodes)
         ),
         node_of=node_of,
@@ -234,6 +237,17 @@ def _measured_draft(
     fixed_s = min(profile.fixed_s, fastest_s * _MOST_FIXED)
     points = (*part.alone, *_rise(part.alone, profile.alone))
     return MeasuredCost(points, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
+
+
+def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool) -> float:
+    """`StageSpec.change_s`, by the number of layers: a graph has nodes for each of them."""
+    if node.profile is None:
+        return 0.0
+    measured: Part | RankProfile = node.profile
+    if is_draft and node.profile.draft is not None:
+        measured = node.profile.draft
+    a, b = measured.layers
+    return measured.change_s * (layers[1] - layers[0]) / (b - a)
 
 
 def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:

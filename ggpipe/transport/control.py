@@ -10,6 +10,7 @@
 |                      | MeasureAlone                  | AloneMeasured                           |
 |                      | MeasureTogether               | ReadyToStop                             |
 |                      | StopTogether                  | TogetherMeasured                        |
+|                      | MeasureTurn                   | TurnMeasured                            |
 |                      | MeasureLink                   | LinkMeasured                            |
 |                      | EndProfile                    |                                         |
 | `runtime/loading`    |                               | Hello                                   |
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ggpipe.cluster.links import Overheads
 from ggpipe.cluster.profile import Part, Point
 from ggpipe.core.draft_messages import Vocabularies
 from ggpipe.core.layout import Layout
@@ -186,9 +188,9 @@ class AloneMeasured(ControlMessage, frozen=True, kw_only=True):
     """The answer to MeasureAlone; the fields are those of `cluster.profile.RankProfile`."""
 
     alone: tuple[Point, ...]
-    half: Part | None
+    first: Part | None
     memory_bytes_per_s: float
-    run_s: float
+    overheads: Overheads
     change_s: float
     fixed_s: float
 
@@ -213,6 +215,18 @@ class TogetherMeasured(ControlMessage, frozen=True):
     points: tuple[Point, ...]
 
 
+class MeasureTurn(ControlMessage, frozen=True):
+    """Decode a few rows one by one, with the layers of MeasureAlone: another rank of your machine did so before."""
+
+
+class TurnMeasured(ControlMessage, frozen=True):
+    """The answer to MeasureTurn."""
+
+    first_s: float
+    later_s: float
+    """Mean of the other rows."""
+
+
 class MeasureLink(ControlMessage, frozen=True):
     """Measure messages from your rank to the rank `peer`."""
 
@@ -221,10 +235,12 @@ class MeasureLink(ControlMessage, frozen=True):
 
 
 class LinkMeasured(ControlMessage, frozen=True):
-    """The answer to MeasureLink; the fields are those of `cluster.profile.LinkProfile`."""
+    """The answer to MeasureLink: fields of `cluster.profile.LinkProfile` and of `cluster.links.Overheads`."""
 
     latency_s: float
     bytes_per_s: float
+    send_s: float
+    read_s: float
 
 
 class EndProfile(ControlMessage, frozen=True):
@@ -296,7 +312,8 @@ AnyControlMessage = (
     Hello | Load | DraftVocab | StageLoading | StageLoaded | StartDraft
     | AskClock | Clock | AskUsage | Usage | Quit
     | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
-    | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured | MeasureLink | LinkMeasured | EndProfile
+    | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured
+    | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | EndProfile
     | RankFacts | StartProfile | UseShares
     | Failed | Abort | Beat
 )  # fmt: skip

@@ -1,25 +1,33 @@
 """Compares the simulator with this machine; run it as `scripts/bench/check_simulator`.
 
-For a random 0.75 B pair and for the bundled pair, or with --inflated for the bundled pair inflated to 0.4 B: measures
-the machine (`ggpipe profile`), records what the pair writes (`ggpipe record`), runs the modes on one, two and three
-ranks of one thread each (`ggpipe bench`), and simulates the same from the profile and the recording alone. Medians of
-the rounds; exit code 1 when a mode is off by more than 15 %. The inflated pair is slower in longer contexts: --seconds
-12 lets its profiles measure one.
+For a random 0.75 B pair, for the bundled pair inflated to 0.4 B, and for the bundled pair: records what the pair writes
+(`ggpipe record`), runs the modes on one, two and three ranks of one thread each (`ggpipe bench`), and simulates the
+same from the recording and from what `ggpipe profile` measures right before and right after each bench. Exit code 1
+when the simulator is off by more than 15 % anywhere; the bundled pair, whose tokens take 2 ms, is reported only.
 
 The layouts: the draft in the head's process; two target ranks and the draft in the head's process; two target ranks and
 a draft rank. With the draft, that is two or three threads for two cores.
+
+A ratio compares a round's bench with the mean of the simulations from the two profiles around it; the table has the
+median of the rounds. `again` is what the same bench gives from one round to the next: the larger / the smaller speed,
+the median. No simulator can be nearer to a machine than the machine is to itself.
+
+With --keep, what was measured stays in a folder, and what is there is not measured again: so a check can be done in
+pieces (--pairs, --layouts), and simulated again with another simulator.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ggpipe.cluster import profile as profiles
@@ -38,9 +46,31 @@ from scripts.models.make_pair import Shape, make_pair
 
 ROOT = Path(__file__).parents[2]
 MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
-LAYOUTS = {"1 rank": None, "2 ranks": "0.5,0.5", "3 ranks": "0.5,0.5/1.0"}
+LAYOUTS = {"1": None, "2": "0.5,0.5", "3": "0.5,0.5/1.0"}
+"""By number of ranks."""
 N_CTX = 1024
 WORST = 0.15
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair to check, and its prompts."""
+
+    title: str
+    target: Path
+    draft: Path
+    prompts: tuple[Path, ...]
+    counts: bool = True
+    """The exit code depends on it."""
+
+
+def random_pair(folder: Path, s: float) -> Pair:
+    """A pair of random weights, and a short prompt: its words are letters."""
+    target, draft, prompt = (folder / name for name in ("target.gguf", "draft.gguf", "short.txt"))
+    if not prompt.exists():
+        make_pair(target, draft, Shape(), s=s)
+        prompt.write_text("Once upon a time")
+    return Pair("0.75 B random pair", target, draft, (prompt,))
 
 
 def run(*words: object) -> None:
@@ -51,20 +81,49 @@ def run(*words: object) -> None:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
 
-def measured(target: Path, draft: Path, given: Sequence[object], split: str | None, to: Path) -> dict[Mode, float]:
+class Measurements:
+    """One pair's measurements in a folder."""
+
+    def __init__(self, pair: Pair, folder: Path, args: argparse.Namespace) -> None:
+        self.pair = pair
+        self._folder = folder
+        self._args = args
+        files = [word for prompt in pair.prompts for word in ("-f", prompt)]
+        self._models: list[object] = ["-m", pair.target, "-md", pair.draft]
+        self._given: list[object] = [*files, "-n", args.n, "-c", N_CTX, "-t", 1, "--temp", 0]
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def recording(self) -> Path:
+        """What the pair writes."""
+        return self._once(
+            "recording.json", lambda to: run("record", *self._models, *self._given, "--ignore-eos", "-o", to)
+        )
+
+    def profile(self, layout: str, i: int) -> Path:
+        """This machine before round `i` of a layout."""
+        layers = f"0-{ModelFile.open(self.pair.target).n_layer - 1}"
+        words = [*self._models, "-t", 1, "-c", N_CTX, "-r", 2, "--layers", layers, "--seconds", self._args.seconds]
+        return self._once(f"profile-{layout}-{i}.json", lambda to: run("profile", *words, "-o", to))
+
+    def bench(self, layout: str, i: int) -> Path:
+        """All modes, in round `i` of a layout."""
+        words = [*self._models, *self._given, "--draft", self._args.draft, "--rounds", 1, "--modes", ",".join(MODES)]
+        split = ["--mpi-layer-split", LAYOUTS[layout]] if LAYOUTS[layout] else []
+        return self._once(f"bench-{layout}-{i}.json", lambda to: run("bench", *words, *split, "--json", to))
+
+    def _once(self, name: str, measure: Callable[[Path], None]) -> Path:
+        path = self._folder / name
+        if not path.exists():
+            unfinished = self._folder / f"unfinished-{name}"
+            measure(unfinished)
+            unfinished.rename(path)
+        return path
+
+
+def speeds_of(bench: Path) -> dict[Mode, float]:
     """Tokens per second by mode: the median over the prompts."""
-    words: list[object] = ["-m", target, "-md", draft, *given, "--rounds", 1, "--modes", ",".join(MODES), "--json", to]
-    run("bench", *words, *(["--mpi-layer-split", split] if split else []))
-    runs = json.loads(to.read_text())["runs"]
+    runs = json.loads(bench.read_text())["runs"]
     return {mode: statistics.median(r["decode_tokens_per_s"] for r in runs if r["mode"] == mode) for mode in MODES}
-
-
-def profiled(target: Path, draft: Path, seconds: float, folder: Path) -> ClusterSpec:
-    """This machine, profiled now."""
-    layers, to = f"0-{ModelFile.open(target).n_layer - 1}", folder / "profile.json"
-    given = ["-m", target, "-md", draft, "-t", 1, "-c", N_CTX, "-r", 2]
-    run("profile", *given, "--layers", layers, "--seconds", seconds, "-o", to)
-    return spec_from_profile(profiles.read(to), "this machine")
 
 
 def simulated(setup: SimulationSpec) -> dict[Mode, float]:
@@ -72,14 +131,11 @@ def simulated(setup: SimulationSpec) -> dict[Mode, float]:
     return {mode: statistics.median(stats.decode_tps or 0.0 for stats in setup.run(mode)) for mode in MODES}
 
 
-def setup_of(
-    spec: ClusterSpec, crowd: float, target: Path, draft: Path, recording: Path, split: str | None, n_draft: int
-) -> SimulationSpec:
+def setup_of(spec: ClusterSpec, pair: Pair, recording: Path, layout: str, n_draft: int) -> SimulationSpec:
     """The same layout as `bench` has."""
-    spec = replace(spec, nodes=tuple(replace(node, crowd=crowd) for node in spec.nodes))
-    target_shape, draft_shape = (shape_of(ModelFile.open(path)) for path in (target, draft))
-    n_target = 1 if split is None else 2
-    outside = split is not None and "/" in split
+    target_shape, draft_shape = (shape_of(ModelFile.open(path)) for path in (pair.target, pair.draft))
+    n_target = min(int(layout), 2)
+    outside = layout == "3"
     placement = Placement(
         target_on=(0,) * n_target,
         draft_on=(0,) if outside else (),
@@ -87,53 +143,60 @@ def setup_of(
         draft_layout=lay_out(draft_shape.n_layer, 1, None, n_target) if outside else None,
         threads=(1,) * (n_target + outside),
     )
-    speculation = SpeculationConfig(n_draft=n_draft)
-    tokens = recordings.read(recording)
     return SimulationSpec(
         cluster=spec,
         placement=placement,
         target=target_shape,
         draft=draft_shape,
-        speculation=speculation,
-        tokens=tokens,
+        speculation=SpeculationConfig(n_draft=n_draft),
+        tokens=recordings.read(recording),
         n_predict=-1,
         sizes=Sizes(N_CTX),
     )
 
 
-def check(name: str, target: Path, draft: Path, prompts: Sequence[Path], args: argparse.Namespace) -> float:
-    """Print a pair's table; the worst deviation. Profiles and runs take turns, since machines change their speed."""
-    files = [word for prompt in prompts for word in ("-f", prompt)]
-    given = [*files, "-n", args.n, "-c", N_CTX, "-t", 1, "--temp", 0]
-    found: dict[tuple[str, Mode], list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as folder:
-        recording, runs = (Path(folder) / f"{kind}.json" for kind in ("recording", "runs"))
-        run("record", "-m", target, "-md", draft, *given, "--ignore-eos", "-o", recording)
-        specs, benches = [profiled(target, draft, args.seconds, Path(folder))], []
-        for i in range(args.rounds * len(LAYOUTS)):
-            layout, split = list(LAYOUTS.items())[i % len(LAYOUTS)]
-            benches.append((layout, split, measured(target, draft, [*given, "--draft", args.draft], split, runs)))
-            print(f"\r{name}: {i + 1} of {args.rounds * len(LAYOUTS)}", end="", file=sys.stderr, flush=True)
-            specs.append(profiled(target, draft, args.seconds, Path(folder)))
-        crowd = statistics.median(spec.nodes[0].crowd or 1.0 for spec in specs)
-        for (layout, split, real), *around in zip(benches, specs, specs[1:], strict=False):
-            virtual = [simulated(setup_of(s, crowd, target, draft, recording, split, args.draft)) for s in around]
-            for mode in MODES:
-                pair = real[mode], statistics.fmean(speeds[mode] for speeds in virtual)
-                found.setdefault((layout, mode), []).append(pair)
-        agreement = recordings.read(recording).agreement
-    print(file=sys.stderr)
-    print(f"\n{name}: {args.n} tokens, {args.rounds} rounds, agreement {agreement:.0%}")
-    print("  layout   mode         measured t/s   simulated   simulated / measured [quartiles]")
+def check(measurements: Measurements, layouts: Sequence[str], args: argparse.Namespace) -> float:
+    """Print a pair's table; the worst deviation. Profiles and benches take turns, since machines change their speed."""
+    pair, start = measurements.pair, time.monotonic()
+    recording = measurements.recording()
+    around: dict[str, list[ClusterSpec]] = {}
+    benches: dict[str, list[dict[Mode, float]]] = {}
+    for layout, i in itertools.product(layouts, range(args.rounds + 1)):
+        print(f"\r{pair.title}: layout {layout}, round {i} of {args.rounds}", end="", file=sys.stderr, flush=True)
+        profile = profiles.read(measurements.profile(layout, i))
+        around.setdefault(layout, []).append(spec_from_profile(profile, "this machine"))
+        if i < args.rounds:
+            benches.setdefault(layout, []).append(speeds_of(measurements.bench(layout, i)))
+    spent_s = time.monotonic() - start
+    specs = [with_usual(spec, around) for spec in itertools.chain.from_iterable(around.values())]
+    by_spec = iter(specs)
+    print(f"\n\n{pair.title}: {args.n} tokens, {args.rounds} rounds, {spent_s:.0f} s", end="")
+    print(f", agreement {recordings.read(recording).agreement:.0%}")
+    print("  layout   mode         measured t/s   simulated   simulated / measured [rounds]   again")
     worst = 0.0
-    for (layout, mode), pairs in found.items():
-        ratios = [virtual / real for real, virtual in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        worst = max(worst, abs(middle - 1))
-        speeds = [statistics.median(pair[i] for pair in pairs) for i in range(2)]
-        line = f"  {layout:8s} {mode:12s} {speeds[0]:12.2f} {speeds[1]:11.2f} {middle:12.2f} [{low:.2f} … {high:.2f}]"
-        print(line + ("" if abs(middle - 1) <= WORST else "  <-- off"), flush=True)
-    return worst
+    for layout in layouts:
+        virtual = [simulated(setup_of(next(by_spec), pair, recording, layout, args.draft)) for _ in around[layout]]
+        for mode in MODES:
+            real = [speeds[mode] for speeds in benches[layout]]
+            near = [statistics.fmean((a[mode], b[mode])) for a, b in itertools.pairwise(virtual)]
+            ratios = sorted(v / r for v, r in zip(near, real, strict=True))
+            middle = statistics.median(ratios)
+            again = [max(a, b) / min(a, b) for a, b in itertools.pairwise(real)]
+            worst = max(worst, abs(middle - 1))
+            name = f"{layout} rank{'s' * (layout > '1')}"
+            line = f"  {name:8s} {mode:12s} {statistics.median(real):12.2f} {statistics.median(near):11.2f}"
+            line += f" {middle:12.2f} [{ratios[0]:.2f} … {ratios[-1]:.2f}]"
+            line += f"{statistics.median(again):15.2f}" if again else ""
+            print(line + ("" if abs(middle - 1) <= WORST else "  <-- off"), flush=True)
+    return worst if pair.counts else 0.0
+
+
+def with_usual(spec: ClusterSpec, around: dict[str, list[ClusterSpec]]) -> ClusterSpec:
+    """What says how ranks share the machine comes from all profiles: each of them compares two noisy times."""
+    nodes = [other.nodes[0] for specs in around.values() for other in specs]
+    crowd = statistics.median(node.crowd or 1.0 for node in nodes)
+    turns = statistics.median(node.turns for node in nodes)
+    return replace(spec, nodes=(replace(spec.nodes[0], crowd=crowd, turns=turns),))
 
 
 def main() -> int:
@@ -141,27 +204,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-n", type=int, default=96, help="tokens to generate")
-    parser.add_argument("--seconds", type=float, default=4, help="for each profile")
+    parser.add_argument("--seconds", type=float, default=12, help="for each profile")
     parser.add_argument("-s", type=float, default=0.07, help="how the random pair differs")
     parser.add_argument("--draft", type=int, default=3, help="draft tokens in a micro-batch")
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to check instead of these")
-    parser.add_argument("--inflated", action="store_true", help="the inflated bundled pair instead of these")
+    parser.add_argument("--pairs", nargs="+", choices=("random", "inflated", "bundled"), help="these only")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of so many ranks only")
+    parser.add_argument("--keep", type=Path, help="a folder for what is measured")
     args = parser.parse_args()
-    tale, program = ROOT / "prompts" / "tale.txt", ROOT / "prompts" / "program.txt"
-    if args.pair:
-        worst = check(args.pair[0].name, args.pair[0], args.pair[1], [tale], args)
-    elif args.inflated:
-        inflated = inflated_pair()
-        worst = check("inflated bundled pair", inflated.target, inflated.draft, [tale, program], args)
-    else:
-        with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as folder:
-            target, draft = (Path(folder) / f"{name}.gguf" for name in ("target", "draft"))
-            make_pair(target, draft, Shape(), s=args.s)
-            short = Path(folder) / "short.txt"  # this pair's words are letters
-            short.write_text("Once upon a time")
-            worst = check("0.75 B random pair", target, draft, [short], args)
-        bundled = check("bundled pair", BUNDLED_PAIR.target, BUNDLED_PAIR.draft, [tale, program], args)
-        worst = max(worst, bundled)
+    prompts = tuple(ROOT / "prompts" / name for name in ("tale.txt", "program.txt"))
+    with tempfile.TemporaryDirectory(prefix="ggpipe-check-") as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        pairs: dict[str, Callable[[], Pair]] = {
+            "random": lambda: random_pair(folder, args.s),
+            "inflated": lambda: Pair("inflated bundled pair", inflated_pair().target, inflated_pair().draft, prompts),
+            "bundled": lambda: Pair("bundled pair", BUNDLED_PAIR.target, BUNDLED_PAIR.draft, prompts, counts=False),
+        }
+        if args.pair:
+            pairs = {"given": lambda: Pair(args.pair[0].name, args.pair[0], args.pair[1], prompts[:1])}
+        chosen = args.pairs if args.pairs and not args.pair else list(pairs)
+        found = {name: check(Measurements(pairs[name](), folder / name, args), args.layouts, args) for name in chosen}
+    worst = max(found.values())
     print(f"\nworst deviation: {worst:.0%} (limit: {WORST:.0%})")
     return int(worst > WORST)
 

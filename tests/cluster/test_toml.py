@@ -14,6 +14,7 @@ from support.virtual import ASYNC, measured, tokens
 from ggpipe.cluster import toml
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import write
+from ggpipe.cluster.spec import TURNS
 from ggpipe.cluster.toml import read_cluster, shipped
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.simulator import simulate
@@ -106,6 +107,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert (spec.shares, spec.draft_shares, spec.threads, spec.links) == (None, (), (), {})
     assert spec.nodes[0].core_bytes_per_s == spec.nodes[0].bytes_per_s
     assert spec.nodes[0].crowd is None
+    assert spec.nodes[0].turns == TURNS
     assert spec.overheads == Overheads()
     spec = read_cluster(written(tmp_path, 'draft_on = ["server2"]\n' + NODES + NETWORK))
     assert (spec.target_on, spec.draft_on) == ((0,), (1,))
@@ -150,17 +152,18 @@ def test_nodes_that_were_measured(tmp_path: Path) -> None:
     assert spec.links == {(0, 1): Link(5e-5, 1e9), (1, 0): Link(6e-5, 1e9)}
     assert spec.network == Link(5.5e-5, 1e9), "the median, for pairs that were not measured"
     overheads = spec.overheads
-    assert 0.6 < (overheads.run_s + 2 * overheads.hand_s) / PROFILE.ranks[0].run_s < 1
+    assert overheads.hand_s == pytest.approx(PROFILE.ranks[0].overheads.hand_s)
     swapped = read_cluster(profiled(tmp_path, 'target_on = ["b", "a"]\n' + MEASURED))
     assert swapped.links == {(1, 0): Link(5e-5, 1e9), (0, 1): Link(6e-5, 1e9)}
 
 
 def test_the_file_overrides_the_profile(tmp_path: Path) -> None:
-    more = "cores = 4\nmemory_gb = 8\ncrowd = 0.5\n[overheads]\nrun_us = 7\n"
+    more = "cores = 4\nmemory_gb = 8\ncrowd = 0.5\nturns = 1.5\n[overheads]\nrun_us = 7\n"
     spec = read_cluster(profiled(tmp_path, MEASURED + more + NETWORK))
     assert spec.links == {}
     assert spec.network == Link(6e-5, 1e9 / 8)
     assert (spec.nodes[1].cores, spec.nodes[1].memory_bytes, spec.nodes[1].crowd) == (4, 8e9, 0.5)
+    assert [node.turns for node in spec.nodes] == [TURNS, 1.5]
     assert spec.overheads.run_s == pytest.approx(7e-6)
 
 

@@ -10,8 +10,9 @@ from support.virtual import measured
 from ggpipe.cluster.from_profile import crowd_of, spec_from_profile
 from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import ModelShape, even_shape
-from ggpipe.cluster.profile import Profile
-from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.cluster.profile import Point, Profile
+from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
+from ggpipe.core.layout import lay_out
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.costs import MeasuredCost, Roofline
 from ggpipe.sim.virtual_cluster import Placement, build, placement_of, stage_cost, threads_of, with_split
@@ -183,12 +184,31 @@ def test_a_profile_of_experts_counts_all_of_them() -> None:
     assert stage_cost(node, shape, (1, 3), 8).seconds(1, 32) == pytest.approx(0.010)
 
 
+def test_ranks_that_measured_the_same_are_averaged() -> None:
+    profile = measured(("x", "x", "y"))
+    slower = tuple(Point(p.rows, p.n_past, 2 * p.seconds) for p in profile.ranks[1].alone[:2])
+    ranks = (profile.ranks[0], replace(profile.ranks[1], alone=slower, turns=1.2), profile.ranks[2])
+    one, other = spec_from_profile(replace(profile, ranks=ranks), "measured").nodes
+    assert one.profile is not None
+    assert [point.seconds for point in one.profile.alone] == pytest.approx([0.015, 0.045, 0.012])
+    assert other.profile == profile.ranks[2]
+    assert (one.turns, other.turns) == (1.2, TURNS)
+
+
+def test_other_numbers_of_rows_cost_by_the_layer() -> None:
+    own = spec_from_profile(measured(("x",)), "measured")
+    placement = Placement(target_on=(0, 0), layout=lay_out(4, 2, (0.75, 0.25)), threads=(8, 8))
+    stages = build(own, placement, shape_like(measured()), None).target.stages
+    assert [stages[rank].change_s for rank in (0, 1)] == pytest.approx([3e-4, 1e-4])
+
+
 def test_hosts_become_nodes() -> None:
     own = spec_from_profile(measured(("x", "y", "x")), "measured")
     assert [node.name for node in own.nodes] == ["x", "y"]
     assert (own.target_on, own.draft_on, own.threads) == ((0, 1, 0), (), (8, 8, 8))
     assert own.links[0, 2] == Link(5e-5, 1e9)
-    assert 2e-4 < own.overheads.run_s + 2 * own.overheads.hand_s < 3e-4, "there and back"
+    assert own.overheads.run_s == pytest.approx(7e-5)
+    assert own.overheads.hand_s == pytest.approx(9e-5)
     placement = placement_of(own, shape_like(measured()), None)
     assert placement.threads == (8, 8, 8)
     cluster = build(own, placement, shape_like(measured()), None)

@@ -56,7 +56,7 @@ def _ranks_table(profile: Profile, width: int) -> Table:
     if profile.draft is not None:
         cells = lines(human_seconds(seconds_at(r.draft.alone, 1) if r.draft else None) for r in ranks)
         columns.append(Column("draft, 1 row", cells, 0))
-    columns.append(Column("run", lines(human_seconds(r.run_s) for r in ranks), 4))
+    columns.append(Column("run", lines(human_seconds(r.overheads.run_s + 2 * r.overheads.hand_s) for r in ranks), 4))
     return columns_table(columns, width, _GAP)
 
 
