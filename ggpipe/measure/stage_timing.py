@@ -24,7 +24,7 @@ FEW_ROWS = (1, 2, 4, 8)
 CHUNK_ROWS = 128
 SHORT_CELLS, LONG_CELLS = 32, 512
 _TOP = Want(WantKind.TOP, 40)  # what sampling asks for by default
-_MOST_ROUNDS = 15
+_MOST_ROUNDS, _MOST_RUNS = 15, 60
 _SLICE_S, _SHARED_S = 5e-3, 0.5
 
 
@@ -201,32 +201,32 @@ class Samples:
 
 
 def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], until: float) -> Samples:
-    """Measure these numbers of rows in turn, until a point in time (`time.monotonic`).
+    """Measure these numbers of rows until a point in time (`time.monotonic`), each for about as long.
 
     The `needed` ones are measured at least once, others only while they can be expected to end in time.
     """
     samples, sizes = Samples(), tuple(dict.fromkeys(rows))
-    for _ in range(_MOST_ROUNDS):
-        n_done = 0
-        for n in sizes:
-            known = samples.same_s.get(n, ())
-            ends = time.monotonic() + samples.seconds(n) * _runs_of(n)
-            if (n in needed and not known) or (ends < until and len(known) < _most_runs_of(n)):
-                samples.measure(timed, n)
-                n_done += 1
-        if not n_done:
-            break
-    return samples
+    spent_s = dict.fromkeys(sizes, 0.0)
+    while True:
+        start = time.monotonic()
+        left = [n for n in sizes if n in needed and n not in samples.same_s] or [
+            n
+            for n in sizes
+            if start + samples.seconds(n) * _runs_of(n) < until and len(samples.same_s.get(n, ())) < _MOST_RUNS
+        ]
+        if not left:
+            return samples
+        n_rows = min(left, key=lambda n: spent_s[n])
+        samples.measure(timed, n_rows)
+        spent_s[n_rows] += time.monotonic() - start
 
 
 def _runs_of(n_rows: int) -> int:
     """Runs one after the other: the first pays for the change of rows, and the caches hold what they hold while tokens
     are generated."""
-    return 4 if n_rows <= FEW_ROWS[-1] else 1
-
-
-def _most_runs_of(n_rows: int) -> int:
-    return _MOST_ROUNDS if n_rows <= FEW_ROWS[-1] else 3
+    if n_rows > FEW_ROWS[-1]:
+        return 1
+    return 3 if n_rows <= 2 else 2
 
 
 def cells_before(n_ctx: int) -> int:

@@ -67,7 +67,7 @@ def test_files_from_before_drafts_were_measured(tmp_path: Path) -> None:
     content = json.loads(as_text(measured())) | {"version": 1}
     del content["draft"]
     path.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=r"a profile of format 1, this ggpipe reads 2: profile anew"):
+    with pytest.raises(UsageError, match=r"a profile of format 1, this ggpipe reads 3: profile anew"):
         read(path)
 
 
