@@ -49,6 +49,7 @@ def profiled_node(profile: Profile, rank: int, name: str) -> NodeSpec:
         memory_bytes=max(mate.memory_bytes for mate in mates),
         crowd=crowd_of(mates),
         turns=turns_of(mates),
+        guest=next((mate.guest for mate in mates if mate.guest is not None), None),
         profile=own,
         of_experts=profile.model.n_expert > 0,
     )

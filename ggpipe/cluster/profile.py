@@ -115,8 +115,11 @@ class RankProfile:
     """Time of a decode of one row that does not depend on the number of layers: a straight line through the fastest
     decodes of `first` and of all layers, at no weights. 0 where a single layer was measured."""
     turns: Annotated[float, Meta(ge=1)] | None = None
-    """Time of a decode of one row right after another rank of the machine computed, relative to decodes in a row. None
-    where the machine has a single rank."""
+    """Time of a decode of one row right after another rank of the machine computed, relative to decodes in a row while
+    the other ranks rest. None where the machine has a single rank."""
+    guest: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Speed of a thread at nice 10 that works as long as a draft does for a row, while all ranks compute, relative to
+    its speed alone. None where the ranks leave cores free, and for all but the first rank of a machine."""
     draft: Part | None = None
     """All layers of `Profile.draft`, alone, with as many threads as the target. None where no draft was measured, or
     this rank's memory is too small for it."""

@@ -28,6 +28,8 @@ class NodeSpec:
     """Speed of a core while all others are busy, as a share of its speed alone; None: as they share `bytes_per_s`."""
     turns: float = TURNS
     """Time of a decode after another rank of the node computed, relative to decodes in a row."""
+    guest: float | None = None
+    """Speed of a draft that shares busy cores with the target, relative to its speed alone; None: by Linux' weights."""
     profile: RankProfile | None = None
     of_experts: bool = False
     """The profiled model has experts: its `weight_bytes` include those that a row does not use."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -120,9 +119,10 @@ class _Lead:
         self._channel.send_to_all(EndProfile())
         profiles = tuple(
             replace(
-                _rank_profile(rank, hello, model, layers, alone[rank], together[rank], drafts.get(rank)),
+                _rank_profile(rank, hello, model, layers, alone[rank], together[rank].together, drafts.get(rank)),
                 overheads=replace(alone[rank].overheads, **messages.get(rank, {})),
                 turns=in_turn.get(rank),
+                guest=together[rank].guest if _is_full(hello, hellos) else None,
             )
             for rank, hello in enumerate(hellos)
         )
@@ -142,23 +142,25 @@ class _Lead:
     def _in_turn(self, turns: Sequence[Sequence[int]], hosts: Sequence[str]) -> dict[int, float]:
         """`RankProfile.turns` of the ranks that are not alone on their machine."""
         several = [[rank for rank in ranks if hosts.count(hosts[rank]) > 1] for ranks in turns]
-        found: dict[int, list[float]] = {rank: [] for ranks in several for rank in ranks}
+        found: dict[int, list[TurnMeasured]] = {rank: [] for ranks in several for rank in ranks}
         until = time.monotonic() + self._budget_s * _TURNS
         for i in range(_MOST_TURNS if found else 0):
             if i >= _LEAST_TURNS and time.monotonic() > until:
                 break
             for ranks in several:
                 for rank, turn in self._ask(ranks, MeasureTurn(), TurnMeasured).items():
-                    found[rank].append(turn.first_s / turn.later_s)
-        return {rank: max(statistics.median(ratios), 1.0) for rank, ratios in found.items()}
+                    found[rank].append(turn)
+        return {
+            rank: max(sum(turn.first_s for turn in turns) / sum(turn.later_s for turn in turns), 1.0)
+            for rank, turns in found.items()
+        }
 
-    def _together(self, alone: dict[int, AloneMeasured]) -> dict[int, tuple[Point, ...]]:
-        """Times of few rows while all ranks compute; a single rank has measured them alone."""
+    def _together(self, alone: dict[int, AloneMeasured]) -> dict[int, TogetherMeasured]:
+        """What each rank measures while all compute; a single rank has measured that alone."""
         if self._n_ranks == 1:
-            return {rank: _few_rows(measured.alone) for rank, measured in alone.items()}
+            return {rank: TogetherMeasured(_few_rows(measured.alone), None) for rank, measured in alone.items()}
         order = MeasureTogether(self._budget_s * _TOGETHER)
-        answers = self._ask(range(self._n_ranks), order, TogetherMeasured)
-        return {rank: measured.points for rank, measured in answers.items()}
+        return self._ask(range(self._n_ranks), order, TogetherMeasured)
 
     def _links(self) -> tuple[tuple[LinkProfile, ...], dict[int, Mapping[str, float]]]:
         """All links, and what messages take of each rank that sent some, as fields of `Overheads`."""
@@ -222,6 +224,11 @@ def _announced(model: ModelFacts, layers: tuple[int, int], draft: ModelFacts | N
     where = f" on {n_ranks} ranks" if n_ranks > 1 else ""
     beside = f" and the draft ({draft.weight_bytes((0, draft.n_layer)) / 1e6:.3g} MB)" if draft is not None else ""
     return f"measuring {which} of 0-{model.n_layer - 1} ({model.weight_bytes(layers) / 1e6:.3g} MB){beside}{where}"
+
+
+def _is_full(own: ProfileHello, hellos: Sequence[ProfileHello]) -> bool:
+    """The ranks of a rank's machine have no fewer threads than it has cores."""
+    return sum(hello.threads[0] for hello in hellos if hello.target.host == own.target.host) >= own.cores
 
 
 def _few_rows(points: tuple[Point, ...]) -> tuple[Point, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import replace
 
 from ggpipe.cluster.profile import ModelFacts, Part, Point
@@ -12,6 +13,7 @@ from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of
 from ggpipe.measure import stage_timing
+from ggpipe.measure.guest import Guest
 from ggpipe.measure.links import LinkTimer
 from ggpipe.measure.overheads import measure_overheads
 from ggpipe.measure.stage_timing import Samples, TimedStage
@@ -39,7 +41,8 @@ from ggpipe.transport.control import (
 _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
 _MEMORY_S = 0.5
 _MEMORY, _FIRST, _OWN, _SHORT, _LONG = 0.05, 0.1, 0.15, 0.4, 0.3  # shares of the target's budget alone
-_ROWS_IN_TURN = 3
+_TURN_S, _ROWS_IN_TURN = 0.2, 3  # after that time the ranks that wait poll seldom
+_GUEST_S = 3e-3  # its work without a draft
 _DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's
 
 
@@ -55,6 +58,9 @@ class ProfiledRank:
         self._draft_file = ModelFile.open(config.draft.model.path) if config.draft is not None else None
         self.model = facts_of(self._file)
         self.draft = facts_of(self._draft_file) if self._draft_file is not None else None
+        self._guest: Guest | None = None
+        """On the first rank of each machine, once its speed alone is known."""
+        self._guest_s = _GUEST_S
         self._timed: TimedStage | None = None
         """The stage that is loaded now."""
 
@@ -84,11 +90,9 @@ class ProfiledRank:
             case MeasureAlone(layers, budget_s):
                 return self._alone(layers, budget_s)
             case MeasureTogether(budget_s):
-                return TogetherMeasured(self._together(budget_s))
+                return self._together_with_guest(budget_s)
             case MeasureTurn():
-                assert self._timed is not None
-                first_s, *later_s = (self._timed.run(1).compute_s for _ in range(_ROWS_IN_TURN))
-                return TurnMeasured(first_s, statistics.fmean(later_s))
+                return self._turn()
             case MeasureLink(peer, budget_s):
                 self.close()
                 return self._links.measure(peer, budget_s, self._channel.wait)
@@ -99,6 +103,22 @@ class ProfiledRank:
         if self._timed is not None:
             self._timed.close()
             self._timed = None
+
+    def _turn(self) -> TurnMeasured:
+        """The first row, and the last ones."""
+        assert self._timed is not None
+        start, took_s = time.monotonic(), [self._timed.run(1).compute_s]
+        while time.monotonic() < start + _TURN_S:
+            self._timed.run(1)
+        took_s += [self._timed.run(1).compute_s for _ in range(_ROWS_IN_TURN)]
+        return TurnMeasured(took_s[0], statistics.fmean(took_s[1:]))
+
+    def _together_with_guest(self, budget_s: float) -> TogetherMeasured:
+        if self._guest is None:
+            return TogetherMeasured(self._together(budget_s), None)
+        with self._guest:
+            points = self._together(budget_s)
+        return TogetherMeasured(points, self._guest.share)
 
     def _draft_alone(self, budget_s: float) -> Part | None:
         """All of the draft, with the target's threads: times are scaled to others later, as the target's are."""
@@ -113,11 +133,15 @@ class ProfiledRank:
         timed = self._load(layers, config, draft_file, facts)
         points, short = self._short_and_long(timed, budget_s * _DRAFT_SHORT, budget_s * _DRAFT_LONG)
         self.close()
+        self._guest_s = short.fastest_s
         return Part(layers, facts.weight_bytes(layers), points, short.more_for_change_s)
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:
         single, _ = handshake.threads_of(self.config, self._channel.transport, False)
         speed = stage_timing.memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
+        transport = self._channel.transport
+        if transport.hosts.index(transport.host) == transport.rank:
+            self._guest = Guest(self._guest_s, speed / single)
         first, first_s = self._first(layers, budget_s * _FIRST)
         timed = self._timed or self._load_target(layers)
         overheads = measure_overheads(timed, self._channel.inbox.pump, budget_s * _OWN)

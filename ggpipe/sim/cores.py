@@ -9,26 +9,17 @@ from ggpipe.sim.clock import Clock
 NICE_WEIGHT = 110 / 1024
 """A thread's share of a core at nice 10, relative to an ordinary thread's (Linux' scheduler)."""
 
-STICKS_S = 4e-3
-"""A thread at nice 10 that works for less than this stays on the core where it woke up, even if another core is free:
-the kernel moves threads to free cores every few milliseconds."""
+_MOST_SHARE = 0.95
 
 
 class Task:
     """Work on one node."""
 
-    __slots__ = ("done", "left_s", "rate", "since", "sticks", "threads", "version", "weight")
+    __slots__ = ("done", "left_s", "rate", "since", "threads", "version", "weight")
 
-    def __init__(
-        self, work_s: float, threads: int, weight: float, done: Callable[[], None], sticks: bool = False
-    ) -> None:
-        """`work_s`: seconds with a core for each thread and no other work. `done` is called at its end.
-
-        `sticks`: it stays on its core, see `STICKS_S`: once other work takes all but a part of a core, the task gets
-        its weight alone.
-        """
+    def __init__(self, work_s: float, threads: int, weight: float, done: Callable[[], None]) -> None:
+        """`work_s`: seconds with a core for each thread and no other work. `done` is called at its end."""
         self.left_s = work_s
-        self.sticks = sticks
         self.threads = threads
         self.weight = weight
         self.done = done
@@ -51,14 +42,12 @@ class Cores:
         self._tasks: list[Task] = []
         self._wanted = 0
         self._polling = 0.0
-        self._n_stuck = 0
 
     def start(self, task: Task) -> None:
         """Begin to work on a task."""
         task.since = self._clock.now
         self._tasks.append(task)
         self._wanted += task.threads
-        self._n_stuck += task.sticks
         if self._are_enough:  # the usual case on clusters
             self._set_rate(task, 1.0)
         else:
@@ -79,7 +68,6 @@ class Cores:
         were_enough = self._are_enough
         self._tasks.remove(task)
         self._wanted -= task.threads
-        self._n_stuck -= task.sticks
         if not were_enough:
             self._share(None)
 
@@ -91,7 +79,7 @@ class Cores:
                     self._set_rate(task, 1.0)
             return
         cores = self._spread()
-        busy = sum(cores) + self._taken
+        busy = sum(cores)  # polls are in what ranks that take turns were measured with
         for task, own in zip(self._tasks, cores, strict=True):
             others = self._n - own
             crowding = (busy - own) / others if others > 0 else 0.0
@@ -102,7 +90,7 @@ class Cores:
     @property
     def _are_enough(self) -> bool:
         """Each thread has a core of its own."""
-        return self._crowd == 1.0 and not self._n_stuck and self._wanted + self._polling <= self._n
+        return self._crowd == 1.0 and self._wanted + self._polling <= self._n
 
     @property
     def _taken(self) -> float:
@@ -122,11 +110,6 @@ class Cores:
                 break
             free -= sum(wanted[i] for i in full)
             hungry = [i for i in hungry if i not in full]
-        if self._n_stuck:
-            busy = sum(cores) + self._taken
-            for i, task in enumerate(self._tasks):
-                if task.sticks and busy - cores[i] > self._n - 1 + 1e-9:
-                    cores[i] = min(cores[i], task.weight * wanted[i])
         return cores
 
     def _set_rate(self, task: Task, rate: float) -> None:
@@ -144,6 +127,12 @@ class Cores:
 
         if rate > 0:
             self._clock.after(max(task.left_s, 0.0) / rate, end)
+
+
+def weight_of(guest: float, n_cores: int, crowd: float) -> float:
+    """The weight of a thread that has `guest` of its speed alone while `n_cores` ordinary threads compute."""
+    share = min(guest / crowd, _MOST_SHARE)
+    return share * n_cores / (n_cores - share)
 
 
 class OwnCores(Cores):

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from ggpipe.core.messages import Row, Run, Span
 from ggpipe.sim.clock import Clock
-from ggpipe.sim.cores import NICE_WEIGHT, STICKS_S, Cores, OwnCores, Task
+from ggpipe.sim.cores import Cores, OwnCores, Task
 from ggpipe.sim.network import Network
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster
 
-_REST_S = 2e-3  # after such a rest a decode is `Overheads.cold_s` slower
+_REST_S = 2e-3  # after such a rest a decode is `Overheads.cold_s` slower, or others' turn has made it slower
 _WAITING_POLL_S, _DRAFTED_POLL_S = 150e-6, 300e-6  # between two polls: runtime/inbox.py
 _HEADER_BYTES, _ROW_HEADER_BYTES, _ANSWER_BYTES = 120, 24, 48
 
@@ -106,13 +106,12 @@ class VirtualStage:
         self._process = process
         self._overheads = cluster.overheads
         self._stage = stage
-        self._weight = NICE_WEIGHT if stage.nice else 1.0
+        self._weight = cluster.nodes[cluster.node_of[rank]].nice_weight if stage.nice else 1.0
         self._alone = isinstance(
             cores, OwnCores
         )  # no other rank takes turns with this one: a shorter way to the same times
         several = cluster.node_of.count(cluster.node_of[rank]) > 1
-        self._is_guest = several and stage.nice and stage is not cluster.target.stages.get(rank, stage)
-        self._slower = cluster.nodes[cluster.node_of[rank]].turns if several else 1.0
+        self._turns = cluster.nodes[cluster.node_of[rank]].turns if several else 1.0
         self._rank = rank
         self._row_bytes = row_bytes
         self._deliver = deliver
@@ -176,14 +175,14 @@ class VirtualStage:
     def _start(self, job: _Job, before_s: float) -> None:
         n_rows = len(job.run.rows)
         job.decode_s = self._clock.now + before_s
-        work_s = before_s + self._stage.cost.seconds(n_rows, *_past(job.run.rows)) * self._slower
+        decode_s = self._stage.cost.seconds(n_rows, *_past(job.run.rows))
+        work_s = before_s + decode_s
         if n_rows != self._last_rows:
             self._last_rows = n_rows
             work_s += self._stage.change_s
         if job.start_s - self._rests_since > _REST_S:
-            work_s += self._overheads.cold_s
-        sticks = self._is_guest and work_s < STICKS_S
-        job.task = Task(work_s, self._stage.threads, self._weight, self._done, sticks)
+            work_s += max(self._overheads.cold_s, (self._turns - 1) * decode_s)
+        job.task = Task(work_s, self._stage.threads, self._weight, self._done)
         self._cores.start(job.task)
 
     def _done(self) -> None:

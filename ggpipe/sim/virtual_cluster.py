@@ -15,6 +15,7 @@ from ggpipe.cluster.profile import Part, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
+from ggpipe.sim.cores import NICE_WEIGHT, weight_of
 from ggpipe.sim.costs import Cost, MeasuredCost, Roofline
 
 _LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
@@ -32,6 +33,8 @@ class VirtualNode:
     """Speed of a core while all others of its node are busy, as a share of its speed alone."""
     turns: float = 1.0
     """Time of a decode after another rank of the node computed, relative to decodes in a row."""
+    nice_weight: float = NICE_WEIGHT
+    """Share of a core of a stage at nice 10, relative to an ordinary thread's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +151,7 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
         draft_pipeline = pipeline(draft, draft_layout, True)
     return VirtualCluster(
         title=spec.title,
-        nodes=tuple(
-            VirtualNode(name=node.name, cores=node.cores, crowd=_crowd(spec, placement, i), turns=node.turns)
-            for i, node in enumerate(spec.nodes)
-        ),
+        nodes=tuple(_node(spec, placement, i) for i in range(len(spec.nodes))),
         node_of=node_of,
         target=target_pipeline,
         draft=draft_pipeline,
@@ -259,6 +259,12 @@ def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:
     for point in draft:
         if point.rows in short and point.rows in long:
             yield Point(point.rows, pasts[-1], point.seconds * long[point.rows] / short[point.rows])
+
+
+def _node(spec: ClusterSpec, placement: Placement, number: int) -> VirtualNode:
+    node, crowd = spec.nodes[number], _crowd(spec, placement, number)
+    nice_weight = NICE_WEIGHT if node.guest is None else weight_of(node.guest, node.cores, crowd)
+    return VirtualNode(name=node.name, cores=node.cores, crowd=crowd, turns=node.turns, nice_weight=nice_weight)
 
 
 def _crowd(spec: ClusterSpec, placement: Placement, number: int) -> float:

@@ -210,13 +210,14 @@ class StopTogether(ControlMessage, frozen=True):
 
 
 class TogetherMeasured(ControlMessage, frozen=True):
-    """The answer to MeasureTogether."""
+    """The answer to MeasureTogether; the fields are those of `cluster.profile.RankProfile`."""
 
-    points: tuple[Point, ...]
+    together: tuple[Point, ...]
+    guest: float | None
 
 
 class MeasureTurn(ControlMessage, frozen=True):
-    """Decode a few rows one by one, with the layers of MeasureAlone: another rank of your machine did so before."""
+    """Decode some rows one by one, with the layers of MeasureAlone: another rank of your machine did so before."""
 
 
 class TurnMeasured(ControlMessage, frozen=True):
@@ -224,7 +225,7 @@ class TurnMeasured(ControlMessage, frozen=True):
 
     first_s: float
     later_s: float
-    """Mean of the other rows."""
+    """Mean of the last rows: the other ranks of the machine rest."""
 
 
 class MeasureLink(ControlMessage, frozen=True):

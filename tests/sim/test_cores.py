@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggpipe.sim.clock import Clock
-from ggpipe.sim.cores import NICE_WEIGHT, Cores, OwnCores, Task
+from ggpipe.sim.cores import NICE_WEIGHT, Cores, OwnCores, Task, weight_of
 
 Work = tuple[float, float, int, float]
 """Begin, work in s, threads, weight."""
@@ -73,17 +73,16 @@ def test_polls_take_cores_first() -> None:
     assert len(ends) == 3, "they leave something, however many ranks there are"
 
 
-@pytest.mark.parametrize(("polling", "end"), [(0.0, 1.0), (0.2, 1.0 / NICE_WEIGHT)])
-def test_a_task_that_sticks_waits_for_its_core(polling: float, end: float) -> None:
-    """Beside one busy core of two it has the other; once a little more is taken, no more than its weight."""
+@pytest.mark.parametrize(("n_cores", "crowd"), [(1, 1.0), (2, 1.0), (2, 0.8), (8, 0.9)])
+def test_a_guest_gets_what_was_measured(n_cores: int, crowd: float) -> None:
     clock = Clock()
-    cores, ends = Cores(clock, 2), []
-    cores.poll(polling)
-    cores.start(Task(100.0, 1, 1.0, lambda: None))
-    cores.start(Task(1.0, 1, NICE_WEIGHT, lambda: ends.append(clock.now), True))
+    cores, ends = Cores(clock, n_cores, crowd), []
+    for _ in range(n_cores):
+        cores.start(Task(1000.0, 1, 1.0, lambda: None))
+    cores.start(Task(1.0, 1, weight_of(0.5, n_cores, crowd), lambda: ends.append(clock.now)))
     while not ends:
         clock.step()
-    assert ends == [pytest.approx(end)]
+    assert ends == [pytest.approx(2.0, rel=0.1)]
 
 
 def test_nice_tasks_take_the_rest() -> None:
