@@ -11,7 +11,7 @@ import numpy as np
 
 from ggpipe.llama import machine
 
-_RESTS = 2  # as long as the work: a draft waits for its target most of the time
+_RESTS = 5  # as long as the work: a draft waits for its target most of the time
 _ALONE = 15
 _LEAST_BYTES = 1 << 16
 

@@ -6,13 +6,16 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from ggpipe.transport.base import Kind, Message, Transport
 from ggpipe.transport.control import LinkMeasured
 
 _SMALL = bytes(512)  # as a result with the best 40 tokens
 _LARGE_BYTES = (256 << 10, 4 << 20)
 _LARGE_S = 0.3  # a large message may take this long whatever the budget
-_PAUSE_S = 2e-3  # a rank that waits for a hop has waited as long as a stage computes
+_PAUSE_S = 1e-3
+_SWEPT_BYTES = 1 << 25
 _MOST_TRIPS = 50
 _READS = 5
 
@@ -27,6 +30,7 @@ class LinkTimer:
         self._transport = transport
         self._answer_due_from: int | None = None
         self._send_s: list[float] = []
+        self._swept = np.ones(_SWEPT_BYTES, np.uint8)
 
     def on_message(self, message: Message) -> None:
         """Take the answer to our own message, or answer another rank's."""
@@ -36,14 +40,16 @@ class LinkTimer:
             self._answer_due_from = None
         else:
             self._transport.send(message.source, Kind.RESULT, _SMALL)
+            if len(message.payload) == len(_SMALL):
+                self._sweep()
 
     def measure(self, peer: int, budget_s: float, wait: Callable[[], object]) -> LinkMeasured:
         """Latency of a small message to `peer`, and bytes a second of large ones beyond it. `wait` waits for a message
         and brings it to `on_message`.
 
-        Both ranks wait as ranks do for a hop (`Inbox`), and were idle for a while before each message. Latency is half
-        the median round trip. A large message is answered by a small one. Sending and receiving a small message are
-        timed as well: they keep the main thread from other work.
+        Both ranks wait as ranks do for a hop (`Inbox`), and their caches hold something else before each message.
+        Latency is half the median round trip. A large message is answered by a small one. Sending and receiving a small
+        message are timed as well: they keep the main thread from other work.
         """
         start = time.monotonic()
         self._send_s.clear()
@@ -67,7 +73,9 @@ class LinkTimer:
         return LinkMeasured(trip_s / 2, bytes_per_s, statistics.median(self._send_s), read_s)
 
     def _round_trip(self, peer: int, payload: bytes, wait: Callable[[], object]) -> float:
-        time.sleep(_PAUSE_S)
+        start_s = time.monotonic()
+        self._sweep()
+        time.sleep(_PAUSE_S + 2 * (time.monotonic() - start_s))  # the peer may be slower at it
         start = self._send(peer, payload)
         while self._answer_due_from is not None:
             wait()
@@ -81,6 +89,10 @@ class LinkTimer:
         while self._answer_due_from is not None:
             wait()
         return time.perf_counter() - start
+
+    def _sweep(self) -> None:
+        """Drive all else out of the caches, as a stage's weights do before each hop."""
+        self._swept.max()
 
     def _send(self, peer: int, payload: bytes) -> float:
         """Send what the peer answers; returns when that began."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ggpipe.cluster.links import Overheads
 from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Submit
@@ -16,43 +16,56 @@ from ggpipe.transport import codec
 from ggpipe.transport.bell import Bell
 
 _REST_S = 5e-3
-_MOST_ROUNDS, _LEAST_ROUNDS = 25, 5
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 25
 _STOPPED_ROWS = 8
 _POLLS, _POLL_S = 100, 100e-6
 _GREEDY = Want(WantKind.TOP, 1)
 
 
-def measure_overheads(timed: TimedStage, pump: Callable[[], bool], budget_s: float) -> Overheads:
-    """All that can be measured on a rank alone: everything but messages, which keep their defaults. A stage of little
-    work tells most. Takes about `budget_s` seconds; `pump` polls once for messages."""
-    until = time.monotonic() + budget_s
-    head, n_stopped = _HeadWork(), min(_STOPPED_ROWS, timed.stage.n_ubatch)
-    samples = Samples()
+def measure_stops(timed: TimedStage, budget_s: float) -> tuple[float, float]:
+    """`Overheads.cold_s` and `Overheads.abort_s`, in about `budget_s` seconds, from a stage of little work."""
     cold_s: list[float] = []
-    marker_s: list[float] = []
     abort_s: list[float] = []
-    event_s: list[float] = []
-    samples.measure(timed, 1)
-    for i in range(_MOST_ROUNDS):
-        if i >= _LEAST_ROUNDS and time.monotonic() > until:
-            break
-        samples.measure(timed, 1)
-        event_s.append(head.token_s())
-        before_s = samples.same_s[1][-1]
-        marker_s.append(timed.pass_marker())
+    n_stopped = min(_STOPPED_ROWS, timed.stage.n_ubatch)
+    for _ in _rounds(budget_s):
+        before_s = [timed.run(1).compute_s for _ in range(3)][-1]
         time.sleep(_REST_S)
         cold_s.append(timed.run(1).compute_s - before_s)
         if timed.rolls_back and (stopped_s := timed.stop(n_stopped, before_s)) is not None:
             abort_s.append(stopped_s)
+    return max(statistics.median(cold_s), 0.0), statistics.median(abort_s) if abort_s else Overheads().abort_s
+
+
+def measure_overheads(timed: TimedStage, pump: Callable[[], bool], budget_s: float) -> Overheads:
+    """What else can be measured on a rank alone, in about `budget_s` seconds; messages keep their defaults.
+
+    The stage should be as large as others: what its weights drive out of the caches has to be read again by the Python
+    that follows a decode. `pump` polls once for messages.
+    """
+    head, samples = _HeadWork(), Samples()
+    marker_s: list[float] = []
+    event_s: list[float] = []
+    for _ in _rounds(budget_s):
+        samples.measure(timed, 1)
+        event_s.append(head.token_s())
+        timed.run(1)
+        marker_s.append(timed.pass_marker())
     return Overheads(
         run_s=statistics.median(samples.run_s),
         hand_s=statistics.median(samples.hand_s),
-        cold_s=max(statistics.median(cold_s), 0.0),
         marker_s=statistics.median(marker_s),
         event_s=statistics.median(event_s),
         poll_s=_poll_s(pump),
-        abort_s=statistics.median(abort_s) if abort_s else Overheads().abort_s,
     )
+
+
+def _rounds(budget_s: float) -> Iterator[int]:
+    """Numbers until the budget is spent: at least a few, not very many."""
+    until = time.monotonic() + budget_s
+    for i in range(_MOST_ROUNDS):
+        if i >= _LEAST_ROUNDS and time.monotonic() > until:
+            break
+        yield i
 
 
 def _poll_s(pump: Callable[[], bool]) -> float:

@@ -15,7 +15,7 @@ from ggpipe.llama.model_shape import facts_of
 from ggpipe.measure import stage_timing
 from ggpipe.measure.guest import Guest
 from ggpipe.measure.links import LinkTimer
-from ggpipe.measure.overheads import measure_overheads
+from ggpipe.measure.overheads import measure_overheads, measure_stops
 from ggpipe.measure.stage_timing import Samples, TimedStage
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel
@@ -40,7 +40,7 @@ from ggpipe.transport.control import (
 
 _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
 _MEMORY_S = 0.5
-_MEMORY, _FIRST, _OWN, _SHORT, _LONG = 0.05, 0.1, 0.15, 0.4, 0.3  # shares of the target's budget alone
+_MEMORY, _FIRST, _STOPS, _OWN, _SHORT, _LONG = 0.05, 0.05, 0.05, 0.1, 0.45, 0.3  # shares of the target's budget alone
 _TURN_S, _ROWS_IN_TURN = 0.2, 3  # after that time the ranks that wait poll seldom
 _GUEST_S = 3e-3  # its work without a draft
 _DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's
@@ -144,9 +144,10 @@ class ProfiledRank:
             self._guest = Guest(self._guest_s, speed / single)
         first, first_s = self._first(layers, budget_s * _FIRST)
         timed = self._timed or self._load_target(layers)
-        overheads = measure_overheads(timed, self._channel.inbox.pump, budget_s * _OWN)
+        cold_s, abort_s = measure_stops(timed, budget_s * _STOPS)
         if first is not None:
             timed = self._load_target(layers)
+        overheads = measure_overheads(timed, self._channel.inbox.pump, budget_s * _OWN)
         points, short = self._short_and_long(timed, budget_s * _SHORT, budget_s * _LONG)
         fixed_s = 0.0
         if first is not None:
@@ -156,7 +157,7 @@ class ProfiledRank:
             alone=points,
             first=first,
             memory_bytes_per_s=speed,
-            overheads=overheads,
+            overheads=replace(overheads, cold_s=cold_s, abort_s=abort_s),
             change_s=short.more_for_change_s,
             fixed_s=fixed_s,
         )
