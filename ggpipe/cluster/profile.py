@@ -105,15 +105,15 @@ class RankProfile:
     """Times while no other rank of the same machine computes."""
     together: tuple[Point, ...]
     """Times while all ranks of the cluster compute."""
-    first: Part | None
-    """The first of the layers by itself, alone; None where a single layer was measured."""
+    half: Part | None
+    """Fewer of the layers, alone; None where a single layer was measured."""
     overheads: Overheads
     """What ggpipe takes besides decoding."""
     change_s: Seconds
     """Extra time of a decode of few rows when the run before had another number of rows: its graph is built anew."""
     fixed_s: Seconds
     """Time of a decode of one row that does not depend on the number of layers: a straight line through the fastest
-    decodes of `first` and of all layers, at no weights. 0 where a single layer was measured."""
+    decodes of `half` and of all layers, at no weights. 0 where a single layer was measured."""
     turns: Annotated[float, Meta(ge=1)] | None = None
     """Time of a decode of one row right after another rank of the machine computed, relative to decodes in a row while
     the other ranks rest. None where the machine has a single rank."""
@@ -159,7 +159,7 @@ class Profile:
         if not self.ranks or [rank.rank for rank in self.ranks] != list(range(n_ranks)):
             raise ValueError("ranks are not numbered 0, 1, 2, …")
         for rank in self.ranks:
-            parts = [Part(rank.layers, rank.weight_bytes, rank.alone), *([rank.first] if rank.first else [])]
+            parts = [Part(rank.layers, rank.weight_bytes, rank.alone), *([rank.half] if rank.half else [])]
             if any(not 0 <= part.layers[0] < part.layers[1] <= model.n_layer for part in parts):
                 raise ValueError(f"rank {rank.rank} has layers that the model has not")
             if rank.draft is not None:

@@ -257,7 +257,7 @@ def _rank_profile(
         weight_bytes=model.weight_bytes(layers),
         alone=measured.alone,
         together=together,
-        first=measured.first,
+        half=measured.half,
         overheads=measured.overheads,
         change_s=measured.change_s,
         fixed_s=measured.fixed_s,

@@ -40,7 +40,7 @@ from ggpipe.transport.control import (
 
 _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
 _MEMORY_S = 0.5
-_MEMORY, _FIRST, _STOPS, _OWN, _SHORT, _LONG = 0.05, 0.05, 0.05, 0.1, 0.45, 0.3  # shares of the target's budget alone
+_MEMORY, _STOPS, _HALF, _OWN, _SHORT, _LONG = 0.05, 0.05, 0.2, 0.05, 0.4, 0.25  # shares of the target's budget alone
 _TURN_S, _ROWS_IN_TURN = 0.2, 3  # after that time the ranks that wait poll seldom
 _GUEST_S = 3e-3  # its work without a draft
 _DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's
@@ -142,20 +142,18 @@ class ProfiledRank:
         transport = self._channel.transport
         if transport.hosts.index(transport.host) == transport.rank:
             self._guest = Guest(self._guest_s, speed / single)
-        first, first_s = self._first(layers, budget_s * _FIRST)
-        timed = self._timed or self._load_target(layers)
-        cold_s, abort_s = measure_stops(timed, budget_s * _STOPS)
-        if first is not None:
-            timed = self._load_target(layers)
+        cold_s, abort_s = self._stops(layers, budget_s * _STOPS)
+        half, half_s = self._half(layers, budget_s * _HALF)
+        timed = self._load_target(layers)
         overheads = measure_overheads(timed, self._channel.inbox.pump, budget_s * _OWN)
         points, short = self._short_and_long(timed, budget_s * _SHORT, budget_s * _LONG)
         fixed_s = 0.0
-        if first is not None:
+        if half is not None:
             weight_bytes = self.model.weight_bytes(layers)
-            fixed_s = stage_timing.intercept_s((first.weight_bytes, first_s), (weight_bytes, short.fastest_s))
+            fixed_s = stage_timing.intercept_s((half.weight_bytes, half_s), (weight_bytes, short.fastest_s))
         return AloneMeasured(
             alone=points,
-            first=first,
+            half=half,
             memory_bytes_per_s=speed,
             overheads=replace(overheads, cold_s=cold_s, abort_s=abort_s),
             change_s=short.more_for_change_s,
@@ -169,14 +167,20 @@ class ProfiledRank:
         points = short.points(stage_timing.cells_before(timed.stage.n_ctx))
         return (*points, *stage_timing.measure_long(timed, short, long_s)), short
 
-    def _first(self, layers: tuple[int, int], budget_s: float) -> tuple[Part | None, float]:
-        """The first of the layers, which stays loaded, and its fastest run of one row; None where it is the only one,
-        or cannot be cut off."""
+    def _stops(self, layers: tuple[int, int], budget_s: float) -> tuple[float, float]:
+        """`Overheads.cold_s` and `Overheads.abort_s`, with the first of the layers where that can be cut off."""
+        try:
+            timed = self._load_target((layers[0], layers[0] + 1))
+        except IndivisibleModelError:
+            timed = self._load_target(layers)
+        return measure_stops(timed, budget_s)
+
+    def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[Part | None, float]:
+        """The first half of the layers, and its fastest run of one row; None where there is none."""
         a, b = layers
-        self.close()
         if b - a == 1:
             return None, 0.0
-        some = (a, a + 1)
+        some = (a, a + (b - a) // 2)
         try:
             timed = self._load_target(some)
         except IndivisibleModelError:

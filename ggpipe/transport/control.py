@@ -188,7 +188,7 @@ class AloneMeasured(ControlMessage, frozen=True, kw_only=True):
     """The answer to MeasureAlone; the fields are those of `cluster.profile.RankProfile`."""
 
     alone: tuple[Point, ...]
-    first: Part | None
+    half: Part | None
     memory_bytes_per_s: float
     overheads: Overheads
     change_s: float

@@ -192,11 +192,15 @@ def check(measurements: Measurements, layouts: Sequence[str], args: argparse.Nam
 
 
 def with_usual(spec: ClusterSpec, around: dict[str, list[ClusterSpec]]) -> ClusterSpec:
-    """What says how ranks share the machine comes from all profiles: each of them compares two noisy times."""
+    """What compares two noisy times comes from all profiles: how ranks share the machine, and `fixed_s`."""
     nodes = [other.nodes[0] for specs in around.values() for other in specs]
     crowd = statistics.median(node.crowd or 1.0 for node in nodes)
     turns = statistics.median(node.turns for node in nodes)
-    return replace(spec, nodes=(replace(spec.nodes[0], crowd=crowd, turns=turns),))
+    fixed_s = statistics.fmean(node.profile.fixed_s for node in nodes if node.profile is not None)
+    own = spec.nodes[0]
+    assert own.profile is not None
+    profile = replace(own.profile, fixed_s=fixed_s)
+    return replace(spec, nodes=(replace(own, crowd=crowd, turns=turns, profile=profile),))
 
 
 def main() -> int:

@@ -51,7 +51,7 @@ def test_round_trip(tmp_path: Path) -> None:
     write(path, PROFILE)
     assert read(path) == PROFILE
     assert path.read_text() == as_text(PROFILE)
-    without = dataclasses.replace(PROFILE, ranks=(dataclasses.replace(PROFILE.ranks[0], first=None),), links=())
+    without = dataclasses.replace(PROFILE, ranks=(dataclasses.replace(PROFILE.ranks[0], half=None),), links=())
     write(path, without)
     assert read(path) == without
     content = json.loads(path.read_text()) | {"note": "from a later version"}
@@ -245,7 +245,7 @@ def test_models_that_cannot_take_rows_back(name: str, folder: Path) -> None:
     n_layer = ModelFile.open(path).n_layer
     profile, _ = measure([config_of(path)], (0, n_layer))
     assert profile is not None
-    assert (profile.ranks[0].first is None) == (name == "mamba")
+    assert (profile.ranks[0].half is None) == (name == "mamba")
 
 
 def test_errors_end_all_ranks(model: Path, folder: Path) -> None:

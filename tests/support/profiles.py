@@ -73,11 +73,11 @@ def check(profile: Profile, model: Path, layers: tuple[int, int]) -> None:
         assert {point.rows for point in rank.together} == {1, 2, 4, 8}
         shortest = min(point.n_past for point in rank.alone)
         assert {point.n_past for point in rank.together} == {shortest}
-        assert (rank.first is None) == (layers[1] - layers[0] == 1)
-        if rank.first is not None:
-            assert rank.first.layers == (layers[0], layers[0] + 1)
-            assert rank.first.weight_bytes == facts.weight_bytes(rank.first.layers)
-            assert 0 <= rank.fixed_s <= max(point.seconds for point in rank.first.alone)
+        assert (rank.half is None) == (layers[1] - layers[0] == 1)
+        if rank.half is not None:
+            assert rank.half.layers == (layers[0], (layers[0] + layers[1]) // 2)
+            assert rank.half.weight_bytes == facts.weight_bytes(rank.half.layers)
+            assert 0 <= rank.fixed_s <= max(point.seconds for point in rank.half.alone)
     n = len(profile.ranks)
     assert {(link.source, link.target) for link in profile.links} == {
         (a, b) for a in range(n) for b in range(n) if a != b

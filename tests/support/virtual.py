@@ -107,7 +107,7 @@ def measured(hosts: Sequence[str] = ("node0", "node1"), slower: float = 1.0, thr
     )
     alone = (Point(1, 32, 0.010), Point(8, 32, 0.030), Point(1, 512, 0.012))
     together = tuple(Point(p.rows, p.n_past, p.seconds * slower) for p in alone[:2])
-    first = Part((1, 2), 10, alone[:1])
+    half = Part((1, 2), 10, alone[:1])
     ranks = tuple(
         RankProfile(
             rank=i,
@@ -121,7 +121,7 @@ def measured(hosts: Sequence[str] = ("node0", "node1"), slower: float = 1.0, thr
             weight_bytes=20,
             alone=alone,
             together=together,
-            first=first,
+            half=half,
             overheads=Overheads(run_s=7e-5, hand_s=9e-5),
             change_s=2e-4,
             fixed_s=2e-3,
