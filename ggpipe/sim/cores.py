@@ -79,7 +79,7 @@ class Cores:
                     self._set_rate(task, 1.0)
             return
         cores = self._spread()
-        busy = sum(cores)  # polls are in what ranks that take turns were measured with
+        busy = sum(cores) + self._taken
         for task, own in zip(self._tasks, cores, strict=True):
             others = self._n - own
             crowding = (busy - own) / others if others > 0 else 0.0
