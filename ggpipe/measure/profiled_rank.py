@@ -15,6 +15,7 @@ from ggpipe.llama.model_shape import facts_of
 from ggpipe.measure import stage_timing
 from ggpipe.measure.guest import Guest
 from ggpipe.measure.links import LinkTimer
+from ggpipe.measure.memory import memory_speed
 from ggpipe.measure.overheads import measure_overheads, measure_stops
 from ggpipe.measure.stage_timing import Samples, TimedStage
 from ggpipe.runtime import handshake
@@ -138,7 +139,7 @@ class ProfiledRank:
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:
         single, _ = handshake.threads_of(self.config, self._channel.transport, False)
-        speed = stage_timing.memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
+        speed = memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
         transport = self._channel.transport
         if transport.hosts.index(transport.host) == transport.rank:
             self._guest = Guest(self._guest_s, speed / single)

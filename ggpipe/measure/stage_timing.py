@@ -1,19 +1,14 @@
-"""How long one rank's stage takes for runs, and how fast its memory is read."""
+"""How long one rank's stage takes for runs."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ggpipe.cluster.profile import Point
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Span, Want, WantKind
-from ggpipe.llama import machine
 from ggpipe.llama.stage import Progress, Stage
 from ggpipe.runtime.control_channel import ControlChannel
 from ggpipe.runtime.stage_thread import Broke, Ended, Loaded, Notice, Passed, StageThread
@@ -24,7 +19,7 @@ FEW_ROWS = (1, 2, 4, 8)
 CHUNK_ROWS = 128
 SHORT_CELLS, LONG_CELLS = 32, 512
 _TOP = Want(WantKind.TOP, 40)  # what sampling asks for by default
-_MOST_ROUNDS, _MOST_RUNS = 15, 60
+_MOST_ROUNDS, _MOST_RUNS, _MOST_LONG_RUNS = 15, 60, 5
 _SLICE_S, _SHARED_S = 5e-3, 0.5
 
 
@@ -212,7 +207,7 @@ def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], unti
         left = [n for n in sizes if n in needed and n not in samples.same_s] or [
             n
             for n in sizes
-            if start + samples.seconds(n) * _runs_of(n) < until and len(samples.same_s.get(n, ())) < _MOST_RUNS
+            if start + samples.seconds(n) * _runs_of(n) < until and len(samples.same_s.get(n, ())) < _most_runs_of(n)
         ]
         if not left:
             return samples
@@ -227,6 +222,10 @@ def _runs_of(n_rows: int) -> int:
     if n_rows > FEW_ROWS[-1]:
         return 1
     return 3 if n_rows <= 2 else 2
+
+
+def _most_runs_of(n_rows: int) -> int:
+    return _MOST_RUNS if n_rows <= FEW_ROWS[-1] else _MOST_LONG_RUNS
 
 
 def cells_before(n_ctx: int) -> int:
@@ -301,23 +300,3 @@ def typical_s(seconds: list[float]) -> float:
 
 def _chunk(timed: TimedStage) -> int:
     return max(fitting((*ROWS, CHUNK_ROWS), timed))
-
-
-def memory_speed(threads: int, budget_s: float) -> float:
-    """Bytes a second that `threads` threads together read from memory.
-
-    Each thread searches an array of its own for the largest byte, again and again (numpy does so with vector
-    instructions, without the GIL). Together the arrays are four times as large as the caches.
-    """
-    n_bytes = min(max(4 * machine.cache_bytes(), 64 << 20), 1 << 30, max(machine.available_bytes() // 8, 1 << 20))
-
-    def read(part: NDArray[np.uint8]) -> float:
-        start, n = time.perf_counter(), 0
-        while n < 3 or time.perf_counter() - start < budget_s:
-            part.max()
-            n += 1
-        return n * part.size / (time.perf_counter() - start)
-
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(lambda _: np.ones(n_bytes // threads, np.uint8), range(threads)))
-        return sum(pool.map(read, parts))

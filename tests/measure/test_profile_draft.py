@@ -218,6 +218,7 @@ def test_the_draft_is_measured_whole_before_the_target(
     assert {p.n_past for p in rank.draft.alone} == {32, 512}
     assert loaded == [
         (pair.draft.model.path, (0, 3), (1, 1), False),
+        (pair.model.path, (2, 3), (1, 1), True),
         (pair.model.path, (2, 4), (1, 1), True),
         (pair.model.path, (2, 6), (1, 1), True),
     ]
