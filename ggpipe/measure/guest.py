@@ -12,7 +12,7 @@ import numpy as np
 from ggpipe.llama import machine
 
 _RESTS = 5  # as long as the work: a draft waits for its target most of the time
-_ALONE = 15
+_ALONE, _ALONE_S = 15, 0.5
 _LEAST_BYTES = 1 << 16
 
 
@@ -26,9 +26,10 @@ class Guest:
         self._rest_s = _RESTS * work_s
         self._took_s: list[float] = []
         self._ends = threading.Event()
+        until = time.monotonic() + _ALONE_S
         with self:
-            while len(self._took_s) < _ALONE:
-                time.sleep(work_s)
+            while len(self._took_s) < _ALONE and (not self._took_s or time.monotonic() < until):
+                time.sleep(max(work_s, 1e-3))
         self._alone_s = statistics.median(self._took_s)
 
     def __enter__(self) -> Guest:
