@@ -232,7 +232,7 @@ def test_the_ends(layers: tuple[int, int], model: Path) -> None:
 
 
 def test_a_small_context(model: Path) -> None:
-    profile, _ = measure([config_of(model, n_ctx=64, n_ubatch=16)])
+    profile, _ = measure([config_of(model, n_ctx=64, n_ubatch=16)], budget_s=1.5)
     assert profile is not None
     (rank,) = profile.ranks
     assert {p.rows for p in rank.alone} == {1, 2, 4, 8, 16}
