@@ -42,7 +42,7 @@ def measure_overheads(timed: TimedStage, pump: Callable[[], bool], budget_s: flo
     The stage should be as large as others: what its weights drive out of the caches has to be read again by the Python
     that follows a decode. `pump` polls once for messages.
     """
-    head, samples = _HeadWork(), Samples()
+    head, samples = HeadWork(), Samples()
     marker_s: list[float] = []
     event_s: list[float] = []
     for _ in _rounds(budget_s):
@@ -78,7 +78,7 @@ def _poll_s(pump: Callable[[], bool]) -> float:
     return (time.thread_time() - start_s) / _POLLS
 
 
-class _HeadWork:
+class HeadWork:
     """The head's work for the tokens of a request, with the head's own scheduler."""
 
     def __init__(self) -> None:
