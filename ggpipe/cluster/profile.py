@@ -116,7 +116,7 @@ class RankProfile:
     decodes of `half` and of all layers, at no weights. 0 where a single layer was measured."""
     turns: Annotated[float, Meta(ge=1)] | None = None
     """Time of a decode of one row right after another rank of the machine computed, relative to decodes in a row while
-    the other ranks rest. None where the machine has a single rank."""
+    the other ranks rest. None where the machine has a single rank, or there was no time for it."""
     guest: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Speed of a thread at nice 10 that works as long as a draft does for a row, while all ranks compute, relative to
     its speed alone. None where the ranks leave cores free, and for all but the first rank of a machine."""

@@ -17,7 +17,7 @@ _LARGE_S = 0.3  # a large message may take this long whatever the budget
 _PAUSE_S = 1e-3
 _SWEPT_BYTES = 1 << 25
 _MOST_TRIPS = 50
-_READS = 5
+_READS = 3
 
 
 class LinkTimer:

@@ -23,7 +23,7 @@ from ggpipe.config import EngineConfig
 from ggpipe.errors import SettingError
 from ggpipe.measure import stage_timing
 from ggpipe.measure.links import LinkTimer
-from ggpipe.measure.profiled_rank import ProfiledRank
+from ggpipe.measure.profiled_rank import TURN_S, ProfiledRank
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel
 from ggpipe.runtime.stage_thread import Notice
@@ -140,11 +140,13 @@ class _Lead:
         return hellos
 
     def _in_turn(self, turns: Sequence[Sequence[int]], hosts: Sequence[str]) -> dict[int, float]:
-        """`RankProfile.turns` of the ranks that are not alone on their machine."""
+        """`RankProfile.turns` of the ranks that are not alone on their machine; none where there is no time for it."""
         several = [[rank for rank in ranks if hosts.count(hosts[rank]) > 1] for ranks in turns]
         found: dict[int, list[TurnMeasured]] = {rank: [] for ranks in several for rank in ranks}
         until = time.monotonic() + self._budget_s * _TURNS
-        for i in range(_MOST_TURNS if found else 0):
+        if not found or _LEAST_TURNS * len(several) * TURN_S > 2 * self._budget_s * _TURNS:
+            return {}
+        for i in range(_MOST_TURNS):
             if i >= _LEAST_TURNS and time.monotonic() > until:
                 break
             for ranks in several:

@@ -42,7 +42,9 @@ from ggpipe.transport.control import (
 _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
 _MEMORY_S = 0.5
 _MEMORY, _STOPS, _HALF, _OWN, _SHORT, _LONG = 0.05, 0.05, 0.2, 0.05, 0.4, 0.25  # shares of the target's budget alone
-_TURN_S, _ROWS_IN_TURN = 0.2, 3  # after that time the ranks that wait poll seldom
+TURN_S = 0.2
+"""Time of a turn: after that, the ranks that wait poll seldom."""
+_ROWS_IN_TURN = 3
 _GUEST_S = 3e-3  # its work without a draft
 _DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's
 
@@ -109,7 +111,7 @@ class ProfiledRank:
         """The first row, and the last ones."""
         assert self._timed is not None
         start, took_s = time.monotonic(), [self._timed.run(1).compute_s]
-        while time.monotonic() < start + _TURN_S:
+        while time.monotonic() < start + TURN_S:
             self._timed.run(1)
         took_s += [self._timed.run(1).compute_s for _ in range(_ROWS_IN_TURN)]
         return TurnMeasured(took_s[0], statistics.fmean(took_s[1:]))

@@ -330,3 +330,11 @@ def test_a_file_that_cannot_be_written_under_mpirun(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stderr.count("ggpipe: error: ") == 1
     assert f"cannot write to {path}" in done.stderr
+
+
+def test_turns_are_measured_where_there_is_time(model: Path) -> None:
+    config = config_of(model)
+    profile, _ = measure([config, config], budget_s=6.0)
+    assert profile is not None
+    assert all(rank.turns is not None and rank.turns >= 1 for rank in profile.ranks)
+    assert profile.ranks[1].guest is None, "of the first rank only"
