@@ -35,7 +35,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 7
+VERSION = 8
 """Of the format. Raise it whenever a message changes."""
 
 
