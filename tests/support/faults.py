@@ -243,7 +243,7 @@ class Streams:
 
     def _read(self, outcome: Outcome) -> None:
         outcome.lines = self._stderr.read_text(errors="replace").splitlines()
-        outcome.errors = [line for line in outcome.lines if line.startswith("ggpipe: error:")]
+        outcome.errors = [line for line in outcome.lines if "ggpipe: error:" in line]  # behind rests of mpirun's own
         if self._tokens.exists():
             for line in self._tokens.read_text().splitlines():
                 entry = json.loads(line)
