@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from ggpipe.core.draft_messages import ROOT, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.messages import Want
-from ggpipe.core.prefix_cache import Prefix
+from ggpipe.core.radix_tree import Prefix
 from ggpipe.core.request import Counters, Finish, Request
 from ggpipe.core.tree import Node, Tree
 
@@ -106,6 +106,10 @@ class RequestState:
     def epoch(self) -> int:
         """Accepted tokens."""
         return len(self.text)
+
+    def cut(self, end: int) -> int:
+        """Where a run's part of the prompt ends that would reach up to `end`: at the next checkpoint at the latest."""
+        return min((end, *(position for position in self.prefix.checkpoints if position > self.n_past)))
 
     @property
     def n_used(self) -> int:

@@ -294,6 +294,8 @@ class Scheduler:
         state, tree, request = take.state, take.state.tree, take.state.request
         end = state.n_past + take.n_prompt
         nodes, most = take.nodes, len(take.nodes) if take.most is None else take.most
+        if take.n_prompt:
+            self._prefixes.stands_at(state.prefix, state.n_past)
         if take.n_prompt and end == len(request.prompt):
             end, nodes, most = end - 1, [tree.root], 1
             state.enter(Phase.DECODING)

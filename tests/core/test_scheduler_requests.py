@@ -39,13 +39,14 @@ class Scenario:
     seed: int
     alike: float = 0.4
     """How often a prompt begins as an earlier text does."""
+    hybrid: bool = False
 
     def open(self) -> Head:
         draft: RealDraft | Adversary | None = Adversary(self.model, self.agreement, self.seed)
         if not self.adversary:
             draft_model = FakeDraftModel(self.model, self.agreement)
             draft = RealDraft(self.draft_limits, self.n_draft_stages, draft_model)
-        return Head(self.limits, self.n_stages, self.model, draft)
+        return Head(self.limits, self.n_stages, self.model, draft, self.hybrid)
 
 
 SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)]).flatmap(
@@ -195,6 +196,22 @@ def conversations(draw: st.DrawFn) -> Scenario:
     )
 
 
+@st.composite
+def recurrent(draw: st.DrawFn) -> Scenario:
+    """Conversations with a model whose states cannot go back, on up to four stages."""
+    scenario = draw(conversations())
+    plain = SpeculationConfig(mode="iterative")
+    return replace(
+        scenario,
+        limits=replace(scenario.limits, partial_prefixes=False),
+        n_stages=draw(st.integers(1, 4)),
+        requests=[replace(request, speculation=plain) for request in scenario.requests],
+        stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 300), max_size=6)),
+        alike=draw(st.sampled_from([0.5, 0.9])),
+        hybrid=True,
+    )
+
+
 def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
     """Let everything happen in an order that the seed and the paces say.
 
@@ -251,7 +268,13 @@ def test_what_is_kept_of_earlier_texts_changes_no_text(scenario: Scenario) -> No
 
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios() | thickets() | conversations(), st.lists(st.integers(1, 150), min_size=1, max_size=3))
+@given(recurrent())
+def test_states_that_are_kept_on_the_way_change_no_text(scenario: Scenario) -> None:
+    play(scenario).check_end()
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios() | thickets() | conversations() | recurrent(), st.lists(st.integers(1, 150), min_size=1, max_size=3))
 def test_requests_go_on_when_all_ranks_are_lost(scenario: Scenario, lives: list[int]) -> None:
     play(scenario, lives).check_end()
 

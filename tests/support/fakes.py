@@ -75,12 +75,18 @@ class Cell:
 
 
 class FakeCache:
-    """A unified KV cache: cells that hold a token at a position for a set of sequences."""
+    """A unified KV cache: cells that hold a token at a position for a set of sequences.
 
-    def __init__(self, n_ctx: int, n_seq: int) -> None:
-        self.n_ctx, self.n_seq = n_ctx, n_seq
+    That of a hybrid model also holds a state for each sequence: the tokens that it has read. A copy copies the state as
+    it is, whatever the positions; it cannot forget a part, and an abort leaves it broken.
+    """
+
+    def __init__(self, n_ctx: int, n_seq: int, hybrid: bool = False) -> None:
+        self.n_ctx, self.n_seq, self.hybrid = n_ctx, n_seq, hybrid
         self.cells: set[Cell] = set()
         self._sequences: dict[int, dict[int, Cell]] = collections.defaultdict(dict)
+        self._states: dict[int, Tokens | None] = {}
+        """None: broken."""
 
     def apply(self, op: KvOp) -> None:
         """As `llama_memory_seq_rm` and `_cp`."""
@@ -93,6 +99,7 @@ class FakeCache:
                 assert 0 <= op.dst < self.n_seq
                 assert op.dst != op.seq
                 assert not self._sequences[op.dst], "cells of an earlier user are left in that sequence"
+                self._states[op.dst] = self._states.get(op.seq, ())
                 for pos, cell in self._sequences[op.seq].items():
                     if p0 <= pos < p1:
                         cell.seqs.add(op.dst)
@@ -100,6 +107,10 @@ class FakeCache:
 
     def _remove(self, seq: int, p0: float, p1: float) -> None:
         cells = self._sequences[seq]
+        if p0 <= 0 and p1 == math.inf:
+            self._states.pop(seq, None)
+        elif self.hybrid:
+            assert p0 > max(cells, default=-1), "libllama: a state cannot forget a part"
         for pos in [pos for pos in cells if p0 <= pos < p1]:
             cell = cells.pop(pos)
             cell.seqs.remove(seq)
@@ -110,7 +121,9 @@ class FakeCache:
         """The tokens of a sequence. It must have no gap."""
         cells = self._sequences[seq]
         assert sorted(cells) == list(range(len(cells))), "a hole in the sequence"
-        return tuple(cells[pos].token for pos in range(len(cells)))
+        tokens = tuple(cells[pos].token for pos in range(len(cells)))
+        assert not self.hybrid or self._states.get(seq, ()) == tokens, "the state is another sequence's"
+        return tokens
 
     def decode(self, rows: Sequence[Row]) -> list[Tokens]:
         """All tokens that each row sees, its own last."""
@@ -127,6 +140,10 @@ class FakeCache:
                 cells = self._cells_of(seq)
                 assert row.pos == max(cells, default=-1) + 1, "libllama: inconsistent sequence positions"
                 cells[row.pos] = cell
+                if self.hybrid:
+                    state = self._states.get(seq, ())
+                    assert state is not None, "a broken state"
+                    self._states[seq] = (*state, row.token)
             seen = {self.history(seq) for seq in row.seqs}
             assert len(seen) == 1, "coupled sequences hold different tokens"
             histories.append(seen.pop())
@@ -138,8 +155,11 @@ class FakeCache:
         return self._sequences[seq]
 
     def forget(self, rows: Sequence[Row]) -> None:
-        """After an abort: the rows' cells go, for all their sequences."""
+        """After an abort: the rows' cells go, for all their sequences; where there are states, nothing can go."""
         for seq in {seq for row in rows for seq in row.seqs}:
+            if self.hybrid:
+                self._states[seq] = None
+                continue
             self._remove(seq, min(row.pos for row in rows if seq in row.seqs), math.inf)
 
 
@@ -195,8 +215,10 @@ class FakeStage:
 class FakePipeline:
     """Stages in a row, and what must hold of whoever feeds them. Nothing moves by itself."""
 
-    def __init__(self, n_stages: int, n_ctx: int, n_seq: int, n_rows: int, answer: Answer) -> None:
-        self.stages = [FakeStage(FakeCache(n_ctx, n_seq)) for _ in range(n_stages)]
+    def __init__(
+        self, n_stages: int, n_ctx: int, n_seq: int, n_rows: int, answer: Answer, hybrid: bool = False
+    ) -> None:
+        self.stages = [FakeStage(FakeCache(n_ctx, n_seq, hybrid)) for _ in range(n_stages)]
         self.results: collections.deque[tuple[Run, tuple[RowLogits, ...]]] = collections.deque()
         self.in_flight: dict[int, Run] = {}
         self.cancelled: set[int] = set()
@@ -207,7 +229,7 @@ class FakePipeline:
         self.ended: set[int] = set()
         self._n_rows = n_rows
         self._answer = answer
-        self._plan = FakeCache(n_ctx, n_seq)
+        self._plan = FakeCache(n_ctx, n_seq, hybrid)
         """What the cache holds after all runs so far, if none is cancelled."""
 
     # What its head does

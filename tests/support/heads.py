@@ -64,11 +64,19 @@ class Seen:
 class Head:
     """A scheduler, a pipeline, a draft, and all that must hold between them. Nothing moves by itself."""
 
-    def __init__(self, limits: Limits, n_stages: int, model: FakeModel, draft: RealDraft | Adversary | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        n_stages: int,
+        model: FakeModel,
+        draft: RealDraft | Adversary | None,
+        hybrid: bool = False,
+    ) -> None:
+        """`hybrid`: the model has recurrent layers; then requests must not speculate."""
         self.limits, self.model, self.draft = limits, model, draft
         self.scheduler = Scheduler(limits)
         n_rows = min(limits.n_batch, limits.n_ubatch)
-        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer)
+        self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer, hybrid)
         self.seen: dict[int, Seen] = {}
         self.to_sample: collections.deque[Sample] = collections.deque()
         self.now = 0.0
@@ -287,7 +295,7 @@ class Head:
         n_prompt = len(request.prompt)
         rows = [[row for row in run.rows if row.request == request.id] for run in seen.runs]
         lengths = [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
-        if in_company:
+        if in_company or not self.limits.partial_prefixes:
             assert sum(lengths) == n_prompt - seen.counters.cached_tokens or seen.stopped
         else:
             expected = cut_as_libllama(n_prompt, self.limits.n_batch, self.limits.n_ubatch)

@@ -19,7 +19,7 @@ def next_takes(load: Load, state: RequestState) -> Sequence[Take]:
         start, n_prompt = state.counters.cached_tokens, len(state.request.prompt)
         limits = load.limits
         end = start + chunk_end(state.n_past - start, n_prompt - start, limits.n_batch, limits.n_ubatch)
-        return (Take(state, n_prompt=end - state.n_past),)
+        return (Take(state, n_prompt=state.cut(end) - state.n_past),)
     root, speculation = state.tree.root, state.request.speculation
     if speculation.mode == "speculative":
         if root.submitted or not state.all_complete:

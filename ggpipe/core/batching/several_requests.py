@@ -177,7 +177,7 @@ def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[Take]:
     in_order = sorted(states, key=lambda state: len(state.request.prompt) - state.n_past)
     for i, state in enumerate(in_order):
         part = math.ceil(n_rows / (len(in_order) - i))
-        n = min(len(state.request.prompt) - state.n_past, part)
+        n = state.cut(min(len(state.request.prompt), state.n_past + part)) - state.n_past
         if n:
             takes.append(Take(state, n_prompt=n))
         n_rows -= n
