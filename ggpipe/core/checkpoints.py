@@ -12,6 +12,8 @@ The end of a text needs none: an ended request's sequence is kept as a whole.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 _BEFORE_END = 4
 """Tokens. The next prompt of a chat may have others for the answer's header, and for a "think" mark."""
 _N_PARTS = 4
@@ -20,8 +22,17 @@ _LEAST_GAIN = 16
 """A checkpoint must save this part of a full run: it costs a border, that is, a run more."""
 
 
-def checkpoints_of(n_prompt: int, n_cached: int, n_shared: int, n_rows: int) -> tuple[int, ...]:
-    """Positions in a prompt, in order, at which a run must begin and a checkpoint is taken.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A position in a prompt at which a run must begin, and the state is kept."""
+
+    position: int
+    is_spare: bool = False
+    """It only takes a place that is free, and is given up before others until it was of use."""
+
+
+def checkpoints_of(n_prompt: int, n_cached: int, n_shared: int, n_rows: int) -> tuple[Checkpoint, ...]:
+    """A prompt's checkpoints, in order.
 
     `n_cached`: its tokens that are not computed again. `n_shared`: those that some sequence in the prefix cache begins
     with as well. `n_rows`: of a full run.
@@ -31,9 +42,9 @@ def checkpoints_of(n_prompt: int, n_cached: int, n_shared: int, n_rows: int) -> 
     if n_prompt - n_cached > _N_PARTS * n_rows:
         part = -(-(n_prompt - n_cached) // (_N_PARTS * n_rows)) * n_rows  # at borders that are there anyway
         wanted.update(range(n_cached + part, last, part))
-    found: list[int] = []
+    found: list[Checkpoint] = []
     for position in sorted(wanted):
-        gain = position - (found[-1] if found else n_cached)
+        gain = position - (found[-1].position if found else n_cached)
         if position <= last and gain >= max(n_rows // _LEAST_GAIN, 1):
-            found.append(position)
+            found.append(Checkpoint(position, is_spare=position not in (n_shared, last)))
     return tuple(found)

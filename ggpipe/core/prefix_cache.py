@@ -92,12 +92,13 @@ class PrefixCache:
 
     def stands_at(self, prefix: Prefix, position: int) -> None:
         """A request's next run begins here: if a checkpoint is due, it is taken in front of that run."""
-        if position not in prefix.checkpoints or not self._free_a_place():
+        due = next((one for one in prefix.checkpoints if one.position == position), None)
+        if due is None or not self._free_a_place(may_evict=not due.is_spare):
             return
         own = self._ids.take()
         self._ids.reserved -= 1
         self._ops.append(KvOp(KvKind.CP, prefix.own, own))
-        prefix.pending.append((position, own))
+        prefix.pending.append((due, own))
         self._n_pending += 1
 
     def grow(self, prefix: Prefix, tokens: Sequence[int]) -> None:
@@ -106,10 +107,11 @@ class PrefixCache:
         if not more or not self._limits.n_prefixes:
             return
         self._tree.extend(prefix, more)
-        while prefix.pending and prefix.pending[0][0] <= prefix.n_tokens:
-            position, own = prefix.pending.pop(0)
+        while prefix.pending and prefix.pending[0][0].position <= prefix.n_tokens:
+            checkpoint, own = prefix.pending.pop(0)
             self._n_pending -= 1
-            self._kept.append(self._tree.keep(prefix, position, own, next(self._clock)))
+            used_at = 0 if checkpoint.is_spare else next(self._clock)
+            self._kept.append(self._tree.keep(prefix, checkpoint.position, own, used_at))
 
     def close(self, prefix: Prefix, tokens: Sequence[int], clean: bool) -> None:
         """A request is over: keep its sequence as far as these tokens, of which all cells are computed.
@@ -183,9 +185,9 @@ class PrefixCache:
         self._evict(min(self._kept, key=lambda kept: kept.used_at))
         return before - self.n_cells
 
-    def _free_a_place(self) -> bool:
+    def _free_a_place(self, may_evict: bool = True) -> bool:
         """Make sure that one more sequence may be kept. False where those that are cannot be given up now."""
-        if len(self) == self._limits.n_prefixes:
+        if may_evict and len(self) == self._limits.n_prefixes:
             self.evict()
         return len(self) < self._limits.n_prefixes
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ggpipe.core.checkpoints import Checkpoint
 from ggpipe.core.tree import Tree
 
 Tokens = tuple[int, ...]
@@ -49,10 +50,10 @@ class Prefix:
     segment: Segment
     tree: Tree
     """The request's."""
-    checkpoints: tuple[int, ...] = ()
-    """Positions in the prompt at which the state is to be kept."""
-    pending: list[tuple[int, int]] = field(default_factory=list)
-    """(position, id) of checkpoints in the pipeline: it is not certain yet that they will be computed."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Of its prompt."""
+    pending: list[tuple[Checkpoint, int]] = field(default_factory=list)
+    """Those in the pipeline, with their ids: it is not certain yet that they will be computed."""
 
     @property
     def n_tokens(self) -> int:

@@ -109,7 +109,8 @@ class RequestState:
 
     def cut(self, end: int) -> int:
         """Where a run's part of the prompt ends that would reach up to `end`: at the next checkpoint at the latest."""
-        return min((end, *(position for position in self.prefix.checkpoints if position > self.n_past)))
+        borders = (checkpoint.position for checkpoint in self.prefix.checkpoints)
+        return min((end, *(border for border in borders if border > self.n_past)))
 
     @property
     def n_used(self) -> int:

@@ -54,6 +54,23 @@ class ModelHeader:
         k, v = self._kv_width(layer)
         return k * number_bytes(cache_type_k) + (0 if self._is_latent else v * number_bytes(cache_type_v))
 
+    @property
+    def state_bytes(self) -> int:
+        """A sequence's recurrent state in all layers (libllama's n_embd_s and n_embd_r)."""
+        return FLOAT_BYTES * self._state_width * sum(self._has_state(layer) for layer in range(self.n_layer))
+
+    @property
+    def _state_width(self) -> int:
+        if head_size := self.number("wkv.head_size"):
+            return self.width * (head_size + self.number("token_shift_count", 2))
+        if n_taps := self.number("shortconv.l_cache"):
+            return self.width * (n_taps - 1)
+        n_conv = max(self.number("ssm.conv_kernel") - 1, 0)
+        if head_size := self.number("kda.head_dim"):
+            return self.number("attention.head_count") * head_size * (head_size + 3 * (n_conv or 3))
+        inner, state = self.number("ssm.inner_size"), self.number("ssm.state_size")
+        return inner * state + n_conv * (inner + 2 * self.number("ssm.group_count") * state)
+
     def row_bytes(self, layer: int) -> float:
         """For each row of a run, what a layer's results take at most at the same time."""
         return FLOAT_BYTES * (4 * self.width + max(self._attention_width(layer), self._feed_forward_width(layer)))
@@ -92,10 +109,11 @@ class ModelHeader:
         """Latent attention: V is a part of K."""
         return self.number("attention.key_length_mla") > 0
 
+    def _has_state(self, layer: int) -> bool:
+        return any(name.startswith(_RECURRENT) for name in self.layers[layer])
+
     def _is_recurrent(self, layer: int) -> bool:
-        tensors = self.layers[layer]
-        has_state = any(name.startswith(_RECURRENT) for name in tensors)
-        return has_state and not any(name.startswith(_ATTENTION) for name in tensors)
+        return self._has_state(layer) and not any(name.startswith(_ATTENTION) for name in self.layers[layer])
 
     def _kv_width(self, layer: int) -> tuple[int, int]:
         n_head = self.per_layer("attention.head_count_kv", -1)[layer]

@@ -18,13 +18,20 @@ from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
 from ggpipe.errors import IndivisibleModelError, ModelError, RunError, SettingError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, logged_errors, native, start
+from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.params import context_params, model_params, place_layers
 
 _INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
 _FRAME = struct.Struct("<IIQ")  # native/wire.cpp: bytes of the name, how often it came before, bytes of data
 _N_NOISES = 256
-_MAX_STATES = 2
-"""Kept prefixes of recurrent models: each takes the memory of a state."""
+_NO_RUN = 0  # an id that no run has
+_MIN_STATES, _MAX_STATES = 4, 8
+"""Kept prefixes of recurrent models: each takes the memory of a state, all layers' together."""
+_STATES_SHARE = 8
+"""They take this part of the weights' memory, within those limits."""
+
+_COPIES_ALL_LAYERS = ("deepseek4",)
+"""Architectures whose states libllama copies for all layers, also for those that other ranks hold."""
 
 Progress = Callable[[int, int], bool]
 """Called while loading with bytes done and total bytes; False stops the loading."""
@@ -153,7 +160,7 @@ class Stage:
         slides = int(lib.llama_model_n_swa(self._model)) > 0
         most = int(lib.llama_max_parallel_sequences()) // (1 + slides)
         if not self.rolls_back:
-            n_prefixes = min(n_prefixes, _MAX_STATES)
+            n_prefixes = min(n_prefixes, self._most_states)
         self.n_prefixes = max(min(n_prefixes, most - config.n_seq, n_asked // (1 + slides) - config.n_seq), 0)
         """Sequence ids beside `ContextConfig.n_seq`."""
         n_own = config.n_seq + self.n_prefixes
@@ -245,7 +252,7 @@ class Stage:
         self._batch.fill(run.rows, self.is_last)
         timing_only = incoming is None and not self.is_first
         received = self._noise(run) if timing_only else incoming  # a name of its own: libllama reads it until end_run
-        self._native.begin_run(run.id, received, headroom)
+        self._native.begin_run(run.id if self._may_abort(run) else _NO_RUN, received, headroom)
         start_s = time.perf_counter()
         status = lib.llama_decode(self._context, self._batch.struct)
         compute_s = time.perf_counter() - start_s
@@ -287,12 +294,25 @@ class Stage:
 
     @property
     def partial_prefixes(self) -> bool:
-        """Any part of a sequence, from its first token on, can be copied and continued."""
+        """Any part of a sequence, from its first token on, can be copied and continued; else only a whole one."""
         return self.rolls_back
 
+    @property
+    def _most_states(self) -> int:
+        """Sequences beside those of requests, where each has a state of its own. The same for all stages."""
+        if self._file.architecture in _COPIES_ALL_LAYERS:
+            return 0
+        state_bytes = ModelHeader(self._file).state_bytes
+        fitting = self._file.n_bytes // (_STATES_SHARE * max(state_bytes, 1))
+        return min(max(fitting, _MIN_STATES), _MAX_STATES)
+
     def cancel(self, run_id: int) -> None:
-        """Stop the run with this id if it is being computed. From any thread."""
+        """Stop the run with this id if it is being computed, and can be stopped. From any thread."""
         self._native.cancel(run_id)
+
+    def _may_abort(self, run: Run) -> bool:
+        """With several sequences in a run, libllama moves other sequences' states as well, at any time in the graph."""
+        return self.rolls_back or len({row.seqs for row in run.rows}) == 1
 
     def _forget(self, run: Run) -> None:
         """After an abort libllama has freed the rows' cells for their first sequence ids only."""

@@ -77,7 +77,8 @@ class Cells:
         n = min(n, len(served.text) - served.n_cells)
         if n:
             self.prefixes.stands_at(served.prefix, served.n_cells)
-        n = min([n, *(at - served.n_cells for at in served.prefix.checkpoints if at > served.n_cells)])
+        borders = (checkpoint.position - served.n_cells for checkpoint in served.prefix.checkpoints)
+        n = min([n, *(n for n in borders if n > 0)])
         self.prefixes.shrink(self.limits.n_ctx - self.n_own - n)
         self.carry_out()
         at = served.n_cells
@@ -100,8 +101,8 @@ class Cells:
         assert len(self.cells.cells) == self.prefixes.n_cells + self.n_own
         ids = set(kept) | {served.tree.own for served in self.served}
         for served in self.served:
-            for position, own in served.prefix.pending:
-                assert self.cells.history(own) == served.text[:position]
+            for checkpoint, own in served.prefix.pending:
+                assert self.cells.history(own) == served.text[: checkpoint.position]
                 ids.add(own)
         assert len(self.ids) == self.limits.n_seq - len(ids), "an id is lost"
         assert self.ids.reserved == (

@@ -108,3 +108,67 @@ def test_a_request_without_the_cache() -> None:
     head.drain()
     assert cached(head, 2) == 0
     assert list(head.scheduler._prefixes.kept.values()) == [tokens[:-1]]
+
+
+# Models whose states cannot go back
+
+
+def recurrent(**limits: int) -> Head:
+    return opened(n_seq=8, n_prefixes=4, n_requests=2, partial_prefixes=False, **limits)
+
+
+def serve(head: Head, number: int, prompt: Tokens, n_predict: int = 1) -> Tokens:
+    """Serve a request to its end; returns its tokens."""
+    head.arrive(Request(id=number, prompt=prompt, n_predict=n_predict))
+    head.drain()
+    return head.seen[number].tokens
+
+
+def test_a_run_begins_where_a_state_is_kept() -> None:
+    head = recurrent()
+    serve(head, 1, tuple(range(1, 11)))
+    runs = head.seen[1].runs
+    assert [len(run.rows) for run in runs] == [4, 2, 2, 2], "the runs of full prompts end where they would anyway"
+    assert [run.ops for run in runs] == [(), (), (KvOp(KvKind.CP, 0, 1),), ()]
+    assert head.scheduler._prefixes.kept == {1: tuple(range(1, 7)), 0: tuple(range(1, 11))}
+
+
+def test_another_end_of_the_prompt_goes_on_from_the_kept_state() -> None:
+    head = recurrent()
+    serve(head, 1, tuple(range(1, 11)))
+    serve(head, 2, (*range(1, 9), 50, 51, 52))
+    assert cached(head, 2) == 6
+    assert head.seen[2].runs[0].ops[0] == KvOp(KvKind.CP, 1, 2)
+    assert len(head.scheduler._prefixes) == 4, "the one before its end as well"
+
+
+def test_the_next_question_goes_on_from_the_end_of_the_text_and_leaves_it() -> None:
+    head = recurrent()
+    tokens = serve(head, 1, tuple(range(1, 11)), n_predict=5)
+    for number in (2, 3):
+        serve(head, number, (*tokens, 7, 8, number))
+        assert cached(head, number) == len(tokens) - 1
+
+
+def test_what_two_prompts_share_is_kept_for_a_third() -> None:
+    head = recurrent()
+    shared = tuple(range(1, 11))
+    for number in (1, 2, 3):
+        serve(head, number, (*shared, *range(100 * number, 100 * number + 20)))
+    assert [cached(head, number) for number in (1, 2, 3)] == [0, 0, 10]
+
+
+def test_a_state_that_was_not_computed_is_not_kept() -> None:
+    head = recurrent(n_in_flight=9)
+    head.arrive(Request(id=1, prompt=tuple(range(1, 31)), n_predict=5))
+    while len(head.seen[1].runs) < 9:
+        come_back(head)
+    while len(tokens_in_flight(head)) > 2:
+        come_back(head)
+    n_computed = 30 - sum(map(len, tokens_in_flight(head)))
+    head.stop(1)
+    head.drain()
+    kept = list(head.scheduler._prefixes.kept.values())
+    assert kept, "those before it are"
+    assert all(len(tokens) <= n_computed for tokens in kept)
+    head.check_end()

@@ -10,17 +10,20 @@ import gguf
 import numpy as np
 import pytest
 from support.commands import TARGET
-from support.reference import listen
+from support.reference import Reference, listen, run_of
 from support.zoo import ZOO, make, pair_script, quantize, split
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config import ContextConfig, KvType, ModelConfig
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.libllama import lib
+from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Stage
 
 MB = 2**20
+_PARTIAL_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: states without KV cells
 NAMES = ("llama", "llama-tied", "mistral", "falcon", "qwen3moe", "gemma2", "deepseek2", "gpt-oss", "mamba", "jamba")
 
 
@@ -83,6 +86,15 @@ def test_kv_cache_is_as_large_as_libllama_makes_it(
     assert got.cell_bytes((0, got.n_layer)) * 1024 == pytest.approx(made, abs=0.006 * MB)
     if name == "jamba":
         assert [cell > 0 for cell in got.layer_cell_bytes] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv6", "rwkv7", "jamba"])
+def test_states_are_as_large_as_libllama_makes_them(name: str, tmp_path: Path) -> None:
+    path = make(name, tmp_path / f"{name}.gguf")
+    with Reference(path, 256) as reference:
+        reference.decode(run_of(1, [3, 4, 5], 0))
+        with_header = lib.llama_state_seq_get_size_ext(reference._context, 0, _PARTIAL_ONLY)
+    assert 0 < with_header - ModelHeader(ModelFile.open(path)).state_bytes < 200
 
 
 @pytest.mark.parametrize("types", [("q8_0", "q5_1"), ("f32", "bf16"), ("iq4_nl", "q4_0")])

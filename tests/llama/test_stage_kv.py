@@ -164,8 +164,8 @@ def test_recurrent_models_forget_whole_sequences_only(name: str, folder: Path) -
         ("llama", 12, 9, True),
         ("gemma3", 512, 16, True),
         ("gemma3", 30, 12, True),
-        ("mamba", 512, 2, False),
-        ("jamba", 512, 2, False),
+        ("mamba", 512, 4, False),
+        ("jamba", 512, 4, False),
     ],
 )
 def test_ids_for_prefixes(name: str, n_ctx: int, n_prefixes: int, partial: bool, folder: Path) -> None:
