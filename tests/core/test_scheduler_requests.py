@@ -282,7 +282,7 @@ def test_requests_go_on_when_all_ranks_are_lost(scenario: Scenario, lives: list[
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(1, 30))
 def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predict: int) -> None:
-    (first, *_), limits = scenario.requests, replace(scenario.limits, n_ctx=60)
+    (first, *_), limits = scenario.requests, replace(scenario.limits, n_ctx=60, partial_prefixes=True)
     request = replace(first, n_predict=n_predict, speculation=replace(first.speculation, n_parallel=1))
     head = play(
         replace(
