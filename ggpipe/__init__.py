@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ggpipe.config import EngineConfig as EngineConfig
     from ggpipe.config import ModelConfig as ModelConfig
     from ggpipe.config import PipelineConfig as PipelineConfig
+    from ggpipe.config import PromptCacheConfig as PromptCacheConfig
     from ggpipe.config import SamplingConfig as SamplingConfig
     from ggpipe.config import SpeculationConfig as SpeculationConfig
     from ggpipe.core.request import Token as Token
@@ -35,8 +36,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ggpipe.config": (
-        "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "SamplingConfig",
-        "SpeculationConfig",
+        "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
+        "SamplingConfig", "SpeculationConfig",
     ),
     "ggpipe.core.request": ("Token",),
     "ggpipe.errors": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import tempfile
 import time
@@ -49,6 +50,13 @@ def whole_file(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what processes that were killed have left of `path` unfinished. Raises OSError."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{_UNFINISHED}"):
+        if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
+            left.unlink(missing_ok=True)
 
 
 def remove_others(folder: Path, keep: Collection[Path]) -> None:

@@ -18,6 +18,7 @@ KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0",
 FlashAttention = Literal["on", "off", "auto"]
 RopeScaling = Literal["none", "linear", "yarn"]
 Mode = Literal["iterative", "speculative", "async"]
+Saves = Literal["nothing", "prompt", "text"]
 
 MAX_TOKENS = 2**31 - 256
 """The largest context, batch or draft, in tokens: positions are 32-bit, and libllama rounds a context up to a multiple
@@ -279,6 +280,16 @@ class DraftConfig:
 
 
 @dataclass(frozen=True)
+class PromptCacheConfig:
+    """A file that keeps what was computed of a prompt. Each rank has its own, with its own layers."""
+
+    path: Path
+    """The first rank's; the others' have `.rank1`, `.rank2`, ... behind the name."""
+    saves: Saves = "prompt"
+    """What a request writes: its prompt as soon as it is computed, or its prompt and text when it ends."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything that an engine is loaded with."""
 
@@ -295,6 +306,8 @@ class EngineConfig:
     prompts faster, less keeps the other texts flowing."""
     cache_prompt: bool = True
     """What ended requests computed is kept in the KV cache, until cells are needed, for prompts that begin alike."""
+    prompt_cache: PromptCacheConfig | None = None
+    """What a file has of the first request's prompt is not computed."""
 
     def __post_init__(self) -> None:
         contexts = [self.context, *([self.draft.context] if self.draft else [])]
@@ -307,8 +320,11 @@ class EngineConfig:
     def n_prefixes(self, context: ContextConfig) -> int:
         """Ended requests whose cells are kept in this context, at most: each takes a sequence id more.
 
-        None without flash attention, which is slow beside other sequences' cells.
+        None without flash attention, which is slow beside other sequences' cells. With a prompt cache the one that it
+        has, or writes.
         """
+        if self.prompt_cache is not None:
+            return 1
         if not self.cache_prompt or self.context.flash_attn == "off":
             return 0
         n_ids = min(MAX_SEQUENCES, context.n_ctx or MAX_SEQUENCES)

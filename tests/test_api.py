@@ -16,8 +16,8 @@ from support.commands import TARGET
 import ggpipe
 
 CONFIGS = {
-    "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "SamplingConfig",
-    "SpeculationConfig",
+    "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
+    "SamplingConfig", "SpeculationConfig",
 }  # fmt: skip
 ERRORS = {
     "GgpipeError",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ggpipe.cache import cache_folder, remove_others, whole_file
+from ggpipe.cache import cache_folder, remove_abandoned, remove_others, whole_file
 from ggpipe.errors import UsageError
 
 
@@ -44,6 +44,19 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
         assert path.read_text() == "first"
     assert path.read_text() == "second"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_is_removed_later(tmp_path: Path) -> None:
+    path = tmp_path / "file[1]"
+    old, young, other = (
+        tmp_path / name for name in (".file[1].a.unfinished", ".file[1].b.unfinished", ".file1.c.unfinished")
+    )
+    for left in (old, young, other):
+        left.touch()
+    for left in (old, other):
+        os.utime(left, (0, 0))
+    remove_abandoned(path)
+    assert set(tmp_path.iterdir()) == {young, other}
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), ValueError()])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import Loading, Loras, Models, Ranks
+from ggpipe.cli.settings import Loading, Loras, Models, PromptCacheFile, Ranks
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -25,7 +25,7 @@ from ggpipe.errors import UsageError
 def engine_config(options: Options) -> EngineConfig:
     """All that a session is opened with. What a command has no options for has its default.
 
-    No command has a use for what earlier requests computed, and `bench` must not.
+    No command has a use for what earlier requests of the same job computed, and `bench` must not.
     """
     speculation, split = speculation_config(options), options[Ranks].split
     if given_mode(options) in ("async", "speculative"):
@@ -35,7 +35,8 @@ def engine_config(options: Options) -> EngineConfig:
     draft = draft_config(options, speculation.sequences)
     context = replace(options[ContextConfig], n_seq=speculation.sequences if draft else 1)
     pipeline = replace(options[PipelineConfig], shares=split.shares, auto=split.auto)
-    return EngineConfig(model_config(options), context, pipeline, draft, cache_prompt=False)
+    prompt_cache = options[PromptCacheFile].config
+    return EngineConfig(model_config(options), context, pipeline, draft, cache_prompt=False, prompt_cache=prompt_cache)
 
 
 def check_draft(options: Options, what: str) -> None:

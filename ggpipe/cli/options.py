@@ -23,6 +23,7 @@ from ggpipe.cli.settings import (
     PlanSettings,
     ProfileSettings,
     Prompt,
+    PromptCacheFile,
     Ranks,
     RecordSettings,
     SimulatedText,
@@ -77,6 +78,9 @@ OPTIONS: tuple[Option, ...] = (
     _option(Prompt, PROMPT, "file", "-f", "--file", metavar="FILE", help="Read the prompt from a file."),
     _option(Prompt, PROMPT, "escape", "-e/ ", "--escape/--no-escape", help=r"Process \\n, \\t, \\xHH … in the prompt."),
     _option(Prompt, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate; -1: until the text ends or the context is full."),
+    _option(PromptCacheFile, PROMPT, "path", "--prompt-cache", setting="prompt_cache", metavar="FILE", help="Keep what is computed of the prompt in a file, and take from it what the prompt begins with. Each rank has its own, with its own layers: FILE, FILE.rank1, ..."),
+    _option(PromptCacheFile, PROMPT, "all", "--prompt-cache-all", setting="prompt_cache_all", help="Keep the generated text as well; the file is written at the end."),
+    _option(PromptCacheFile, PROMPT, "read_only", "--prompt-cache-ro", setting="prompt_cache_ro", help="Read the prompt cache, and do not write it."),
     _option(SimulatedText, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate; -1: 256, or as many as were recorded."),
     _option(SimulatedText, PROMPT, "prompt_tokens", "--prompt-tokens", metavar="N", help="Tokens of the prompt."),
     _option(SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
@@ -190,7 +194,8 @@ COMMANDS: tuple[Command, ...] = (
         Works under mpirun or srun, alone with --mpi-layer-split (mpirun is started for you), and on one rank without
         MPI. The text goes to stdout, everything else to stderr.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, GenerateOutput),
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, PromptCacheFile, SpeculationConfig, SamplingConfig,
+                 GenerateOutput),
         required=frozenset({"model"}),
     ),
     Command(

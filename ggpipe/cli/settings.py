@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.cli.argv import unescape
-from ggpipe.config import LoadMode, Mode, check_choice
+from ggpipe.config import LoadMode, Mode, PromptCacheConfig, check_choice
 from ggpipe.core.layout import parse_shares
 from ggpipe.errors import SettingError, UsageError
 
@@ -130,6 +130,25 @@ class Log:
 
 
 # Settings of one command
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCacheFile:
+    """The file of `generate` for what was computed, and what is written to it."""
+
+    path: Path | None = None
+    all: bool = False
+    read_only: bool = False
+
+    @property
+    def config(self) -> PromptCacheConfig | None:
+        """None: there is none. Raises SettingError for settings of a file that has no name."""
+        if self.path is None:
+            if self.all or self.read_only:
+                name = "prompt_cache_ro" if self.read_only else "prompt_cache_all"
+                raise SettingError(f"`{name}` needs a file: name one with `prompt_cache`")
+            return None
+        return PromptCacheConfig(self.path, "nothing" if self.read_only else "text" if self.all else "prompt")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config import Saves, SpeculationConfig
 
 ROOT = 0
 """As a draft token's parent: the last accepted token that the drafter knew."""
@@ -79,6 +79,8 @@ class Begin:
     speculation: SpeculationConfig
     cache_prompt: bool = True
     """The prefix cache is used for it, as in `Request`."""
+    saves: Saves = "nothing"
+    """As in `Request`. Unless it is nothing, one `Save` follows, which may have no tokens."""
 
 
 @dataclass(frozen=True, slots=True)

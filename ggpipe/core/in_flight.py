@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ggpipe.core.events import Cancel, Submit
-from ggpipe.core.messages import KvOp, Row, Run, RunRecord, RunResult, Want
+from ggpipe.core.messages import KvOp, Row, Run, RunRecord, RunResult, Save, Want
 from ggpipe.core.tree import Node, SequenceIds
 
 Owner = TypeVar("Owner")
@@ -48,6 +48,8 @@ class RunInFlight(Generic[Owner]):
     parts: Sequence[Part[Owner]]
     submitted_at: float
     cancelled: bool = False
+    saved: frozenset[int] = frozenset()
+    """Runs without which what is to be saved is not computed."""
 
     @property
     def lives(self) -> bool:
@@ -110,9 +112,18 @@ class InFlight(Generic[Owner]):
         """Put the waiting operations into the pipeline by themselves."""
         return Submit(self._enter((), (), now))
 
-    def _enter(self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float) -> Run:
+    def submit_save(self, owner: Owner, save: Save, now: float) -> Submit:
+        """Have a sequence of an owner saved, behind the waiting operations; it is cancelled with its text's runs."""
+        run = self._enter((), (), now, save)
+        if owner in self._of:
+            self._runs[run.id].saved = frozenset(part.run for part in self.of(owner) if part.n_text)
+        return Submit(run)
+
+    def _enter(
+        self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float, save: Save | None = None
+    ) -> Run:
         rows = tuple(row for part in parts for row in part.rows)
-        run = Run(id=self.next_run, rows=rows, ops=tuple(self.ops), wants=wants)
+        run = Run(id=self.next_run, rows=rows, ops=tuple(self.ops), wants=wants, save=save)
         self.next_run += 1
         self.ops.clear()
         self._runs[run.id] = RunInFlight(run=run, parts=parts, submitted_at=now)
@@ -165,15 +176,18 @@ class InFlight(Generic[Owner]):
     def cancel(
         self, runs: Sequence[int], may_cancel: Callable[[Owner], bool] = lambda _: True
     ) -> list[RunInFlight[Owner]]:
-        """Mark these runs as cancelled, but for those with an owner for whom none may be; returns those that are.
+        """Mark these runs as cancelled, but for those with an owner for whom none may be; returns those that are, and
+        what was to save their cells.
 
         None may be cancelled already.
         """
         cancelled = [self._runs[run] for run in runs if all(may_cancel(part.owner) for part in self._runs[run].parts)]
+        ids = {run.run.id for run in cancelled}
+        cancelled += [run for run in self._runs.values() if not run.saved.isdisjoint(ids) and not run.cancelled]
         for run in cancelled:
             assert not run.cancelled
             run.cancelled = True
-            self.n_computed -= 1
+            self.n_computed -= bool(run.parts)
         return cancelled
 
     def validate(self, trees: Collection[tuple[Owner, frozenset[int]]]) -> None:

@@ -54,6 +54,24 @@ class Row:
     """Index of the row's `Want` in the run's table; -1: nothing is wanted back."""
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a stage has of a prefix that was on disk."""
+
+    tokens: tuple[int, ...] = ()
+    problem: str = ""
+    """Why there is nothing, though there is a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a sequence to disk, which has exactly these tokens. Without tokens there is nothing to write."""
+
+    request: int
+    seq: int
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What goes through the pipeline in one piece: KV operations, then one decode of the rows.
@@ -66,6 +84,8 @@ class Run:
     ops: tuple[KvOp, ...] = ()
     wants: tuple[Want, ...] = ()
     cancelled: bool = False
+    save: Save | None = None
+    """Of a run without rows: what to save behind its operations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ It knows by a radix tree over tokens (`radix_tree`) which sequence holds which c
 
 A request that is being served is in the tree as well: its cells may be copied, and are not given up.
 
+The first request may find a sequence that was restored from a file. It takes over as much of it as it can use; the rest
+is given up.
+
 Recurrent models cannot continue a part of a sequence (`Limits.partial_prefixes`). There whole ones are kept, of ended
 requests and of prompts that are being computed (`checkpoints`):
 
@@ -24,16 +27,23 @@ from collections.abc import Sequence
 
 from ggpipe.core.checkpoints import checkpoints_of
 from ggpipe.core.messages import KvKind, KvOp
-from ggpipe.core.radix_tree import Kept, Prefix, RadixTree, Segment, Tokens, sequences_through
+from ggpipe.core.radix_tree import Kept, Prefix, RadixTree, Segment, Tokens, agreeing, sequences_through
 from ggpipe.core.request import Limits
 from ggpipe.core.tree import SequenceIds, Tree
+
+RESTORED = 0
+"""The id of a sequence that is in the KV cache before the first request, from a file."""
 
 
 class PrefixCache:
     """See the module's text. It shares ids and operations with the trees of a pipeline."""
 
-    def __init__(self, limits: Limits, ids: SequenceIds, ops: list[KvOp]) -> None:
-        """`ids` must leave one for each request to come and one for each prefix that may be kept."""
+    def __init__(
+        self, limits: Limits, ids: SequenceIds, ops: list[KvOp], restored: tuple[int, ...] | None = None
+    ) -> None:
+        """`ids` must leave one for each request to come and one for each prefix that may be kept. `restored`: what all
+        stages have as the first tokens of the sequence `RESTORED`, some of them more; None: it is empty."""
+        self._restored = restored
         self._limits = limits
         self._ids = ids
         self._ops = ops
@@ -65,6 +75,8 @@ class PrefixCache:
         The prompt's last token is always left to compute: its logits are needed. There must be a free id.
         """
         wanted = tuple(prompt[:-1]) if reuse else ()
+        if self._restored is not None:
+            return self._open_restored(prompt, wanted)
         segment, n = self._longest(wanted)
         partial = self._limits.partial_prefixes
         kept = next(iter(segment.kept), None) if n == segment.end else None
@@ -90,6 +102,24 @@ class PrefixCache:
             self._tree.drop(taken_over)
         return prefix
 
+    def _open_restored(self, prompt: Sequence[int], wanted: Tokens) -> Prefix:
+        """As `open`, for the first request."""
+        assert self._restored is not None
+        restored, self._restored = self._restored, None
+        limits = self._limits
+        n = agreeing(restored, wanted) if limits.n_prefixes else 0
+        if n < len(restored) and not limits.partial_prefixes:
+            n = 0
+        own = self._ids.take()
+        assert own == RESTORED
+        self._ops.append(KvOp(KvKind.RM, own, p0=n))
+        prefix = Prefix(segment=self._tree.root, tree=Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, own))
+        if wanted and not limits.partial_prefixes and limits.n_prefixes:
+            prefix.checkpoints = checkpoints_of(len(prompt), n, n, limits.n_rows)
+        self._tree.serve(prefix)
+        self.grow(prefix, restored[:n])
+        return prefix
+
     def stands_at(self, prefix: Prefix, position: int) -> None:
         """A request's next run begins here: if a checkpoint is due, it is taken in front of that run."""
         due = next((one for one in prefix.checkpoints if one.position == position), None)
@@ -113,8 +143,9 @@ class PrefixCache:
             used_at = 0 if checkpoint.is_spare else next(self._clock)
             self._kept.append(self._tree.keep(prefix, checkpoint.position, own, used_at))
 
-    def close(self, prefix: Prefix, tokens: Sequence[int], clean: bool) -> None:
-        """A request is over: keep its sequence as far as these tokens, of which all cells are computed.
+    def close(self, prefix: Prefix, tokens: Sequence[int], clean: bool) -> bool:
+        """A request is over: keep its sequence as far as these tokens, of which all cells are computed. Returns whether
+        it is kept.
 
         `clean`: it has no other cells, in flight or computed. Nothing is kept of no tokens, and of a sequence that is
         not clean where parts cannot be continued; but checkpoints before the end of these tokens are.
@@ -130,7 +161,7 @@ class PrefixCache:
         if not keep or not self._is_new(tuple(tokens)) or not self._free_a_place():
             prefix.tree.close()
             self._tree.leave(prefix, None)
-            return
+            return False
         prefix.tree.close(keep=True)
         kept = Kept(segment=prefix.segment, own=prefix.own, used_at=next(self._clock))
         if not clean:
@@ -138,6 +169,7 @@ class PrefixCache:
         self._ids.reserved -= 1
         self._tree.leave(prefix, kept)
         self._kept.append(kept)
+        return True
 
     def _is_new(self, tokens: Tokens) -> bool:
         """Whether no kept sequence holds these tokens already. Those that they continue are given up, where any part of

@@ -92,7 +92,7 @@ class RadixTree:
         while rest:
             segment = rest.pop()
             for child in segment.children:
-                n = _agreeing(child.tokens, tokens[segment.end : child.end])
+                n = agreeing(child.tokens, tokens[segment.end : child.end])
                 if n:
                     yield child, segment.end + n
                 if n == len(child.tokens):
@@ -206,7 +206,7 @@ def sequences_through(segment: Segment) -> Iterator[Prefix | Kept]:
         rest += segment.children
 
 
-def _agreeing(a: Tokens, b: Tokens) -> int:
+def agreeing(a: Tokens, b: Tokens) -> int:
     """How many tokens agree, from the first on."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:

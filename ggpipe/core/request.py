@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config import Saves, SpeculationConfig
 from ggpipe.errors import UsageError
 
 
@@ -87,6 +87,8 @@ class Request:
     """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
     n_resumed: int = 0
     """The last tokens of `prompt` are text that other ranks generated before this request was resumed."""
+    saves: Saves = "nothing"
+    """What is written to disk: the prompt but its last token when that is computed, or at the end all that is."""
 
     @property
     def drafts(self) -> bool:

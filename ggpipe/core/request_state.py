@@ -86,6 +86,8 @@ class RequestState:
     """A fresh root waits so long for draft tokens that go into its run."""
     root_since: float = 0.0
     """When the root was accepted."""
+    is_saved: bool = False
+    """All that is to be saved of its prompt is."""
 
     def enter(self, phase: Phase) -> None:
         """Go on to another phase."""
@@ -132,6 +134,12 @@ class RequestState:
         """Tokens of prompt and text that are in the pipeline, or were."""
         root = self.tree.root
         return root.pos + root.submitted if self.text or root.submitted else self.n_past
+
+    @property
+    def saves_prompt(self) -> bool:
+        """Its prompt is saved as soon as all but its last token is in the pipeline."""
+        new = len(self.request.prompt) - 1 > self.counters.cached_tokens
+        return self.request.saves == "prompt" and new and not self.is_saved
 
     @property
     def n_depths(self) -> int:

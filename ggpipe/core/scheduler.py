@@ -17,7 +17,8 @@ stage is about to be free, and not before: until then more of them may come, and
 several runs. Where that pays, a fresh root waits a moment for draft tokens that go into its run.
 
 What ended requests computed stays in the KV cache for prompts that begin alike, until cells are needed
-(`prefix_cache`).
+(`prefix_cache`). Where a request's cells are to be written to disk, a run without rows has the stages do so between
+two others: so each stage saves the same tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ggpipe.core.events import (
     Tick,
 )
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
-from ggpipe.core.messages import Row, RunResult, Want, WantKind
+from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import DrafterState, Phase, RequestState
@@ -57,11 +58,12 @@ _MORE_CELLS = 32  # that a request without a limit is given at a time
 class Scheduler:
     """See the module's text."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, restored: tuple[int, ...] | None = None) -> None:
+        """`restored`: as of `PrefixCache`."""
         self._limits = limits
         self._in_flight: InFlight[RequestState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._load = Load(limits, self._in_flight)
-        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops)
+        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
         self._waiting: collections.deque[Arrived] = collections.deque()
         self._states: dict[int, RequestState] = {}
         self._now = 0.0
@@ -193,6 +195,7 @@ class Scheduler:
             banned=request.banned,
             speculation=request.speculation,
             cache_prompt=request.cache_prompt,
+            saves=request.saves,
         )
 
     def _lead(self, state: RequestState) -> int:
@@ -220,7 +223,10 @@ class Scheduler:
         state.finish = reason
         state.root_waits_until = None
         clean = not self._in_flight.of(state) and not state.tree.n_submitted
-        self._prefixes.close(state.prefix, self._computed(state), clean)
+        computed = tuple(self._computed(state))
+        is_kept = self._prefixes.close(state.prefix, computed, clean)
+        if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
+            self._save(state, computed, actions)
         if state.request.drafts:
             actions.append(Steer(Done(state.request.id)))
         self._cancel(self._in_flight.leave(state), actions)
@@ -279,8 +285,17 @@ class Scheduler:
         """Requests take the cells of kept prefixes when they need them."""
         self._prefixes.shrink(self._limits.n_ctx - self._n_used)
 
+    def _save(self, state: RequestState, tokens: tuple[int, ...], actions: list[Action]) -> None:
+        save = Save(state.request.id, state.tree.own, tokens)
+        actions.append(self._in_flight.submit_save(state, save, self._now))
+
     def _submit(self, takes: Sequence[Take], actions: list[Action]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
+        for take in takes:
+            state, prompt = take.state, take.state.request.prompt[:-1]
+            if take.n_prompt and state.saves_prompt and state.n_past == len(prompt):
+                state.is_saved = True
+                self._save(state, prompt, actions)
         wants: dict[Want, int] = {}
         parts = [part for take in takes if (part := self._part(take, wants)) is not None]
         if not parts:
@@ -293,6 +308,8 @@ class Scheduler:
     def _part(self, take: Take, wants: dict[Want, int]) -> Part[RequestState] | None:
         state, tree, request = take.state, take.state.tree, take.state.request
         end = state.n_past + take.n_prompt
+        if state.saves_prompt:
+            end = min(end, len(request.prompt) - 1)
         nodes, most = take.nodes, len(take.nodes) if take.most is None else take.most
         if take.n_prompt:
             self._prefixes.stands_at(state.prefix, state.n_past)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ggpipe.config import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
@@ -24,6 +25,8 @@ from ggpipe.llama.params import context_params, model_params, place_layers
 _INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
 _FRAME = struct.Struct("<IIQ")  # native/wire.cpp: bytes of the name, how often it came before, bytes of data
 _N_NOISES = 256
+_STATE_TOKENS = 128
+"""Of a state in a prompt cache, at most: large models have MBs for each."""
 _NO_RUN = 0  # an id that no run has
 _MIN_STATES, _MAX_STATES = 4, 8
 """Kept prefixes of recurrent models: each takes the memory of a state, all layers' together."""
@@ -72,9 +75,10 @@ class Stage:
         threads: tuple[int, int],
         progress: Progress | None = None,
         n_prefixes: int = 0,
+        saves_states: bool = False,
     ) -> None:
         """Load the layers. `threads`: for single tokens, for batches. `n_prefixes`: sequence ids for kept prefixes, at
-        most, beside `context.n_seq`.
+        most, beside `context.n_seq`. `saves_states`: `state` and `put_state` will be called.
 
         Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
         the context cannot be made (too large for the memory, say).
@@ -95,7 +99,7 @@ class Stage:
         )
         try:
             self._load(model, progress)
-            self._open_context(model, context, threads, n_prefixes)
+            self._open_context(model, context, threads, n_prefixes, saves_states)
             self.cut = self._dry_run()
             self.exact_in_company: bool = self._native.orders_cells
             """With `exact`: rows have the same bits whatever other sequences are in the KV cache."""
@@ -154,18 +158,21 @@ class Stage:
             raise RunError("loading was stopped")
 
     def _open_context(
-        self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int], n_prefixes: int
+        self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int], n_prefixes: int, saves_states: bool
     ) -> None:
         n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
         slides = int(lib.llama_model_n_swa(self._model)) > 0
-        most = int(lib.llama_max_parallel_sequences()) // (1 + slides)
+        n_spare = int(saves_states and self.partial_prefixes)
+        most = (int(lib.llama_max_parallel_sequences()) - n_spare) // (1 + slides)
+        fitting = (n_asked - n_spare) // (1 + slides)
         if not self.rolls_back:
             n_prefixes = min(n_prefixes, self._most_states)
-        self.n_prefixes = max(min(n_prefixes, most - config.n_seq, n_asked // (1 + slides) - config.n_seq), 0)
+        self.n_prefixes = max(min(n_prefixes, most - config.n_seq, fitting - config.n_seq), 0)
         """Sequence ids beside `ContextConfig.n_seq`."""
         n_own = config.n_seq + self.n_prefixes
         self._pins = n_own if slides and n_own > 1 else 0
-        n_seq = n_own + self._pins
+        self._spare = n_own + self._pins
+        n_seq = self._spare + n_spare
         if n_seq > lib.llama_max_parallel_sequences():
             raise UsageError(f"`n_seq` must be at most {most} for a model with sliding windows, got {config.n_seq}")
         if n_asked < n_seq:
@@ -306,6 +313,47 @@ class Stage:
         fitting = self._file.n_bytes // (_STATES_SHARE * max(state_bytes, 1))
         return min(max(fitting, _MIN_STATES), _MAX_STATES)
 
+    @property
+    def state_tokens(self) -> int | None:
+        """How many tokens a state has, at most; None where only a whole sequence has one.
+
+        libllama leaves out what a sliding window hides at the end of the state: this many tokens see each other.
+        """
+        if not self.partial_prefixes:
+            return None
+        n_swa = int(lib.llama_model_n_swa(self._model))
+        most = max(n_swa // 2, 1) if n_swa > 0 else _STATE_TOKENS
+        return min(1 << (most.bit_length() - 1), _STATE_TOKENS)
+
+    def state(self, seq: int, first: int, end: int) -> NDArray[np.uint8]:
+        """What libllama has computed of tokens [first, end) of a sequence, in the order of its KV cells.
+
+        Layers of other ranks are zeros in it. Raises RunError when libllama cannot write it.
+        """
+        source = seq
+        if self.partial_prefixes:
+            source = self._spare
+            lib.llama_memory_seq_cp(self._memory, seq, source, first, end)
+        logged_errors()
+        state = np.zeros(int(lib.llama_state_seq_get_size(self._context, source)), np.uint8)
+        n = int(lib.llama_state_seq_get_data(self._context, _bytes_of(state), state.size, source))
+        if source != seq:
+            lib.llama_memory_seq_rm(self._memory, source, -1, -1)
+        if n != state.size:
+            raise RunError(f"libllama cannot save the state of a sequence: {_last_error()}")
+        return state
+
+    def put_state(self, state: NDArray[np.uint8], seq: int) -> None:
+        """Add what `state` gave to a sequence, behind its tokens. Raises RunError when libllama cannot read it."""
+        target = self._spare if self.partial_prefixes else seq
+        logged_errors()
+        if int(lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, target)) != state.size:
+            raise RunError(f"libllama cannot restore the state of a sequence: {_last_error()}")
+        if target != seq:
+            for id in self._ids(seq):
+                lib.llama_memory_seq_cp(self._memory, target, id, -1, -1)
+            lib.llama_memory_seq_rm(self._memory, target, -1, -1)
+
     def cancel(self, run_id: int) -> None:
         """Stop the run with this id if it is being computed, and can be stopped. From any thread."""
         self._native.cancel(run_id)
@@ -385,6 +433,10 @@ class _Batch:
             at = i * self._n_seq
             for k, seq in enumerate(ids):
                 seqs[at + k] = seq
+
+
+def _bytes_of(array: NDArray[np.uint8]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 def _last_error() -> str:

@@ -22,11 +22,13 @@ class DraftHead:
         pipeline: Pipeline,
         limits: Limits,
         vocabularies: Vocabularies,
+        restored: tuple[int, ...] | None,
         send: Callable[[MicroBatch, Sequence[RunRecord]], None],
     ) -> None:
-        """`send` brings draft tokens to the head, with the runs that ended since the last ones."""
+        """`restored`: as of `PrefixCache`. `send` brings draft tokens to the head, with the runs that ended since the
+        last ones."""
         self._pipeline = pipeline
-        self._drafter: Drafter = DraftModel(limits, vocabularies)
+        self._drafter: Drafter = DraftModel(limits, vocabularies, restored=restored)
         self._send = send
         self._records: list[RunRecord] = []
 

@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config import SamplingConfig, Saves, SpeculationConfig
+from ggpipe.core.draft_messages import Begin
 from ggpipe.core.events import (
     Action,
     Arrived,
@@ -44,7 +45,9 @@ from ggpipe.errors import QueueFull
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.runtime.control_channel import Received
 from ggpipe.runtime.head import DraftUpdate, LoadedHead, News
+from ggpipe.transport.control import PrefixSaved
 
 
 class ActiveRequest:
@@ -56,6 +59,8 @@ class ActiveRequest:
         """Filled in while the request is served."""
         self.sampler = sampler
         self.decoder = decoder
+        self.not_saved: list[str] = []
+        """Why parts of the prompt cache are not written, a line each."""
 
     @property
     def is_active(self) -> bool:
@@ -95,7 +100,13 @@ class Engine:
         """KV cells, for all requests together."""
         self.can_speculate = head.can_speculate
         self._head = head
-        self._scheduler = Scheduler(head.limits)
+        self._scheduler = Scheduler(head.limits, head.restored)
+        prompt_cache = head.head.config.prompt_cache
+        self._saves: Saves = prompt_cache.saves if prompt_cache is not None and head.limits.n_prefixes else "nothing"
+        self._n_unsaved: collections.Counter[int] = collections.Counter()
+        """By request: ranks that are to save their parts."""
+        self._unsaved: dict[int, Finish] = {}
+        """Requests that are over but for that."""
         self._ends = frozenset(head.vocab.end_tokens)
         self._ids = itertools.count(1)
         self._active: dict[int, ActiveRequest] = {}
@@ -157,6 +168,7 @@ class Engine:
             banned=sampler.banned,
             want_grows=sampling.penalizes,
             cache_prompt=cache_prompt,
+            saves=self._saves,
         ).after(tokens)
         stats.seed, stats.n_prompt = sampler.seed, len(prompt)
         stats.arrived = stats.arrived or time.monotonic()
@@ -206,6 +218,8 @@ class Engine:
             case DraftUpdate(batch, records):
                 self._count(records, draft=True)
                 self._work([Drafted(batch)])
+            case Received(_, PrefixSaved(request, problem)):
+                self._saved(request, problem)
             case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
                 self._work([Tick()])
 
@@ -225,10 +239,14 @@ class Engine:
             case Submit(run):
                 self._head.submit(run)
                 self._note_starts(run)
+                if run.save is not None:
+                    self._n_unsaved[run.save.request] += self._head.n_stages
             case Cancel(runs):
                 self._head.cancel(runs)
             case Steer(message):
                 self._head.steer(message)
+                if isinstance(message, Begin) and message.saves != "nothing":
+                    self._n_unsaved[message.request] += self._head.n_draft_stages
             case Sample(request, row):
                 return self._sample(self._active[request], row)
             case Emit(request, token, drafted):
@@ -236,7 +254,9 @@ class Engine:
             case RunDone(records):
                 self._count(records, draft=False)
             case Finished(request, reason):
-                self._finish(self._active.pop(request), reason)
+                self._active[request].stats.ended = time.monotonic()
+                self._unsaved[request] = reason
+                self._finish_saved(request)
         return None
 
     def _note_starts(self, run: Run) -> None:
@@ -255,8 +275,19 @@ class Engine:
         active.stats.drafted.append(drafted)
         self._events.append(TokenReady(active, Token(token, active.decoder.push(token), drafted)))
 
-    def _finish(self, active: ActiveRequest, reason: Finish) -> None:
-        active.stats.finish, active.stats.ended = reason, time.monotonic()
+    def _saved(self, request: int, problem: str) -> None:
+        self._n_unsaved[request] -= 1
+        if problem:
+            self._active[request].not_saved.append(problem)
+        self._finish_saved(request)
+
+    def _finish_saved(self, request: int) -> None:
+        """A request is over when nothing of it is in flight, and its prompt cache is written."""
+        if request not in self._unsaved or self._n_unsaved[request]:
+            return
+        del self._n_unsaved[request]
+        active = self._active.pop(request)
+        active.stats.finish = self._unsaved.pop(request)
         active.sampler.close()
         self._events.append(RequestEnded(active, active.decoder.finish()))
 

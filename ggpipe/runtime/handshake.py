@@ -15,6 +15,7 @@ from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError,
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
+from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.stage import Cut, Progress, Stage
 from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
@@ -141,10 +142,23 @@ def poll_s(config: EngineConfig) -> tuple[float, float]:
     return (0.2e-3, 0.4e-3) if config.draft is not None else (1e-3, 10e-3)
 
 
+def prompt_cache(config: EngineConfig, transport: Transport) -> PromptCache | None:
+    """This rank's file, if there is to be one. Raises SettingError where it can be seen that it cannot be used."""
+    if config.prompt_cache is None:
+        return None
+    return PromptCache(config.prompt_cache.path, transport.rank, read_only=config.prompt_cache.saves == "nothing")
+
+
 def stage_loader(
-    config: EngineConfig, transport: Transport, model_file: ModelFile, layers: tuple[int, int], draft: bool
+    config: EngineConfig,
+    transport: Transport,
+    model_file: ModelFile,
+    layers: tuple[int, int],
+    draft: bool,
+    prompt_cache: PromptCache | None = None,
 ) -> Callable[[Progress], Stage]:
-    """A function that makes this rank's stage, of the target or of the draft, given a callback for its progress."""
+    """A function that makes this rank's stage, of the target or of the draft, given a callback for its progress, and
+    describes it to `prompt_cache`."""
     threads = threads_of(config, transport, draft)
     part = config.draft if draft and config.draft is not None else config
     shares_cores = draft and transport.ranks_on_host > config.n_draft_ranks
@@ -153,6 +167,10 @@ def stage_loader(
         if shares_cores:
             machine.yield_to_others()
         n_prefixes = config.n_prefixes(part.context)
-        return Stage(model_file, layers, part.model, part.context, threads, progress, n_prefixes)
+        saves_states = prompt_cache is not None and n_prefixes > 0
+        stage = Stage(model_file, layers, part.model, part.context, threads, progress, n_prefixes, saves_states)
+        if prompt_cache is not None:
+            prompt_cache.describe(stage, model_file, part.model, part.context)
+        return stage
 
     return load

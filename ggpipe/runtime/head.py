@@ -20,10 +20,10 @@ from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.control_channel import ControlChannel, Received
 from ggpipe.runtime.inner_draft import InnerDraft
 from ggpipe.runtime.pipeline import Pipeline
-from ggpipe.runtime.stage_thread import Broke, Ended, Notice, Passed
+from ggpipe.runtime.stage_thread import Broke, Ended, Notice, Passed, Saved
 from ggpipe.transport import codec
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
-from ggpipe.transport.control import AskClock, AskUsage, Clock, Quit, Usage
+from ggpipe.transport.control import AskClock, AskUsage, Clock, PrefixSaved, Quit, Usage
 
 _TICK_S = 0.1  # between two checks whether the user wants to stop
 _PINGS = 9
@@ -167,16 +167,21 @@ class LoadedHead:
         warnings: tuple[str, ...],
         *,
         exact_in_company: bool,
+        restored: tuple[int, ...] | None,
+        n_stages: tuple[int, int],
     ) -> None:
         """`draft_rank`: the first rank of the draft model; None without speculation. `limits`: of the target.
 
-        `exact_in_company`: that of all the target's stages.
+        `exact_in_company`: that of all the target's stages. `restored`: as of `PrefixCache`. `n_stages`: of the target
+        and of the draft.
         """
         self.head = head
         self.vocab = vocab
         self.limits = limits
         self.warnings = warnings
         self.exact_in_company = exact_in_company
+        self.restored = restored
+        self.n_stages, self.n_draft_stages = n_stages
         self._pipeline = pipeline
         self._draft_rank = draft_rank
 
@@ -215,6 +220,8 @@ class LoadedHead:
                 return self._read(message)
             case Ended(result):
                 return result
+            case Saved(request, problem):
+                return Received(HEAD, PrefixSaved(request, problem))
             case Passed() as outcome:
                 self._pipeline.deliver(outcome)
         return None

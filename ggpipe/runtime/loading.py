@@ -11,10 +11,13 @@ import msgspec
 
 from ggpipe.config import ContextConfig
 from ggpipe.core.layout import Layout, lay_out
+from ggpipe.core.messages import Restored
+from ggpipe.core.radix_tree import agreeing
 from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.stage import Cut, Stage
 from ggpipe.llama.vocab import Vocab, VocabOutline
 from ggpipe.runtime import handshake
@@ -40,7 +43,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         if rank != HEAD:
             head.channel.send(rank, Load(part))
     with contextlib.ExitStack() as loaded:  # closed again when loading fails
-        pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed.model_file)))
+        pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed)))
         vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
         outline: VocabOutline | None = None
         progress = _Progress(head, len(layout.stage_ranks) + len(draft_layout.stage_ranks if draft_layout else ()))
@@ -60,6 +63,10 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             if n_requests > 1:
                 agreed.warnings.append("`exact` without flash attention takes requests in turn; see `flash_attn`")
             n_requests, context = 1, replace(context, n_prefixes=0)
+        if config.prompt_cache is not None and context.n_prefixes == 0:
+            why = "`exact` needs `flash_attn` for it" if config.context.exact else "lower `n_seq` by 2 for it"
+            agreed.warnings.append(f"`prompt_cache` is not used: {why}")
+        restored = progress.restored_of(layout, context, agreed.warnings)
         draft_rank: int | None = None
         if config.draft is not None and draft_layout is not None and outline is not None:
             handshake.check_cuts(progress.cuts_of(draft_layout), agreed.hellos[draft_layout.head].architecture)
@@ -69,14 +76,24 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 agreed.warnings.append(f"`{field}` cannot roll back its KV state: running without speculation")
             if not cannot:
                 draft_rank = draft_layout.head
-                limits = _limits(config.draft.context, draft_layout, progress.context_of(draft_layout), n_requests)
-                head.channel.send(draft_rank, StartDraft(limits, vocabularies))
+                draft_context = progress.context_of(draft_layout)
+                limits = _limits(config.draft.context, draft_layout, draft_context, n_requests)
+                draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
+                head.channel.send(draft_rank, StartDraft(limits, vocabularies, draft_restored))
         limits = _limits(config.context, layout, context, n_requests)
         limits = replace(limits, prefill_slowdown=config.prefill_slowdown)
         loaded.pop_all()
         warnings = tuple(agreed.warnings)
         return LoadedHead(
-            head, pipeline, draft_rank, vocab, limits, warnings, exact_in_company=context.exact_in_company
+            head,
+            pipeline,
+            draft_rank,
+            vocab,
+            limits,
+            warnings,
+            exact_in_company=context.exact_in_company,
+            restored=restored,
+            n_stages=(len(layout.stages), len(draft_layout.stages) if draft_layout is not None else 0),
         )
 
 
@@ -89,12 +106,15 @@ class _Agreed:
     """Of all ranks, in order."""
     layout: Layout
     draft_layout: Layout | None
+    prompt_cache: PromptCache | None
+    """The head's."""
     warnings: list[str]
 
 
 def _agree(head: Head) -> _Agreed:
     config, transport = head.config, head.transport
     model_file = ModelFile.open(config.model.path)
+    prompt_cache = handshake.prompt_cache(config, transport)
     others = head.channel.gather(Hello, range(1, transport.size), head.next, lambda _: _go_on(head))
     hellos = [handshake.hello(transport, model_file, False), *others.values()]
     warnings = handshake.compare(hellos)
@@ -110,6 +130,7 @@ def _agree(head: Head) -> _Agreed:
         hellos=hellos,
         layout=layout,
         draft_layout=draft_layout,
+        prompt_cache=prompt_cache,
         warnings=warnings,
     )
 
@@ -120,7 +141,7 @@ def _go_on(head: Head) -> None:
         raise RunError("stopped while loading")
 
 
-def _target_pipeline(head: Head, layout: Layout, model_file: ModelFile) -> Pipeline:
+def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
     """The target's pipeline; our own stage begins to load, if we hold layers."""
     inbox, transport = head.channel.inbox, head.transport
 
@@ -130,9 +151,11 @@ def _target_pipeline(head: Head, layout: Layout, model_file: ModelFile) -> Pipel
             if isinstance(outcome, Passed):
                 inbox.wake()  # from now on an answer may come
 
-        load = handshake.stage_loader(head.config, transport, model_file, layout.layers_of(HEAD), False)
+        cache, layers = agreed.prompt_cache, layout.layers_of(HEAD)
+        load = handshake.stage_loader(head.config, transport, agreed.model_file, layers, False, cache)
         send = deliver_here if transport.sends_from_any_thread else inbox.put
-        thread = StageThread(HEAD, load, inbox.put, send, poll_s=handshake.poll_s(head.config))
+        poll_s = handshake.poll_s(head.config)
+        thread = StageThread(HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache)
         inbox.relieved = thread.relief_s
         return thread
 
@@ -184,6 +207,7 @@ class _Progress:
         self._n_ranks = n_ranks
         self._cuts: dict[int, Cut] = {}
         self._contexts: dict[int, _Context] = {}
+        self._restored: dict[int, Restored] = {}
 
     @property
     def done(self) -> bool:
@@ -197,12 +221,38 @@ class _Progress:
         contexts = [self._contexts[rank] for rank in layout.stage_ranks]
         return replace(contexts[0], exact_in_company=all(context.exact_in_company for context in contexts))
 
+    def restored_of(self, layout: Layout, context: _Context, warnings: list[str]) -> tuple[int, ...] | None:
+        """The tokens that all stages of a layout have from their prompt caches; None: no stage has any. Adds a line to
+        `warnings` where the files are of no use."""
+        found = {rank: self._restored[rank] for rank in layout.stage_ranks}
+        longest = max((restored.tokens for restored in found.values()), key=len)
+        n_common = min(agreeing(restored.tokens, longest) for restored in found.values())
+        common = longest[:n_common]
+        if not context.partial_prefixes and any(restored.tokens != common for restored in found.values()):
+            common = ()
+        if context.n_prefixes == 0:
+            return () if longest else None
+        failed = next((rank for rank, restored in found.items() if restored.problem), None)
+        without = next((rank for rank, restored in found.items() if longest and not restored.tokens), None)
+        if failed is not None:
+            place = f"{self._place(failed)}: " if self._n_ranks > 1 else ""
+            warnings.append(place + found[failed].problem)
+        elif without is not None:
+            warnings.append(f"{self._place(without)} has no prompt cache, others have: the prompt is computed anew")
+        elif longest and not common:
+            warnings.append("the prompt caches of the ranks are of different prompts: the prompt is computed anew")
+        return common if longest else None
+
+    def _place(self, rank: int) -> str:
+        return f"rank {rank} ({self._head.ranks[rank].host})"
+
     def take(self, event: object) -> None:
         ranks = self._head.ranks
         match event:
-            case Loaded(stage, load_s):
+            case Loaded(stage, load_s, restored):
                 own = ranks[HEAD]
                 own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, False)
+                self._restored[HEAD] = restored
                 self._loaded(HEAD, stage.cut, _context(stage))
             case Loading(done_bytes, total_bytes):
                 ranks[HEAD].loaded_bytes, ranks[HEAD].load_bytes = done_bytes, total_bytes
@@ -214,6 +264,7 @@ class _Progress:
                 if stats.rank == rank:  # a process of its own
                     stats.resident_bytes = loaded.resident_bytes
                 cut = Cut(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
+                self._restored[rank] = loaded.restored
                 self._loaded(rank, cut, _context(loaded))
 
     def _loaded(self, rank: int, cut: Cut, context: _Context) -> None:

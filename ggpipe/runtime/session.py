@@ -92,7 +92,7 @@ class Session(EngineClient):
                 case engine.RequestEnded(active, rest):
                     request = self._client_requests.pop(active.id)
                     del self._active[request.id]
-                    request.rest = rest
+                    request.rest, request.not_saved = rest, tuple(active.not_saved)
                     events.append(RequestEnded(request))
         return events
 

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ggpipe.core.messages import Run, RunResult, Span
+from ggpipe.core.messages import Restored, Run, RunResult, Save, Span
 from ggpipe.errors import GgpipeError, RunError
+from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.stage import Progress, Stage
 from ggpipe.runtime.inbox import poll_interval
 from ggpipe.transport import codec
@@ -33,6 +34,7 @@ class Loaded:
 
     stage: Stage
     load_s: float
+    restored: Restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """A sequence of a request is on disk, or `problem` says why it is not."""
+
+    request: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Broke:
     """Loading or a run failed; nothing more is computed."""
 
@@ -57,7 +67,7 @@ class Broke:
 
 
 Outcome = Passed | Ended
-Notice = Loading | Loaded | Outcome | Broke
+Notice = Loading | Loaded | Outcome | Saved | Broke
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +89,12 @@ class StageThread:
         deliver: Callable[[Outcome], None],
         pump: Callable[[], bool] | None = None,
         poll_s: tuple[float, float] = (1e-3, 10e-3),
+        prompt_cache: PromptCache | None = None,
     ) -> None:
         """`load` makes the stage and reports its progress. `notify`, and `deliver` for what comes of runs, are called
         from the thread. `pump` is called while the thread has nothing to do: it polls, and submits what came.
         `poll_s`: while a run is computed, the main thread polls after a quarter of a run, within these seconds.
+        `prompt_cache`: `load` has described the stage to it.
         """
         self._rank = rank
         self._load = load
@@ -90,6 +102,7 @@ class StageThread:
         self._deliver = deliver
         self._pump = pump
         self._poll_s = poll_s
+        self._prompt_cache = prompt_cache
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
         self._last_run_s = 0.0
@@ -135,14 +148,20 @@ class StageThread:
             start = time.perf_counter()
             stage = self._load(self._report_progress)
             self._stage = stage
-            self._notify(Loaded(stage, time.perf_counter() - start))
+            load_s = time.perf_counter() - start
+            restored = self._prompt_cache.restore(stage) if self._prompt_cache is not None else Restored()
+            self._notify(Loaded(stage, load_s, restored))
             while (job := self._next_job()) is not None:
-                self._computing = job.run.id
+                self._computing, save = job.run.id, job.run.save
+                if save is not None and (job.run.cancelled or job.run.id in self._cancelled):
+                    save = replace(save, tokens=())  # they are not computed
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
                 self._last_active = time.monotonic()
                 self._cancelled.discard(job.run.id)
                 self._deliver(outcome)
+                if save is not None:  # the next stages save theirs meanwhile
+                    self._notify(self._save(stage, save))
             self._stage = None
             stage.close()
         except GgpipeError as e:
@@ -151,6 +170,12 @@ class StageThread:
             error = RunError(f"internal error: {type(e).__name__}: {e}")
             error.__cause__ = e
             self._notify(Broke(error))
+
+    def _save(self, stage: Stage, save: Save) -> Saved:
+        assert self._prompt_cache is not None
+        problem = self._prompt_cache.save(stage, save.seq, save.tokens) if save.tokens else ""
+        self._last_active = time.monotonic()
+        return Saved(save.request, problem)
 
     def _report_progress(self, done_bytes: int, all_bytes: int) -> bool:
         self._notify(Loading(done_bytes, all_bytes))

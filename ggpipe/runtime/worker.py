@@ -15,12 +15,13 @@ from ggpipe.core.messages import RunRecord
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.vocab import Vocab
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel, Received
 from ggpipe.runtime.draft_head import DraftHead
 from ggpipe.runtime.pipeline import Pipeline
-from ggpipe.runtime.stage_thread import Broke, Ended, Loaded, Loading, Notice, Outcome, Passed, StageThread
+from ggpipe.runtime.stage_thread import Broke, Ended, Loaded, Loading, Notice, Outcome, Passed, Saved, StageThread
 from ggpipe.transport import codec
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
 from ggpipe.transport.control import (
@@ -29,6 +30,7 @@ from ggpipe.transport.control import (
     Clock,
     DraftVocab,
     Load,
+    PrefixSaved,
     Quit,
     StageLoaded,
     StageLoading,
@@ -51,12 +53,14 @@ class Worker:
         self._inbox = self._channel.inbox
         self._draft = config.draft if handshake.is_draft(config, transport) else None
         """The draft model, if this rank serves it."""
+        self._prompt_cache: PromptCache | None = None
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
         try:
             model = self._draft.model if self._draft is not None else self._config.model
             model_file = ModelFile.open(model.path)
+            self._prompt_cache = handshake.prompt_cache(self._config, self._transport)
             self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._draft is not None))
             match self._channel.receive().message:
                 case Quit(exit_code):
@@ -84,13 +88,17 @@ class Worker:
 
         def start(deliver: Callable[[Outcome], None]) -> StageThread:
             load = handshake.stage_loader(
-                self._config, self._transport, model_file, layout.layers_of(rank), self._draft is not None
+                self._config,
+                self._transport,
+                model_file,
+                layout.layers_of(rank),
+                self._draft is not None,
+                self._prompt_cache,
             )
             deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
             pump = self._inbox.pump if self._transport.must_poll and not leads else None
-            thread = StageThread(
-                self._process_rank, load, self._inbox.put, deliver, pump, handshake.poll_s(self._config)
-            )
+            poll_s = handshake.poll_s(self._config)
+            thread = StageThread(self._process_rank, load, self._inbox.put, deliver, pump, poll_s, self._prompt_cache)
             self._inbox.take_run = lambda message: thread.submit_message(message.payload)
             self._inbox.relieved = thread.relief_s
             return thread
@@ -113,8 +121,8 @@ class Worker:
                 match self._channel.next(_LONG_S if wait_s is None else wait_s):
                     case Received(_, Quit(exit_code)):
                         return exit_code
-                    case Received(_, StartDraft(limits, vocabularies)):
-                        draft_head = DraftHead(pipeline, limits, vocabularies, self._send_micro_batch)
+                    case Received(_, StartDraft(limits, vocabularies, restored)):
+                        draft_head = DraftHead(pipeline, limits, vocabularies, restored, self._send_micro_batch)
                     case Received(_, AskClock()):
                         self._channel.send(HEAD, Clock(time.monotonic()))
                     case Received(_, AskUsage()):
@@ -131,6 +139,9 @@ class Worker:
                         draft_head.ended(result)
                     case Passed() | Ended() as outcome:
                         pipeline.deliver(outcome)
+                    case Saved(request, problem):
+                        place = f"{self._transport.place}: " if problem else ""
+                        self._channel.send(HEAD, PrefixSaved(request, place + problem))
                     case Loading(done_bytes, total_bytes):
                         self._channel.send(HEAD, StageLoading(done_bytes, total_bytes))
                     case Loaded() as loaded:
@@ -154,6 +165,7 @@ class Worker:
             exact_in_company=stage.exact_in_company,
             n_prefixes=stage.n_prefixes,
             partial_prefixes=stage.partial_prefixes,
+            restored=loaded.restored,
         )
 
     def _send_micro_batch(self, batch: MicroBatch, records: Sequence[RunRecord]) -> None:

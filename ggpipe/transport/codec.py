@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 
 from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Steering
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Save, Span, Want, WantKind
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 5
+VERSION = 6
 # version, flags, spans, wants, run, rows, operations, sequence ids of all rows, banned ids of all wants,
-# bytes of a row mask (for rows that died in flight; 0 so far)
-_RUN = struct.Struct("<BBHIqIIIII")
+# numbers of what is to be saved, bytes of a row mask (for rows that died in flight; 0 so far)
+_RUN = struct.Struct("<BBHIqIIIIII")
 _OP = struct.Struct("<Biiii")
 _WANT = struct.Struct("<BII")
 _SPAN = struct.Struct("<idddq")
@@ -52,13 +52,14 @@ def run_header(run: Run) -> bytes:
     seqs = [s for row in run.rows for s in row.seqs]
     banned = [t for want in run.wants for t in want.banned]
     table = [x for row in run.rows for x in (row.token, row.pos, row.request, row.want, len(row.seqs))]
+    save = (run.save.request, run.save.seq, *run.save.tokens) if run.save is not None else ()
     flags = _CANCELLED if run.cancelled else 0
     return b"".join((
         _RUN.pack(VERSION, flags, 0, len(run.wants), run.id, len(run.rows), len(run.ops), len(seqs),
-                  len(banned), 0),
+                  len(banned), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
         *(_WANT.pack(want.kind, want.n, len(want.banned)) for want in run.wants),
-        _ints(banned), _ints(table), _ints(seqs),
+        _ints(banned), _ints(table), _ints(seqs), _ints(save),
     ))  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     """A run, its header without spans, the spans, and where the activations start."""
     view = memoryview(payload)
     _check_version(view)
-    _, flags, n_spans, n_wants, run_id, n_rows, n_ops, n_seqs, n_banned, n_mask = _RUN.unpack_from(view)
+    _, flags, n_spans, n_wants, run_id, n_rows, n_ops, n_seqs, n_banned, n_save, n_mask = _RUN.unpack_from(view)
     at = _RUN.size
     ops: tuple[KvOp, ...] = ()
     if n_ops:
@@ -95,7 +96,13 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     table = _read_ints(view, at, 5 * n_rows)
     at += 20 * n_rows
     seqs = _read_ints(view, at, n_seqs)
-    at += 4 * n_seqs + n_mask
+    at += 4 * n_seqs
+    save: Save | None = None
+    if n_save:
+        request, seq, *tokens = _read_ints(view, at, n_save)
+        save = Save(request, seq, tuple(tokens))
+        at += 4 * n_save
+    at += n_mask
     rows, used = [], 0
     for i in range(0, 5 * n_rows, 5):
         token, pos, request, want, n = table[i : i + 5]
@@ -103,7 +110,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         used += n
     header = bytes(view[:at])
     spans, at = _read_spans(view, at, n_spans)
-    run = Run(id=run_id, rows=tuple(rows), ops=ops, wants=wants, cancelled=bool(flags & _CANCELLED))
+    run = Run(id=run_id, rows=tuple(rows), ops=ops, wants=wants, cancelled=bool(flags & _CANCELLED), save=save)
     return run, header, spans, at + -at % 8
 
 

@@ -16,6 +16,7 @@
 | `runtime/loading`    |                               | Hello                                   |
 |                      | Load                          | DraftVocab, StageLoading …, StageLoaded |
 |                      | StartDraft                    |                                         |
+| `runtime/engine`     |                               | PrefixSaved                             |
 | `runtime/head`       | AskClock                      | Clock                                   |
 |                      | AskUsage                      | Usage                                   |
 |                      | Quit                          |                                         |
@@ -31,11 +32,12 @@ from ggpipe.cluster.links import Overheads
 from ggpipe.cluster.profile import Part, Point
 from ggpipe.core.draft_messages import Vocabularies
 from ggpipe.core.layout import Layout
+from ggpipe.core.messages import Restored
 from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 8
+VERSION = 9
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -110,6 +112,8 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """As `llama.stage.Stage.n_prefixes`."""
     partial_prefixes: bool
     """As `llama.stage.Stage.partial_prefixes`."""
+    restored: Restored
+    """What the rank's prompt cache had."""
 
 
 class StartDraft(ControlMessage, frozen=True):
@@ -117,6 +121,8 @@ class StartDraft(ControlMessage, frozen=True):
 
     limits: Limits
     vocabularies: Vocabularies
+    restored: tuple[int, ...] | None
+    """As of `PrefixCache`."""
 
 
 # Serving
@@ -130,6 +136,14 @@ class Clock(ControlMessage, frozen=True):
     """A rank's `time.monotonic`."""
 
     now_s: float
+
+
+class PrefixSaved(ControlMessage, frozen=True):
+    """A rank is through with what a request saves."""
+
+    request: int
+    problem: str
+    """Why its file is as it was; empty when it was written."""
 
 
 class AskUsage(ControlMessage, frozen=True):
@@ -311,7 +325,7 @@ class Beat(ControlMessage, frozen=True):
 
 AnyControlMessage = (
     Hello | Load | DraftVocab | StageLoading | StageLoaded | StartDraft
-    | AskClock | Clock | AskUsage | Usage | Quit
+    | PrefixSaved | AskClock | Clock | AskUsage | Usage | Quit
     | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
     | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured
     | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | EndProfile

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_drafts import Adversary, FakeDraftModel, RealDraft
-from support.fakes import END, FakeModel
+from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
 
 from ggpipe.config import SpeculationConfig
@@ -40,13 +40,15 @@ class Scenario:
     alike: float = 0.4
     """How often a prompt begins as an earlier text does."""
     hybrid: bool = False
+    restored: Restored = NO_FILES
+    draft_restored: Restored = NO_FILES
 
     def open(self) -> Head:
         draft: RealDraft | Adversary | None = Adversary(self.model, self.agreement, self.seed)
         if not self.adversary:
             draft_model = FakeDraftModel(self.model, self.agreement)
-            draft = RealDraft(self.draft_limits, self.n_draft_stages, draft_model)
-        return Head(self.limits, self.n_stages, self.model, draft, self.hybrid)
+            draft = RealDraft(self.draft_limits, self.n_draft_stages, draft_model, self.draft_restored)
+        return Head(self.limits, self.n_stages, self.model, draft, self.restored, self.hybrid)
 
 
 SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)]).flatmap(
@@ -91,6 +93,7 @@ def requests(
         speculation=draw(speculations),
         ends=draw(st.sampled_from([frozenset({END}), frozenset()])),
         want_grows=draw(st.booleans()),
+        saves=draw(st.sampled_from(["nothing", "prompt", "text"])),
     )
 
 
@@ -167,6 +170,13 @@ def conversations(draw: st.DrawFn) -> Scenario:
     )
     n = draw(st.integers(1, 3))
 
+    def restored(limits: Limits) -> Restored:
+        if draw(st.booleans()):
+            return NO_FILES
+        n = draw(st.integers(0, 14))
+        tokens = (*range(100, 100 + n), *range(200, 200 + draw(st.integers(0, 14))))
+        return Restored(tokens, (7, 8, 9) if draw(st.booleans()) and limits.partial_prefixes else ())
+
     def limits(n_in_flight: int) -> Limits:
         n_prefixes = draw(st.integers(1, 4))
         return Limits(
@@ -180,9 +190,10 @@ def conversations(draw: st.DrawFn) -> Scenario:
             partial_prefixes=draw(st.booleans()),
         )
 
+    target, draft = limits(draw(st.integers(1, 4))), limits(2)
     return Scenario(
-        limits(draw(st.integers(1, 4))),
-        limits(2),
+        target,
+        draft,
         n_stages=draw(st.integers(1, 3)),
         n_draft_stages=1,
         model=FakeModel(1000, draw(st.integers(0, 99)), draws=draw(st.booleans())),
@@ -193,6 +204,8 @@ def conversations(draw: st.DrawFn) -> Scenario:
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
         alike=0.9,
+        restored=restored(target),
+        draft_restored=restored(draft),
     )
 
 
@@ -204,6 +217,7 @@ def recurrent(draw: st.DrawFn) -> Scenario:
     return replace(
         scenario,
         limits=replace(scenario.limits, partial_prefixes=False),
+        restored=replace(scenario.restored, more=()),
         n_stages=draw(st.integers(1, 4)),
         requests=[replace(request, speculation=plain) for request in scenario.requests],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 300), max_size=6)),

@@ -14,7 +14,7 @@ from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import Cancel, RunEnded, Submit, Tick
 from ggpipe.core.messages import Row, RowLogits, Run, Want
 from ggpipe.core.request import Limits
-from support.fakes import FakeModel, FakePipeline, Move, Tokens, chance, is_below
+from support.fakes import NO_FILES, FakeModel, FakePipeline, Move, Restored, Tokens, chance, is_below
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,13 @@ class FakeDraftModel:
 class RealDraft:
     """The core's drafter over a fake pipeline, and the way to and from it."""
 
-    def __init__(self, limits: Limits, n_stages: int, model: FakeDraftModel) -> None:
-        self.drafter = DraftModel(limits)
+    def __init__(self, limits: Limits, n_stages: int, model: FakeDraftModel, restored: Restored = NO_FILES) -> None:
+        self.drafter = DraftModel(limits, restored=restored.tokens)
         self.model = model
         self.n_rows = min(limits.n_batch, limits.n_ubatch)
         self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer)
+        if restored.tokens is not None:
+            self.pipeline.restore(restored.tokens, restored.more)
         self.steering: collections.deque[Steering] = collections.deque()
         self.batches: collections.deque[MicroBatch] = collections.deque()
         self.text: dict[int, Tokens] = {}
@@ -148,7 +150,11 @@ class RealDraft:
     def check_empty(self) -> None:
         assert not self.steering
         assert not self.batches
+        if not self.begun:
+            return  # what was restored stays where it is until the first request
         self.pipeline.check_empty(self.drafter._prefixes.kept)
+        saved = [save.request for save in self.pipeline.saved]
+        assert sorted(saved) == sorted(begin.request for begin in self.begun.values() if begin.saves != "nothing")
 
 
 class Adversary:

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Span, Want
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Save, Span, Want
+from ggpipe.core.prefix_cache import RESTORED
 from ggpipe.core.request import Finish
 
 END = 0  # the token that ends a text
@@ -117,6 +118,10 @@ class FakeCache:
             if not cell.seqs:
                 self.cells.remove(cell)
 
+    def restore(self, tokens: Tokens) -> None:
+        """Before anything else: what a file has, as the sequence `RESTORED`."""
+        self.decode([Row(token=token, pos=i, seqs=(RESTORED,), request=0) for i, token in enumerate(tokens)])
+
     def history(self, seq: int) -> Tokens:
         """The tokens of a sequence. It must have no gap."""
         cells = self._sequences[seq]
@@ -163,6 +168,18 @@ class FakeCache:
             self._remove(seq, min(row.pos for row in rows if seq in row.seqs), math.inf)
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What files have before the first request."""
+
+    tokens: Tokens | None = None
+    """In all stages; None: there are no files."""
+    more: Tokens = ()
+    """Behind them in the last stage's."""
+
+
+NO_FILES = Restored()
+
 Answer = Callable[[int, Row, Want, Tokens], RowLogits]
 """What a model says of a row: its place in the run, the row, what it wants, and the tokens that it sees."""
 
@@ -178,6 +195,7 @@ class FakeStage:
     past: set[int] = field(default_factory=set)
     computing: Run | None = None
     histories: list[Tokens] = field(default_factory=list)
+    saved: list[Save] = field(default_factory=list)
 
     def start(self) -> Run | None:
         """Take the next run. Returns it when there is nothing to compute, so that it is through."""
@@ -186,6 +204,10 @@ class FakeStage:
             self.cache.apply(op)
         if run.id in self.cancelled:
             run = replace(run, cancelled=True)
+        if run.save is not None:
+            assert not run.rows
+            assert run.cancelled or not run.save.tokens or self.cache.history(run.save.seq) == run.save.tokens
+            self.saved.append(run.save)
         if run.cancelled or not run.rows:
             return self._through(run)
         self.computing, self.histories = run, self.cache.decode(run.rows)
@@ -232,11 +254,23 @@ class FakePipeline:
         self._plan = FakeCache(n_ctx, n_seq, hybrid)
         """What the cache holds after all runs so far, if none is cancelled."""
 
+    def restore(self, tokens: Tokens, more: Tokens) -> None:
+        """Before the first run: what files have. The last stage's has `more` tokens behind the others'."""
+        for stage in self.stages:
+            stage.cache.restore(tokens + (more if stage is self.stages[-1] else ()))
+        self._plan.restore(tokens + more)
+
+    @property
+    def saved(self) -> list[Save]:
+        """What the stages were to save; the same in all of them when nothing is in flight."""
+        assert all(stage.saved == self.stages[0].saved for stage in self.stages)
+        return self.stages[0].saved
+
     # What its head does
 
     def submit(self, run: Run) -> None:
         assert not run.cancelled
-        assert run.rows or run.ops
+        assert run.rows or run.ops or run.save
         assert run.id not in self.in_flight
         assert run.id not in self.ended
         assert len(run.rows) <= self._n_rows, "more rows than a batch holds"

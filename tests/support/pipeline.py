@@ -32,6 +32,8 @@ class Pipeline:
         context: ContextConfig | None = None,
         model: ModelConfig | None = None,
         threads: int = 1,
+        n_prefixes: int = 0,
+        saves_states: bool = False,
     ) -> None:
         """`cuts`: the layers that a further stage begins with. Raises ModelError where the model cannot be cut so.
 
@@ -48,6 +50,8 @@ class Pipeline:
                     model or ModelConfig(path=path),
                     context or ContextConfig(n_ctx=256, fast_attention=False),
                     (threads, threads),
+                    n_prefixes=n_prefixes,
+                    saves_states=saves_states,
                 )
                 self.stages.append(stage)
             check_cuts([stage.cut for stage in self.stages], file.architecture)

@@ -107,6 +107,8 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         for token in engine.generate(prompt, request.sampling, request.n_predict, stats, request.speculation):
             write(token.text, origin_style(token.drafted))
         write(engine.rest)
+        for line in engine.not_saved:
+            warn(line)
         engine.measure()
         if output.trace is not None:
             engine.align_clocks()

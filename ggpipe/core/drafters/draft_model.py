@@ -19,7 +19,7 @@ from ggpipe.core.drafters.growth import Growth
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunDone, RunEnded, Submit, Tick
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
-from ggpipe.core.messages import Row, RunResult, Want, WantKind
+from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Limits
 from ggpipe.core.tree import Node
@@ -31,14 +31,20 @@ _MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for w
 class DraftModel:
     """See the module's text. It serves several requests; one run of draft tokens is in flight at a time."""
 
-    def __init__(self, limits: Limits, vocabularies: Vocabularies | None = None, drafter: int = 0) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        vocabularies: Vocabularies | None = None,
+        drafter: int = 0,
+        restored: tuple[int, ...] | None = None,
+    ) -> None:
         """`limits`: of the draft model's pipeline. `vocabularies`: None where target and draft have the same tokens.
-        `drafter`: its id, which the head knows it by."""
+        `drafter`: its id, which the head knows it by. `restored`: as of `PrefixCache`."""
         self._limits = limits
         self._vocabularies = vocabularies
         self._drafter = drafter
         self._in_flight: InFlight[Growth] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
-        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops)
+        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
         self._requests: dict[int, Growth] = {}
         self._attempt_s = 0.0
         """Of the latest run of draft tokens."""
@@ -55,7 +61,7 @@ class DraftModel:
             case Accepted():
                 self._accepted(event, actions)
             case Done(request):
-                self._done(request, actions)
+                self._done(request, now, actions)
             case RunEnded(result):
                 self._run_ended(result, now, actions)
             case Tick():
@@ -101,6 +107,7 @@ class DraftModel:
             text=list(begin.prompt),
             lead=begin.lead,
             n_decoded=prefix.n_tokens,
+            n_cached=prefix.n_tokens,
         )
 
     def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
@@ -113,11 +120,16 @@ class DraftModel:
         dead = growth.accept(message.tokens, message.epoch)
         self._cancel(self._in_flight.drop(growth, dead), actions)
 
-    def _done(self, request: int, actions: list[DraftAction]) -> None:
+    def _done(self, request: int, now: float, actions: list[DraftAction]) -> None:
         growth = self._requests.pop(request, None)
         if growth is not None:
             clean = not self._in_flight.of(growth) and not growth.tree.n_submitted
-            self._prefixes.close(growth.prefix, self._computed(growth), clean)
+            computed = tuple(self._computed(growth))
+            is_kept = self._prefixes.close(growth.prefix, computed, clean)
+            if growth.begin.saves != "nothing" and not growth.is_saved:
+                is_wanted = growth.saves_prompt or growth.begin.saves == "text"
+                is_new = is_wanted and is_kept and len(computed) > growth.n_cached
+                self._save(growth, computed if is_new else (), now, actions)
             self._cancel(self._in_flight.leave(growth), actions)
 
     def _cancel(self, runs: Sequence[int], actions: list[DraftAction]) -> None:
@@ -189,8 +201,14 @@ class DraftModel:
         """Submit text first, in chunks; then the tips of all requests in one run."""
         for growth in self._requests.values():
             while self._in_flight.n_computed < self._limits.n_in_flight and self._text_waits(growth):
-                at = growth.n_decoded
-                chunk = growth.text[at : at + min(self._limits.n_rows, self._free_cells)]
+                at, most = growth.n_decoded, min(self._limits.n_rows, self._free_cells)
+                if growth.saves_prompt:
+                    n_saved = len(growth.begin.prompt) - 1
+                    if at == n_saved:
+                        self._save(growth, growth.begin.prompt[:-1], now, actions)
+                    else:
+                        most = min(most, n_saved - at)
+                chunk = growth.text[at : at + most]
                 growth.n_decoded += len(chunk)
                 last = growth.n_decoded == len(growth.text)
                 nodes = growth.tree.place([growth.tree.root], self._in_flight.next_run, 1) if last else []
@@ -211,6 +229,11 @@ class DraftModel:
                 )  # others come first next
         if parts:
             actions.append(self._submit(parts, wants, now))
+
+    def _save(self, growth: Growth, tokens: tuple[int, ...], now: float, actions: list[DraftAction]) -> None:
+        growth.is_saved = True
+        save = Save(growth.begin.request, growth.tree.own, tokens)
+        actions.append(self._in_flight.submit_save(growth, save, now))
 
     def _submit(self, parts: Sequence[Part[Growth]], wants: Iterable[Want], now: float) -> Submit:
         self._prefixes.shrink(self._limits.n_ctx - self._n_used)

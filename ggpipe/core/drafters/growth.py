@@ -39,11 +39,21 @@ class Growth:
     """The head was sent that nothing more is coming at this epoch."""
     retry_at: float | None = None
     """When to try again with lower thresholds."""
+    n_cached: int = 0
+    """Tokens of the prompt that the prefix cache had."""
+    is_saved: bool = False
+    """Its `Save` is in the pipeline, or was."""
 
     @property
     def tree(self) -> Tree:
         """Its draft tokens."""
         return self.prefix.tree
+
+    @property
+    def saves_prompt(self) -> bool:
+        """Its prompt is saved as soon as all but its last token is in the pipeline."""
+        new = len(self.begin.prompt) - 1 > self.n_cached
+        return self.begin.saves == "prompt" and new and not self.is_saved
 
     @property
     def overlaps(self) -> bool:

@@ -45,6 +45,8 @@ class ClientRequest:
     """Tokens of its text that were known when the ranks that serve it now took it."""
     rest: str = ""
     """Text of a character whose last bytes never came, as a replacement character; mostly empty."""
+    not_saved: tuple[str, ...] = ()
+    """Why parts of the prompt cache are not written, a line each."""
     error: GgpipeError | None = None
     """Why it was not taken, or not ended."""
 
@@ -124,6 +126,8 @@ class EngineClient(abc.ABC):
         self.warnings = warnings
         self.rest = ""
         """Of the last `generate`: text of a character whose last bytes never came, mostly none."""
+        self.not_saved: tuple[str, ...] = ()
+        """Of the last `generate`, as `ClientRequest.not_saved`."""
         self._owner = owner
         self._ids = itertools.count(1)
         self._requests: dict[int, ClientRequest] = {}
@@ -233,7 +237,7 @@ class EngineClient(abc.ABC):
         if self._requests:
             raise UsageError("generate serves one request at a time: exhaust the last iterator, or close it")
         request = self.submit(prompt, sampling, n_predict, speculation, stats)
-        self.rest = ""
+        self.rest, self.not_saved = "", ()
         try:
             while request.is_active:
                 for event in self.step():
@@ -241,7 +245,7 @@ class EngineClient(abc.ABC):
                         case TokenReady(_, token):
                             yield token
                         case RequestEnded():
-                            self.rest = request.rest
+                            self.rest, self.not_saved = request.rest, request.not_saved
         except GeneratorExit:
             self._abandon(request)
             raise

@@ -27,7 +27,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 2
+VERSION = 3
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -148,6 +148,8 @@ class Ended(Message, frozen=True, kw_only=True):
     ended_s: float
     rest: str
     """Text of a character whose last bytes never came."""
+    not_saved: tuple[str, ...]
+    """Why parts of the prompt cache are not written, a line each."""
 
 
 class Refused(Message, frozen=True):

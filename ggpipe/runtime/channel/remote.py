@@ -311,7 +311,7 @@ class RemoteEngine(EngineClient):
                 self._show(message.totals)
             case Ended():
                 stats.finish, stats.ended = message.finish, message.ended_s + self._offset_s
-                request.rest = message.rest
+                request.rest, request.not_saved = message.rest, message.not_saved
             case Refused():
                 request.error = error_of(message)
         if request.is_active:

@@ -149,7 +149,14 @@ class _Server:
         if error is not None or stats.finish is None or stats.ended is None:
             return [_refused(number, error)]
         figures = self._figures(number, request, stats.counters)
-        return [figures, Ended(request=number, finish=stats.finish, ended_s=stats.ended, rest=request.rest)]
+        ended = Ended(
+            request=number,
+            finish=stats.finish,
+            ended_s=stats.ended,
+            rest=request.rest,
+            not_saved=request.not_saved,
+        )
+        return [figures, ended]
 
     def _figures(self, number: int, request: ClientRequest, counters: Counters | None = None) -> Figures:
         """All since the last time. `counters`: with their tables, which grow with the text."""
