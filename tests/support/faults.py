@@ -88,6 +88,8 @@ class Outcome:
     texts: Texts = field(default_factory=lambda: [[] for _ in STREAMS])
     finished: dict[int, str] = field(default_factory=dict)
     """Why streams ended, by their numbers."""
+    has_happened: bool = False
+    """The fault, while the job ran."""
     code: int | None = None
     """Exit code; None: it hangs."""
     seconds: float = 0.0
@@ -129,6 +131,8 @@ def _wrong(outcome: Outcome, expected: Texts, n_restarts: int, rank_timeout_s: f
             yield f"stream {number} differs at token {_agreeing(text, whole)}"
         elif n_restarts and text != whole:
             yield f"stream {number} ended after {len(text)} of {len(whole)} tokens"
+    if not outcome.has_happened and outcome.texts != expected:
+        yield "the job ended before the fault"
     if outcome.code is None:
         yield "it hangs"
     elif any("Traceback" in line for line in outcome.lines):
@@ -177,7 +181,7 @@ class Streams:
             launch = hosts.on(1)
             environment |= hosts.environment
             hostfile = folder / "hosts"
-            hostfile.write_text("".join(f"{hosts.address(host)} slots=1\n" for host in range(2, 5)))
+            hostfile.write_text(hosts.lines_for(2, 3, 4))
             words += ["--hostfile", hostfile]
         with self._stderr.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -193,7 +197,7 @@ class Streams:
             at = time.monotonic()
             if fault is not None and self._waits(lambda: self._n_tokens() >= fault.after_tokens):
                 time.sleep(fault.after_s)
-                self._inject(fault)
+                outcome.has_happened = self._inject(fault)
                 at = time.monotonic()
             if self._waits(lambda: False):
                 outcome.code = self._process.wait()
@@ -218,14 +222,17 @@ class Streams:
             return self._tokens.read_bytes().count(b'"tokens"')
         return -1
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> bool:
+        """Let it happen. False when the job has ended already."""
+        process = ranks_of(self._marker).get(fault.rank)
+        if process is None:
+            return False
         if fault.kind is Kind.CUT:
             assert self._hosts is not None
             self._hosts.cut_off(2 + fault.rank)
-            return
-        process = ranks_of(self._marker).get(fault.rank)
-        if process is not None:
+        else:
             os.kill(process, signal.SIGKILL if fault.kind is Kind.KILL else signal.SIGSTOP)
+        return True
 
     def _look_for_rest(self, outcome: Outcome) -> None:
         """Processes that are left on machines that can be reached; then on all of them once they are connected."""
