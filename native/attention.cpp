@@ -207,7 +207,7 @@ bool is_faster(const ggml_tensor * node, int n_threads) {
     return q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 && mask && mask->ne[2] == 1 &&
            q->ne[3] == 1 && k->ne[2] == v->ne[2] && k->nb[0] == 2 && v->nb[0] == 2 && v->ne[0] % kUnroll == 0 &&
            std::max(k->ne[0], v->ne[0]) <= kMaxWidth && params[1] == 0 && params[2] == 0 &&
-           (k->ne[0] != 64 || group_of(node) >= 4 || q->ne[1] >= 16) &&
+           (k->ne[0] != 64 || q->ne[1] >= (group_of(node) >= 4 ? 2 : 16)) &&
            (q->ne[1] > 1 || n_threads <= k->ne[2] * ((group_of(node) + 7) / 8) * 3 / 2);
 }
 }  // namespace
