@@ -76,6 +76,7 @@ def test_the_pages_show_commands() -> None:
 @pytest.mark.parametrize("command", GENERATE)
 def test_a_command(command: str, tmp_path: Path) -> None:
     places = {"-m": TARGET, "-md": DRAFT, "-f": ROOT / "prompts" / "tale.txt", "--hostfile": hosts_for_three(tmp_path)}
+    places["--prompt-cache"] = tmp_path / "prompt.cache"
     result = ggpipe(*put_in(shlex.split(command)[1:], places), "-n", 8, "-t", 1)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 10
