@@ -41,6 +41,11 @@ class MappedModel:
 
     def __init__(self, paths: Sequence[bytes]) -> None: ...
 
+class GroupSum:
+    """
+    What the parts of a tensor-parallel group send each other; see native/group_sum.h.
+    """
+
 class Stage:
     """The native half of ggpipe.llama.stage.Stage; see native/stage.h."""
 

@@ -16,6 +16,7 @@
 
 #include "gguf.h"
 #include "ggml.h"
+#include "group_sum.h"
 #include "rows.h"
 #include "stage.h"
 
@@ -187,6 +188,8 @@ NB_MODULE(_native, m) {
             for (const auto & path : paths) names.emplace_back(path.c_str(), path.size());
             new (model) MappedModel(names);
         }, "paths"_a);
+
+    nb::class_<GroupSum>(m, "GroupSum", "What the parts of a tensor-parallel group send each other; see native/group_sum.h.");
 
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_attention"_a)
