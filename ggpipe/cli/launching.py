@@ -163,7 +163,7 @@ def _started(
                 link = _accepted(listener, processes, attend, limit_s)
                 more_links = functools.partial(listener.accept, 0)
                 ranks = RemoteRanks(link, show, processes.cause, more_links, rank_timeout_s, all_ranks)
-            with _ended(processes), contextlib.closing(ranks):
+            with _ended(processes, rank_timeout_s or None), contextlib.closing(ranks):
                 yield ranks
 
 
@@ -182,9 +182,11 @@ def _at_once(processes: RankProcesses, on_error: Callable[[GgpipeError], None]) 
 
 
 @contextlib.contextmanager
-def _ended(processes: RankProcesses) -> Iterator[None]:
-    """Errors that leave it are reported at once; then it waits until no rank is left."""
-    wait_limit_s: float | None = None
+def _ended(processes: RankProcesses, wait_limit_s: float | None) -> Iterator[None]:
+    """Errors that leave it are reported at once; then it waits until no rank is left.
+
+    Ranks that take longer than `wait_limit_s` seconds are ended: mpirun waits for ever for a machine that was lost.
+    """
     try:
         yield
     except GgpipeError as e:
