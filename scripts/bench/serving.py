@@ -42,7 +42,7 @@ from ggpipe.config import (
 )
 from ggpipe.core.messages import RunRecord
 from ggpipe.launch import mpirun
-from ggpipe.launch.environment import mpi_environment, rank_in_environment
+from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import inflated_pair
 from ggpipe.metrics.stats import RequestStats, percentile
 from ggpipe.runtime.engine import Engine, TokenReady
@@ -335,7 +335,9 @@ def main() -> int:
     inflated_pair()
     command = mpirun.mpirun_command(mpirun.find_mpirun(), N_TARGET + args.draft, None, [])
     command += [*SCRIPT, "--job", *sys.argv[1:]]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, **mpi_environment()})
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, env={**os.environ, **mpi_environment()}, preexec_fn=die_with_parent
+    )
     report(json.loads(done.stdout), args.n, args.draft)
     return 0
 

@@ -36,7 +36,7 @@ from ggpipe.config import (
 )
 from ggpipe.core.messages import Row, RowLogits, Run
 from ggpipe.launch import mpirun
-from ggpipe.launch.environment import mpi_environment, rank_in_environment
+from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Cut, Outcome
@@ -174,7 +174,7 @@ def bench(
     command += [] if agreement is None else ["--agreement", str(agreement)]
     command += ["--texts"] if texts else []
     environment = {**os.environ, **mpi_environment()}
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment, preexec_fn=die_with_parent)
     results = [r for r in json.loads(done.stdout) if r["round"] > 0]  # the first round warms up
     of = {(r["name"], r["round"]): r for r in results}
     shown = list(settings_named(names))

@@ -26,7 +26,7 @@ from typing import Any
 
 from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
 from ggpipe.core.messages import Row, Run, Want, WantKind
-from ggpipe.launch.environment import mpi_environment, rank_in_environment
+from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
 from ggpipe.llama.gguf import ModelFile
@@ -164,7 +164,9 @@ def start_ranks(n: int, job: str, path: Path, *arguments: object) -> dict[str, A
     """Run this script as n ranks; returns what the head printed."""
     mpirun = mpirun_command(find_mpirun(), n, None, ())
     command = [*mpirun, *SCRIPT, "--job", job, "--model", str(path), *map(str, arguments)]
-    result = subprocess.run(command, env={**os.environ, **mpi_environment()}, stdout=subprocess.PIPE, check=True)
+    result = subprocess.run(
+        command, env={**os.environ, **mpi_environment()}, stdout=subprocess.PIPE, check=True, preexec_fn=die_with_parent
+    )
     content: dict[str, Any] = json.loads(result.stdout)
     return content
 
