@@ -51,6 +51,15 @@ class Stage:
 
     def __init__(self, *, first: bool, repack: bool, exact: bool, fast_attention: bool) -> None: ...
 
+    def join(self, *, file: MappedModel, part: int, n_parts: int, sum: GroupSum, ask: int, model: int, split_attention: bool) -> None:
+        """
+        Before `devices`: this rank computes its layers with others. ask, model: addresses of libllama's function that
+        splits weights, and of a model without weights, which `leave_model` gives back.
+        """
+
+    def leave_model(self) -> None:
+        """Once there is a context: `model` is not asked again."""
+
     def devices(self) -> tuple[int, int, int]:
         """Addresses of the ggml devices UP, LOCAL and DOWN."""
 
@@ -59,6 +68,12 @@ class Stage:
 
     def end_load(self) -> None:
         """After libllama has loaded, or failed to."""
+
+    def load_slices(self, progress: Callable[[int], bool]) -> None:
+        """
+        In a group, after end_load: get this rank's part of each weight; tells bytes done, and stops when the answer is
+        False.
+        """
 
     def populate(self, progress: Callable[[int, int], bool]) -> None:
         """
@@ -76,6 +91,21 @@ class Stage:
 
     def cancel(self, run: int) -> None:
         """Stop this run if it is being computed. From any thread."""
+
+    @property
+    def n_threads(self) -> int:
+        """In a group: how many threads the next run has."""
+
+    @n_threads.setter
+    def n_threads(self, arg: int, /) -> None: ...
+
+    @property
+    def lost(self) -> bool:
+        """A part of the group is lost."""
+
+    @property
+    def unsummable(self) -> str:
+        """In a group: a tensor whose parts cannot be added up."""
 
     @property
     def wanted(self) -> list[str]:
@@ -109,3 +139,6 @@ class Stage:
     def mapped_bytes(self) -> int:
         """Bytes of weights that `populate` reads."""
 
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of weights that `load_slices` copies."""

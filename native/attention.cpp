@@ -201,7 +201,7 @@ void compute(ggml_tensor * node, int thread, int n_threads, void *) {
 // As measured: ggml's kernel is good at few heads of width 64. It also splits one row's cells between threads, which is
 // better than idle threads.
 bool is_faster(const ggml_tensor * node, int n_threads) {
-    if (!run || node->op != GGML_OP_FLASH_ATTN_EXT) return false;
+    if (!run || node->op != GGML_OP_FLASH_ATTN_EXT || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * q = node->src[0], * k = node->src[1], * v = node->src[2], * mask = node->src[3];
     const float * params = (const float *) node->op_params;  // scale, ALiBi's slope, softcap
     return q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 && v->type == GGML_TYPE_F16 && mask && mask->ne[2] == 1 &&

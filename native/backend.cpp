@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "exact.h"
+#include "group.h"
 #include "stage.h"
 
 namespace ggpipe {
@@ -23,19 +24,25 @@ void * cpu_function(const char * name) {
     return f;
 }
 
-namespace {
+using ExtraBufts = ggml_backend_buffer_type_t * (*) (ggml_backend_dev_t);
+ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t d) {
+    if (!device_of(d).stage->repack) return nullptr;
+    return ((ExtraBufts) cpu_function("ggml_backend_dev_get_extra_bufts"))(cpu_device());
+}
 
-const char * name_of(Role role) { return role == Role::Up ? "UP" : role == Role::Local ? "LOCAL" : "DOWN"; }
-Device & device_of(ggml_backend_dev_t d) { return *(Device *) d->context; }
-Device & device_of(ggml_backend_buffer_type_t t) { return device_of(t->device); }
-
-// ---- memory: address space that costs nothing until it is touched; PROT_NONE where nothing ever is ----------
-size_t page_up(size_t size) { return size ? (size + 4095) & ~size_t(4095) : 4096; }
-
+static size_t page_up(size_t size) { return size ? (size + 4095) & ~size_t(4095) : 4096; }
 ggml_backend_buffer_t reserve(ggml_backend_buffer_type_t t, const ggml_backend_buffer_i & calls, size_t size, int prot) {
     void * p = mmap(nullptr, page_up(size), prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return p == MAP_FAILED ? nullptr : ggml_backend_buffer_init(t, calls, p, size);
 }
+
+namespace {
+
+const char * name_of(Role role) {
+    constexpr const char * kNames[] = {"UP", "LOCAL", "DOWN", "PART"};
+    return kNames[int(role)];
+}
+
 void release(ggml_backend_buffer_t b) {
     device_of(b->buft).stage->remove_buffer(b->context);
     munmap(b->context, page_up(b->size));
@@ -71,7 +78,6 @@ bool give_back(void * p, size_t size) {
 void clear(ggml_backend_buffer_t b, uint8_t v) {
     if (v || !give_back(b->context, page_up(b->size))) memset(b->context, v, b->size);
 }
-const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, copy, clear, nullptr};
 
 // ---- buffers of other ranks: addresses only; copies to and from them are the wire ---------------------------
 void drop(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {}
@@ -91,7 +97,10 @@ void receive(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t
     memset(data, 0, size);
 }
 void no_clear(ggml_backend_buffer_t, uint8_t) {}
+}  // namespace
+const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, copy, clear, nullptr};
 const ggml_backend_buffer_i kRemote = {release, base, init_weight, drop, send, receive, nullptr, nullptr, nullptr, no_clear, nullptr};
+namespace {
 
 // ---- buffer types -------------------------------------------------------------------------------------------
 const char * buft_name(ggml_backend_buffer_type_t t) { return is_host_type(t) ? "HOST" : name_of(device_of(t).role); }
@@ -117,18 +126,16 @@ void dev_props(ggml_backend_dev_t d, ggml_backend_dev_props * p) {
     dev_memory(d, &p->memory_free, &p->memory_total);
 }
 ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t d) { return &device_of(d).buft; }
-ggml_backend_buffer_type_t dev_host(ggml_backend_dev_t d) { return &device_of(d).host; }
+ggml_backend_buffer_type_t dev_host(ggml_backend_dev_t d) {  // the meta device offers what all its devices agree on
+    Device & device = device_of(d);
+    return &(device.role == Role::Part ? device.stage->local : device).host;
+}
 bool remote_takes(ggml_backend_dev_t d, ggml_backend_buffer_type_t t) { return t == dev_buft(d) || t == dev_host(d); }
 bool local_takes(ggml_backend_dev_t, ggml_backend_buffer_type_t t) { return ggml_backend_dev_supports_buft(cpu_device(), t); }
 
 // Every device answers as the CPU does, so that every rank's scheduler cuts the graph at the same place.
 bool remote_runs(ggml_backend_dev_t, const ggml_tensor * op) { return ggml_backend_dev_supports_op(cpu_device(), op); }
 
-using ExtraBufts = ggml_backend_buffer_type_t * (*) (ggml_backend_dev_t);
-ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t d) {  // nullptr-terminated; repacking lives in these
-    if (!device_of(d).stage->repack) return nullptr;
-    return ((ExtraBufts) cpu_function("ggml_backend_dev_get_extra_bufts"))(cpu_device());
-}
 // While loading, LOCAL leaves a weight that can be repacked to the CPU's extra buffer types, which libllama
 // asks next: the choice libllama makes for a model that is all on the CPU.
 bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
@@ -165,9 +172,17 @@ ggml_backend_t remote_init(ggml_backend_dev_t d, const char *) {
 }
 
 ggml_backend_t inner(ggml_backend_t b) { return (ggml_backend_t) b->context; }
+void local_set_threads(ggml_backend_t b, int n) {
+    device_of(b->device).stage->n_threads = n;
+    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(inner(b), n);
+}
 void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
 ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
     Stage & s = *device_of(b->device).stage;
+    if (s.group) {  // libllama does not ask the meta device for what is below it
+        if (s.group->stopped) return GGML_STATUS_ABORTED;
+        local_set_threads(b, s.n_threads);
+    }
     if (s.exact) return compute_exact(inner(b), graph, s.cell_order);
     return s.fast_attention ? compute_fast(inner(b), graph, s.n_threads) : ggml_backend_graph_compute(inner(b), graph);
 }
@@ -176,17 +191,15 @@ ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
     ggml_backend_t cpu = ggml_backend_dev_init(cpu_device(), nullptr);
     if (!cpu) return nullptr;
     Stage * stage = device_of(d).stage;
-    ((ggml_backend_set_abort_callback_t) cpu_function("ggml_backend_set_abort_callback"))(cpu, abort_check, stage);
+    if (!stage->group) {  // its parts agree where they stop
+        ((ggml_backend_set_abort_callback_t) cpu_function("ggml_backend_set_abort_callback"))(cpu, abort_check, stage);
+    }
     if (stage->exact) ((void (*)(ggml_backend_t, bool)) cpu_function("ggml_backend_cpu_set_use_ref"))(cpu, true);
     ggml_backend_i calls = {};
     calls.get_name = backend_name;
     calls.free = local_free;
     calls.graph_compute = local_compute;
     return new ggml_backend{&kLocalGuid, calls, d, cpu};
-}
-void local_set_threads(ggml_backend_t b, int n) {
-    device_of(b->device).stage->n_threads = n;
-    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(inner(b), n);
 }
 
 // ---- registries ---------------------------------------------------------------------------------------------
@@ -219,6 +232,7 @@ void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t
     wire.begin(incoming, size, headroom);
     passing = nullptr;
     misplaced = missing = 0;
+    if (group) group->stopped = false;
     current_run_ = run;
 }
 void Stage::end_run() { current_run_ = kNoRun; passing = nullptr; }

@@ -16,7 +16,7 @@
 
 #include "gguf.h"
 #include "ggml.h"
-#include "group_sum.h"
+#include "group.h"
 #include "rows.h"
 #include "stage.h"
 
@@ -61,6 +61,19 @@ void populate(const Stage & stage, nb::callable progress) {
             }
             if (!nb::cast<bool>(progress(done += n, all))) return;
         }
+    }
+}
+
+// Gets our part of each of a group's weights; `progress` gets bytes done.
+void load_slices(const Stage & stage, nb::callable progress) {
+    if (!stage.group) return;
+    size_t done = 0;
+    while (!stage.group->left.empty()) {
+        {
+            nb::gil_scoped_release release;
+            done += stage.group->load_next();
+        }
+        if (!nb::cast<bool>(progress(done))) return;
     }
 }
 
@@ -193,11 +206,22 @@ NB_MODULE(_native, m) {
 
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_attention"_a)
+        .def("join", [](Stage & s, std::shared_ptr<MappedModel> file, int part, int n_parts, std::shared_ptr<GroupSum> sum,
+                        uintptr_t ask, uintptr_t model, bool split_attention) {
+            s.group = std::make_shared<Group>(s, file, part, n_parts, sum, (Group::Ask) ask, (const void *) model, split_attention);
+        }, nb::kw_only(), "file"_a, "part"_a, "n_parts"_a, "sum"_a, "ask"_a, "model"_a, "split_attention"_a,
+           "Before `devices`: this rank computes its layers with others. ask, model: addresses of libllama's function that\n"
+           "splits weights, and of a model without weights, which `leave_model` gives back.")
+        .def("leave_model", [](Stage & s) { s.group->asked.model = nullptr; }, "Once there is a context: `model` is not asked again.")
         .def("devices", [](Stage & s) {
-            return std::make_tuple(uintptr_t(&s.up.dev), uintptr_t(&s.local.dev), uintptr_t(&s.down.dev));
+            return std::make_tuple(uintptr_t(&s.up.dev), uintptr_t(s.group ? s.group->device : &s.local.dev), uintptr_t(&s.down.dev));
         }, "Addresses of the ggml devices UP, LOCAL and DOWN.")
         .def("begin_load", &Stage::begin_load, "mapping"_a.none(), "Before libllama loads: hide what is not ours.")
         .def("end_load", &Stage::end_load, "After libllama has loaded, or failed to.")
+        .def("load_slices", load_slices, "progress"_a,
+             nb::sig("def load_slices(self, progress: collections.abc.Callable[[int], bool]) -> None"),
+             "In a group, after end_load: get this rank's part of each weight; tells bytes done, and stops when the answer is\n"
+             "False.")
         .def("populate", populate, "progress"_a,
              nb::sig("def populate(self, progress: collections.abc.Callable[[int, int], bool]) -> None"),
              "Read the mapped weights into memory; tells bytes done and bytes in all, and stops when the answer is False.")
@@ -211,6 +235,10 @@ NB_MODULE(_native, m) {
         .def("end_run", [](Stage & s) { s.end_run(); return take_outgoing(s); },
              nb::sig("def end_run(self) -> bytearray"), "After llama_decode: the headroom, then the bytes for the next rank.")
         .def("cancel", &Stage::cancel, "run"_a, "Stop this run if it is being computed. From any thread.")
+        .def_rw("n_threads", &Stage::n_threads, "In a group: how many threads the next run has.")
+        .def_prop_ro("lost", [](Stage & s) { return s.group && s.group->sum->lost(); }, "A part of the group is lost.")
+        .def_prop_ro("unsummable", [](Stage & s) { return s.group ? s.group->unsummable : std::string(); },
+                     "In a group: a tensor whose parts cannot be added up.")
         .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; }, "Tensors that the last run took from UP.")
         .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; }, "Tensors that the last run gave to DOWN.")
         .def_ro("misplaced", &Stage::misplaced, "Reads from DOWN in the last run: the cut runs through a layer.")
@@ -223,5 +251,6 @@ NB_MODULE(_native, m) {
             size_t all = 0;
             for (auto & range : s.mapped_ranges()) all += range.second;
             return all;
-        }, "Bytes of weights that `populate` reads.");
+        }, "Bytes of weights that `populate` reads.")
+        .def_prop_ro("slice_bytes", [](Stage & s) { return s.group ? s.group->own_bytes : 0; }, "Bytes of weights that `load_slices` copies.");
 }

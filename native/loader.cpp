@@ -70,10 +70,14 @@ ggml_status Stage::place_weight(ggml_tensor * tensor, Role role, bool host) {
         tensor->data = place->data;
         if (!host) mapped_ranges_.emplace_back(place->data, place->size);  // embedding rows are read one by one
     }
+    hide(tensor);
+    return GGML_STATUS_SUCCESS;
+}
+
+void Stage::hide(ggml_tensor * tensor) {
     hidden_bytes_ += ggml_nbytes(tensor);
     hidden_.emplace_back(tensor, tensor->name);
     ggml_set_name(tensor, "-");
-    return GGML_STATUS_SUCCESS;
 }
 
 void Stage::remove_buffer(const void * base) {

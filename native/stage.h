@@ -54,12 +54,14 @@ class Wire {
 };
 
 class Stage;
-enum class Role { Up, Local, Down };
+struct Group;
+enum class Role { Up, Local, Down, Part };  // Part: what another rank of our group has of our layers
 
 struct Device {  // a ggml device, its registry (libllama asks that for functions) and its buffer types
     Device(Stage * stage, Role role);
     Stage * stage;
     Role role;
+    int part = 0;  // of a group
     ggml_backend_reg reg;
     ggml_backend_device dev;
     ggml_backend_buffer_type buft;  // weights, KV cells and activations of this side
@@ -74,6 +76,7 @@ class Stage {
 
     bool first, repack, exact, fast_attention;
     Device up, local, down;
+    std::shared_ptr<Group> group;  // where other ranks compute the same layers: each has a part of every weight
 
     // Loading: between the two calls, tensors of other ranks are hidden from libllama's loader, and, with a
     // mapping, our own point into the file instead of being read.
@@ -81,6 +84,9 @@ class Stage {
     void end_load();
     bool loading() const { return loading_; }
     ggml_status place_weight(ggml_tensor * tensor, Role role, bool host);
+    void hide(ggml_tensor * tensor);
+    bool maps() const { return mapping_ != nullptr; }
+    void add_mapped_range(void * data, size_t size) { mapped_ranges_.emplace_back(data, size); }
     const std::vector<std::pair<void *, size_t>> & mapped_ranges() const { return mapped_ranges_; }
     size_t hidden_bytes() const { return hidden_bytes_; }
 
@@ -116,5 +122,12 @@ class Stage {
 
 ggml_backend_dev_t cpu_device();
 void * cpu_function(const char * name);  // from the CPU backend's registry; throws if it is not there
+inline Device & device_of(ggml_backend_dev_t d) { return *(Device *) d->context; }
+inline Device & device_of(ggml_backend_buffer_type_t t) { return device_of(t->device); }
+ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t local);  // nullptr-terminated; repacking lives in these
+
+// Buffers: address space that costs nothing until it is touched; PROT_NONE where nothing ever is.
+extern const ggml_backend_buffer_i kMemory, kRemote;  // those that hold bytes, and those of other ranks
+ggml_backend_buffer_t reserve(ggml_backend_buffer_type_t type, const ggml_backend_buffer_i & calls, size_t size, int prot);
 
 }  // namespace ggpipe

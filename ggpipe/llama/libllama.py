@@ -20,7 +20,7 @@ import llama_cpp.llama_cpp as lib
 
 import ggpipe._native as native
 
-__all__ = ["lib", "logged_errors", "native", "set_log_level", "start"]
+__all__ = ["last_error", "lib", "logged_errors", "native", "set_log_level", "start"]
 
 _LEVELS = {1: "debug", 2: "info", 3: "warn", 4: "error"}
 _errors: collections.deque[str] = collections.deque(maxlen=20)
@@ -55,6 +55,12 @@ def logged_errors() -> list[str]:
     lines = list(_errors)
     _errors.clear()
     return lines
+
+
+def last_error() -> str:
+    """The first of those lines, for a message of ours."""
+    lines = logged_errors()
+    return lines[0].rstrip(".") if lines else "libllama gives no reason"
 
 
 def start(numa: str | None = None) -> None:

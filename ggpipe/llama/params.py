@@ -1,12 +1,14 @@
-"""Our settings as libllama's parameter structs."""
+"""Our settings, and the rows of a run, as libllama's structs."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from ggpipe.config import ContextConfig, ModelConfig
-from ggpipe.errors import SettingError
+from ggpipe.core.messages import Row
+from ggpipe.errors import RunError, SettingError
 from ggpipe.llama.libllama import lib
 
 _GGML_TYPES = {
@@ -94,3 +96,46 @@ def context_params(config: ContextConfig, threads: int, threads_batch: int) -> A
         if getattr(config, name) >= 0:
             setattr(params, name, getattr(config, name))
     return params
+
+
+class Batch:
+    """A `llama_batch` over arrays that are filled again for each run."""
+
+    def __init__(self, n_rows: int, n_seq: int, pins: int) -> None:
+        """`pins`: added to a row's sequence ids for its pins; 0: it gets none."""
+        self._n_rows, self._pins = n_rows, pins
+        self._n_seq = n_seq = n_seq + pins
+        self._tokens = (ctypes.c_int32 * n_rows)()
+        self._pos = (ctypes.c_int32 * n_rows)()
+        self._counts = (ctypes.c_int32 * n_rows)()
+        self._seqs = (ctypes.c_int32 * (n_rows * n_seq))()
+        start = ctypes.addressof(self._seqs)
+        pointer = ctypes.POINTER(ctypes.c_int32)
+        self._seq_rows = (pointer * n_rows)(*(ctypes.cast(start + 4 * n_seq * i, pointer) for i in range(n_rows)))
+        self._flags = (ctypes.c_int8 * n_rows)()
+        self.struct = lib.llama_batch(
+            0,
+            self._tokens,
+            None,
+            self._pos,
+            self._counts,
+            self._seq_rows,
+            ctypes.cast(self._flags, ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, rows: Sequence[Row], outputs: bool) -> None:
+        """Take over a run's rows; with `outputs`, those that want something are flagged."""
+        n = len(rows)
+        if n > self._n_rows:
+            raise RunError(f"a run of {n} rows is longer than `n_ubatch` {self._n_rows}")
+        self.struct.n_tokens = n
+        tokens, pos, counts, seqs, flags = self._tokens, self._pos, self._counts, self._seqs, self._flags
+        for i, row in enumerate(rows):
+            tokens[i] = row.token
+            pos[i] = row.pos
+            flags[i] = outputs and row.want >= 0
+            ids = (*row.seqs, *(seq + self._pins for seq in row.seqs)) if self._pins else row.seqs
+            counts[i] = len(ids)
+            at = i * self._n_seq
+            for k, seq in enumerate(ids):
+                seqs[at + k] = seq

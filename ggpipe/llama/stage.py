@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +15,14 @@ from numpy.typing import NDArray
 
 from ggpipe.config import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
-from ggpipe.errors import IndivisibleModelError, ModelError, RunError, SettingError, UsageError
+from ggpipe.errors import IndivisibleModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.libllama import lib, logged_errors, native, start
+from ggpipe.llama.group import Group, context_of_group, joined
+from ggpipe.llama.layers import Progress, apply_loras, load_layers
+from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.model_header import ModelHeader
-from ggpipe.llama.params import context_params, model_params, place_layers
+from ggpipe.llama.params import Batch, context_params
 
-_INT8_POINTER = ctypes.POINTER(ctypes.c_int8)
 _FRAME = struct.Struct("<IIQ")  # native/wire.cpp: bytes of the name, how often it came before, bytes of data
 _N_NOISES = 256
 _STATE_TOKENS = 128
@@ -35,9 +35,6 @@ _STATES_SHARE = 8
 
 _COPIES_ALL_LAYERS = ("deepseek4",)
 """Architectures whose states libllama copies for all layers, also for those that other ranks hold."""
-
-Progress = Callable[[int, int], bool]
-"""Called while loading with bytes done and total bytes; False stops the loading."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,11 @@ class Stage:
         progress: Progress | None = None,
         n_prefixes: int = 0,
         saves_states: bool = False,
+        group: Group | None = None,
     ) -> None:
         """Load the layers. `threads`: for single tokens, for batches. `n_prefixes`: sequence ids for kept prefixes, at
-        most, beside `context.n_seq`. `saves_states`: `state` and `put_state` will be called.
+        most, beside `context.n_seq`. `saves_states`: `state` and `put_state` will be called. `group`: where other ranks
+        compute these layers together with this one; they load at the same time.
 
         Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
         the context cannot be made (too large for the memory, say).
@@ -90,6 +89,9 @@ class Stage:
         self.layers = layers
         self.is_first, self.is_last = a == 0, b == model_file.n_layer
         self._file = model_file
+        self._group, self._threads = group, threads
+        if group:
+            context = context_of_group(model_file, group.n_parts, model, context)
         self._keep: list[object] = []
         self._model: Any = None
         self._context: Any = None
@@ -98,64 +100,15 @@ class Stage:
             first=self.is_first, repack=model.repack, exact=context.exact, fast_attention=context.fast_attention
         )
         try:
-            self._load(model, progress)
-            self._open_context(model, context, threads, n_prefixes, saves_states)
+            with joined(self._native, group, model_file, model) if group else contextlib.nullcontext():
+                self._model = load_layers(self._native, model_file, layers, model, self._keep, progress)
+                self._open_context(model, context, threads, n_prefixes, saves_states)
             self.cut = self._dry_run()
             self.exact_in_company: bool = self._native.orders_cells
             """With `exact`: rows have the same bits whatever other sequences are in the KV cache."""
         except BaseException:
             self.close()
             raise
-
-    def _load(self, config: ModelConfig, progress: Progress | None) -> None:
-        a, b = self.layers
-        params = model_params(config, self._keep)
-        up, local, down = self._native.devices()
-        # The output layer counts as one more layer, behind the last.
-        counts = [(up, a), (local, b - a + self.is_last), (down, self._file.n_layer + (not self.is_last) - b)]
-        place_layers(params, counts, self._keep)
-        mapped = config.load_mode in ("mmap", "mmap+mlock")
-        mapping = native.MappedModel([os.fsencode(p) for p in self._file.paths]) if mapped else None
-        total = self._file.n_bytes
-
-        wanted = True
-
-        def tell(done: int) -> bool:
-            nonlocal wanted
-            if progress is not None:
-                all_bytes = max(total - self._native.hidden_bytes + self._native.mapped_bytes, 1)
-                wanted = wanted and progress(done, all_bytes)
-            return wanted
-
-        def on_progress(share: float, _data: object) -> bool:  # libllama counts hidden tensors into the whole
-            return tell(int(share * total))
-
-        callback = lib.llama_progress_callback(on_progress)
-        params.progress_callback = callback
-        logged_errors()
-        self._native.begin_load(mapping)
-        try:
-            self._model = lib.llama_model_load_from_file(os.fsencode(self._file.paths[0]), params)
-        finally:
-            self._native.end_load()
-        if not wanted:
-            raise RunError("loading was stopped")
-        if not self._model:
-            raise ModelError(f"cannot load {self._file.paths[0]}: {_last_error()}")
-        if lib.llama_model_has_encoder(self._model) or not lib.llama_model_has_decoder(self._model):
-            raise ModelError(f"'{self._file.architecture}' models do not continue text; give a decoder-only model")
-        if lib.llama_model_is_diffusion(self._model):
-            raise ModelError(f"'{self._file.architecture}' is a diffusion model; it does not write token by token")
-        if mapped and config.numa is None:  # with NUMA, pages settle where they are first used
-            read = total - self._native.hidden_bytes
-            self._native.populate(lambda done, _all: tell(read + done))
-        if config.load_mode in ("mlock", "mmap+mlock") and (error := native.lock_memory()):
-            raise SettingError(
-                f"`load_mode` {config.load_mode}: cannot lock memory ({error}); "
-                "raise the limit with `ulimit -l unlimited`"
-            )
-        if not tell(total):
-            raise RunError("loading was stopped")
 
     def _open_context(
         self, model: ModelConfig, config: ContextConfig, threads: tuple[int, int], n_prefixes: int, saves_states: bool
@@ -182,39 +135,26 @@ class Stage:
         logged_errors()
         self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
         if not self._context:
-            raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {_last_error()}")
-        self._apply_loras(model)
+            raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {last_error()}")
+        apply_loras(self._model, self._context, model)
         self._memory = lib.llama_get_memory(self._context)
         self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
-        self._batch = _Batch(self.n_ubatch, n_own, self._pins)
-
-    def _apply_loras(self, config: ModelConfig) -> None:
-        adapters, scales = [], []
-        for path, scale in config.loras:
-            adapter = lib.llama_adapter_lora_init(self._model, os.fsencode(path)) if path.is_file() else None
-            if not adapter:
-                why = _last_error() if path.is_file() else "no such file"
-                raise ModelError(f"`loras` {path}: {why}")
-            adapters.append(adapter)
-            scales.append(scale)
-        if adapters:
-            pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
-            factors = (ctypes.c_float * len(scales))(*scales)
-            if lib.llama_set_adapters_lora(self._context, pointers, len(adapters), factors) != 0:
-                raise ModelError(f"`loras`: these adapters cannot be applied together: {_last_error()}")
+        self._batch = Batch(self.n_ubatch, n_own, self._pins)
 
     def _dry_run(self) -> Cut:
         """Decode one token of nothing: warms the stage up, and shows whether the cut is sound."""
         token = max(int(lib.llama_vocab_bos(lib.llama_model_get_vocab(self._model))), 0)
         self._batch.fill((Row(token=token, pos=0, seqs=(0,), request=0, want=0),), self.is_last)
+        self._native.n_threads = self._threads[0]
         self._native.begin_run(0, None, 0)
         status = lib.llama_decode(self._context, self._batch.struct)
         self._native.end_run()
+        self._check_group()
         if status != 0:
-            raise RunError(f"libllama cannot decode with this model (status {status}): {_last_error()}")
+            raise RunError(f"libllama cannot decode with this model (status {status}): {last_error()}")
         if self._native.misplaced or (self.is_first and self._native.missing):
             raise IndivisibleModelError(
                 f"layers of '{self._file.architecture}' models depend on each other in a way that cannot be cut "
@@ -222,6 +162,15 @@ class Stage:
             )
         self.forget_all()
         return Cut(Counter(self._native.wanted), Counter(self._native.produced))
+
+    def _check_group(self) -> None:
+        """Raises RunError when the group could not compute the last run."""
+        if self._native.lost:
+            raise RunError("another rank of this group is lost")
+        if self._native.unsummable:
+            raise RunError(
+                f"{self._native.unsummable} of '{self._file.architecture}' models cannot be split in a group"
+            )
 
     def apply(self, ops: tuple[KvOp, ...]) -> None:
         """Apply KV operations, in order. Raises RunError where the model's memory cannot roll back."""
@@ -259,21 +208,23 @@ class Stage:
         self._batch.fill(run.rows, self.is_last)
         timing_only = incoming is None and not self.is_first
         received = self._noise(run) if timing_only else incoming  # a name of its own: libllama reads it until end_run
+        self._native.n_threads = self._threads[len(run.rows) > 1]
         self._native.begin_run(run.id if self._may_abort(run) else _NO_RUN, received, headroom)
         start_s = time.perf_counter()
         status = lib.llama_decode(self._context, self._batch.struct)
         compute_s = time.perf_counter() - start_s
         outgoing = self._native.end_run()
+        self._check_group()
         if status == 2:
             self._forget(run)
             return Outcome(outgoing[:headroom], (), compute_s, True)
         if status == 1:
             raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise `n_ctx`")
         if status != 0:
-            raise RunError(f"libllama cannot decode run {run.id} (status {status}): {_last_error()}")
+            raise RunError(f"libllama cannot decode run {run.id} (status {status}): {last_error()}")
         if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
-        rows = self._extract(run) if self.is_last else ()
+        rows = self._extract(run) if self.is_last and self._speaks else ()
         return Outcome(outgoing, rows, compute_s, False)
 
     def _noise(self, run: Run) -> bytes:
@@ -293,6 +244,11 @@ class Stage:
                 parts.append(_FRAME.pack(len(encoded), i, len(data)))
                 parts += [part + bytes(-len(part) % 8) for part in (encoded, data)]
         return b"".join(parts)
+
+    @property
+    def _speaks(self) -> bool:
+        """The logits are put together on this rank."""
+        return self._group is None or self._group.part == 0
 
     @property
     def rolls_back(self) -> bool:
@@ -340,7 +296,7 @@ class Stage:
         if source != seq:
             lib.llama_memory_seq_rm(self._memory, source, -1, -1)
         if n != state.size:
-            raise RunError(f"libllama cannot save the state of a sequence: {_last_error()}")
+            raise RunError(f"libllama cannot save the state of a sequence: {last_error()}")
         return state
 
     def put_state(self, state: NDArray[np.uint8], seq: int) -> None:
@@ -348,7 +304,7 @@ class Stage:
         target = self._spare if self.partial_prefixes else seq
         logged_errors()
         if int(lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, target)) != state.size:
-            raise RunError(f"libllama cannot restore the state of a sequence: {_last_error()}")
+            raise RunError(f"libllama cannot restore the state of a sequence: {last_error()}")
         if target != seq:
             for id in self._ids(seq):
                 lib.llama_memory_seq_cp(self._memory, target, id, -1, -1)
@@ -398,47 +354,5 @@ class Stage:
         self._context = self._model = None
 
 
-class _Batch:
-    """A `llama_batch` over arrays that are filled again for each run."""
-
-    def __init__(self, n_rows: int, n_seq: int, pins: int) -> None:
-        """`pins`: added to a row's sequence ids for its pins; 0: it gets none."""
-        self._n_rows, self._pins = n_rows, pins
-        self._n_seq = n_seq = n_seq + pins
-        self._tokens = (ctypes.c_int32 * n_rows)()
-        self._pos = (ctypes.c_int32 * n_rows)()
-        self._counts = (ctypes.c_int32 * n_rows)()
-        self._seqs = (ctypes.c_int32 * (n_rows * n_seq))()
-        start = ctypes.addressof(self._seqs)
-        pointer = ctypes.POINTER(ctypes.c_int32)
-        self._seq_rows = (pointer * n_rows)(*(ctypes.cast(start + 4 * n_seq * i, pointer) for i in range(n_rows)))
-        self._flags = (ctypes.c_int8 * n_rows)()
-        self.struct = lib.llama_batch(
-            0, self._tokens, None, self._pos, self._counts, self._seq_rows, ctypes.cast(self._flags, _INT8_POINTER)
-        )
-
-    def fill(self, rows: Sequence[Row], outputs: bool) -> None:
-        """Take over a run's rows; with `outputs`, those that want something are flagged."""
-        n = len(rows)
-        if n > self._n_rows:
-            raise RunError(f"a run of {n} rows is longer than `n_ubatch` {self._n_rows}")
-        self.struct.n_tokens = n
-        tokens, pos, counts, seqs, flags = self._tokens, self._pos, self._counts, self._seqs, self._flags
-        for i, row in enumerate(rows):
-            tokens[i] = row.token
-            pos[i] = row.pos
-            flags[i] = outputs and row.want >= 0
-            ids = (*row.seqs, *(seq + self._pins for seq in row.seqs)) if self._pins else row.seqs
-            counts[i] = len(ids)
-            at = i * self._n_seq
-            for k, seq in enumerate(ids):
-                seqs[at + k] = seq
-
-
 def _bytes_of(array: NDArray[np.uint8]) -> Any:
     return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-def _last_error() -> str:
-    lines = logged_errors()
-    return lines[0].rstrip(".") if lines else "libllama gives no reason"

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from ggpipe.cluster.profile import Point
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Span, Want, WantKind
-from ggpipe.llama.stage import Progress, Stage
+from ggpipe.llama.layers import Progress
+from ggpipe.llama.stage import Stage
 from ggpipe.runtime.control_channel import ControlChannel
 from ggpipe.runtime.stage_thread import Broke, Ended, Loaded, Notice, Passed, StageThread
 from ggpipe.transport import codec

@@ -14,9 +14,10 @@ from ggpipe.core.layout import Layout
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, SettingError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.layers import Progress
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.prompt_cache import PromptCache
-from ggpipe.llama.stage import Cut, Progress, Stage
+from ggpipe.llama.stage import Cut, Stage
 from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from ggpipe.core.messages import Restored, Run, RunResult, Save, Span
 from ggpipe.errors import GgpipeError, RunError
+from ggpipe.llama.layers import Progress
 from ggpipe.llama.prompt_cache import PromptCache
-from ggpipe.llama.stage import Progress, Stage
+from ggpipe.llama.stage import Stage
 from ggpipe.runtime.inbox import poll_interval
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload

@@ -1,0 +1,104 @@
+"""A stage's layers as libllama's model: loaded from a file, and adapted by LoRAs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ggpipe.config import ModelConfig
+from ggpipe.errors import ModelError, RunError, SettingError
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.libllama import last_error, lib, logged_errors, native
+from ggpipe.llama.params import model_params, place_layers
+
+Progress = Callable[[int, int], bool]
+"""Called while loading with bytes done and total bytes; False stops the loading."""
+
+
+def load_layers(
+    stage: native.Stage,
+    file: ModelFile,
+    layers: tuple[int, int],
+    config: ModelConfig,
+    keep: list[object],
+    progress: Progress | None,
+) -> Any:
+    """A `llama_model` with layers [first, last) on the stage's devices; hold `keep` as long.
+
+    Raises ModelError when libllama cannot load the model, RunError when `progress` stopped it, SettingError when memory
+    cannot be locked.
+    """
+    a, b = layers
+    is_last = b == file.n_layer
+    params = model_params(config, keep)
+    up, local, down = stage.devices()
+    # The output layer counts as one more layer, behind the last.
+    counts = [(up, a), (local, b - a + is_last), (down, file.n_layer + (not is_last) - b)]
+    place_layers(params, counts, keep)
+    mapped = config.load_mode in ("mmap", "mmap+mlock")
+    mapping = native.MappedModel([os.fsencode(p) for p in file.paths]) if mapped else None
+    total = file.n_bytes
+
+    wanted = True
+
+    def tell(done: int) -> bool:
+        nonlocal wanted
+        if progress is not None:
+            all_bytes = max(total - stage.hidden_bytes + stage.slice_bytes + stage.mapped_bytes, 1)
+            wanted = wanted and progress(done, all_bytes)
+        return wanted
+
+    def on_progress(share: float, _data: object) -> bool:  # libllama counts hidden tensors into the whole
+        return tell(int(share * total))
+
+    callback = lib.llama_progress_callback(on_progress)
+    params.progress_callback = callback
+    logged_errors()
+    stage.begin_load(mapping)
+    try:
+        model = lib.llama_model_load_from_file(os.fsencode(file.paths[0]), params)
+    finally:
+        stage.end_load()
+    if not model:
+        if not wanted:
+            raise RunError("loading was stopped")
+        raise ModelError(f"cannot load {file.paths[0]}: {last_error()}")
+    try:
+        if lib.llama_model_has_encoder(model) or not lib.llama_model_has_decoder(model):
+            raise ModelError(f"'{file.architecture}' models do not continue text; give a decoder-only model")
+        if lib.llama_model_is_diffusion(model):
+            raise ModelError(f"'{file.architecture}' is a diffusion model; it does not write token by token")
+        read = total - stage.hidden_bytes
+        stage.load_slices(lambda done: tell(read + done))
+        if mapped and config.numa is None:  # with NUMA, pages settle where they are first used
+            stage.populate(lambda done, _all: tell(read + stage.slice_bytes + done))
+        if config.load_mode in ("mlock", "mmap+mlock") and (error := native.lock_memory()):
+            raise SettingError(
+                f"`load_mode` {config.load_mode}: cannot lock memory ({error}); "
+                "raise the limit with `ulimit -l unlimited`"
+            )
+        if not tell(total):  # also where it was stopped before
+            raise RunError("loading was stopped")
+    except BaseException:
+        lib.llama_model_free(model)
+        raise
+    return model
+
+
+def apply_loras(model: Any, context: Any, config: ModelConfig) -> None:
+    """Add the settings' adapters to a context of the model. Raises ModelError when one cannot be."""
+    adapters, scales = [], []
+    for path, scale in config.loras:
+        adapter = lib.llama_adapter_lora_init(model, os.fsencode(path)) if path.is_file() else None
+        if not adapter:
+            why = last_error() if path.is_file() else "no such file"
+            raise ModelError(f"`loras` {path}: {why}")
+        adapters.append(adapter)
+        scales.append(scale)
+    if adapters:
+        pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+        factors = (ctypes.c_float * len(scales))(*scales)
+        if lib.llama_set_adapters_lora(context, pointers, len(adapters), factors) != 0:
+            raise ModelError(f"`loras`: these adapters cannot be applied together: {last_error()}")

@@ -1,0 +1,251 @@
+// The devices of a group's parts: how our slices get into memory, what is summed, what is read from part to part.
+#include "group.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace ggpipe {
+
+namespace {
+constexpr Group::Split kMirrored = {GGML_BACKEND_SPLIT_AXIS_MIRRORED, {0}, {1}, 1};
+
+Group & group_of(ggml_backend_dev_t d) { return *device_of(d).stage->group; }
+Group & group_of(ggml_backend_buffer_t b) { return group_of(b->buft->device); }
+
+// Which part has what of a weight or a KV cache.
+Group::Split split_of(const ggml_tensor * t, void * group) {
+    Group & g = *(Group *) group;
+    const auto known = g.splits.find(t);
+    if (known != g.splits.end()) return known->second;
+    ggml_tensor asked = *t;
+    if (!strcmp(t->name, "token_embd.weight")) ggml_set_name(&asked, "output.weight");  // on LOCAL it is the output's
+    const bool by_libllama = g.split_attention || strstr(asked.name, ".ffn_") || !strncmp(asked.name, "output.", 7);
+    if (g.stage.loading()) g.wholes[t->name] = (ggml_tensor *) t;
+    return g.splits[t] = by_libllama && g.asked.model ? g.ask(&asked, &g.asked) : kMirrored;
+}
+
+size_t own_bytes(const ggml_tensor * whole, const Group & g) {
+    const Group::Split & split = g.splits.at(whole);
+    if (split.axis < 0 || split.axis >= GGML_MAX_DIMS) return ggml_nbytes(whole);
+    int64_t n = 0;
+    for (uint32_t s = 0; s < split.n_segments; s++) n += split.ne[s * g.asked.n_parts + g.part] * split.nr[s];
+    return ggml_nbytes(whole) / whole->ne[split.axis] * n;
+}
+
+// ---- our slices ---------------------------------------------------------------------------------------------
+bool part_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
+    Group & g = group_of(d);
+    if (g.stage.loading() && op->src[0]) g.ops[op->src[0]->name] = op->op;
+    return ggml_backend_dev_supports_op(cpu_device(), op);
+}
+size_t part_size(ggml_backend_buffer_type_t type, const ggml_tensor * t) {
+    Group & g = group_of(type->device);
+    const Group::Extra * extra = g.stage.loading() ? g.repacker_of((ggml_tensor *) t) : nullptr;
+    return std::max(ggml_nbytes(t), extra ? ggml_backend_buft_get_alloc_size(extra->real->buft, t) : 0);
+}
+ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
+    Group & g = group_of(b);
+    if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) return GGML_STATUS_SUCCESS;
+    if (!g.stage.loading()) { g.own_cells[t->name] = t; return GGML_STATUS_SUCCESS; }
+    if (const Group::Extra * extra = g.repacker_of(t)) {
+        t->buffer = extra->label;
+        extra->real->iface.init_tensor(extra->real, t);
+    }
+    const auto whole = g.wholes.find(t->name);
+    if (whole == g.wholes.end() || !g.file->find(t->name)) return GGML_STATUS_SUCCESS;
+    g.left.push_back({whole->second, whole->first, own_bytes(whole->second, g)});
+    g.stage.hide(whole->second);
+    g.own_bytes += g.left.back().own_bytes;
+    return GGML_STATUS_SUCCESS;
+}
+void write_part(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n) {
+    Group & g = group_of(b);
+    const bool all = at == 0 && n == ggml_nbytes(t);
+    if (all && g.source && (uintptr_t(p) & 31) == 0 && uintptr_t(p) - uintptr_t(g.source->data) < g.source->size) {
+        t->data = (void *) p;
+        g.stage.add_mapped_range(t->data, n);
+        g.in_place = true;
+    } else {
+        memcpy((char *) t->data + at, p, n);
+    }
+}
+// A label is a buffer of the CPU's repacking type; the memory is that of our buffer.
+void * label_base(ggml_backend_buffer_t b) { return b->context; }
+void write_label(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n) {
+    Group & g = *(Group *) b->context;
+    const size_t size = ggml_nbytes(t);
+    const auto extra = std::find_if(g.extras.begin(), g.extras.end(), [b](const Group::Extra & e) { return e.label == b; });
+    if (n < size) {
+        g.gathered.resize(size);
+        memcpy(g.gathered.data() + at, p, n);
+        if ((g.n_gathered += n) < size) return;
+        p = g.gathered.data();
+    }
+    extra->real->iface.set_tensor(extra->real, t, p, 0, size);
+    std::vector<uint8_t>().swap(g.gathered);
+    g.n_gathered = 0;
+}
+constexpr ggml_backend_buffer_i kLabel = {nullptr, label_base, nullptr, nullptr, write_label, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+// ---- results that are put together: only part 0 needs them, so the others' own are of no use ----------------
+void read_part(ggml_backend_buffer_t b, const ggml_tensor * t, void * p, size_t at, size_t n) {
+    Group & g = group_of(b);
+    memcpy(p, (const char *) t->data + at, n);
+    g.stage.passing = p;
+    if (g.stage.running() && g.part > 0) g.sum->send(p, n);
+}
+void read_hollow(ggml_backend_buffer_t b, const ggml_tensor * t, void * p, size_t at, size_t n) {
+    Group & g = group_of(b);
+    const int from = device_of(b->buft->device).part;
+    g.stage.passing = p;
+    if (g.stage.running() && g.part == 0) return g.sum->receive(from, p, n);
+    memset(p, 0, n);
+    if (from > 0) return;
+    // What all parts have alike is read from part 0: ours is as good.
+    const auto twin = g.twins.find(b->context);
+    const ggml_tensor * root = t->view_src ? t->view_src : t;
+    const auto cells = g.own_cells.find(root->name);
+    if (b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE && twin != g.twins.end()) {
+        memcpy(p, (const char *) twin->second + ((const char *) t->data - (const char *) b->context) + at, n);
+    } else if (cells != g.own_cells.end() && ggml_nbytes(cells->second) == ggml_nbytes(root)) {
+        memcpy(p, (const char *) cells->second->data + ((const char *) t->data - (const char *) root->data) + at, n);
+    }
+}
+
+// ---- buffers of all parts: for each of the meta device's, one from every part, in their order ----------------
+ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size) {
+    Group & g = group_of(type->device);
+    const int part = device_of(type->device).part;
+    const bool ours = part == g.part;
+    ggml_backend_buffer_i calls = ours ? kMemory : kRemote;
+    calls.init_tensor = ours ? init_part : nullptr;
+    if (ours) calls.set_tensor = write_part;
+    calls.get_tensor = ours ? read_part : read_hollow;
+    ggml_backend_buffer_t b = reserve(type, calls, size, ours ? PROT_READ | PROT_WRITE : PROT_NONE);
+    if (b && part == 0) g.unpaired = b->context;
+    if (b && ours) g.twins[g.unpaired] = b->context;
+    return b;
+}
+
+// ---- sums: the meta device asks part 0's registry for them ---------------------------------------------------
+void * comm_init(ggml_backend_t * backends, size_t) { return &group_of(backends[0]->device); }
+void comm_free(void *) {}
+bool comm_sum(void * group, ggml_tensor ** slices) {
+    Group & g = *(Group *) group;
+    ggml_tensor * t = slices[g.part];
+    const bool can = t->type == GGML_TYPE_F32 && ggml_is_contiguous(t);
+    if (!can) g.unsummable = t->name;
+    if (!(t->flags & GGML_TENSOR_FLAG_COMPUTE)) memset(t->data, 0, ggml_nbytes(t));  // we have nothing of its sources
+    g.stopped |= !can || g.sum->sum((float *) t->data, ggml_nelements(t), g.stage.aborted());
+    return true;
+}
+void * reg_function(ggml_backend_reg_t, const char * name) {
+    if (!strcmp(name, "ggml_backend_comm_init")) return (void *) comm_init;
+    if (!strcmp(name, "ggml_backend_comm_free")) return (void *) comm_free;
+    if (!strcmp(name, "ggml_backend_comm_allreduce_tensor")) return (void *) comm_sum;
+    return nullptr;
+}
+}  // namespace
+
+Group::Group(Stage & stage, std::shared_ptr<MappedModel> file, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask,
+             const void * model, bool split_attention)
+    : asked{size_t(n_parts), model}, sum(std::move(sum)), stage(stage), file(std::move(file)), part(part), ask(ask), split_attention(split_attention) {
+    check_split();
+    std::vector<ggml_backend_dev_t> devices;
+    for (int i = 0; i < n_parts; i++) {
+        if (i != part) hollow.push_back(std::make_unique<Device>(&stage, Role::Part));
+        Device & d = i == part ? stage.local : *hollow.back();
+        d.part = i;
+        d.reg.iface.get_proc_address = reg_function;
+        d.buft.iface.alloc_buffer = alloc;
+        if (i == part) {
+            d.dev.iface.supports_op = part_runs;
+            d.buft.iface.get_alloc_size = part_size;
+            d.buft.iface.is_host = [](ggml_backend_buffer_type_t) { return false; };  // nobody may reach past the meta device
+        }
+        devices.push_back(&d.dev);
+    }
+    device = ggml_backend_meta_device(devices.data(), n_parts, split_of, this);
+    ggml_backend_dev_buffer_type(device);  // made here: ggml keeps it in a table without a lock
+    for (auto * type = extra_bufts(&stage.local.dev); type && *type; type++) {
+        Extra extra = {ggml_backend_buft_alloc_buffer(*type, 64), ggml_backend_buffer_init(*type, kLabel, this, SIZE_MAX)};
+        ggml_backend_buffer_set_usage(extra.label, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        extras.push_back(extra);
+    }
+}
+
+Group::~Group() {
+    for (Extra & e : extras) {
+        ggml_backend_buffer_free(e.real);
+        ggml_backend_buffer_free(e.label);
+    }
+}
+
+// Asks for two tensors whose answers are known, into memory that shows how much was written.
+void Group::check_split() {
+    struct Answer { Split split; uint8_t behind[512]; };
+    alignas(Answer) unsigned char memory[sizeof(Answer)];
+    ggml_tensor t = {};
+    t.type = GGML_TYPE_F32;
+    t.ne[0] = t.ne[2] = t.ne[3] = 1;
+    t.ne[1] = 960;
+    bool right = true;
+    for (const char * name : {"output_norm.weight", "output.weight"}) {
+        ggml_set_name(&t, name);
+        memset(memory, 0xa5, sizeof memory);
+        asm volatile("" : : "r"(memory) : "memory");
+        const Answer & a = *new (memory) Answer(((Answer(*)(const ggml_tensor *, void *)) (void *) ask)(&t, &asked));
+        asm volatile("" : : "r"(memory) : "memory");
+        right &= std::all_of(a.behind, a.behind + sizeof a.behind, [](uint8_t b) { return b == 0xa5; });
+        right &= a.split.n_segments == 1 && a.split.nr[0] == 1;
+        int64_t n = 0;
+        for (size_t i = 0; i < asked.n_parts; i++) n += a.split.ne[i];
+        const bool mirrored = a.split.axis == GGML_BACKEND_SPLIT_AXIS_MIRRORED;
+        right &= mirrored ? n == 0 : name[6] == '.' && a.split.axis == GGML_BACKEND_SPLIT_AXIS_1 && n == t.ne[1];
+    }
+    if (!right) throw std::runtime_error("libllama's function that splits weights is not as ggpipe was built for: reinstall both");
+}
+
+// Who repacks a slice, if anybody does: libllama's choice for a model that is all on the CPU.
+Group::Extra * Group::repacker_of(ggml_tensor * t) {
+    const auto op = ops.find(t->name);
+    if (op == ops.end() || t->view_src || ggml_nelements(t) == 0) return nullptr;
+    ggml_context * c = ggml_init({ggml_tensor_overhead() * 8, nullptr, true});
+    ggml_tensor * product = nullptr;
+    if (op->second == GGML_OP_MUL_MAT) {
+        product = ggml_mul_mat(c, t, ggml_new_tensor_4d(c, GGML_TYPE_F32, t->ne[0], 512, t->ne[2], t->ne[3]));
+    } else if (op->second == GGML_OP_MUL_MAT_ID) {
+        product = ggml_mul_mat_id(c, t, ggml_new_tensor_3d(c, GGML_TYPE_F32, t->ne[0], 1, 512), ggml_new_tensor_2d(c, GGML_TYPE_I32, 1, 512));
+    }
+    ggml_backend_buffer_t ours = t->buffer;
+    const auto found = std::find_if(extras.begin(), extras.end(), [&](const Extra & e) {
+        t->buffer = e.real;
+        return product && ggml_backend_dev_supports_op(cpu_device(), product);
+    });
+    t->buffer = ours;
+    ggml_free(c);
+    return found == extras.end() ? nullptr : &*found;
+}
+
+size_t Group::load_next() {
+    const Left next = left.back();
+    left.pop_back();
+    const MappedModel::Place place = *file->find(next.name.c_str());
+    source = stage.maps() ? &place : nullptr;
+    in_place = false;
+    ggml_backend_tensor_set(next.whole, place.data, 0, place.size);
+    source = nullptr;
+    if (in_place) {
+        own_bytes -= next.own_bytes;
+        return 0;
+    }
+    const uintptr_t from = (uintptr_t(place.data) + 4095) & ~uintptr_t(4095), end = (uintptr_t(place.data) + place.size) & ~uintptr_t(4095);
+    if (from < end) madvise((void *) from, end - from, MADV_DONTNEED);  // what was read of it, for others too
+    return next.own_bytes;
+}
+
+}  // namespace ggpipe

@@ -1,0 +1,63 @@
+// A stage of several ranks. LOCAL is then ggml's meta device over N devices, one for each part of the group: ours is real,
+// the others are hollow, as UP and DOWN. The meta device cuts each weight among them, and stops wherever parts must be
+// summed. All ranks build the same graph, so all stop at the same places.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "group_sum.h"
+#include "stage.h"
+
+namespace ggpipe {
+
+struct Group {
+    using Split = ggml_backend_meta_split_state;
+    using Ask = Split (*)(const ggml_tensor *, void *);        // libllama's, which is not in llama.h
+    struct Asked { size_t n_parts; const void * model; };      // its second argument
+    struct Extra { ggml_backend_buffer_t real, label; };       // a type that repacks; `label` says a weight is of it
+    struct Left { ggml_tensor * whole; std::string name; size_t own_bytes; };
+
+    // `model`: one without weights that knows the parts' shares. split_attention: else each part computes all of it, and
+    // only FFN and output are cut. Throws std::runtime_error when libllama's function is not the one declared here.
+    Group(Stage & stage, std::shared_ptr<MappedModel> file, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask,
+          const void * model, bool split_attention);
+    ~Group();
+
+    // After libllama has loaded: our part of the next weight that its loader was not shown. Where the stage maps its model,
+    // rows that lie in the file together are used there. Returns how many bytes were copied.
+    size_t load_next();
+    size_t own_bytes = 0;      // of our parts that were or will be copied
+    std::vector<Left> left;    // the last one comes next
+
+    ggml_backend_dev_t device = nullptr;  // the meta device
+    Asked asked;                          // `model` is needed until there is a context
+    std::shared_ptr<GroupSum> sum;
+    bool stopped = false;                 // all parts agreed to end this run
+    std::string unsummable;               // a tensor that cannot be summed here
+
+    // For the devices' functions.
+    Extra * repacker_of(ggml_tensor * slice);
+    void check_split();
+    Stage & stage;
+    const std::shared_ptr<MappedModel> file;
+    const int part;
+    Ask ask;
+    bool split_attention;
+    std::vector<std::unique_ptr<Device>> hollow;
+    std::map<const ggml_tensor *, Split> splits;          // of weights and KV caches: their names are hidden at times
+    std::map<std::string, ggml_tensor *> wholes;          // the weights
+    std::map<std::string, ggml_op> ops;                   // what libllama does with each
+    std::map<std::string, const ggml_tensor *> own_cells; // our slices of the KV caches
+    std::map<const void *, const void *> twins;           // from memory of part 0 to ours, which has the same layout
+    const void * unpaired = nullptr;
+    std::vector<Extra> extras;
+    const MappedModel::Place * source = nullptr;          // of the weight being loaded, where it may be used in the file
+    bool in_place = false;                                // it is
+    std::vector<uint8_t> gathered;                        // a slice that came in pieces, to be repacked as a whole
+    size_t n_gathered = 0;
+};
+
+}  // namespace ggpipe
