@@ -85,7 +85,8 @@ def crowd_of(mates: Sequence[RankProfile]) -> float:
     Not all of that comes from the crowd: threads beyond the number of cores share these by turns.
     """
     n_cores, n_threads = max(mate.cores for mate in mates), sum(mate.threads for mate in mates)
-    share = min(n_cores / n_threads, 1.0)
+    guest = next((mate.guest for mate in mates if mate.guest is not None), 0.0)  # it had a part of the cores, too
+    share = min((n_cores - guest) / n_threads, 1.0)
     found = []
     for mate in mates:
         own = mate.threads * share

@@ -32,8 +32,8 @@
     core_gflops = 60                         # what one core computes in matrix products of the weights' type
     crowd = 0.9                              # speed of a core while all others are busy, as a share
                                              # default: as they share memory_gb_per_s
-    turns = 1.06                             # time of a decode after another rank of the node computed, relative to
-                                             # decodes in a row; default 1.06
+    turns = 1.06                             # time of a decode of one row after another rank of the node computed,
+                                             # relative to decodes in a row; default 1.06
 
     [overheads]                              # what ggpipe itself takes; see cluster/links.py
     run_us = 250

@@ -32,7 +32,8 @@ class Cores:
     """Tasks get cores by their weights, at most one for each thread; all of them progress at the same time.
 
     `crowd`: how fast a core is while all others are busy, as a share of its speed alone: cores share memory, caches,
-    and sometimes the core itself.
+    and sometimes the core itself. Polls take a part of a core and crowd nobody: what they slow down is in the measured
+    `NodeSpec.turns`.
     """
 
     def __init__(self, clock: Clock, n: int, crowd: float = 1.0) -> None:
@@ -79,7 +80,7 @@ class Cores:
                     self._set_rate(task, 1.0)
             return
         cores = self._spread()
-        busy = sum(cores) + self._taken
+        busy = sum(cores)
         for task, own in zip(self._tasks, cores, strict=True):
             others = self._n - own
             crowding = (busy - own) / others if others > 0 else 0.0

@@ -181,7 +181,8 @@ class VirtualStage:
             self._last_rows = n_rows
             work_s += self._stage.change_s
         if job.start_s - self._rests_since > _REST_S:
-            work_s += max(self._overheads.cold_s, (self._turns - 1) * decode_s)
+            row_s = self._stage.cost.seconds(1, *_past(job.run.rows))
+            work_s += max(self._overheads.cold_s, (self._turns - 1) * row_s)
         job.task = Task(work_s, self._stage.threads, self._weight, self._done)
         self._cores.start(job.task)
 
