@@ -27,8 +27,8 @@ class NodeSpec:
     crowd: float | None = None
     """Speed of a core while all others are busy, as a share of its speed alone; None: as they share `bytes_per_s`."""
     turns: float = TURNS
-    """Time of a decode of one row after another rank of the node computed, relative to decodes in a row; of more rows as
-    many seconds more."""
+    """Time of a decode of one row after another rank of the node computed, relative to decodes in a row; more rows take
+    as many seconds more."""
     guest: float | None = None
     """Speed of a draft that shares busy cores with the target, relative to its speed alone; None: by Linux' weights."""
     profile: RankProfile | None = None
