@@ -249,12 +249,13 @@ def measure_short(timed: TimedStage, budget_s: float, needed: Collection[int] = 
 
 
 def measure_long(timed: TimedStage, short: Samples, budget_s: float) -> list[Point]:
-    """The same in a long context, of as many cells as there is time to fill; no points where that is too few."""
+    """The same in a long context, of as many cells as there is time to fill; no points where these are so few that
+    noise would hide what they take."""
     until, n_ctx = time.monotonic() + budget_s, timed.stage.n_ctx
     chunk, rows = _chunk(timed), fitting(ROWS, timed)
     affordable = int(0.6 * budget_s / (short.seconds(chunk) / chunk))
     n_cells = min(LONG_CELLS, n_ctx - max(rows), cells_before(n_ctx) + affordable) // 32 * 32
-    if n_cells < 2 * cells_before(n_ctx):
+    if n_cells < LONG_CELLS // 2:
         return []
     timed.fill(n_cells, timed.stage.n_ubatch)
     return sample(timed, (n for n in (*rows, chunk) if n_cells + n <= n_ctx), (1, 8), until).points(n_cells)

@@ -50,8 +50,10 @@ class Roofline:
 class MeasuredCost:
     """Linear between measured points, and beyond them."""
 
-    def __init__(self, points: Sequence[Point], scale: float = 1.0, fixed_s: float = 0.0) -> None:
-        """`scale`: the stage's time relative to the measured one's, without `fixed_s`."""
+    def __init__(self, points: Sequence[Point], scale: float = 1.0, fixed_s: float = 0.0, cell_s: float = 0.0) -> None:
+        """`scale`: the stage's time relative to the measured one's, without `fixed_s`. `cell_s`: what each further KV
+        cell takes where all points are of one context."""
+        self._cell_s = cell_s
         by_past: dict[int, dict[int, float]] = {}
         for point in points:
             seconds = fixed_s + (point.seconds - fixed_s) * scale
@@ -64,7 +66,8 @@ class MeasuredCost:
         """See Cost."""
         lines = self._lines
         if len(lines) == 1:
-            return lines[0][1].at(n_rows)
+            past, line = lines[0]
+            return line.at(n_rows) + max(n_past + n_others - past, 0) * self._cell_s
         i = min(max(bisect.bisect_left(lines, n_past, key=lambda line: line[0]), 1), len(lines) - 1)
         (a, low), (b, high) = lines[i - 1 : i + 1]
         rows = min(n_rows, low.last, high.last)

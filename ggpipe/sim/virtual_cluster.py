@@ -222,7 +222,8 @@ def _measured(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], thread
     assert profile is not None
     n_bytes = shape.read_bytes(layers, _ALL_EXPERTS if node.of_experts and shape.n_expert else 1)
     ratio = min(profile.threads, node.cores) / threads
-    return MeasuredCost(profile.alone, n_bytes / profile.weight_bytes * ratio, profile.fixed_s)
+    cell_s = shape.cell_bytes(layers) / profile.memory_bytes_per_s * ratio if profile.memory_bytes_per_s else 0.0
+    return MeasuredCost(profile.alone, n_bytes / profile.weight_bytes * ratio, profile.fixed_s, cell_s)
 
 
 def _measured_draft(

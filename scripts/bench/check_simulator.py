@@ -2,15 +2,15 @@
 
 For a random 0.75 B pair, for the bundled pair inflated to 0.4 B, and for the bundled pair: records what the pair writes
 (`ggpipe record`), runs the modes on one, two and three ranks of one thread each (`ggpipe bench`), and simulates the
-same from the recording and from what `ggpipe profile` measures right before and right after each bench. Exit code 1
+same from the recording and from what `ggpipe profile` measures before and after each bench. Exit code 1
 when the simulator is off by more than 15 % anywhere; the bundled pair, whose tokens take 2 ms, is reported only.
 
 The layouts: the draft in the head's process; two target ranks and the draft in the head's process; two target ranks and
 a draft rank. With the draft, that is two or three threads for two cores.
 
-A ratio compares a round's bench with the mean of the simulations from the two profiles around it; the table has the
-median of the rounds. `again` is what the same bench gives from one round to the next: the larger / the smaller speed,
-the median. No simulator can be nearer to a machine than the machine is to itself.
+A ratio compares a round's bench with the simulation from the medians of all profiles, which are as noisy as benches;
+the table has the median of the rounds. `again` is what the same bench gives from one round to the next: the larger /
+the smaller speed, the median. No simulator can be nearer to a machine than the machine is to itself.
 
 With --keep, what was measured stays in a folder, and what is there is not measured again: so a check can be done in
 pieces (--pairs, --layouts), and simulated again with another simulator.
@@ -27,12 +27,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ggpipe.cluster import profile as profiles
 from ggpipe.cluster import recording as recordings
 from ggpipe.cluster.from_profile import spec_from_profile
+from ggpipe.cluster.links import Overheads
+from ggpipe.cluster.profile import Point
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import Mode, SpeculationConfig
 from ggpipe.core.layout import lay_out
@@ -169,39 +171,61 @@ def check(measurements: Measurements, layouts: Sequence[str], args: argparse.Nam
         if i < args.rounds:
             benches.setdefault(layout, []).append(speeds_of(measurements.bench(layout, i)))
     spent_s = time.monotonic() - start
-    specs = [with_usual(spec, around) for spec in itertools.chain.from_iterable(around.values())]
-    by_spec = iter(specs)
     print(f"\n\n{pair.title}: {args.n} tokens, {args.rounds} rounds, {spent_s:.0f} s", end="")
     print(f", agreement {recordings.read(recording).agreement:.0%}")
     print("  layout   mode         measured t/s   simulated   simulated / measured [rounds]   again")
     worst = 0.0
     for layout in layouts:
-        virtual = [simulated(setup_of(next(by_spec), pair, recording, layout, args.draft)) for _ in around[layout]]
+        virtual = simulated(setup_of(usual_spec(layout, around), pair, recording, layout, args.draft))
         for mode in MODES:
             real = [speeds[mode] for speeds in benches[layout]]
-            near = [statistics.fmean((a[mode], b[mode])) for a, b in itertools.pairwise(virtual)]
-            ratios = sorted(v / r for v, r in zip(near, real, strict=True))
+            ratios = sorted(virtual[mode] / speed for speed in real)
             middle = statistics.median(ratios)
             again = [max(a, b) / min(a, b) for a, b in itertools.pairwise(real)]
             worst = max(worst, abs(middle - 1))
             name = f"{layout} rank{'s' * (layout > '1')}"
-            line = f"  {name:8s} {mode:12s} {statistics.median(real):12.2f} {statistics.median(near):11.2f}"
+            line = f"  {name:8s} {mode:12s} {statistics.median(real):12.2f} {virtual[mode]:11.2f}"
             line += f" {middle:12.2f} [{ratios[0]:.2f} … {ratios[-1]:.2f}]"
             line += f"{statistics.median(again):15.2f}" if again else ""
             print(line + ("" if abs(middle - 1) <= WORST else "  <-- off"), flush=True)
     return worst if pair.counts else 0.0
 
 
-def with_usual(spec: ClusterSpec, around: dict[str, list[ClusterSpec]]) -> ClusterSpec:
-    """What compares two noisy times comes from all profiles: how ranks share the machine, and `fixed_s`."""
+def usual_spec(layout: str, around: dict[str, list[ClusterSpec]]) -> ClusterSpec:
+    """This machine as it usually was between a layout's benches. What compares two noisy times comes from the profiles
+    of all layouts: how ranks share the machine, and `fixed_s`."""
     nodes = [other.nodes[0] for specs in around.values() for other in specs]
-    crowd = statistics.median(node.crowd or 1.0 for node in nodes)
-    turns = statistics.median(node.turns for node in nodes)
-    fixed_s = statistics.fmean(node.profile.fixed_s for node in nodes if node.profile is not None)
-    own = spec.nodes[0]
-    assert own.profile is not None
-    profile = replace(own.profile, fixed_s=fixed_s)
-    return replace(spec, nodes=(replace(own, crowd=crowd, turns=turns, profile=profile),))
+    own = [spec.nodes[0].profile for spec in around[layout]]
+    found = [profile for profile in own if profile is not None]
+    first = found[0]
+    draft = first.draft
+    if draft is not None:
+        draft = replace(draft, alone=usual_points([other.draft.alone for other in found if other.draft is not None]))
+    profile = replace(
+        first,
+        alone=usual_points([other.alone for other in found]),
+        draft=draft,
+        change_s=statistics.median(other.change_s for other in found),
+        fixed_s=statistics.fmean(node.profile.fixed_s for node in nodes if node.profile is not None),
+    )
+    node = replace(
+        around[layout][0].nodes[0],
+        crowd=statistics.median(node.crowd or 1.0 for node in nodes),
+        turns=statistics.median(node.turns for node in nodes),
+        profile=profile,
+    )
+    overheads = {
+        field.name: statistics.median(getattr(spec.overheads, field.name) for spec in around[layout])
+        for field in fields(Overheads)
+    }
+    return replace(around[layout][0], nodes=(node,), overheads=Overheads(**overheads))
+
+
+def usual_points(profiles: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+    """The median of each point that all profiles have."""
+    found = [{(point.rows, point.n_past): point.seconds for point in points} for points in profiles]
+    common = sorted(set.intersection(*(set(points) for points in found)))
+    return tuple(Point(*key, statistics.median(points[key] for points in found)) for key in common)
 
 
 def main() -> int:
@@ -209,7 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-n", type=int, default=96, help="tokens to generate")
-    parser.add_argument("--seconds", type=float, default=12, help="for each profile")
+    parser.add_argument("--seconds", type=float, default=24, help="for each profile")
     parser.add_argument("-s", type=float, default=0.07, help="how the random pair differs")
     parser.add_argument("--draft", type=int, default=3, help="draft tokens in a micro-batch")
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to check instead of these")
