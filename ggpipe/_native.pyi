@@ -42,8 +42,35 @@ class MappedModel:
     def __init__(self, paths: Sequence[bytes]) -> None: ...
 
 class GroupSum:
+    """Adds up tensors over the parts of a group; see native/group_sum.h."""
+
+    def sum(self, data: int, n: int, stop: bool) -> bool:
+        """
+        Add up n floats at this address over all parts, in place. True: a part wants to stop, or is lost.
+        """
+
+    def send(self, data: int, bytes: int) -> None:
+        """Send bytes at this address to part 0."""
+
+    def receive(self, part: int, data: int, bytes: int) -> None:
+        """On part 0: what a part sends, to this address."""
+
+    def abandon(self) -> None:
+        """Have each call return at once, from now on. From any thread."""
+
+    @property
+    def lost(self) -> bool:
+        """A part is lost, or the others were abandoned."""
+
+def shared_sum(fd: int, part: int, n_parts: int) -> GroupSum:
     """
-    What the parts of a tensor-parallel group send each other; see native/group_sum.h.
+    Over parts on one machine, which share this empty file in memory; it may be closed afterwards. Raises RuntimeError.
+    """
+
+def mpi_sum(library: str, comm: int, byte: int, part: int, n_parts: int, *, halves: bool) -> GroupSum:
+    """
+    Over MPI: mpi4py's file, handles of a communicator of the parts, for this alone, and of MPI_BYTE. `halves`: values
+    travel as 16-bit floats. Raises RuntimeError.
     """
 
 class Stage:

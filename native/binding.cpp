@@ -202,7 +202,21 @@ NB_MODULE(_native, m) {
             new (model) MappedModel(names);
         }, "paths"_a);
 
-    nb::class_<GroupSum>(m, "GroupSum", "What the parts of a tensor-parallel group send each other; see native/group_sum.h.");
+    const auto released = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<GroupSum>(m, "GroupSum", "Adds up tensors over the parts of a group; see native/group_sum.h.")
+        .def("sum", [](GroupSum & s, uintptr_t data, size_t n, bool stop) { return s.sum((float *) data, n, stop); }, "data"_a,
+             "n"_a, "stop"_a, released, "Add up n floats at this address over all parts, in place. True: a part wants to stop, or is lost.")
+        .def("send", [](GroupSum & s, uintptr_t data, size_t bytes) { s.send((const void *) data, bytes); }, "data"_a, "bytes"_a,
+             released, "Send bytes at this address to part 0.")
+        .def("receive", [](GroupSum & s, int part, uintptr_t data, size_t bytes) { s.receive(part, (void *) data, bytes); },
+             "part"_a, "data"_a, "bytes"_a, released, "On part 0: what a part sends, to this address.")
+        .def("abandon", &GroupSum::abandon, "Have each call return at once, from now on. From any thread.")
+        .def_prop_ro("lost", &GroupSum::lost, "A part is lost, or the others were abandoned.");
+    m.def("shared_sum", shared_sum, "fd"_a, "part"_a, "n_parts"_a,
+          "Over parts on one machine, which share this empty file in memory; it may be closed afterwards. Raises RuntimeError.");
+    m.def("mpi_sum", mpi_sum, "library"_a, "comm"_a, "byte"_a, "part"_a, "n_parts"_a, nb::kw_only(), "halves"_a,
+          "Over MPI: mpi4py's file, handles of a communicator of the parts, for this alone, and of MPI_BYTE. `halves`: values\n"
+          "travel as 16-bit floats. Raises RuntimeError.");
 
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_attention"_a)

@@ -4,17 +4,23 @@
 // without the GIL. There is one object for each group, in each part's process; its kinds differ in what carries the bytes.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
 
 namespace ggpipe {
 
-struct GroupSum {
+class GroupSum {
+   public:
     virtual ~GroupSum() = default;
 
     // Adds up all parts' `data` (n floats), in the parts' order, in place: all parts get equal bits. `stop`: this part
     // wants to end its run. Returns true when any part wants to, the same on all parts; or when a part is lost, and then
     // the data are of no use.
-    virtual bool sum(float * data, size_t n, bool stop) = 0;
+    bool sum(float * data, size_t n, bool stop);
 
     // From parts 1 and up to part 0: slices of a result that only part 0 needs whole, such as the logits. Part 0 asks for
     // one part's slice after the other, and each part sends its own without waiting for the others; a part may be in its
@@ -24,6 +30,58 @@ struct GroupSum {
 
     // A part is lost: from then on each call returns at once.
     virtual bool lost() const = 0;
+
+    // Gives up on the other parts, as if one was lost. From any thread, such as the one that watches heartbeats.
+    virtual void abandon() = 0;
+
+   protected:
+    static constexpr size_t kPiece = 32768;                             // floats, at most
+    static constexpr size_t kOutbox = 2 * kPiece * sizeof(float);       // bytes: a piece, and a head for each part
+    static constexpr int kMostParts = 256;
+    struct Range { size_t begin, end, size() const { return end - begin; } };
+    struct Piece {  // of a sum
+        float * data;
+        size_t n;
+        bool shares;  // each part adds up a range for all others
+    };
+    GroupSum(int part, int n_parts, size_t ahead, bool halves);
+
+    const int part_, n_parts_;
+    Piece pieces_[2];  // in turn
+
+    // The range of a piece that a part adds up; bytes of a message with so many values; where a part's begins in an outbox.
+    Range range(const Piece & piece, int part) const;
+    size_t message_bytes(size_t n) const;
+    size_t offset(const Piece & piece, int part) const;
+
+    // What carries the messages of a piece: every part's values, each to the part that adds them up; then, if parts share
+    // the work, every part's sums to all others. `carry` lets go of what is in the outbox, and `arrives` waits for others'.
+    virtual uint8_t * outbox(int turn) = 0;
+    virtual const uint8_t * inbox(int turn, int part, size_t offset) = 0;  // what a part put there for this one
+    virtual void carry(int turn, bool sums) = 0;
+    virtual bool arrives(int turn) = 0;  // false: a part is lost
+
+   private:
+    void start(int turn, float * data, size_t n, bool stop);
+    bool finish(int turn, bool & stop);
+    void pack(uint8_t * message, const float * data, size_t n, bool stop) const;
+    void add(const std::vector<const uint8_t *> & messages, size_t n, float * out) const;
+    const size_t ahead_;  // pieces that are carried while one is finished
+    const bool halves_;
+    size_t first_ = 0;  // of the next sum's pieces, counted from the first sum on
+    std::vector<const uint8_t *> terms_;
 };
+
+// A wait spins for as long as a wake-up takes, and then it sleeps.
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::microseconds kSpin(50);
+
+// Parts on one machine. `fd`: an empty file in memory that they share, which stays open. Throws std::system_error.
+std::shared_ptr<GroupSum> shared_sum(int fd, int part, int n_parts);
+
+// Parts on several machines. `library`: the file of mpi4py's MPI module. `comm`: the handle of a communicator that returns
+// errors, of the parts in their order, for this alone; `byte`: MPI_BYTE's. MPI supports threads at level MULTIPLE.
+// `halves`: values travel as 16-bit floats, see group_sum.cpp. Throws std::runtime_error.
+std::shared_ptr<GroupSum> mpi_sum(const std::string & library, uintptr_t comm, uintptr_t byte, int part, int n_parts, bool halves);
 
 }  // namespace ggpipe

@@ -6,8 +6,15 @@ import abc
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 Payload = bytes | bytearray | memoryview
+
+T = TypeVar("T")
+OverMemory = Callable[[int, int, int], T]
+"""Takes an open file, a part and the number of parts."""
+OverMessages = Callable[[str, int, int, int, int], T]
+"""Takes mpi4py's file, the handles of a communicator of its own and of MPI_BYTE, a part and the number of parts."""
 
 HEAD = 0
 """The rank that leads all others."""
@@ -74,6 +81,14 @@ class Transport(abc.ABC):
         Its methods raise TimeoutError when another thread is blocked.
         """
         raise RuntimeError("this transport has no duplicates: it does not send from any thread")
+
+    def join_group(self, ranks: Sequence[int], over_memory: OverMemory[T] | None, over_messages: OverMessages[T]) -> T:
+        """What the parts of a group add up tensors with, in native code: `over_memory` of a file in memory that they
+        share, this rank's part and their number; or `over_messages`, where they share none or `over_memory` is None.
+
+        All of these ranks, which are the parts in order, call it at the same time. Raises MpiError and RunError.
+        """
+        raise RuntimeError("this transport has no groups")
 
     @abc.abstractmethod
     def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from ggpipe.transport.base import HEAD, Kind, Message, Payload, Transport
+from ggpipe.transport.base import HEAD, Kind, Message, OverMemory, OverMessages, Payload, Transport
 from ggpipe.transport.local import LocalTransport, LocalWorld
+
+T = TypeVar("T")
 
 
 class JoinedTransport(Transport):
@@ -26,6 +29,9 @@ class JoinedTransport(Transport):
         self.inner.host, self.inner.ranks_on_host = outer.host, outer.ranks_on_host + 1
         self.inner.hosts = self.hosts
         self.inner.place = "the draft model"
+
+    def join_group(self, ranks: Sequence[int], over_memory: OverMemory[T] | None, over_messages: OverMessages[T]) -> T:
+        return self._outer.join_group(ranks, over_memory, over_messages)
 
     def send(self, dest: int, kind: Kind, payload: Payload) -> None:
         (self._local if dest == self.inner.rank else self._outer).send(dest, kind, payload)

