@@ -17,6 +17,7 @@ from ggpipe.runtime.head import Head
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.worker import Worker
 from ggpipe.transport.local import LocalWorld
+from support.groups import Parts
 from support.reference import Logits
 
 HEADROOM = 24
@@ -34,25 +35,37 @@ class Pipeline:
         threads: int = 1,
         n_prefixes: int = 0,
         saves_states: bool = False,
+        shares: Sequence[Sequence[float]] = (),
     ) -> None:
         """`cuts`: the layers that a further stage begins with. Raises ModelError where the model cannot be cut so.
+        `shares`: of each stage's parts; a stage with several is a group.
 
         Without `context`, attention is ggml's: libllama's bits.
         """
         file = ModelFile.open(path)
         edges = (0, *cuts, file.n_layer)
         self.stages: list[Stage] = []
+        """Of a group, its part 0."""
+        self.groups: list[Parts | None] = []
+        """For each stage."""
+        model, context = model or ModelConfig(path=path), context or ContextConfig(n_ctx=256, fast_attention=False)
         try:
-            for layers in itertools.pairwise(edges):
+            for i, layers in enumerate(itertools.pairwise(edges)):
+                if i < len(shares) and len(shares[i]) > 1:
+                    group = Parts(file, layers, model, context, shares[i], saves_states)
+                    self.groups.append(group)
+                    self.stages.append(group.stages[0])
+                    continue
                 stage = Stage(
                     file,
                     layers,
-                    model or ModelConfig(path=path),
-                    context or ContextConfig(n_ctx=256, fast_attention=False),
+                    model,
+                    context,
                     (threads, threads),
                     n_prefixes=n_prefixes,
                     saves_states=saves_states,
                 )
+                self.groups.append(None)
                 self.stages.append(stage)
             check_cuts([stage.cut for stage in self.stages], file.architecture)
         except BaseException:
@@ -69,8 +82,8 @@ class Pipeline:
     def outcome(self, run: Run) -> Outcome:
         """What the last stage makes of a run."""
         incoming = None
-        for stage in self.stages:
-            outcome = stage.decode(run, incoming, HEADROOM)
+        for stage, group in zip(self.stages, self.groups, strict=True):
+            outcome = (group or stage).decode(run, incoming, HEADROOM)
             assert not any(outcome.outgoing[:HEADROOM])
             incoming = outcome.outgoing[HEADROOM:]
             assert stage.is_last == (not incoming) or outcome.cancelled or not run.rows
@@ -78,8 +91,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Free all stages."""
-        for stage in self.stages:
-            stage.close()
+        for stage, group in zip(self.stages, self.groups, strict=True):
+            (group or stage).close()
 
     def __enter__(self) -> "Pipeline":
         return self

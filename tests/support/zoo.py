@@ -20,7 +20,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,11 @@ def make(
     n_layer: int | None = None,
     weight_type: str | None = None,
     tokenizer: str | None = None,
+    n_ff: int | None = None,
 ) -> Path:
     """Write ZOO[name] to `path` unless that exists; None: as the recipe says. Same arguments, same bytes.
 
-    `weight_type` is a file type as in `quantize`, or "f32".
+    `weight_type` is a file type as in `quantize`, or "f32"; `n_ff` the width of the FFN, and of each expert.
     """
     model = ZOO[name]
     if model.fixed_layers and n_layer not in (None, model.n_layer):
@@ -141,6 +142,9 @@ def make(
     if path.exists():
         return path
     built, ready = (path.with_name(f"{path.name}.{os.getpid()}.{step}") for step in ("built", "ready"))
+    if n_ff is not None:
+        widths = {key: n_ff for key in model.metadata if key.endswith("feed_forward_length")}
+        model = replace(model, n_ff=n_ff, metadata={**model.metadata, **widths})
     _build(model, built, seed, n_layer or model.n_layer, tokenizer or model.tokenizer)
     _copy(built, ready, model.drop)
     ftype = weight_type or model.weight_type
