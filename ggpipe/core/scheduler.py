@@ -23,10 +23,10 @@ two others: so each stage saves the same tokens.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ggpipe.core.admission import Admission
 from ggpipe.core.batching import one_request, several_requests
 from ggpipe.core.batching.load import Load, Take
 from ggpipe.core.draft_messages import Accepted, Begin, Done, MicroBatch
@@ -49,10 +49,8 @@ from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
 from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Counters, Finish, Limits, Request
-from ggpipe.core.request_state import DrafterState, Phase, RequestState
+from ggpipe.core.request_state import Phase, RequestState
 from ggpipe.core.run_cost import RunCost
-
-_MORE_CELLS = 32  # that a request without a limit is given at a time
 
 
 class Scheduler:
@@ -64,8 +62,8 @@ class Scheduler:
         self._in_flight: InFlight[RequestState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._load = Load(limits, self._in_flight)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
-        self._waiting: collections.deque[Arrived] = collections.deque()
-        self._states: dict[int, RequestState] = {}
+        self._admission = Admission(limits, self._prefixes)
+        self._states = self._admission.states
         self._now = 0.0
         self._steering: list[Steer] = []
 
@@ -126,9 +124,7 @@ class Scheduler:
         assert self._in_flight.ids.reserved == self._limits.n_requests - n_open + self._limits.n_prefixes - n_kept
         taken = sum(len(ids) for _, ids in trees) + n_kept
         assert len(self._in_flight.ids) == self._limits.n_seq - taken, "an id is lost"
-        assert self._prefixes.n_cells + self._n_used <= self._limits.n_ctx
-        assert self._spare_cells >= 0
-        assert len(self._states) <= self._limits.n_requests
+        self._admission.validate()
         for state in self._states.values():
             assert state.phase is not Phase.ENDED
             assert state.is_open or self._in_flight.of(state), "nothing of an ended request is in flight"
@@ -143,45 +139,13 @@ class Scheduler:
             return
         if not 0 < n_prompt - request.n_resumed < n_ctx:
             raise ValueError(f"a prompt of {n_prompt - request.n_resumed} tokens in {n_ctx} cells")
-        self._waiting.append(arrived)
+        self._admission.wait(arrived)
         self._admit(actions)
 
     def _admit(self, actions: list[Action]) -> None:
-        while self._waiting and len(self._states) < self._limits.n_requests:
-            arrived = self._waiting[0]
-            request = arrived.request
-            reserve = self._reserve(request)
-            if not self._prefixes.fits(request.prompt, request.cache_prompt, reserve, self._n_promised):
-                return
-            self._waiting.popleft()
-            prefix = self._prefixes.open(request.prompt, request.cache_prompt)
-            arrived.counters.cached_tokens = prefix.n_tokens
-            state = RequestState(
-                request=request,
-                want=arrived.want,
-                counters=arrived.counters,
-                prefix=prefix,
-                reserve=reserve,
-                n_past=prefix.n_tokens,
-            )
-            self._states[request.id] = state
-            if request.drafts:
-                state.drafters = {drafter: DrafterState() for drafter in request.drafters}
+        for state in self._admission.admit():
+            if state.request.drafts:
                 actions.append(Steer(self._begin(state)))
-
-    def _reserve(self, request: Request) -> int:
-        """Cells that a request is promised. One without a limit gets its share, and more as long as there are any."""
-        n_ctx, n_prompt = self._limits.n_ctx, len(request.prompt)
-        if request.n_predict >= 0:
-            return min(n_ctx, n_prompt + request.n_predict)
-        share = n_ctx // self._limits.n_requests
-        return min(n_ctx, max(share, n_prompt + max(share // 2, 1)))
-
-    def _extended(self, state: RequestState) -> int:
-        """The cells that it is promised; more than before where it nears them, has no limit, and there are any."""
-        if state.request.n_predict < 0 and state.tree.root.pos + _MORE_CELLS > state.reserve:
-            state.reserve += min(self._spare_cells + state.n_cells - state.n_reserved, _MORE_CELLS)
-        return state.reserve
 
     def _begin(self, state: RequestState) -> Begin:
         request = state.request
@@ -213,9 +177,7 @@ class Scheduler:
             if state.is_open:
                 self._end(state, Finish.STOPPED, actions)
             return
-        kept = [arrived for arrived in self._waiting if arrived.request.id != request_id]
-        if len(kept) < len(self._waiting):
-            self._waiting = collections.deque(kept)
+        if self._admission.withdraw(request_id):
             actions.append(Finished(request_id, Finish.STOPPED))
 
     def _end(self, state: RequestState, reason: Finish, actions: list[Action]) -> None:
@@ -251,39 +213,20 @@ class Scheduler:
     def _fill(self, actions: list[Action]) -> None:
         """Submit what there is to submit and the pipeline has room for."""
         self._load.next_run_at = None
-        self._make_room()
+        self._admission.make_room()
         if any(state.phase is Phase.SAMPLING for state in self._states.values()):
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
             states = [state for state in self._states.values() if state.is_open]
             if not states:
                 return
-            self._load.spare_cells = self._spare_cells
+            self._load.spare_cells = self._admission.spare_cells
             if len(states) == 1:
                 takes = one_request.next_takes(self._load, states[0])
             else:
                 takes = several_requests.next_takes(self._load, states)
             if not self._submit(takes, actions):
                 return
-
-    @property
-    def _spare_cells(self) -> int:
-        """Cells that no request holds or has reserved."""
-        return self._limits.n_ctx - self._prefixes.n_held - self._n_promised
-
-    @property
-    def _n_promised(self) -> int:
-        """Cells outside the prefix cache that requests hold or have reserved."""
-        return sum(state.n_cells for state in self._states.values() if state.is_open)
-
-    @property
-    def _n_used(self) -> int:
-        """Cells outside the prefix cache that requests hold."""
-        return sum(state.n_used for state in self._states.values() if state.is_open)
-
-    def _make_room(self) -> None:
-        """Requests take the cells of kept prefixes when they need them."""
-        self._prefixes.shrink(self._limits.n_ctx - self._n_used)
 
     def _save(self, state: RequestState, tokens: tuple[int, ...], actions: list[Action]) -> None:
         save = Save(state.request.id, state.tree.own, tokens)
@@ -300,7 +243,7 @@ class Scheduler:
         parts = [part for take in takes if (part := self._part(take, wants)) is not None]
         if not parts:
             return False
-        self._make_room()
+        self._admission.make_room()
         self._load.submitted(parts, only_one=len(parts) == len(self._states) == 1)
         actions.append(self._in_flight.submit(parts, tuple(wants), self._now))
         return True
@@ -390,7 +333,7 @@ class Scheduler:
         actions.append(Emit(event.request, event.token, root.submitted))
         if state.epoch == state.request.n_predict:
             self._end(state, Finish.LENGTH, actions)
-        elif root.pos >= self._extended(state):
+        elif root.pos >= self._admission.extended(state):
             self._end(state, Finish.CONTEXT_FULL, actions)
         else:
             self._cancel(self._in_flight.drop(state, dead), actions)

@@ -6,13 +6,11 @@ import collections
 import functools
 import gc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.config import MAX_SEQUENCES, SpeculationConfig
-from ggpipe.core.draft_messages import MicroBatch, Steering
-from ggpipe.core.drafters.base import DraftEvent, Send
-from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.events import (
     Action,
     Arrived,
@@ -29,20 +27,20 @@ from ggpipe.core.events import (
     Submit,
     Tick,
 )
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
+from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.sim.arrivals import Arrival
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores, OwnCores
+from ggpipe.sim.draft import VirtualDraft
 from ggpipe.sim.network import Network
 from ggpipe.sim.stage import Process, VirtualPipeline
 from ggpipe.sim.text import Tokens
 from ggpipe.sim.virtual_cluster import VirtualCluster
 from ggpipe.transport.base import HEAD
 
-_STEER_BYTES, _MICRO_BATCH_BYTES = 200, 400
 _ONE = Want(WantKind.TOP, 1)
 
 
@@ -149,10 +147,19 @@ class _Simulation:
         )
         self._asked = requests
         self._active = {i: _active(i, asked, speculation, cluster) for i, asked in enumerate(requests, 1)}
-        self._draft: _VirtualDraft | None = None
+        self._draft: VirtualDraft | None = None
         if cluster.draft is not None and speculation.mode != "iterative":
-            tokens = {i: asked.tokens for i, asked in enumerate(requests, 1)}
-            self._draft = _VirtualDraft(clock, network, cores, processes, cluster, tokens, sizes, speculation, self)
+            self._draft = VirtualDraft(
+                clock,
+                network,
+                cores,
+                processes,
+                cluster,
+                cluster.draft,
+                {i: asked.tokens for i, asked in enumerate(requests, 1)},
+                _limits(sizes, len(cluster.draft.layout.stages) + 1, speculation),
+                self._micro_batch_arrived,
+            )
         self._ranks = _ranks(cluster)
         self._work = {(rank.rank, rank.draft): rank for rank in self._ranks}
         self._not_started: set[int] = set()
@@ -215,8 +222,7 @@ class _Simulation:
                     stats.finish, stats.ended = reason, self._clock.now
                     self._n_left -= 1
                     self._arrive(request - 1)
-        if n_messages:
-            self._process.do(n_messages * self._overheads.send_s, _nothing)
+        self._process.send(n_messages)
         wake_at = self._scheduler.wake_at
         if wake_at is not None and wake_at != self._wakes_at:
             self._wakes_at = wake_at
@@ -240,7 +246,7 @@ class _Simulation:
 
         self._process.receive(spans[-1].rank, ended, _n_requests(run))
 
-    def micro_batch_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
+    def _micro_batch_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
         """The draft's message is there."""
 
         def drafted() -> None:
@@ -268,138 +274,6 @@ def _active(number: int, asked: Asked, speculation: SpeculationConfig, cluster: 
     request = Request(id=number, prompt=tokens.prompt, n_predict=_n_predict(asked), speculation=speculation)
     stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation, ranks=_ranks(cluster))
     return _Active(request, tokens, stats, {(rank.rank, rank.draft): rank for rank in stats.ranks})
-
-
-class _VirtualDraft:
-    """The draft's head and its pipeline."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        cores: list[Cores],
-        processes: list[Process],
-        cluster: VirtualCluster,
-        tokens: Mapping[int, Tokens],
-        sizes: Sizes,
-        speculation: SpeculationConfig,
-        simulation: _Simulation,
-    ) -> None:
-        assert cluster.draft is not None
-        self._clock = clock
-        self._network = network
-        self._overheads = cluster.overheads
-        self._simulation = simulation
-        self.rank = cluster.draft.layout.head
-        self._process = processes[self.rank]
-        self._drafter = DraftModel(_limits(sizes, len(cluster.draft.layout.stages) + 1, speculation))
-        self._paths = _Paths(tokens)
-        self._pipeline = VirtualPipeline(
-            clock, network, cores, processes, cluster, cluster.draft, self.rank, self._result_arrived
-        )
-        self._answers: dict[int, tuple[RowLogits, ...]] = {}
-        self._records: list[RunRecord] = []
-
-    def steer(self, message: Steering) -> int:
-        """The head says this; returns the number of messages that it takes."""
-
-        def arrive() -> None:
-            self._process.receive(HEAD, lambda: self._handle(message))
-
-        if self.rank == HEAD:
-            self._handle(message)
-            return 0
-        self._network.send(HEAD, self.rank, _STEER_BYTES, arrive)
-        return 1
-
-    def _handle(self, event: DraftEvent) -> None:
-        n_messages = 0
-        for action in self._drafter.handle(event, self._clock.now):
-            match action:
-                case Submit(run):
-                    self._answers[run.id] = self._paths.answers(run)
-                    n_messages += self._pipeline.submit(run)
-                case Cancel(runs):
-                    n_messages += self._pipeline.cancel(runs)
-                case RunDone(records):
-                    self._records += records
-                case Send(batch):
-                    n_messages += self.rank != HEAD
-                    self._send(batch, tuple(self._records))
-                    self._records = []
-        if n_messages:
-            self._process.do(n_messages * self._overheads.send_s, _nothing)
-        wake_at = self._drafter.wake_at
-        if wake_at is not None:
-            self._clock.at(wake_at, self._tick)
-
-    def _send(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
-        self._network.send(
-            self.rank, HEAD, _MICRO_BATCH_BYTES, lambda: self._simulation.micro_batch_arrived(batch, records)
-        )
-
-    def _tick(self) -> None:
-        wake_at = self._drafter.wake_at
-        if wake_at is not None and self._clock.now >= wake_at:
-            self._process.do(self._overheads.event_s, lambda: self._handle(Tick()))
-
-    def _result_arrived(self, run: Run, spans: tuple[Span, ...]) -> None:
-        def ended() -> None:
-            answers = self._answers.pop(run.id)
-            self._handle(RunEnded(RunResult(run.id, () if run.cancelled else answers, spans, run.cancelled)))
-
-        self._process.receive(spans[-1].rank, ended)
-
-
-class _Paths:
-    """Which of the draft's sequences have left the text, and what it therefore says of a row."""
-
-    def __init__(self, tokens: Mapping[int, Tokens]) -> None:
-        """`tokens`: of each request."""
-        self._tokens = tokens
-        self._left: dict[int, int] = {}
-        """By sequence: the position of its first token that is not the text's."""
-        self._known: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
-
-    def answers(self, run: Run) -> tuple[RowLogits, ...]:
-        """For the rows of a run that want something, as if it were computed now."""
-        for op in run.ops:
-            self._apply(op)
-        for row in run.rows:
-            self._follow(row)
-        return tuple(self._answer(i, row) for i, row in enumerate(run.rows) if row.want >= 0)
-
-    def _apply(self, op: KvOp) -> None:
-        at = self._left.get(op.seq)
-        match op.kind:
-            case KvKind.RM:
-                if at is not None and max(op.p0, 0) <= at:
-                    del self._left[op.seq]
-            case KvKind.CP:
-                self._left.pop(op.dst, None)
-                if at is not None and (op.p1 < 0 or at < op.p1):
-                    self._left[op.dst] = at
-
-    def _follow(self, row: Row) -> None:
-        tokens = self._tokens[row.request]
-        i, text = row.pos - len(tokens.prompt), tokens.text
-        if i >= 0 and (i >= len(text) or text[i] != row.token):
-            for seq in row.seqs:
-                self._left[seq] = min(self._left.get(seq, row.pos), row.pos)
-
-    def _answer(self, i: int, row: Row) -> RowLogits:
-        left = self._left
-        lost = bool(left) and all(left.get(seq, row.pos + 1) <= row.pos for seq in row.seqs)
-        ids, logits = self._said(row.request, row.pos + 1, lost)
-        return RowLogits(i, ids, logits, 0.0)
-
-    def _said(self, request: int, pos: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        key = request, pos, lost
-        if key not in self._known:
-            tokens = self._tokens[request]
-            found = tokens.candidates(pos - len(tokens.prompt), lost)
-            self._known[key] = tuple(t for t, _ in found), tuple(math.log(max(p, 1e-30)) for _, p in found)
-        return self._known[key]
 
 
 def _answer(row: int) -> RowLogits:
@@ -455,7 +329,3 @@ def _ranks(cluster: VirtualCluster) -> list[RankStats]:
                 )
             )
     return parts
-
-
-def _nothing() -> None:
-    pass

@@ -56,6 +56,11 @@ class Process:
         work_s = n_events * self._overheads.event_s + (self._overheads.read_s if source != self._rank else 0.0)
         self._clock.at(self._received_at, lambda: self.do(work_s, action))
 
+    def send(self, n_messages: int) -> None:
+        """Send so many messages, after all earlier work."""
+        if n_messages:
+            self.do(n_messages * self._overheads.send_s, lambda: None)
+
     def do(self, work_s: float, action: Callable[[], None], weight: float = 1.0) -> None:
         """Do this after all earlier work."""
         self._waiting.append((work_s, weight, action))

@@ -1,7 +1,6 @@
 """A model cut into stages gives the bits of libllama's whole model: any architecture, file and setting."""
 
-import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,6 @@ CUTS = [
 ]
 STEPS = (33, 1, 5, 1, 5, 5, 1)  # rows of each run: a prompt, single tokens, drafts
 N_CTX = 256
-_M_PERTURB = -6  # of mallopt
 
 
 @dataclass(frozen=True)
@@ -343,48 +341,6 @@ def test_refuses_what_cannot_run(folder: Path) -> None:
             last.decode(run_of(2, range(3), 0), b"")
         with pytest.raises(RunError, match="cannot decode run 3"):
             first.decode(run_of(3, [384], 0), None)  # no such token
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3moe", "bloom", "deepseek2", "jamba"])
-def test_nothing_comes_in(name: str, folder: Path) -> None:
-    """For timing: a later stage without the one before it computes on noise, and what it computes are numbers."""
-    path, n_layer = model_of(folder, name), LAYERS[name]
-    file = ModelFile.open(path)
-    middle = Stage(file, (1, 2), ModelConfig(path=path), ContextConfig(n_ctx=64), (1, 1))
-    last = Stage(file, (n_layer - 1, n_layer), ModelConfig(path=path), ContextConfig(n_ctx=64), (1, 1))
-    run = run_of(1, range(5), 0)
-    outcome = middle.decode(run, None)
-    width = file.metadata[f"{file.architecture}.embedding_length"]
-    assert isinstance(width, int)
-    rows = np.frombuffer(outcome.outgoing[-5 * width * 4 :], np.float32).reshape(5, width)
-    assert np.isfinite(rows).all()
-    assert len(np.unique(rows, axis=0)) == 5
-    for row in last.decode(run, None).rows:
-        assert np.isfinite(row.logits).all()
-    middle.close()
-    last.close()
-
-
-@pytest.fixture
-def freed_memory_changes() -> Iterator[None]:
-    """glibc overwrites memory when it is freed, so reading it later shows."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        pytest.skip("glibc's mallopt is needed")
-    libc.mallopt(_M_PERTURB, 0xA5)
-    yield
-    libc.mallopt(_M_PERTURB, 0)
-
-
-@pytest.mark.usefixtures("freed_memory_changes")
-def test_noise_stays_until_it_is_read(folder: Path) -> None:
-    path = model_of(folder, "llama")
-    stage = Stage(ModelFile.open(path), (1, 2), ModelConfig(path=path), ContextConfig(n_ctx=256), (1, 1))
-    for i, n_rows in enumerate((2, 8, 64)):
-        stage.forget_all()
-        stage.decode(run_of(i + 1, range(n_rows), 0), None)
-        assert stage._native.missing == 0, f"the noise for {n_rows} rows was lost"
-    stage.close()
 
 
 def test_refuses_more_sequences_than_the_models_own_context_has_tokens(folder: Path) -> None:

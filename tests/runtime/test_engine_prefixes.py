@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import pytest
 from support.commands import TARGET
+from support.long_text import SAMPLING, Tokens, alone, words
 from support.pipeline import local_ranks
-from support.reference import Reference
 
 from ggpipe.config import (
     ContextConfig,
@@ -19,7 +18,6 @@ from ggpipe.config import (
     Mode,
     ModelConfig,
     PipelineConfig,
-    SamplingConfig,
     SpeculationConfig,
 )
 from ggpipe.core.request import Finish
@@ -29,21 +27,6 @@ from ggpipe.runtime.loading import load_all
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
 N_CTX = 1024
-SAMPLING = SamplingConfig(temp=0.8, seed=1, ignore_eos=True)
-Tokens = tuple[int, ...]
-
-
-@cache
-def words() -> Tokens:
-    with Reference(TARGET, N_CTX, exact=True) as reference:
-        return tuple(reference.tokenize((PROMPTS / "long.txt").read_text()))
-
-
-@cache
-def alone(prompt: Tokens, n: int) -> list[int]:
-    """The text, by libllama alone."""
-    with Reference(TARGET, N_CTX, exact=True) as reference:
-        return reference.generate(prompt, SAMPLING, n)
 
 
 @contextmanager

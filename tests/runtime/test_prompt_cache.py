@@ -6,13 +6,12 @@ import contextlib
 import json
 import resource
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
 from support.commands import SPLITS, TARGET, ggpipe, mpirun
+from support.long_text import SAMPLING, Tokens, alone, words
 from support.pipeline import local_session
-from support.reference import Reference
 from support.zoo import make
 
 from ggpipe.config import (
@@ -22,7 +21,6 @@ from ggpipe.config import (
     ModelConfig,
     PipelineConfig,
     PromptCacheConfig,
-    SamplingConfig,
     Saves,
     SpeculationConfig,
 )
@@ -32,21 +30,6 @@ from ggpipe.runtime.session import Session
 PROMPTS = Path(__file__).parents[2] / "prompts"
 DRAFT = TARGET.with_name("tales-draft.gguf")
 N_CTX, N_PREDICT = 512, 12
-SAMPLING = SamplingConfig(temp=0.8, seed=1, ignore_eos=True)
-Tokens = tuple[int, ...]
-
-
-@cache
-def words() -> Tokens:
-    with Reference(TARGET, N_CTX, exact=True) as reference:
-        return tuple(reference.tokenize((PROMPTS / "long.txt").read_text()))
-
-
-@cache
-def alone(prompt: Tokens) -> list[int]:
-    """The text, by libllama alone."""
-    with Reference(TARGET, N_CTX, exact=True) as reference:
-        return reference.generate(prompt, SAMPLING, N_PREDICT)
 
 
 @contextlib.contextmanager
@@ -74,7 +57,7 @@ def generate(session: Session, prompt: Tokens) -> RequestStats:
     stats = RequestStats()
     speculation = SpeculationConfig(mode="speculative" if session.can_speculate else "iterative", n_parallel=2)
     text = [token.id for token in session.generate(prompt, SAMPLING, N_PREDICT, stats, speculation)]
-    assert text == alone(prompt)
+    assert text == alone(prompt, N_PREDICT)
     return stats
 
 
@@ -120,7 +103,7 @@ def test_a_whole_text_is_kept_and_gone_on_with(tmp_path: Path) -> None:
     path, prompt = tmp_path / "cache", words()[:60]
     with loaded(path, (0.5, 0.5), 1, saves="text") as session:
         generate(session, prompt)
-    text = (*prompt, *alone(prompt))
+    text = (*prompt, *alone(prompt, N_PREDICT))
     assert cached(path, (*text, *words()[80:90]), (0.5, 0.5), 1) == len(text) - 1
 
 

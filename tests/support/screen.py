@@ -198,74 +198,14 @@ def speculated_request() -> RequestStats:
     """A second of speculation: a prompt, a run with a rejected draft token, a cancelled run, a lone token."""
     counters = Counters(6, 5, 2, 2, speculative_runs=2, verified_runs=1, cancelled_runs=1, rejected_rows={2: 1})
     runs = [
-        RunRecord(
-            request=1,
-            id=1,
-            n_rows=100,
-            n_run_rows=100,
-            n_draft_tokens=0,
-            cancelled=False,
-            spans=(
-                Span(rank=0, start_s=10.1, compute_s=0.08, busy_s=0.1, sent_bytes=1000),
-                Span(rank=1, start_s=-89.78, compute_s=0.1, busy_s=0.12, sent_bytes=0),
-            ),
-        ),
-        RunRecord(
-            request=1,
-            id=2,
-            n_rows=4,
-            n_run_rows=4,
-            n_draft_tokens=3,
-            cancelled=False,
-            spans=(
-                Span(rank=0, start_s=10.2, compute_s=0.08, busy_s=0.1, sent_bytes=40),
-                Span(rank=1, start_s=-89.65, compute_s=0.1, busy_s=0.1, sent_bytes=0),
-            ),
-        ),
-        RunRecord(
-            request=1,
-            id=3,
-            n_rows=2,
-            n_run_rows=2,
-            n_draft_tokens=2,
-            cancelled=True,
-            spans=(
-                Span(rank=0, start_s=10.3, compute_s=0.05, busy_s=0.1, sent_bytes=20),
-                Span(rank=1, start_s=-89.55, compute_s=0.0, busy_s=0.001, sent_bytes=0),
-            ),
-        ),
-        RunRecord(
-            request=1,
-            id=4,
-            n_rows=1,
-            n_run_rows=1,
-            n_draft_tokens=0,
-            cancelled=False,
-            spans=(
-                Span(rank=0, start_s=10.5, compute_s=0.1, busy_s=0.1, sent_bytes=10),
-                Span(rank=1, start_s=-89.38, compute_s=0.1, busy_s=0.1, sent_bytes=0),
-            ),
-        ),
+        _record(1, 100, 0, (10.1, 0.08, 0.1, 1000), (-89.78, 0.1, 0.12, 0)),
+        _record(2, 4, 3, (10.2, 0.08, 0.1, 40), (-89.65, 0.1, 0.1, 0)),
+        _record(3, 2, 2, (10.3, 0.05, 0.1, 20), (-89.55, 0.0, 0.001, 0), cancelled=True),
+        _record(4, 1, 0, (10.5, 0.1, 0.1, 10), (-89.38, 0.1, 0.1, 0)),
     ]
     draft_runs = [
-        RunRecord(
-            request=1,
-            id=1,
-            n_rows=100,
-            n_run_rows=100,
-            n_draft_tokens=0,
-            cancelled=False,
-            spans=(Span(rank=0, start_s=10.05, compute_s=0.04, busy_s=0.05, sent_bytes=0),),
-        ),
-        RunRecord(
-            request=1,
-            id=2,
-            n_rows=2,
-            n_run_rows=2,
-            n_draft_tokens=2,
-            cancelled=True,
-            spans=(Span(rank=0, start_s=10.2, compute_s=0.02, busy_s=0.02, sent_bytes=0),),
-        ),
+        _record(1, 100, 0, (10.05, 0.04, 0.05, 0)),
+        _record(2, 2, 2, (10.2, 0.02, 0.02, 0), cancelled=True),
     ]
     stats = RequestStats(
         n_prompt=100,
@@ -286,6 +226,24 @@ def speculated_request() -> RequestStats:
     for run in draft_runs:
         stats.ranks[2].add(run.spans[0])
     return stats
+
+
+def _record(
+    run: int, n_rows: int, n_draft_tokens: int, *spans: tuple[float, float, float, int], cancelled: bool = False
+) -> RunRecord:
+    """A run of one request. Of each rank in turn: when it began, seconds of computing and of all work, bytes sent."""
+    return RunRecord(
+        request=1,
+        id=run,
+        n_rows=n_rows,
+        n_run_rows=n_rows,
+        n_draft_tokens=n_draft_tokens,
+        cancelled=cancelled,
+        spans=tuple(
+            Span(rank=rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes)
+            for rank, (start_s, compute_s, busy_s, sent_bytes) in enumerate(spans)
+        ),
+    )
 
 
 def texts(rows: list[Row]) -> list[str]:

@@ -17,7 +17,7 @@ from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.sim import simulator
+from ggpipe.sim import draft, simulator
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import SyntheticTokens, Tokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster, VirtualNode
@@ -174,7 +174,7 @@ def watched() -> Iterator[Watched]:
             self.validate()
             return actions
 
-    with mock.patch.object(simulator, "Scheduler", Seen), mock.patch.object(simulator, "DraftModel", SeenDraft):
+    with mock.patch.object(simulator, "Scheduler", Seen), mock.patch.object(draft, "DraftModel", SeenDraft):
         yield seen
 
 

@@ -1,0 +1,153 @@
+"""The draft's head on its virtual rank: core's drafter, as it is, over the draft's virtual stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.drafters.base import DraftEvent, Send
+from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span
+from ggpipe.core.request import Limits
+from ggpipe.sim.clock import Clock
+from ggpipe.sim.cores import Cores
+from ggpipe.sim.network import Network
+from ggpipe.sim.stage import Process, VirtualPipeline
+from ggpipe.sim.text import Tokens
+from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
+from ggpipe.transport.base import HEAD
+
+_STEER_BYTES, _MICRO_BATCH_BYTES = 200, 400
+MicroBatchArrived = Callable[[MicroBatch, tuple[RunRecord, ...]], None]
+"""Called with the draft's message and the draft's runs since the one before."""
+
+
+class VirtualDraft:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        cores: list[Cores],
+        processes: list[Process],
+        cluster: VirtualCluster,
+        model: PipelineSpec,
+        tokens: Mapping[int, Tokens],
+        limits: Limits,
+        arrived: MicroBatchArrived,
+    ) -> None:
+        """`model`: the draft, as it lies on the cluster; `tokens`: of each request; `arrived` is called at the head."""
+        self._clock = clock
+        self._network = network
+        self._overheads = cluster.overheads
+        self._arrived = arrived
+        self.rank = model.layout.head
+        self._process = processes[self.rank]
+        self._drafter = DraftModel(limits)
+        self._paths = _Paths(tokens)
+        self._pipeline = VirtualPipeline(
+            clock, network, cores, processes, cluster, model, self.rank, self._result_arrived
+        )
+        self._answers: dict[int, tuple[RowLogits, ...]] = {}
+        self._records: list[RunRecord] = []
+
+    def steer(self, message: Steering) -> int:
+        """The head says this; returns the number of messages that it takes."""
+
+        def arrive() -> None:
+            self._process.receive(HEAD, lambda: self._handle(message))
+
+        if self.rank == HEAD:
+            self._handle(message)
+            return 0
+        self._network.send(HEAD, self.rank, _STEER_BYTES, arrive)
+        return 1
+
+    def _handle(self, event: DraftEvent) -> None:
+        n_messages = 0
+        for action in self._drafter.handle(event, self._clock.now):
+            match action:
+                case Submit(run):
+                    self._answers[run.id] = self._paths.answers(run)
+                    n_messages += self._pipeline.submit(run)
+                case Cancel(runs):
+                    n_messages += self._pipeline.cancel(runs)
+                case RunDone(records):
+                    self._records += records
+                case Send(batch):
+                    n_messages += self.rank != HEAD
+                    self._send(batch, tuple(self._records))
+                    self._records = []
+        self._process.send(n_messages)
+        wake_at = self._drafter.wake_at
+        if wake_at is not None:
+            self._clock.at(wake_at, self._tick)
+
+    def _send(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
+        self._network.send(self.rank, HEAD, _MICRO_BATCH_BYTES, lambda: self._arrived(batch, records))
+
+    def _tick(self) -> None:
+        wake_at = self._drafter.wake_at
+        if wake_at is not None and self._clock.now >= wake_at:
+            self._process.do(self._overheads.event_s, lambda: self._handle(Tick()))
+
+    def _result_arrived(self, run: Run, spans: tuple[Span, ...]) -> None:
+        def ended() -> None:
+            answers = self._answers.pop(run.id)
+            self._handle(RunEnded(RunResult(run.id, () if run.cancelled else answers, spans, run.cancelled)))
+
+        self._process.receive(spans[-1].rank, ended)
+
+
+class _Paths:
+    """Which of the draft's sequences have left the text, and what it therefore says of a row."""
+
+    def __init__(self, tokens: Mapping[int, Tokens]) -> None:
+        """`tokens`: of each request."""
+        self._tokens = tokens
+        self._left: dict[int, int] = {}
+        """By sequence: the position of its first token that is not the text's."""
+        self._known: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+
+    def answers(self, run: Run) -> tuple[RowLogits, ...]:
+        """For the rows of a run that want something, as if it were computed now."""
+        for op in run.ops:
+            self._apply(op)
+        for row in run.rows:
+            self._follow(row)
+        return tuple(self._answer(i, row) for i, row in enumerate(run.rows) if row.want >= 0)
+
+    def _apply(self, op: KvOp) -> None:
+        at = self._left.get(op.seq)
+        match op.kind:
+            case KvKind.RM:
+                if at is not None and max(op.p0, 0) <= at:
+                    del self._left[op.seq]
+            case KvKind.CP:
+                self._left.pop(op.dst, None)
+                if at is not None and (op.p1 < 0 or at < op.p1):
+                    self._left[op.dst] = at
+
+    def _follow(self, row: Row) -> None:
+        tokens = self._tokens[row.request]
+        i, text = row.pos - len(tokens.prompt), tokens.text
+        if i >= 0 and (i >= len(text) or text[i] != row.token):
+            for seq in row.seqs:
+                self._left[seq] = min(self._left.get(seq, row.pos), row.pos)
+
+    def _answer(self, i: int, row: Row) -> RowLogits:
+        left = self._left
+        lost = bool(left) and all(left.get(seq, row.pos + 1) <= row.pos for seq in row.seqs)
+        ids, logits = self._said(row.request, row.pos + 1, lost)
+        return RowLogits(i, ids, logits, 0.0)
+
+    def _said(self, request: int, pos: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        key = request, pos, lost
+        if key not in self._known:
+            tokens = self._tokens[request]
+            found = tokens.candidates(pos - len(tokens.prompt), lost)
+            self._known[key] = tuple(t for t, _ in found), tuple(math.log(max(p, 1e-30)) for _, p in found)
+        return self._known[key]

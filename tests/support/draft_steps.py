@@ -1,0 +1,88 @@
+"""A drafter whose model says what the test says, to be driven step by step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.draft_messages import Accepted, Begin, MicroBatch, Vocabularies
+from ggpipe.core.drafters.base import DraftEvent, Send
+from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.events import Cancel, RunEnded, Submit
+from ggpipe.core.messages import RowLogits, Run, RunResult
+from ggpipe.core.request import Limits
+
+END = 0
+PROMPT = (101, 102, 103)
+Candidates = dict[int, float]
+
+
+class Draft:
+    """A drafter whose model thinks what the test says."""
+
+    def __init__(self, vocabularies: Vocabularies | None = None, **limits: int) -> None:
+        known: dict[str, Any] = {"n_ctx": 99, "n_batch": 8, "n_ubatch": 8, "n_in_flight": 2, "n_seq": 4} | limits
+        self.drafter = DraftModel(Limits(**known), vocabularies)
+        self.runs: list[Run] = []
+        self.sent: list[MicroBatch] = []
+        self.cancelled: list[int] = []
+        self.now = 0.0
+
+    def say(self, event: DraftEvent) -> None:
+        for action in self.drafter.handle(event, self.now):
+            match action:
+                case Submit(run):
+                    self.runs.append(run)
+                case Cancel(runs):
+                    self.cancelled += runs
+                case Send(batch):
+                    self.sent.append(batch)
+
+    def begin(
+        self,
+        request: int = 1,
+        lead: int = 9,
+        n_left: int = 50,
+        prompt: tuple[int, ...] = PROMPT,
+        cache_prompt: bool = True,
+        **settings: Any,
+    ) -> None:
+        speculation = SpeculationConfig(**settings)
+        self.lead = lead
+        self.say(
+            Begin(
+                request=request,
+                prompt=prompt,
+                n_left=n_left,
+                lead=lead,
+                ends=frozenset({END}),
+                banned=(7,),
+                speculation=speculation,
+                cache_prompt=cache_prompt,
+            )
+        )
+
+    def accept(self, epoch: int, *tokens: int) -> None:
+        self.say(Accepted(1, epoch, tokens, self.lead))
+
+    def answer(self, *rows: Candidates) -> None:
+        """The oldest run comes back: what follows each row that asked."""
+        run = self.runs.pop(0)
+        asked = [i for i, row in enumerate(run.rows) if row.want >= 0]
+        assert len(asked) == len(rows)
+        answers = [
+            RowLogits(i, tuple(row), tuple(5 + math.log(prob) for prob in row.values()), 5.0)
+            for i, row in zip(asked, rows, strict=True)
+        ]
+        self.say(RunEnded(RunResult(run.id, tuple(answers))))
+
+    def decoding(self) -> list[list[tuple[int, int]]]:
+        """(token, position) of all that is in flight."""
+        return [[(row.token, row.pos) for row in run.rows] for run in self.runs if run.id not in self.cancelled]
+
+    def take_draft_tokens(self) -> list[tuple[int, int, int]]:
+        """(parent, number, token) of what was sent since."""
+        expansions = [expansion for batch in self.sent for expansion in batch.expansions]
+        self.sent.clear()
+        return [(e.parent, e.first + i, token) for e in expansions for i, (token, _) in enumerate(e.candidates[: e.n])]
