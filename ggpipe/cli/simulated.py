@@ -13,7 +13,7 @@ from ggpipe.cli.settings import (
 from ggpipe.cluster import recording
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
-from ggpipe.config import ContextConfig
+from ggpipe.config import MAX_PREFIXES, ContextConfig
 from ggpipe.errors import UsageError
 from ggpipe.sim.arrivals import Traffic, read_arrivals
 from ggpipe.sim.simulation_spec import SyntheticText
@@ -35,7 +35,8 @@ def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:
     from ggpipe.llama.model_shape import shape_of
 
     libllama.set_log_level(5)
-    return shape_of(ModelFile.open(path), context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
+    types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
+    return shape_of(ModelFile.open(path), *types, context.n_seq, MAX_PREFIXES)
 
 
 def text_of(text: SimulatedText) -> SyntheticText | Recording:

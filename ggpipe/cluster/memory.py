@@ -27,6 +27,7 @@ class Memory:
 
     weights: float = 0.0
     kv: float = 0.0
+    """KV cells and recurrent states."""
     compute: float = 0.0
     """Room that libllama computes in."""
     process: float = 0.0
@@ -62,7 +63,7 @@ def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatc
     other_bytes = _COPIES * shape.border_bytes + _SMALL * shape.row_bytes
     return Memory(
         weights,
-        shape.cell_bytes(layers) * n_cells,
+        shape.cell_bytes(layers) * n_cells + shape.state_bytes(layers),
         n_rows * compute_bytes,
         n_rows * other_bytes + _TOKEN_BYTES * shape.n_vocab,
     )

@@ -25,6 +25,8 @@ class ModelShape:
     """Numbers in an embedding."""
     layer_cell_bytes: tuple[float, ...]
     """Bytes of a token's KV cache in each layer."""
+    layer_state_bytes: tuple[int, ...] = ()
+    """Bytes of the recurrent states in each layer, of all sequences that have one. Empty: no layer is recurrent."""
     n_vocab: int = 32000
     layer_expert_bytes: tuple[int, ...] = ()
     """Bytes of each layer's experts, of which a token uses only some. Empty: no layer has experts."""
@@ -57,6 +59,10 @@ class ModelShape:
     def cell_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of a token's KV cache in layers [a, b)."""
         return sum(self.layer_cell_bytes[slice(*layers)])
+
+    def state_bytes(self, layers: tuple[int, int]) -> int:
+        """Bytes of all recurrent states in layers [a, b)."""
+        return sum(self.layer_state_bytes[slice(*layers)])
 
     def expert_bytes(self, layers: tuple[int, int]) -> int:
         """Bytes of the experts in layers [a, b)."""

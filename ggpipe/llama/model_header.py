@@ -16,6 +16,10 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _RECURRENT = ("ssm_", "time_mix_", "shortconv.")
 _ATTENTION = ("attn_k.", "attn_kv_a_mqa.")
 _MASK_BYTES = 2
+_MIN_STATES, _MAX_STATES = 4, 8
+"""Kept prefixes of recurrent models: each takes the memory of a state, all layers' together."""
+_STATES_SHARE = 8
+"""They take this part of the weights' memory, within those limits."""
 
 
 class ModelHeader:
@@ -24,6 +28,7 @@ class ModelHeader:
     def __init__(self, model_file: ModelFile) -> None:
         self._metadata = model_file.metadata
         self._prefix = model_file.architecture
+        self._n_bytes = model_file.n_bytes
         self.n_layer = model_file.n_layer
         self.width = self.number("embedding_length")
         self.layers: list[dict[str, TensorInfo]] = [{} for _ in range(self.n_layer)]
@@ -54,10 +59,15 @@ class ModelHeader:
         k, v = self._kv_width(layer)
         return k * number_bytes(cache_type_k) + (0 if self._is_latent else v * number_bytes(cache_type_v))
 
+    def state_bytes(self, layer: int) -> int:
+        """A sequence's recurrent state in a layer (libllama's n_embd_s and n_embd_r)."""
+        return FLOAT_BYTES * self._state_width * self._has_state(layer)
+
     @property
-    def state_bytes(self) -> int:
-        """A sequence's recurrent state in all layers (libllama's n_embd_s and n_embd_r)."""
-        return FLOAT_BYTES * self._state_width * sum(self._has_state(layer) for layer in range(self.n_layer))
+    def most_states(self) -> int:
+        """Kept prefixes, at most, where each has a recurrent state of its own."""
+        bytes_each = sum(map(self.state_bytes, range(self.n_layer)))
+        return min(max(self._n_bytes // (_STATES_SHARE * max(bytes_each, 1)), _MIN_STATES), _MAX_STATES)
 
     @property
     def _state_width(self) -> int:

@@ -11,11 +11,21 @@ _OUTPUT = ("output", "cls")
 
 
 def shape_of(
-    model_file: ModelFile, cache_type_k: str = "f16", cache_type_v: str = "f16", flash_attn: bool = True
+    model_file: ModelFile,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    flash_attn: bool = True,
+    n_seq: int = 1,
+    n_prefixes: int = 0,
 ) -> ModelShape:
-    """The shape of a model whose KV cache has these types, as in `ContextConfig`."""
+    """The shape of a model whose KV cache has these types and sequences, as in `ContextConfig`.
+
+    `n_prefixes`: kept prefixes, at most; recurrent and hybrid models keep fewer.
+    """
     header = ModelHeader(model_file)
     layers = range(header.n_layer)
+    n_states = n_seq + min(n_prefixes, header.most_states)
+    state_bytes = tuple(n_states * header.state_bytes(layer) for layer in layers)
     output = {name: tensor for name, tensor in header.others.items() if name.startswith(_OUTPUT)}
     embedding = {name: tensor for name, tensor in header.others.items() if name not in output}
     if model_file.tied_output and "token_embd.weight" in embedding:
@@ -32,6 +42,7 @@ def shape_of(
         parameters_per_byte=sum(map(n_numbers, model_file.tensors.values())) / model_file.n_bytes,
         n_embd=header.width,
         layer_cell_bytes=tuple(header.cell_bytes(layer, cache_type_k, cache_type_v) for layer in layers),
+        layer_state_bytes=state_bytes if any(state_bytes) else (),
         n_vocab=model_file.array_lengths.get("tokenizer.ggml.tokens", 0) or header.number("vocab_size"),
         layer_expert_bytes=expert_bytes if has_experts else (),
         n_expert=header.number("expert_count") if has_experts else 0,

@@ -28,10 +28,6 @@ _N_NOISES = 256
 _STATE_TOKENS = 128
 """Of a state in a prompt cache, at most: large models have MBs for each."""
 _NO_RUN = 0  # an id that no run has
-_MIN_STATES, _MAX_STATES = 4, 8
-"""Kept prefixes of recurrent models: each takes the memory of a state, all layers' together."""
-_STATES_SHARE = 8
-"""They take this part of the weights' memory, within those limits."""
 
 _COPIES_ALL_LAYERS = ("deepseek4",)
 """Architectures whose states libllama copies for all layers, also for those that other ranks hold."""
@@ -263,11 +259,7 @@ class Stage:
     @property
     def _most_states(self) -> int:
         """Sequences beside those of requests, where each has a state of its own. The same for all stages."""
-        if self._file.architecture in _COPIES_ALL_LAYERS:
-            return 0
-        state_bytes = ModelHeader(self._file).state_bytes
-        fitting = self._file.n_bytes // (_STATES_SHARE * max(state_bytes, 1))
-        return min(max(fitting, _MIN_STATES), _MAX_STATES)
+        return 0 if self._file.architecture in _COPIES_ALL_LAYERS else ModelHeader(self._file).most_states
 
     @property
     def state_tokens(self) -> int | None:

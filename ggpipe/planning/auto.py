@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import msgspec
 
 import ggpipe
 from ggpipe.cluster.from_profile import spec_from_profile
+from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
-from ggpipe.config import EngineConfig
+from ggpipe.config import ContextConfig, EngineConfig
 from ggpipe.core.layout import Layout, layer_range, shares_text
 from ggpipe.errors import IndivisibleModelError, RunError
 from ggpipe.llama import machine
@@ -143,11 +145,16 @@ def _plan(
     spec = spec_from_profile(profile, "these ranks")
     context, threads = config.context, config.pipeline.threads
     has_flash_attn = context.flash_attn != "off"
-    target = shape_of(ModelFile.open(config.model.path), context.cache_type_k, context.cache_type_v, has_flash_attn)
+    n_prefixes = config.n_prefixes(context)
+
+    def shape(path: Path, own: ContextConfig) -> ModelShape:
+        types = (own.cache_type_k, own.cache_type_v, has_flash_attn)
+        return shape_of(ModelFile.open(path), *types, own.n_seq, n_prefixes)
+
+    target = shape(config.model.path, context)
     draft, draft_threads = None, -1
     if config.draft is not None:
-        own = config.draft.context
-        draft = shape_of(ModelFile.open(config.draft.model.path), own.cache_type_k, own.cache_type_v, has_flash_attn)
+        draft = shape(config.draft.model.path, config.draft.context)
         draft_threads = config.draft.threads
     constraints = Constraints(
         n_ctx=context.n_ctx,

@@ -96,11 +96,13 @@ def check_memory(
     """
     context = config.context
     types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
+    n_prefixes = config.n_prefixes(context)
     draft: ModelShape | None = None
     if config.draft is not None:
         with contextlib.suppress(ModelError):
-            draft = shape_of(ModelFile.open(config.draft.model.path), *types)
-    needs = memory_by_rank(shape_of(model_file, *types), layout, draft, draft_layout, context.n_ctx, context.n_ubatch)
+            draft = shape_of(ModelFile.open(config.draft.model.path), *types, config.draft.context.n_seq, n_prefixes)
+    target = shape_of(model_file, *types, context.n_seq, n_prefixes)
+    needs = memory_by_rank(target, layout, draft, draft_layout, context.n_ctx, context.n_ubatch)
     needed_bytes: dict[str, float] = {}
     for hello, memory in zip(hellos, needs, strict=False):
         needed_bytes[hello.host] = needed_bytes.get(hello.host, 0.0) + memory.total

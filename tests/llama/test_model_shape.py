@@ -14,7 +14,7 @@ from support.reference import Reference, listen, run_of
 from support.zoo import ZOO, make, pair_script, quantize, split
 
 from ggpipe.cluster.model_shape import ModelShape
-from ggpipe.config import ContextConfig, KvType, ModelConfig
+from ggpipe.config import MAX_PREFIXES, ContextConfig, KvType, ModelConfig
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
@@ -39,15 +39,22 @@ def shape(path: Path) -> ModelShape:
 
 def kv_bytes(path: Path, context: ContextConfig, capsys: pytest.CaptureFixture[str]) -> float:
     """What libllama says that it takes for the KV cache, to 0.01 MB."""
+    return buffer_bytes("KV", path, (0, ModelFile.open(path).n_layer), context, capsys)
+
+
+def buffer_bytes(
+    kind: str, path: Path, layers: tuple[int, int], context: ContextConfig, capsys: pytest.CaptureFixture[str]
+) -> float:
+    """What libllama says that a stage takes for KV cells (KV) or recurrent states (RS), to 0.01 MB."""
     listen()
-    file = ModelFile.open(path)
     libllama.set_log_level(2)
     capsys.readouterr()
     try:
-        Stage(file, (0, file.n_layer), ModelConfig(path=path), context, (1, 1)).close()
+        Stage(ModelFile.open(path), layers, ModelConfig(path=path), context, (1, 1), n_prefixes=MAX_PREFIXES).close()
     finally:
         libllama.set_log_level(5)
-    return sum(float(size) for size in re.findall(r"KV buffer size = *([\d.]+) MiB", capsys.readouterr().err)) * MB
+    sizes = re.findall(rf"LOCAL {kind} buffer size = *([\d.]+) MiB", capsys.readouterr().err)
+    return sum(map(float, sizes)) * MB
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +101,23 @@ def test_states_are_as_large_as_libllama_makes_them(name: str, tmp_path: Path) -
     with Reference(path, 256) as reference:
         reference.decode(run_of(1, [3, 4, 5], 0))
         with_header = lib.llama_state_seq_get_size_ext(reference._context, 0, _PARTIAL_ONLY)
-    assert 0 < with_header - ModelHeader(ModelFile.open(path)).state_bytes < 200
+    header = ModelHeader(ModelFile.open(path))
+    assert 0 < with_header - sum(map(header.state_bytes, range(header.n_layer))) < 200
+
+
+STATES = [("mamba", (0, 3)), ("rwkv7", (0, 3)), ("jamba", (0, 1)), ("jamba", (1, 4))]
+
+
+@pytest.mark.parametrize(("name", "layers"), STATES, ids=str)
+def test_states_of_a_stage_are_as_large_as_libllama_makes_them(
+    name: str, layers: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of all sequences, kept prefixes too. libllama rounds to 0.01 MB."""
+    path = make(name, tmp_path / f"{name}.gguf")
+    made = buffer_bytes("RS", path, layers, ContextConfig(n_ctx=512, n_seq=60), capsys)
+    got = shape_of(ModelFile.open(path), n_seq=60, n_prefixes=MAX_PREFIXES).state_bytes(layers)
+    assert made > 0.2 * MB
+    assert got == pytest.approx(made, abs=0.006 * MB)
 
 
 @pytest.mark.parametrize("types", [("q8_0", "q5_1"), ("f32", "bf16"), ("iq4_nl", "q4_0")])
