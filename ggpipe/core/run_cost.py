@@ -33,7 +33,7 @@ class RunCost:
         self.length = 1.0
         """A run's time in all stages, as a multiple of that in its slowest."""
         self._text_row_s: dict[int, float] = {}
-        """What a prompt's row adds to a run's time in its slowest stage, by the bits of the number of such rows."""
+        """What a prompt's row adds to a run's time in its slowest stage, by the bits of the run's number of rows."""
         self._n_ended = 0
         self._ends: dict[int, collections.deque[int]] = {}
         """By a run's rows: when the last such runs ended, counted in runs."""
@@ -74,8 +74,11 @@ class RunCost:
 
         Rows get dearer as the prompt goes on: what one number of rows shows of it goes for all.
         """
-        row_s = max(slowest_s - self.seconds(max(n_rows, 1)), 0.0) / n_text
-        bits = n_text.bit_length()
+        first, n_all = max(n_rows, 1), n_rows + n_text
+        if n_all == first:
+            return
+        row_s = max(slowest_s - self.seconds(first), 0.0) / (n_all - first)
+        bits = n_all.bit_length()
         known = self._text_row_s.get(bits, row_s)
         more = _LEARN * (row_s - known)
         if known:
@@ -83,10 +86,16 @@ class RunCost:
                 self._text_row_s[other] *= 1 + more / known
         self._text_row_s[bits] = known + more
 
-    def text_row_s(self, n_text: int) -> float | None:
-        """What each of so many rows of prompts adds to a run's time in its slowest stage; None before the first
-        prompt."""
-        bits = n_text.bit_length()
+    def text_s(self, n_rows: int, n_text: int) -> float:
+        """Time of a run with `n_text` tokens of prompts and `n_rows` others in its slowest stage; 0 before the first
+        run."""
+        first, n_all = max(n_rows, 1), n_rows + n_text
+        return self.seconds(first) + (n_all - first) * (self.text_row_s(n_all) or 0.0)
+
+    def text_row_s(self, n_all: int) -> float | None:
+        """What each row of prompts beyond a run's first row adds to its time in its slowest stage, in runs of `n_all`
+        rows; None before the first prompt."""
+        bits = n_all.bit_length()
         nearest = min(self._text_row_s, key=lambda other: abs(other - bits), default=None)
         return None if nearest is None else self._text_row_s[nearest]
 

@@ -117,7 +117,7 @@ def test_rows_of_a_long_prompt_are_as_many_as_the_time_allows() -> None:
     pipeline.arrive(2, 1000)
     while sum(n for _, n in pipeline.sizes) < 999:
         pipeline.step()
-    assert {n for _, n in pipeline.sizes[20:-1]} <= {12, 13}  # 1 s without, and 12.5 x 0.4 s
+    assert {sum(size) for size in pipeline.sizes[20:-1]} == {12}  # 1 s without, and 12.5 x 0.4 s: three tiles of rows
 
 
 def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:
@@ -130,7 +130,7 @@ def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:
     pipeline.arrive(2, 400)
     while sum(n for _, n in pipeline.sizes) < 399:
         pipeline.step()
-    assert {n for _, n in pipeline.sizes[2:-1]} == {8}  # 1 s without, and 8 x 0.5 s
+    assert {sum(size) for size in pipeline.sizes[2:-1]} == {8}  # 1 s without, and 8 x 0.5 s: two tiles of rows
     assert [n for n, _ in pipeline.sizes[1:21]] == [1, 0] * 10  # every other run, as there are two stages
 
 
@@ -146,7 +146,8 @@ def test_two_prompts_share_the_rows() -> None:
     pipeline.step()
     pipeline.step()
     last = pipeline.runs[-1]
-    assert [sum(row.request == request for row in last.rows) for request in (2, 3)] == [8, 8]
+    assert len(last.rows) == 16
+    assert [sum(row.request == request for row in last.rows) for request in (2, 3)] in ([8, 8], [7, 8])
 
 
 def test_a_prompt_beside_nobody_goes_in_as_libllama_cuts_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -161,10 +162,25 @@ def test_users_ride_in_as_many_runs_as_is_best(curve: str, n_stages: int, n_user
     assert found > 0.94 * best
 
 
+class Tiled:
+    """One row takes `first_s`; more rows take as long as whole tiles of four."""
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+
+    def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
+        """See Cost."""
+        return self._first_s * (1 + 1.6 * math.ceil(n_rows / 4) if n_rows > 1 else 1)
+
+
 @pytest.mark.parametrize("n_stages", [1, 2, 4, 8])
-@pytest.mark.parametrize("row_share", [0.01, 0.05, 0.2, 0.45])
-def test_a_long_prompt_beside_a_text(n_stages: int, row_share: float) -> None:
-    own = cluster((0.08 / n_stages,) * n_stages, row_share=row_share)
+@pytest.mark.parametrize("row_share", [0.01, 0.05, 0.2, 0.45, None])
+def test_a_long_prompt_beside_a_text(n_stages: int, row_share: float | None) -> None:
+    """`row_share`: None where rows are computed in tiles."""
+    own = cluster((0.08 / n_stages,) * n_stages, row_share=row_share or 0.0)
+    if row_share is None:
+        stages = {rank: replace(stage, cost=Tiled(0.08 / n_stages)) for rank, stage in own.target.stages.items()}
+        own = replace(own, target=replace(own.target, stages=stages))
     sizes = replace(WIDE, n_requests=2)
     prompt = Asked(tokens(n_text=8, n_prompt=2000), Arrival(at_s=2.0))
     alone_s = checked(own, [prompt], ITERATIVE, sizes).requests[0].ttft_s or 0.0

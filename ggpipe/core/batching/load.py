@@ -107,7 +107,7 @@ class Load:
         n_nodes = sum(len(part.nodes) for part in parts)
         n_text = sum(part.n_text for part in parts)
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
-        self._free_at = before + self.cost.seconds(max(n_nodes, 1)) + n_text * (self.cost.text_row_s(n_text) or 0.0)
+        self._free_at = before + self.cost.text_s(n_nodes, n_text)
         if not n_text:
             self._n_in_flight[n_nodes] += 1
 

@@ -18,7 +18,8 @@ from ggpipe.core.tree import Node
 
 _CLEARLY_LESS = 0.98  # of a time: below this it is worth splitting a run of several requests in two
 _HARDLY_LONGER = 1.1  # times a run with accepted tokens: so long are runs of draft tokens alone beside others, at most
-_FIRST_PROMPT_ROWS = 16  # beside others' tokens, before a run has shown what rows of prompts take
+_TILE = 4  # rows that matrix kernels of llama.cpp take together
+_FIRST_ROWS = 16  # of a run with a prompt beside others' tokens, before a run has shown what rows of prompts take
 
 
 def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
@@ -154,18 +155,23 @@ def _root_is_ready(state: RequestState) -> bool:
 
 def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
     """Rows of prompts beside `n_tokens` accepted tokens, while `n_decoding` requests decode: those that bring most
-    prompt tokens a second, so many that runs take `prefill_slowdown` times as long as without; at least one."""
+    prompt tokens a second, so many that runs take at most `prefill_slowdown` times as long as without; at least one.
+
+    In all, a run has whole tiles of rows: those of a tile that is not full take as long as a full one's.
+    """
     cost = load.cost
     if cost.text_row_s(1) is None or not cost.is_known:
-        return min(_FIRST_PROMPT_ROWS, most)
-    base_s, usual_s = cost.seconds(max(n_tokens, 1)), _round(load, n_decoding)[1] / load.n_stages
-    more_s = load.limits.prefill_slowdown * usual_s - base_s
+        return min(max(_FIRST_ROWS - n_tokens, 1), most)
+    first, usual_s = max(n_tokens, 1), _round(load, n_decoding)[1] / load.n_stages
+    more_s = load.limits.prefill_slowdown * usual_s - cost.seconds(first)
     best, fastest = 1, 0.0
     fewest = 1
-    while fewest <= most:
+    while fewest <= n_tokens + most:
         row_s = cost.text_row_s(fewest) or 0.0
-        n = min(2 * fewest - 1, most, round(more_s / row_s) if row_s else most)
-        if n >= fewest and (rate := n / (base_s + n * row_s)) > fastest:
+        n_all = min(2 * fewest - 1, n_tokens + most, first + round(more_s / row_s) if row_s else n_tokens + most)
+        n_all -= n_all % _TILE if n_all > _TILE else 0
+        n = n_all - n_tokens
+        if n_all >= fewest and n > 0 and (rate := n / cost.text_s(n_tokens, n)) > fastest:
             best, fastest = n, rate
         fewest *= 2
     return min(best, most)
