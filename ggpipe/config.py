@@ -302,7 +302,7 @@ class EngineConfig:
     n_queued: int = 1000
     """Requests that wait, at most; further ones are refused."""
     prefill_slowdown: float = 5.0
-    """While some requests decode, a run takes at most so many times as long because of others' prompts: more serves
+    """While some requests decode, a run takes about so many times as long because of others' prompts: more serves
     prompts faster, less keeps the other texts flowing."""
     cache_prompt: bool = True
     """What ended requests computed is kept in the KV cache, until cells are needed, for prompts that begin alike."""

@@ -58,7 +58,7 @@ class Limits:
     partial_prefixes: bool = True
     """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
     prefill_slowdown: float = 5.0
-    """While some requests decode, a run takes at most so many times as long because of others' prompts."""
+    """While some requests decode, a run takes about so many times as long because of others' prompts."""
 
     @property
     def n_rows(self) -> int:

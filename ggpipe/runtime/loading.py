@@ -61,7 +61,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         n_requests, context = config.n_requests, progress.context_of(layout)
         if config.context.exact and not context.exact_in_company:
             if n_requests > 1:
-                agreed.warnings.append("`exact` without flash attention takes requests in turn; see `flash_attn`")
+                agreed.warnings.append(_in_turn(config.context))
             n_requests, context = 1, replace(context, n_prefixes=0)
         if config.prompt_cache is not None and context.n_prefixes == 0:
             why = "`exact` needs `flash_attn` for it" if config.context.exact else "lower `n_seq` by 2 for it"
@@ -160,6 +160,12 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
         return thread
 
     return Pipeline(transport, layout, HEAD, inbox.put, start if HEAD in layout.stage_ranks else None)
+
+
+def _in_turn(context: ContextConfig) -> str:
+    if context.flash_attn == "off":
+        return "`exact` without flash attention takes requests in turn; see `flash_attn`"
+    return "`exact` takes requests in turn: this model's attention has the same bits only for one at a time"
 
 
 def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests: int) -> Limits:

@@ -121,7 +121,8 @@ def test_rows_of_a_long_prompt_are_as_many_as_the_time_allows() -> None:
 
 
 def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:
-    """Runs take five times as long as without the prompt, and each brings the user's token as soon as it can."""
+    """Runs take five times as long as without the prompt. The first of them brings the user's token, which would else
+    wait for a run that went in before."""
     pipeline = Pipeline(2, FREE)
     pipeline.arrive(1)
     for _ in range(30):
@@ -131,7 +132,7 @@ def test_a_prompt_takes_the_time_that_decoding_leaves() -> None:
     while sum(n for _, n in pipeline.sizes) < 399:
         pipeline.step()
     assert {sum(size) for size in pipeline.sizes[2:-1]} == {8}  # 1 s without, and 8 x 0.5 s: two tiles of rows
-    assert [n for n, _ in pipeline.sizes[1:21]] == [1, 0] * 10  # every other run, as there are two stages
+    assert [n for n, _ in pipeline.sizes[:20]] == [1, 0] * 10  # every other run, as there are two stages
 
 
 def test_two_prompts_share_the_rows() -> None:
@@ -147,7 +148,7 @@ def test_two_prompts_share_the_rows() -> None:
     pipeline.step()
     last = pipeline.runs[-1]
     assert len(last.rows) == 16
-    assert [sum(row.request == request for row in last.rows) for request in (2, 3)] in ([8, 8], [7, 8])
+    assert {sum(row.request == request for row in last.rows) for request in (2, 3)} <= {7, 8}
 
 
 def test_a_prompt_beside_nobody_goes_in_as_libllama_cuts_it() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from support.commands import TARGET
 from support.pipeline import Pipeline, even_cuts
 from support.reference import Logits, run_of
-from support.zoo import ZOO, make
+from support.zoo import ZOO, Metadata, make
 
 from ggpipe.config import ContextConfig, KvType, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
@@ -19,6 +21,18 @@ from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 DRAFT = TARGET.with_name("tales-draft.gguf")
 N_SEQ = 4
 WHOLE = ("mamba", "mamba2", "rwkv6", "rwkv7", "hrm_text")  # models that cannot be cut
+_INDEXER: Metadata = {
+    "attention.indexer.head_count": 2,
+    "attention.indexer.key_length": 32,
+    "attention.indexer.top_k": 8,
+    "attention.indexer.block_size": 4,
+    "attention.indexer.local_blocks": 1,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "leading_dense_block_count": 1,
+}
+_SPARSE = replace(ZOO["qwen3moe"], arch="minimax-m3", n_head=2, drop=ZOO["deepseek2"].drop)
+"""A model that attends to chosen cells only."""
 RM, CP = KvKind.RM, KvKind.CP
 FULL = (Want(WantKind.FULL),)
 
@@ -77,6 +91,7 @@ def check(path: Path, cuts: Sequence[int], cells: KvType, n_vocab: int, seed: in
     context = ContextConfig(n_ctx=512, n_seq=N_SEQ, exact=True, flash_attn="on", cache_type_k=cells, cache_type_v=cells)
     rng = np.random.default_rng(seed)
     with Pipeline(path, cuts, context, ModelConfig(path=path), threads=2) as pipeline:
+        assert all(stage.exact_in_company for stage in pipeline.stages)
         company = Company(pipeline, n_vocab)
         for _ in range(30):
             seq, other = map(int, rng.permutation(N_SEQ)[:2])
@@ -101,6 +116,12 @@ def test_architectures(name: str, folder: Path) -> None:
     path, model = make(name, folder / f"{name}.gguf"), ZOO[name]
     cuts = () if name in WHOLE else even_cuts(model.n_layer, 2)
     check(path, cuts, "f16", 384 if model.tokenizer == "spm" else 128, 1)
+
+
+def test_sparse_attention(folder: Path) -> None:
+    with patch.dict(ZOO, {"sparse": replace(_SPARSE, metadata={**_SPARSE.metadata, **_INDEXER})}):
+        path = make("sparse", folder / "sparse.gguf")
+    check(path, (1,), "f16", 128, 1)
 
 
 @pytest.mark.parametrize("cells", get_args(KvType))

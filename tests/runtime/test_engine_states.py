@@ -139,6 +139,19 @@ def test_a_request_that_is_stopped_leaves_good_states(n_ranks: int, folder: Path
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
+def test_exact_requests_take_turns_where_company_changes_bits(n_ranks: int, folder: Path) -> None:
+    path, prompts = model("deepseek4", folder), [words(4, 40), words(5, 30)]
+    with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
+        requests = [engine.submit(prompt, SAMPLING, 8, ITERATIVE) for prompt in prompts]
+        texts: dict[int, list[int]] = {request.id: [] for request in requests}
+        while any(request.is_active for request in requests):
+            for event in engine.step():
+                if isinstance(event, TokenReady):
+                    texts[event.request.id].append(event.token.id)
+        assert list(texts.values()) == [reference.generate(prompt, SAMPLING, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
 def test_models_whose_states_cannot_be_copied_go_on_without(n_ranks: int, folder: Path) -> None:
     path, first = model("deepseek4", folder), words(2, 50)
     with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:

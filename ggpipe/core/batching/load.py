@@ -58,6 +58,11 @@ class Load:
         return self._in_flight.n_computed
 
     @property
+    def has_prompts(self) -> bool:
+        """A run with parts of prompts is or will be computed."""
+        return self.n_in_flight > self._n_in_flight.total()
+
+    @property
     def is_full(self) -> bool:
         """Further runs would only wait."""
         return self.n_in_flight >= self.limits.n_in_flight

@@ -33,6 +33,8 @@ def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
         return _draft_tokens(load, decoding)
     if not ready and load.n_in_flight >= (load.n_stages if decoding else load.limits.n_in_flight):
         return ()
+    if not ready and decoding and load.n_in_flight and not load.has_prompts:
+        return ()  # the tokens in flight would wait for a run that goes in between
     ready.sort(key=lambda state: state.root_since)
     n_rounds = load.n_stages if prompts else _round(load, len(decoding))[0]
     n_runs = len(load.runs_of_text(states))
@@ -155,7 +157,7 @@ def _root_is_ready(state: RequestState) -> bool:
 
 def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
     """Rows of prompts beside `n_tokens` accepted tokens, while `n_decoding` requests decode: those that bring most
-    prompt tokens a second, so many that runs take at most `prefill_slowdown` times as long as without; at least one.
+    prompt tokens a second, so many that runs take about `prefill_slowdown` times as long as without; at least one.
 
     In all, a run has whole tiles of rows: those of a tile that is not full take as long as a full one's.
     """
@@ -168,7 +170,10 @@ def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
     fewest = 1
     while fewest <= n_tokens + most:
         row_s = cost.text_row_s(fewest) or 0.0
-        n_all = min(2 * fewest - 1, n_tokens + most, first + round(more_s / row_s) if row_s else n_tokens + most)
+        n_all = first + round(more_s / row_s) if row_s else n_tokens + most
+        if n_all >= _TILE:
+            n_all = (n_all + _TILE // 2) // _TILE * _TILE
+        n_all = min(n_all, 2 * fewest - 1, n_tokens + most)
         n_all -= n_all % _TILE if n_all > _TILE else 0
         n = n_all - n_tokens
         if n_all >= fewest and n > 0 and (rate := n / cost.text_s(n_tokens, n)) > fastest:
