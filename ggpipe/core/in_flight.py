@@ -83,6 +83,11 @@ class InFlight(Generic[Owner]):
         self._runs: dict[int, RunInFlight[Owner]] = {}
         self._of: dict[Owner, dict[int, Part[Owner]]] = {}
 
+    @property
+    def has_text(self) -> bool:
+        """A run with rows that are no nodes is or will be computed."""
+        return any(run.n_text and not run.cancelled for run in self._runs.values())
+
     def of(self, owner: Owner) -> Collection[Part[Owner]]:
         """An owner's parts of runs in flight, the oldest first."""
         return self._of.get(owner, {}).values()

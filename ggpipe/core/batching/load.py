@@ -60,7 +60,7 @@ class Load:
     @property
     def has_prompts(self) -> bool:
         """A run with parts of prompts is or will be computed."""
-        return self.n_in_flight > self._n_in_flight.total()
+        return self._in_flight.has_text
 
     @property
     def is_full(self) -> bool:

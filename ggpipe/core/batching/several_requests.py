@@ -19,6 +19,7 @@ from ggpipe.core.tree import Node
 _CLEARLY_LESS = 0.98  # of a time: below this it is worth splitting a run of several requests in two
 _HARDLY_LONGER = 1.1  # times a run with accepted tokens: so long are runs of draft tokens alone beside others, at most
 _TILE = 4  # rows that matrix kernels of llama.cpp take together
+_MANY_RUNS = 4  # of a long prompt, at least
 _FIRST_ROWS = 16  # of a run with a prompt beside others' tokens, before a run has shown what rows of prompts take
 
 
@@ -33,8 +34,6 @@ def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
         return _draft_tokens(load, decoding)
     if not ready and load.n_in_flight >= (load.n_stages if decoding else load.limits.n_in_flight):
         return ()
-    if not ready and decoding and load.n_in_flight and not load.has_prompts:
-        return ()  # the tokens in flight would wait for a run that goes in between
     ready.sort(key=lambda state: state.root_since)
     n_rounds = load.n_stages if prompts else _round(load, len(decoding))[0]
     n_runs = len(load.runs_of_text(states))
@@ -49,6 +48,9 @@ def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
         n_prompt = load.limits.n_rows - len(takes)
         if decoding:
             n_prompt = _prompt_rows(load, len(takes), len(decoding), n_prompt)
+            n_left = sum(len(state.request.prompt) - state.n_past for state in prompts)
+            if not takes and load.n_in_flight and not load.has_prompts and n_left > _MANY_RUNS * n_prompt:
+                return ()  # it goes in with the tokens in flight, which would else wait for it
         return [*takes, *_shared_out(prompts, n_prompt)]
     return _with_draft_tokens(load, takes, decoding, n_rounds)
 
