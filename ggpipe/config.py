@@ -29,6 +29,8 @@ MAX_PREFIXES = 16
 """Ended requests whose KV cells are kept."""
 MAX_THREADS = 512
 """Threads that ggml has room for."""
+MAX_PARTS = 16
+"""Ranks of a group: ggml has room for as many devices that compute together."""
 _MOST_TIMEOUT_S = 86400
 _QUANTIZED = set(get_args(KvType)) - {"f32", "f16", "bf16"}
 
@@ -231,6 +233,11 @@ class PipelineConfig:
 
     shares: tuple[float, ...] | None = None
     """Share of the layers for each rank, head first; None spreads them evenly over all ranks."""
+    group_sizes: tuple[int, ...] = ()
+    """For each of the shares, the number of ranks that compute these layers together; empty: one each."""
+    tensor_split: tuple[float, ...] = ()
+    """In which proportions the ranks of a group divide each tensor, in every group of as many ranks; others divide
+    evenly. Groups of the draft count as well."""
     threads: tuple[int, ...] = (-1,)
     """One value for all ranks, or one for each; -1 is this rank's part of its machine's cores."""
     threads_batch: tuple[int, ...] = (-1,)
@@ -252,6 +259,15 @@ class PipelineConfig:
             _check_threads("threads", value, "-1 (the machine's cores)")
         for value in self.threads_batch:
             _check_threads("threads_batch", value, "-1 (as `threads`)")
+        _check_groups("shares", self.shares or (), self.group_sizes)
+        for weight in self.tensor_split:
+            if not 0 < weight < math.inf:
+                raise SettingError(f"`tensor_split` must be numbers above 0, as in 3,1, got {weight:g}")
+
+    @property
+    def n_ranks(self) -> int | None:
+        """Ranks that the shares are for; None: as many as there are."""
+        return sum(self.group_sizes) or len(self.shares) if self.shares is not None else None
 
     def threads_of(self, rank: int, own_cores: int) -> tuple[int, int]:
         """Threads of a rank for single tokens and for batches; `own_cores` stands in for -1."""
@@ -269,6 +285,8 @@ class DraftConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     shares: tuple[float, ...] = ()
     """Share of the draft's layers for each draft rank; draft ranks follow the target's. Empty: the head runs it."""
+    group_sizes: tuple[int, ...] = ()
+    """For each of the shares, the number of ranks that compute these layers together; empty: one each."""
     threads: int = -1
     """-1 takes the number of threads that the rank has for the target."""
     threads_batch: int = -1
@@ -277,6 +295,12 @@ class DraftConfig:
     def __post_init__(self) -> None:
         _check_threads("draft.threads", self.threads, "-1 (as `threads`)")
         _check_threads("draft.threads_batch", self.threads_batch, "-1 (as `draft.threads`)")
+        _check_groups("draft.shares", self.shares, self.group_sizes)
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks that hold nothing but the draft model."""
+        return sum(self.group_sizes) or len(self.shares)
 
 
 @dataclass(frozen=True)
@@ -316,6 +340,24 @@ class EngineConfig:
             raise SettingError(f"`n_queued` must be 0 or more, got {self.n_queued}")
         if not 1 < self.prefill_slowdown < math.inf:
             raise SettingError(f"`prefill_slowdown` must be above 1, got {self.prefill_slowdown:g}")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        sizes = set(self.pipeline.group_sizes + (self.draft.group_sizes if self.draft else ())) - {1}
+        n = len(self.pipeline.tensor_split)
+        if n and n not in sizes:
+            raise SettingError(
+                f"`tensor_split` has {n} numbers, but `shares` has no group of {n} ranks: give a number for each rank "
+                "of a group"
+            )
+        if not sizes:
+            return
+        if self.context.exact:
+            raise SettingError("`exact` does not work with groups: sums depend on the number of ranks; leave it out")
+        if self.context.flash_attn == "off":
+            raise SettingError("groups need flash attention: set `flash_attn` to on")
+        if self.model.loras:
+            raise SettingError("`loras` do not work with groups: leave them out, or give each rank a share of its own")
 
     def n_prefixes(self, context: ContextConfig) -> int:
         """Ended requests whose cells are kept in this context, at most: each takes a sequence id more.
@@ -333,7 +375,7 @@ class EngineConfig:
     @property
     def n_draft_ranks(self) -> int:
         """Ranks that hold nothing but the draft model: the last ones."""
-        return len(self.draft.shares) if self.draft else 0
+        return self.draft.n_ranks if self.draft else 0
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -350,6 +392,13 @@ def _check_range(
     if not (least <= value <= most or also):
         start = f"{special} or " if special else ""
         raise SettingError(f"`{name}` must be {start}{what} from {least} to {most}, got {value}")
+
+
+def _check_groups(name: str, shares: tuple[float, ...], sizes: tuple[int, ...]) -> None:
+    if sizes and len(sizes) != len(shares):
+        raise SettingError(f"`group_sizes` has {len(sizes)} numbers for {len(shares)} `{name}`: give one for each")
+    for size in sizes:
+        _check_range("group_sizes", size, 1, MAX_PARTS, "a number of ranks")
 
 
 def _check_threads(name: str, value: int, unset: str) -> None:

@@ -34,7 +34,7 @@ def engine_config(options: Options) -> EngineConfig:
         check_draft(options, "a split with ranks behind the /")
     draft = draft_config(options, speculation.sequences)
     context = replace(options[ContextConfig], n_seq=speculation.sequences if draft else 1)
-    pipeline = replace(options[PipelineConfig], shares=split.shares, auto=split.auto)
+    pipeline = replace(options[PipelineConfig], shares=split.shares, group_sizes=split.group_sizes, auto=split.auto)
     prompt_cache = options[PromptCacheFile].config
     return EngineConfig(model_config(options), context, pipeline, draft, cache_prompt=False, prompt_cache=prompt_cache)
 
@@ -70,8 +70,11 @@ def draft_config(options: Options, n_seq: int = 1) -> DraftConfig | None:
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
         fast_attention=target.fast_attention,
     )  # fmt: skip
-    shares = options[Ranks].split.draft_shares
-    return DraftConfig(model=model, context=context, shares=shares, **options.fields(DraftConfig))
+    split = options[Ranks].split
+    return DraftConfig(
+        model=model, context=context, shares=split.draft_shares, group_sizes=split.draft_group_sizes,
+        **options.fields(DraftConfig),
+    )  # fmt: skip
 
 
 def draft_threads(options: Options) -> int:

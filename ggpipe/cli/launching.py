@@ -233,13 +233,13 @@ def _accepted(
 
 def _ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
     """None: this process can be the only rank."""
-    shares = config.pipeline.shares
-    n_ranks = len(shares or ()) + config.n_draft_ranks
+    n_target = config.pipeline.n_ranks
+    n_ranks = (n_target or 0) + config.n_draft_ranks
     if config.pipeline.auto:
         n_ranks = len(hosts_of(hostfile)) if hostfile is not None else _ranks_here(config)
     if hostfile is None and n_ranks <= 1:
         return None
-    if shares is None and not config.pipeline.auto:
+    if n_target is None and not config.pipeline.auto:
         raise UsageError("`hostfile` needs `shares`: the number of ranks to start and the share of each")
     return n_ranks
 

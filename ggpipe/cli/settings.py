@@ -100,11 +100,14 @@ class Split:
     shares: tuple[float, ...] | None = None
     """None spreads the layers evenly over the ranks."""
     draft_shares: tuple[float, ...] = ()
+    group_sizes: tuple[int, ...] = ()
+    """Ranks of each of the target's stages; empty: one each."""
+    draft_group_sizes: tuple[int, ...] = ()
     auto: bool = False
 
     @staticmethod
     def parse(text: str) -> Split:
-        """`0.2,0.4,0.4`, `0.5,0.5/1.0` or `auto`. Raises SettingError."""
+        """`0.2,0.4,0.4`, `0.5,0.5*2/1.0` or `auto`. Raises SettingError."""
         return Split(auto=True) if text == "auto" else Split(*parse_shares(text))
 
 
@@ -322,6 +325,14 @@ def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(value) for value in text.replace("/", ",").split(","))
     except ValueError:
         raise ValueError("give a number, or one for each rank as in 6,32,20") from None
+
+
+def weights(text: str) -> tuple[float, ...]:
+    """A list of proportions. Raises ValueError with what to write instead."""
+    try:
+        return tuple(float(value) for value in text.replace("/", ",").split(","))
+    except ValueError:
+        raise ValueError("give a number for each rank of a group, as in 3,1") from None
 
 
 def words(text: str) -> tuple[str, ...]:

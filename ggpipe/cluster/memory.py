@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
-from ggpipe.core.layout import Layout
+from ggpipe.core.layout import Layout, part_shares
 
 USABLE = 0.95
 """Share of a machine's memory that ranks may use."""
@@ -47,23 +47,26 @@ class Memory:
         )
 
 
-def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int) -> Memory:
-    """A stage with layers [a, b), in a process that is there. `n_ctx`: tokens, 0 as many as in training."""
+def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int, share: float = 1.0) -> Memory:
+    """A stage with layers [a, b), in a process that is there. `n_ctx`: tokens, 0 as many as in training.
+
+    `share`: of each tensor, where a group of ranks holds the layers together. Activations are whole in each.
+    """
     a, b = layers
     if a == b:
         return Memory()
     n_cells = -(-(n_ctx or shape.n_ctx) // _CELLS) * _CELLS
     n_rows = min(n_ubatch, n_cells)
-    weights = sum(shape.layer_bytes[a:b]) + (shape.input_bytes if a == 0 else 0)
+    weights = sum(shape.layer_bytes[a:b]) * share + (shape.input_bytes if a == 0 else 0)
     row_bytes = shape.row_bytes
     if b == shape.n_layer:
-        weights += shape.output_bytes
+        weights += shape.output_bytes * share
         row_bytes = max(row_bytes, FLOAT_BYTES * (shape.n_vocab + 2 * shape.n_embd))
     compute_bytes = row_bytes + shape.row_cell_bytes * n_cells + shape.border_bytes
     other_bytes = _COPIES * shape.border_bytes + _SMALL * shape.row_bytes
     return Memory(
         weights,
-        shape.cell_bytes(layers) * n_cells + shape.state_bytes(layers),
+        shape.cell_bytes(layers) * n_cells * share + shape.state_bytes(layers),
         n_rows * compute_bytes,
         n_rows * other_bytes + _TOKEN_BYTES * shape.n_vocab,
     )
@@ -81,16 +84,22 @@ def memory_by_rank(
     draft_layout: Layout | None,
     n_ctx: int,
     n_ubatch: int,
+    tensor_split: tuple[float, ...] = (),
 ) -> list[Memory]:
-    """What each rank needs, the target's first. Without a layout of its own a draft is inside the head."""
-    needs = [
-        stage_memory(target, layout.layers_of(rank), n_ctx, n_ubatch) + process_memory(target, rank == layout.head)
-        for rank in layout.ranks
-    ]
+    """What each rank needs, the target's first. Without a layout of its own a draft is inside the head.
+
+    `tensor_split`: as of `PipelineConfig`.
+    """
+
+    def rank_memory(shape: ModelShape, layout: Layout, rank: int) -> Memory:
+        stage = layout.stage_of(rank)
+        share = part_shares(len(stage.ranks), tensor_split)[layout.part_of(rank)]
+        own = stage_memory(shape, stage.layers, n_ctx, n_ubatch, share)
+        return own + process_memory(shape, rank == layout.head)
+
+    needs = [rank_memory(target, layout, rank) for rank in layout.ranks]
     if draft is not None and draft_layout is None:
         needs[0] += stage_memory(draft, (0, draft.n_layer), n_ctx, n_ubatch)
     elif draft is not None and draft_layout is not None:
-        for rank in draft_layout.ranks:
-            own = stage_memory(draft, draft_layout.layers_of(rank), n_ctx, n_ubatch)
-            needs.append(own + process_memory(draft, rank == draft_layout.head))
+        needs += [rank_memory(draft, draft_layout, rank) for rank in draft_layout.ranks]
     return needs

@@ -323,9 +323,11 @@ def _shares(file: _File, n_target: int, n_draft: int) -> tuple[tuple[float, ...]
         return None, ()
     text = file.layer_split
     try:
-        shares, draft_shares = parse_shares(text)
+        shares, draft_shares, *group_sizes = parse_shares(text)
     except UsageError as e:
         raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
+    if any(group_sizes):
+        raise ValueError(f"layer_split {text}: groups (*) are for real ranks; give each rank a share of its own")
     if (len(shares), len(draft_shares)) != (n_target, n_draft):
         raise ValueError(
             f"layer_split {text}: {len(shares)} shares for {n_target} target ranks, {len(draft_shares)} for {n_draft} "

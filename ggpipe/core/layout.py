@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ggpipe.config import MAX_PARTS
 from ggpipe.errors import LaunchError, SettingError, UsageError
 
 _SLACK = 1e-6  # shares are written in decimal: 0.1 + 0.2 + 0.7 is a whole
@@ -18,7 +21,7 @@ class StageLayout:
     layers: tuple[int, int]
     """First, and one past the last."""
     ranks: tuple[int, ...]
-    """The ranks that hold these layers together; the first one speaks for the stage. One, as yet."""
+    """The ranks that hold these layers together, one or a group. The first one, part 0, speaks for the stage."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,13 @@ class Layout:
     """The pipeline's first rank; the others follow."""
 
     @classmethod
-    def of_ranks(cls, layers: Sequence[tuple[int, int]], head: int = 0) -> Layout:
-        """A stage for each rank, from `head` on; an empty range is a head that only coordinates."""
-        stages = (StageLayout((a, b), (rank,)) for rank, (a, b) in enumerate(layers, head) if b > a)
-        return cls(tuple(stages), head)
+    def of_ranks(cls, layers: Sequence[tuple[int, int]], head: int = 0, group_sizes: Sequence[int] = ()) -> Layout:
+        """A stage for each range of layers, on the ranks from `head` on; an empty range is a head that only
+        coordinates. `group_sizes`: ranks of each stage; empty: one each."""
+        sizes = group_sizes or (1,) * len(layers)
+        ends = itertools.accumulate(sizes, initial=head)
+        ranks = (tuple(range(first, end)) for first, end in itertools.pairwise(ends))
+        return cls(tuple(StageLayout((a, b), own) for (a, b), own in zip(layers, ranks, strict=True) if b > a), head)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -50,29 +56,76 @@ class Layout:
         """The layers of each rank."""
         return tuple(map(self.layers_of, self.ranks))
 
+    def stage_of(self, rank: int) -> StageLayout:
+        """The stage that a rank is in; one without layers for a head that only coordinates."""
+        return next((stage for stage in self.stages if rank in stage.ranks), StageLayout((0, 0), (rank,)))
+
     def layers_of(self, rank: int) -> tuple[int, int]:
         """A rank's layers; an empty range for a head that only coordinates."""
-        return next((stage.layers for stage in self.stages if rank in stage.ranks), (0, 0))
+        return self.stage_of(rank).layers
 
-    def next_of(self, rank: int) -> int | None:
-        """The rank that a rank's stage sends to; None for the last stage, which answers the head."""
-        later = (stage.ranks[0] for stage in self.stages if stage.ranks[0] > rank)
-        return next(later, None)
+    def part_of(self, rank: int) -> int:
+        """Which part of its stage's group a rank is; 0 for a stage of one rank."""
+        return self.stage_of(rank).ranks.index(rank)
+
+    def receivers_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that a rank sends runs to: all parts of the next stage.
+
+        None for the last stage, which answers the head, and for all parts but 0: what they compute is part 0's as well.
+        """
+        if self.part_of(rank) > 0:
+            return ()
+        return next((stage.ranks for stage in self.stages if stage.ranks[0] > rank), ())
 
 
-def parse_shares(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`a,b,…[/c,…]`: shares of the target's layers for each rank, then of the draft's. Raises UsageError."""
+class Split(NamedTuple):
+    """A layer split as the command line writes it."""
+
+    shares: tuple[float, ...]
+    """Of the target's layers, for each stage; the first one may be 0, for a head that only coordinates."""
+    draft_shares: tuple[float, ...] = ()
+    """Of the draft's layers; empty: the draft has no ranks of its own."""
+    group_sizes: tuple[int, ...] = ()
+    """Ranks of each of the target's stages; empty: one each."""
+    draft_group_sizes: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each of the target's stages."""
+        return self.group_sizes or (1,) * len(self.shares)
+
+    @property
+    def draft_sizes(self) -> tuple[int, ...]:
+        """Ranks of each of the draft's stages."""
+        return self.draft_group_sizes or (1,) * len(self.draft_shares)
+
+    def __str__(self) -> str:
+        halves = (zip(self.shares, self.sizes, strict=True), zip(self.draft_shares, self.draft_sizes, strict=True))
+        texts = (",".join(f"{share!r}*{size}" if size > 1 else repr(share) for share, size in half) for half in halves)
+        return "/".join(filter(None, texts))
+
+
+def parse_shares(text: str) -> Split:
+    """`a,b*n,…[/c,…]`: shares of the target's layers for each rank, or for a group of n ranks, then of the draft's.
+
+    Raises UsageError.
+    """
     target, slash, draft = text.partition("/")
     if slash and not draft:
         raise SettingError(f"`shares` {text}: give shares for the draft ranks behind the /, or leave it out")
-    return _parse_half(text, target), _parse_half(text, draft) if slash else ()
+    shares, group_sizes = _parse_half(text, target)
+    draft_shares, draft_group_sizes = _parse_half(text, draft) if slash else ((), ())
+    return Split(shares, draft_shares, group_sizes, draft_group_sizes)
 
 
-def _parse_half(text: str, half: str) -> tuple[float, ...]:
+def _parse_half(text: str, half: str) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Shares and group sizes; these are empty where each stage has one rank."""
+    stages = [stage.partition("*") for stage in half.split(",")]
     try:
-        shares = tuple(float(part) for part in half.split(","))
+        shares = tuple(float(share) for share, _, _ in stages)
     except ValueError:
         raise SettingError(f"`shares` {text}: write a share for each rank, as in 0.2,0.4,0.4") from None
+    sizes = tuple(_group_size(text, size) if star else 1 for _, star, size in stages)
     if any(not math.isfinite(s) or s < 0 for s in shares):
         raise SettingError(f"`shares` {text}: a share is a number between 0 and 1")
     if any(s == 0 for s in shares[1:]):
@@ -81,7 +134,17 @@ def _parse_half(text: str, half: str) -> tuple[float, ...]:
         raise SettingError(f"`shares` {text}: shares add up to {sum(shares):g}, more than 1")
     if sum(shares) == 0:
         raise SettingError(f"`shares` {text}: no rank has a share")
-    return shares
+    if shares[0] == 0 and sizes[0] > 1:
+        raise SettingError(f"`shares` {text}: a head with a share of 0 computes nothing, so it is no group")
+    return shares, sizes if max(sizes) > 1 else ()
+
+
+def _group_size(text: str, size: str) -> int:
+    if not size.strip().isdecimal():
+        raise SettingError(f"`shares` {text}: write the share of a group and its number of ranks, as in 0.5*2")
+    if not 1 <= int(size) <= MAX_PARTS:
+        raise SettingError(f"`shares` {text}: a group has 1 to {MAX_PARTS} ranks")
+    return int(size)
 
 
 def fill_up(shares: tuple[float, ...]) -> tuple[float, ...]:
@@ -99,13 +162,16 @@ def shares_text(layout: Layout, draft_layout: Layout | None = None) -> str:
 
 
 def _half_text(layout: Layout) -> str:
-    counts = [b - a for a, b in layout.layers]
+    stages = [layout.stage_of(rank) for rank in layout.ranks if layout.part_of(rank) == 0]
+    counts = [b - a for a, b in (stage.layers for stage in stages)]
+    sizes = [f"*{len(stage.ranks)}" if len(stage.ranks) > 1 else "" for stage in stages]
     n_layer = sum(counts)
     if 0 in counts[1:]:
         raise ValueError(f"no shares give ranks {counts} layers")
     for digits in range(1, 12):
         for shares in _roundings(counts, digits):
-            text = ",".join(_number_text(share, digits) for share in shares)
+            numbers = (_number_text(share, digits) for share in shares)
+            text = ",".join(number + size for number, size in zip(numbers, sizes, strict=True))
             if _gives(text, n_layer, layout):
                 return text
     raise ValueError(f"no shares give ranks {counts} layers")
@@ -126,43 +192,56 @@ def _number_text(share: int, digits: int) -> str:
 
 def _gives(text: str, n_layer: int, layout: Layout) -> bool:
     try:
-        shares, _ = parse_shares(text)
-        return lay_out(n_layer, len(layout.ranks), shares, layout.head) == layout
+        split = parse_shares(text)
+        return lay_out(n_layer, len(layout.ranks), split.shares, layout.head, split.group_sizes) == layout
     except UsageError:
         return False
 
 
-def lay_out(n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, head: int = 0) -> Layout:
-    """Whole layers for each rank. Each gets its share rounded down; layers left over go to the head, as with
-    PipeInfer, or, when the head has none, one each to the ranks that rounding cost most. Without shares the
-    layers are spread evenly, the longer ranges first.
+def lay_out(
+    n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, head: int = 0, group_sizes: tuple[int, ...] = ()
+) -> Layout:
+    """Whole layers for each rank, or for each group: `group_sizes` has the ranks of each stage; empty: one each.
+
+    Each stage gets its share rounded down; layers left over go to the head, as with PipeInfer, or, when the head has
+    none, one each to the stages that rounding cost most. Without shares the layers are spread evenly, the longer ranges
+    first.
 
     Raises LaunchError when shares and ranks differ in number, or a rank would be left without a layer.
     """
+    n_stages = n_ranks if shares is None else len(shares)
     if shares is None:
         counts = [n_layer // n_ranks + (rank < n_layer % n_ranks) for rank in range(n_ranks)]
     else:
-        if len(shares) != n_ranks:
+        if (n_named := sum(group_sizes) or n_stages) != n_ranks:
             raise LaunchError(
-                f"`shares` names {len(shares)} ranks, but {n_ranks} were started: "
-                f"use mpirun -n {len(shares)}, or give {n_ranks} shares"
+                f"`shares` names {n_named} ranks, but {n_ranks} were started: "
+                f"use mpirun -n {n_named}, or give {n_ranks} shares"
             )
         counts = [math.floor(share * n_layer + _SLACK) for share in shares]
         left = n_layer - sum(counts)
         if shares[0] > 0:
             counts[0] += left
         else:
-            by_loss = sorted(range(1, n_ranks), key=lambda r: counts[r] - shares[r] * n_layer)
+            by_loss = sorted(range(1, n_stages), key=lambda i: counts[i] - shares[i] * n_layer)
             for i in range(left):
                 counts[by_loss[i % len(by_loss)]] += 1
-    for rank, count in enumerate(counts):
-        if count == 0 and not (rank == 0 and shares is not None and shares[0] == 0):
+    for i, count in enumerate(counts):
+        if count == 0 and not (i == 0 and shares is not None and shares[0] == 0):
+            rank, things = head + (sum(group_sizes[:i]) or i), "stages" if group_sizes else "ranks"
             raise LaunchError(
-                f"rank {head + rank} would get no layer: the model has {n_layer} layers for {n_ranks} ranks; "
-                "give it a larger share, or use fewer ranks"
+                f"rank {rank} would get no layer: the model has {n_layer} layers for {n_stages} {things}; "
+                f"give it a larger share, or use fewer {things}"
             )
-    starts = [sum(counts[:rank]) for rank in range(n_ranks)]
-    return Layout.of_ranks([(a, a + n) for a, n in zip(starts, counts, strict=True)], head)
+    starts = [sum(counts[:i]) for i in range(n_stages)]
+    return Layout.of_ranks([(a, a + n) for a, n in zip(starts, counts, strict=True)], head, group_sizes)
+
+
+def part_shares(n_parts: int, tensor_split: Sequence[float] = ()) -> tuple[float, ...]:
+    """The parts' shares of a group's tensors, which add up to 1: in the proportions of `tensor_split` where these are
+    for groups of as many ranks, else even."""
+    weights = tensor_split if len(tensor_split) == n_parts else (1.0,) * n_parts
+    return tuple(weight / sum(weights) for weight in weights)
 
 
 def layer_range(layers: tuple[int, int]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ggpipe.config import EngineConfig
+from ggpipe.core.layout import Split
 from ggpipe.launch.hostfile import hosts_of, write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
 from ggpipe.launch.placement import Placement, listed
@@ -54,22 +55,27 @@ def jobs_again(
     looked for, and may raise. Raises LaunchError when none can be reached.
     """
     slots, pipeline, draft = hosts_of(hostfile), config.pipeline, config.draft
-    draft_shares = draft.shares if draft is not None else ()
-    before = Placement.on(slots, pipeline.shares, draft_shares, pipeline.threads, pipeline.threads_batch)
+    split: Split | None = None
+    if pipeline.shares is not None:
+        draft_shares, draft_group_sizes = (draft.shares, draft.group_sizes) if draft is not None else ((), ())
+        split = Split(pipeline.shares, draft_shares, pipeline.group_sizes, draft_group_sizes)
+    before = Placement.on(slots, split, pipeline.threads, pipeline.threads_batch, pipeline.tensor_split)
     away = unreachable(slots, attend)
     if not away.intersection(before.hosts):
         return [first]
     now = before.without(away, slots[len(before.hosts) :])
-    changes = {
+    changes: dict[str, object] = {
         "shares": now.split_text,
         "threads": ",".join(map(str, now.threads)),
         "threads_batch": ",".join(map(str, now.threads_batch)),
         "check_memory": True,
     }
+    if pipeline.tensor_split:
+        changes["tensor_split"] = ",".join(map(repr, now.tensor_split)) or None
     lost = [host for host in dict.fromkeys(before.hosts) if host in away]
     line = f"{listed(lost)} cannot be reached: {now.changes_since(before)}"
     jobs = [Job(arguments(changes), len(now.hosts), hostfile, now.hosts, line)]
-    if draft is not None and not now.draft_shares and now.shares is not None:
+    if draft is not None and now.split is not None and not now.split.draft_shares:
         changes |= {"draft.model": None, "mode": None}
         jobs.append(replace(jobs[0], arguments=arguments(changes), line="going on without the draft model"))
     return jobs

@@ -161,9 +161,8 @@ def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -
 
 def single_config(config: EngineConfig) -> EngineConfig:
     """For the whole target in the front end's process."""
-    return replace(
-        config, draft=None, context=replace(config.context, n_seq=1), pipeline=replace(config.pipeline, shares=None)
-    )
+    pipeline = replace(config.pipeline, shares=None, group_sizes=(), tensor_split=())
+    return replace(config, draft=None, context=replace(config.context, n_seq=1), pipeline=pipeline)
 
 
 def why_not_single(config: EngineConfig, engine: EngineClient, free_bytes: int | None = None) -> str | None:

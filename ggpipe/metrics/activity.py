@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 
+from ggpipe.core.layout import layer_range
 from ggpipe.metrics.stats import RankStats, RequestStats
 
 Part = tuple[int, bool]
@@ -14,6 +16,32 @@ Part = tuple[int, bool]
 def part(rank: RankStats) -> Part:
     """The rank, and whether the numbers are those of its work for the draft."""
     return rank.rank, rank.draft
+
+
+def parts_of(ranks: Sequence[RankStats]) -> list[int]:
+    """Which part of its stage's group each rank is; 0 where a stage has one rank. `ranks`: all, in order."""
+    numbers: list[int] = []
+    for i, rank in enumerate(ranks):
+        follows = i > 0 and _is_same_stage(ranks[i - 1], rank)
+        numbers.append(numbers[-1] + 1 if follows else 0)
+    return numbers
+
+
+def layer_texts(ranks: Sequence[RankStats]) -> list[str]:
+    """The layers of each rank for people: `0-7`, or `0-7 part 1` where several ranks hold them together.
+
+    `ranks`: all of a model, in order.
+    """
+    numbers = parts_of(ranks)
+    are_grouped = [number > 0 or following > 0 for number, following in itertools.pairwise([*numbers, 0])]
+    return [
+        layer_range(rank.layers) + (f" part {number}" if is_grouped else "")
+        for rank, number, is_grouped in zip(ranks, numbers, are_grouped, strict=True)
+    ]
+
+
+def _is_same_stage(rank: RankStats, other: RankStats) -> bool:
+    return rank.draft is other.draft and rank.layers == other.layers and rank.layers[0] < rank.layers[1]
 
 
 def speculates(stats: RequestStats) -> bool:

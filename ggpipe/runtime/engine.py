@@ -37,16 +37,17 @@ from ggpipe.core.events import (
     Submit,
     Tick,
 )
-from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult
+from ggpipe.core.messages import RowLogits, Run, RunResult
 from ggpipe.core.request import Finish, Request, Token, check_prompt
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.errors import QueueFull
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
+from ggpipe.metrics.run_counter import RunCounter
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.runtime.control_channel import Received
-from ggpipe.runtime.head import DraftUpdate, LoadedHead, News
+from ggpipe.runtime.head import DraftUpdate, LoadedHead, News, PartSpan
 from ggpipe.transport.control import PrefixSaved
 
 
@@ -111,7 +112,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[EngineEvent] = []
-        self._entry = {(stats.rank, stats.draft): i for i, stats in enumerate(self.ranks)}
+        self._counter = RunCounter(self.ranks, self._stats_of)
         gc.freeze()  # what is there now stays: the collector need not look at it again
 
     @property
@@ -216,8 +217,10 @@ class Engine:
             case RunResult() as result:
                 self._work([RunEnded(result)])
             case DraftUpdate(batch, records):
-                self._count(records, draft=True)
+                self._counter.add(records, draft=True)
                 self._work([Drafted(batch)])
+            case PartSpan(run, span):
+                self._counter.add_part(run, span)
             case Received(_, PrefixSaved(request, problem)):
                 self._saved(request, problem)
             case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
@@ -240,19 +243,19 @@ class Engine:
                 self._head.submit(run)
                 self._note_starts(run)
                 if run.save is not None:
-                    self._n_unsaved[run.save.request] += self._head.n_stages
+                    self._n_unsaved[run.save.request] += self._head.n_ranks
             case Cancel(runs):
                 self._head.cancel(runs)
             case Steer(message):
                 self._head.steer(message)
                 if isinstance(message, Begin) and message.saves != "nothing":
-                    self._n_unsaved[message.request] += self._head.n_draft_stages
+                    self._n_unsaved[message.request] += self._head.n_draft_ranks
             case Sample(request, row):
                 return self._sample(self._active[request], row)
             case Emit(request, token, drafted):
                 self._emit(self._active[request], token, drafted)
             case RunDone(records):
-                self._count(records, draft=False)
+                self._counter.add(records, draft=False)
             case Finished(request, reason):
                 self._active[request].stats.ended = time.monotonic()
                 self._unsaved[request] = reason
@@ -286,28 +289,15 @@ class Engine:
         if request not in self._unsaved or self._n_unsaved[request]:
             return
         del self._n_unsaved[request]
+        self._counter.end()
         active = self._active.pop(request)
         active.stats.finish = self._unsaved.pop(request)
         active.sampler.close()
         self._events.append(RequestEnded(active, active.decoder.finish()))
 
-    def _count(self, records: Sequence[RunRecord], draft: bool) -> None:
-        """Add runs to the statistics of ranks and of their requests. The draft's last runs may outlive their request.
-
-        The records of one run follow each other.
-        """
-        last = 0
-        for record in records:
-            active = self._active.get(record.request)
-            if active is not None:
-                (active.stats.draft_runs if draft else active.stats.runs).append(record)
-            for span in record.spans:
-                entry = self._entry[span.rank, draft]
-                if record.id != last:
-                    self.ranks[entry].add(span)
-                if active is not None:
-                    active.stats.ranks[entry].add(span, record.share)
-            last = record.id
+    def _stats_of(self, request: int) -> RequestStats | None:
+        active = self._active.get(request)
+        return active.stats if active is not None else None
 
     # Measuring, ending
 

@@ -30,8 +30,8 @@ def check_ranks(config: EngineConfig, n_ranks: int) -> None:
             raise SettingError(
                 f"`{field}` has {len(values)} values for {n_ranks} ranks: give one for all, or one for each rank"
             )
-    if pipeline.shares is not None and len(pipeline.shares) + n_draft != n_ranks:
-        n = len(pipeline.shares) + n_draft
+    if pipeline.n_ranks is not None and pipeline.n_ranks + n_draft != n_ranks:
+        n = pipeline.n_ranks + n_draft
         raise LaunchError(
             f"`shares` names {n} ranks, but {n_ranks} were started: use mpirun -n {n}, or give {n_ranks} shares"
         )
@@ -102,7 +102,8 @@ def check_memory(
         with contextlib.suppress(ModelError):
             draft = shape_of(ModelFile.open(config.draft.model.path), *types, config.draft.context.n_seq, n_prefixes)
     target = shape_of(model_file, *types, context.n_seq, n_prefixes)
-    needs = memory_by_rank(target, layout, draft, draft_layout, context.n_ctx, context.n_ubatch)
+    tensor_split = config.pipeline.tensor_split
+    needs = memory_by_rank(target, layout, draft, draft_layout, context.n_ctx, context.n_ubatch, tensor_split)
     needed_bytes: dict[str, float] = {}
     for hello, memory in zip(hellos, needs, strict=False):
         needed_bytes[hello.host] = needed_bytes.get(hello.host, 0.0) + memory.total
@@ -159,9 +160,10 @@ def stage_loader(
     layers: tuple[int, int],
     draft: bool,
     prompt_cache: PromptCache | None = None,
+    group: Sequence[int] = (),
 ) -> Callable[[Progress], Stage]:
     """A function that makes this rank's stage, of the target or of the draft, given a callback for its progress, and
-    describes it to `prompt_cache`."""
+    describes it to `prompt_cache`. `group`: the ranks that hold these layers together, if there are several."""
     threads = threads_of(config, transport, draft)
     part = config.draft if draft and config.draft is not None else config
     shares_cores = draft and transport.ranks_on_host > config.n_draft_ranks

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from ggpipe.config import EngineConfig
 from ggpipe.core.draft_messages import MicroBatch, Steering
-from ggpipe.core.messages import Run, RunRecord, RunResult
+from ggpipe.core.messages import Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
 from ggpipe.llama import machine
@@ -39,7 +39,15 @@ class DraftUpdate:
     records: tuple[RunRecord, ...]
 
 
-News = RunResult | DraftUpdate | Received | None
+@dataclass(frozen=True, slots=True)
+class PartSpan:
+    """The time of a rank that does not send its runs on, as another part of its group does."""
+
+    run: int
+    span: Span
+
+
+News = RunResult | DraftUpdate | PartSpan | Received | None
 """What `LoadedHead.next` brings."""
 
 
@@ -168,12 +176,12 @@ class LoadedHead:
         *,
         exact_in_company: bool,
         restored: tuple[int, ...] | None,
-        n_stages: tuple[int, int],
+        n_ranks: tuple[int, int],
     ) -> None:
         """`draft_rank`: the first rank of the draft model; None without speculation. `limits`: of the target.
 
-        `exact_in_company`: that of all the target's stages. `restored`: as of `PrefixCache`. `n_stages`: of the target
-        and of the draft.
+        `exact_in_company`: that of all the target's stages. `restored`: as of `PrefixCache`. `n_ranks`: those that hold
+        layers of the target, and of the draft.
         """
         self.head = head
         self.vocab = vocab
@@ -181,7 +189,7 @@ class LoadedHead:
         self.warnings = warnings
         self.exact_in_company = exact_in_company
         self.restored = restored
-        self.n_stages, self.n_draft_stages = n_stages
+        self.n_ranks, self.n_draft_ranks = n_ranks
         self._pipeline = pipeline
         self._draft_rank = draft_rank
 
@@ -227,12 +235,14 @@ class LoadedHead:
         return None
 
     @staticmethod
-    def _read(message: Message) -> RunResult | DraftUpdate:
+    def _read(message: Message) -> RunResult | DraftUpdate | PartSpan:
         match message.kind:
             case Kind.RESULT:
                 return codec.read_result(message.payload)
             case Kind.MICRO_BATCH:
                 return DraftUpdate(*codec.read_micro_batch(message.payload))
+            case Kind.PART_SPAN:
+                return PartSpan(*codec.read_part_span(message.payload))
         raise RunError(f"rank {message.source} sent {message.kind.name} to the head: use one ggpipe everywhere")
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             warnings,
             exact_in_company=context.exact_in_company,
             restored=restored,
-            n_stages=(len(layout.stages), len(draft_layout.stages) if draft_layout is not None else 0),
+            n_ranks=(len(layout.stage_ranks), len(draft_layout.stage_ranks) if draft_layout is not None else 0),
         )
 
 
@@ -121,8 +121,10 @@ def _agree(head: Head) -> _Agreed:
     n_target = transport.size - config.n_draft_ranks
     draft_layout: Layout | None = None
     if config.draft is not None:
-        draft_layout = lay_out(hellos[n_target].n_layer, config.n_draft_ranks, config.draft.shares, n_target)
-    layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares)
+        draft = config.draft
+        n_layer = hellos[n_target].n_layer
+        draft_layout = lay_out(n_layer, draft.n_ranks, draft.shares, n_target, draft.group_sizes)
+    layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares, HEAD, config.pipeline.group_sizes)
     if config.pipeline.check_memory:
         handshake.check_memory(hellos, config, model_file, layout, draft_layout)
     return _Agreed(
@@ -151,8 +153,10 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
             if isinstance(outcome, Passed):
                 inbox.wake()  # from now on an answer may come
 
-        cache, layers = agreed.prompt_cache, layout.layers_of(HEAD)
-        load = handshake.stage_loader(head.config, transport, agreed.model_file, layers, False, cache)
+        cache, stage = agreed.prompt_cache, layout.stage_of(HEAD)
+        load = handshake.stage_loader(
+            head.config, transport, agreed.model_file, stage.layers, False, cache, stage.ranks
+        )
         send = deliver_here if transport.sends_from_any_thread else inbox.put
         poll_s = handshake.poll_s(head.config)
         thread = StageThread(HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Run
-from ggpipe.runtime.stage_thread import Ended, Outcome, StageThread
+from ggpipe.runtime.stage_thread import Ended, Outcome, PartDone, Passed, StageThread
 from ggpipe.transport import codec
-from ggpipe.transport.base import Kind, Transport
+from ggpipe.transport.base import HEAD, Kind, Transport
 
 
 class Pipeline:
@@ -30,16 +30,18 @@ class Pipeline:
         self.layout = layout
         self._rank = rank
         self._ended = ended
-        self._following = layout.next_of(rank)
+        self._receivers = layout.receivers_of(rank)
         self._own = start(self.deliver) if start is not None else None
 
     def submit(self, run: Run) -> None:
-        """Put a run in at the first stage."""
-        if self._own is not None and self.layout.stage_ranks[0] == self._rank:
-            self._own.submit(run)
-        else:
+        """Put a run in at the first stage: all its parts get it."""
+        first = self.layout.stages[0].ranks
+        if others := [rank for rank in first if rank != self._rank]:
             header = codec.header_with(codec.run_header(run), (), False)
-            self._transport.send(self.layout.stage_ranks[0], Kind.RUN, header)
+            for rank in others:
+                self._transport.send(rank, Kind.RUN, header)
+        if self._own is not None and self._rank in first:
+            self._own.submit(run)
 
     def cancel(self, runs: tuple[int, ...]) -> None:
         """Nobody needs these runs: every stage skips or stops them."""
@@ -56,11 +58,14 @@ class Pipeline:
 
     def deliver(self, outcome: Outcome) -> None:
         """Send on what came of a run in our own stage; from its thread where the transport allows."""
-        if isinstance(outcome, Ended):
-            self._ended(outcome)
-        else:
-            assert self._following is not None
-            self._transport.send(self._following, Kind.RUN, outcome.message)
+        match outcome:
+            case Ended():
+                self._ended(outcome)
+            case Passed(message):
+                for rank in self._receivers:
+                    self._transport.send(rank, Kind.RUN, message)
+            case PartDone(run, span):
+                self._transport.send(HEAD, Kind.PART_SPAN, codec.part_span_message(run, span))
 
     def close(self) -> None:
         """Free our own stage."""

@@ -53,6 +53,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class PartDone:
+    """A run is computed, and another part of our group sends it on."""
+
+    run: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A sequence of a request is on disk, or `problem` says why it is not."""
 
@@ -67,7 +75,7 @@ class Broke:
     error: GgpipeError
 
 
-Outcome = Passed | Ended
+Outcome = Passed | Ended | PartDone
 Notice = Loading | Loaded | Outcome | Saved | Broke
 
 
@@ -91,11 +99,12 @@ class StageThread:
         pump: Callable[[], bool] | None = None,
         poll_s: tuple[float, float] = (1e-3, 10e-3),
         prompt_cache: PromptCache | None = None,
+        speaks: bool = True,
     ) -> None:
         """`load` makes the stage and reports its progress. `notify`, and `deliver` for what comes of runs, are called
         from the thread. `pump` is called while the thread has nothing to do: it polls, and submits what came.
         `poll_s`: while a run is computed, the main thread polls after a quarter of a run, within these seconds.
-        `prompt_cache`: `load` has described the stage to it.
+        `prompt_cache`: `load` has described the stage to it. `speaks`: no other part of a group sends our runs on.
         """
         self._rank = rank
         self._load = load
@@ -104,6 +113,7 @@ class StageThread:
         self._pump = pump
         self._poll_s = poll_s
         self._prompt_cache = prompt_cache
+        self._speaks = speaks
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
         self._last_run_s = 0.0
@@ -154,7 +164,8 @@ class StageThread:
             self._notify(Loaded(stage, load_s, restored))
             while (job := self._next_job()) is not None:
                 self._computing, save = job.run.id, job.run.save
-                if save is not None and (job.run.cancelled or job.run.id in self._cancelled):
+                job = replace(job, run=self._decided(stage, job.run))
+                if save is not None and job.run.cancelled:
                     save = replace(save, tokens=())  # they are not computed
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
@@ -171,6 +182,13 @@ class StageThread:
             error = RunError(f"internal error: {type(e).__name__}: {e}")
             error.__cause__ = e
             self._notify(Broke(error))
+
+    def _decided(self, stage: Stage, run: Run) -> Run:
+        """The run, cancelled or not. All parts of a group decide alike, or some would wait for a sum of the others."""
+        cancelled = run.id in self._cancelled
+        if not run.cancelled and (run.rows or run.save is not None):
+            cancelled = stage.agree(cancelled)
+        return replace(run, cancelled=True) if cancelled else run
 
     def _save(self, stage: Stage, save: Save) -> Saved:
         assert self._prompt_cache is not None
@@ -209,8 +227,6 @@ class StageThread:
     def _compute(self, stage: Stage, job: _Job) -> Outcome:
         start = time.monotonic()
         run = job.run
-        if run.id in self._cancelled:
-            run = replace(run, cancelled=True)
         header = b"" if stage.is_last else (job.header or codec.run_header(run))
         room = (*job.spans, self._span(start, 0.0, 0))
         headroom = 0 if stage.is_last else len(codec.header_with(header, room, False))
@@ -218,6 +234,8 @@ class StageThread:
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
+        if not self._speaks:
+            return PartDone(run.id, self._span(start, outcome.compute_s, 0))
         if stage.is_last:
             span = self._span(start, outcome.compute_s, 0)
             return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))

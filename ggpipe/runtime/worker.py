@@ -21,7 +21,18 @@ from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel, Received
 from ggpipe.runtime.draft_head import DraftHead
 from ggpipe.runtime.pipeline import Pipeline
-from ggpipe.runtime.stage_thread import Broke, Ended, Loaded, Loading, Notice, Outcome, Passed, Saved, StageThread
+from ggpipe.runtime.stage_thread import (
+    Broke,
+    Ended,
+    Loaded,
+    Loading,
+    Notice,
+    Outcome,
+    PartDone,
+    Passed,
+    Saved,
+    StageThread,
+)
 from ggpipe.transport import codec
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
 from ggpipe.transport.control import (
@@ -87,18 +98,29 @@ class Worker:
                 self._channel.send(HEAD, DraftVocab(**asdict(vocab.outline())))
 
         def start(deliver: Callable[[Outcome], None]) -> StageThread:
+            stage = layout.stage_of(rank)
             load = handshake.stage_loader(
                 self._config,
                 self._transport,
                 model_file,
-                layout.layers_of(rank),
+                stage.layers,
                 self._draft is not None,
                 self._prompt_cache,
+                stage.ranks,
             )
             deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
             pump = self._inbox.pump if self._transport.must_poll and not leads else None
             poll_s = handshake.poll_s(self._config)
-            thread = StageThread(self._process_rank, load, self._inbox.put, deliver, pump, poll_s, self._prompt_cache)
+            thread = StageThread(
+                self._process_rank,
+                load,
+                self._inbox.put,
+                deliver,
+                pump,
+                poll_s,
+                self._prompt_cache,
+                speaks=layout.part_of(rank) == 0,
+            )
             self._inbox.take_run = lambda message: thread.submit_message(message.payload)
             self._inbox.relieved = thread.relief_s
             return thread
@@ -137,7 +159,7 @@ class Worker:
                         draft_head.tick()
                     case Ended(result) if draft_head is not None:
                         draft_head.ended(result)
-                    case Passed() | Ended() as outcome:
+                    case Passed() | Ended() | PartDone() as outcome:
                         pipeline.deliver(outcome)
                     case Saved(request, problem):
                         place = f"{self._transport.place}: " if problem else ""

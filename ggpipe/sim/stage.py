@@ -244,7 +244,8 @@ class VirtualPipeline:
         """`head`: the rank that submits; `ended` is called when a result arrives there."""
         self._network = network
         self._first = pipeline.layout.stage_ranks[0]
-        self._following = {rank: pipeline.layout.next_of(rank) for rank in pipeline.layout.stage_ranks}
+        layout = pipeline.layout
+        self._following = {rank: next(iter(layout.receivers_of(rank)), None) for rank in layout.stage_ranks}
         self._head = head
         self._ended = ended
         last = pipeline.layout.stage_ranks[-1]

@@ -29,6 +29,7 @@ class Kind(enum.IntEnum):
     CONTROL = 4  # everything else: see `transport/control`
     STEER = 5  # what the text is so far, from the head to the draft's head
     MICRO_BATCH = 6  # draft tokens, from the draft's head to the head
+    PART_SPAN = 7  # time on a run, from a part of a group that does not send the run on, to the head
 
 
 @dataclass(frozen=True, slots=True)

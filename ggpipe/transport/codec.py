@@ -43,6 +43,8 @@ _EXPANSION = struct.Struct("<iiII")
 _CANDIDATE = struct.Struct("<id")
 # run, request, rows, draft tokens, cancelled, spans
 _RECORD = struct.Struct("<qqIIIBH")
+# version, run
+_PART_SPAN = struct.Struct("<Bq")
 _CANCELLED = 1
 _FLAGS_AND_SPANS, _FLAGS_AT = struct.Struct("<BH"), 1  # of a run
 
@@ -159,6 +161,19 @@ def ids_message(ids: tuple[int, ...]) -> Payload:
 def read_ids(payload: Payload) -> tuple[int, ...]:
     """The inverse of `ids_message`."""
     return struct.unpack(f"<{len(payload) // 8}q", payload)
+
+
+def part_span_message(run: int, span: Span) -> Payload:
+    """A part's time on a run, as one message."""
+    return _PART_SPAN.pack(VERSION, run) + _spans((span,))
+
+
+def read_part_span(payload: Payload) -> tuple[int, Span]:
+    """The inverse of `part_span_message`: the run's number, and the time."""
+    view = memoryview(payload)
+    _check_version(view)
+    (span,), _ = _read_spans(view, _PART_SPAN.size, 1)
+    return _PART_SPAN.unpack_from(view)[1], span
 
 
 def steering_message(message: Steering) -> Payload:

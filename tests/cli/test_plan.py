@@ -88,7 +88,7 @@ def test_a_plan_for_a_cluster(cluster: Path, tmp_path: Path) -> None:
     assert value_of(command, "-c") == "8192"
     assert plan["best"] == "async"
     assert plan["modes"]["async"]["tokens_per_s"] > plan["modes"]["iterative"]["tokens_per_s"]
-    shares, draft_shares = parse_shares(value_of(command, "--mpi-layer-split"))
+    shares, draft_shares, _, _ = parse_shares(value_of(command, "--mpi-layer-split"))
     layout = lay_out(32, len(shares), shares)
     target = [rank for rank in plan["ranks"] if not rank["draft"]]
     assert [tuple(rank["layers"]) for rank in target] == list(layout.layers)
@@ -246,7 +246,7 @@ def test_ranks_plan_their_split(cache: Path, tmp_path: Path) -> None:
     done = mpirun(3, "generate", *TEXT, "--mpi-layer-split", "auto", "--json", tmp_path / "stats.json")
     assert done.returncode == 0, done.stderr
     text, layers = chosen(done.stderr)
-    shares, draft_shares = parse_shares(text)
+    shares, draft_shares, _, _ = parse_shares(text)
     assert len(shares) + len(draft_shares) == 3
     assert layers.endswith("the draft on rank 2" if draft_shares else "the draft inside the first rank")
     ranks = json.loads((tmp_path / "stats.json").read_text())["ranks"]
@@ -278,7 +278,7 @@ def test_hosts_of_a_hostfile_plan_their_split(cache: Path, tmp_path: Path) -> No
     hosts.write_text("localhost slots=2\n")
     done = ggpipe("generate", *TEXT, "--mpi-layer-split", "auto", "--hostfile", hosts)
     assert done.returncode == 0, done.stderr
-    shares, draft_shares = parse_shares(chosen(done.stderr)[0])
+    shares, draft_shares, _, _ = parse_shares(chosen(done.stderr)[0])
     assert len(shares) + len(draft_shares) == 2
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.core.layout import Layout, lay_out, parse_shares, shares_text
+from ggpipe.core.layout import Layout, lay_out, parse_shares, part_shares, shares_text
 from ggpipe.errors import LaunchError, UsageError
 
 
@@ -30,12 +30,45 @@ def counts(layout: Layout) -> list[int]:
     ],
 )
 def test_shares_are_read(text: str, target: tuple[float, ...], draft: tuple[float, ...]) -> None:
-    assert parse_shares(text) == (target, draft)
+    assert parse_shares(text) == (target, draft, (), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "shares", "group_sizes", "draft_shares", "draft_group_sizes"),
+    [
+        ("1.0*4", (1.0,), (4,), (), ()),
+        ("0.5*2,0.5*2/1.0", (0.5, 0.5), (2, 2), (1.0,), ()),
+        ("0.3,0.7*2/1.0*3", (0.3, 0.7), (1, 2), (1.0,), (3,)),
+        ("0,1*2", (0.0, 1.0), (1, 2), (), ()),
+        ("0.5 * 2,0.5", (0.5, 0.5), (2, 1), (), ()),
+        ("0.5*1,0.5*1", (0.5, 0.5), (), (), ()),  # groups of one rank are no groups
+    ],
+)
+def test_groups_are_read(
+    text: str,
+    shares: tuple[float, ...],
+    group_sizes: tuple[int, ...],
+    draft_shares: tuple[float, ...],
+    draft_group_sizes: tuple[int, ...],
+) -> None:
+    split = parse_shares(text)
+    assert split == (shares, draft_shares, group_sizes, draft_group_sizes)
+    assert parse_shares(str(split)) == split
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("0.5*,0.5", "write the share of a group and its number of ranks, as in 0.5*2"),
+        ("0.5*two,0.5", "write the share of a group and its number of ranks, as in 0.5*2"),
+        ("0.5*1.5,0.5", "write the share of a group and its number of ranks, as in 0.5*2"),
+        ("0.5*-2,0.5", "write the share of a group and its number of ranks, as in 0.5*2"),
+        ("0.5*2*2", "write the share of a group and its number of ranks, as in 0.5*2"),
+        ("*2,0.5", "write a share for each rank, as in 0.2,0.4,0.4"),
+        ("1*0", "a group has 1 to 16 ranks"),
+        ("1*17", "a group has 1 to 16 ranks"),
+        ("0*2,1", "a head with a share of 0 computes nothing, so it is no group"),
+        ("0.6*2,0.5*2", "shares add up to 1.1, more than 1"),
         ("0.5,0.5/", "give shares for the draft ranks behind the /, or leave it out"),
         ("", "write a share for each rank, as in 0.2,0.4,0.4"),
         ("half,half", "write a share for each rank, as in 0.2,0.4,0.4"),
@@ -59,12 +92,14 @@ def test_wrong_shares_end_in_one_line(text: str, message: str) -> None:
     assert caught.value.exit_code == 2
 
 
-@given(st.text(max_size=20) | st.text("0123456789.,/-e ", max_size=20))
+@given(st.text(max_size=20) | st.text("0123456789.,/-e *", max_size=20))
 def test_any_text_is_shares_or_a_usage_error(text: str) -> None:
     try:
-        target, draft = parse_shares(text)
+        target, draft, *group_sizes = parse_shares(text)
     except UsageError:
         return
+    for shares, sizes in zip((target, draft), group_sizes, strict=True):
+        assert not sizes or (len(sizes) == len(shares) and max(sizes) > 1)
     for shares in filter(None, (target, draft)):
         assert 0 < sum(shares) <= 1 + 1e-5
         assert all(math.isfinite(share) and share >= 0 for share in shares)
@@ -146,8 +181,53 @@ def test_no_rank_is_left_without_a_layer(
 
 def test_the_next_stage() -> None:
     layout = lay_out(6, 3, (0.0, 0.5, 0.5))
-    assert [layout.next_of(rank) for rank in range(3)] == [1, 2, None]
-    assert lay_out(6, 1, None).next_of(0) is None
+    assert [layout.receivers_of(rank) for rank in range(3)] == [(1,), (2,), ()]
+    assert lay_out(6, 1, None).receivers_of(0) == ()
+
+
+# Groups
+
+
+def test_the_ranks_of_groups() -> None:
+    split = parse_shares("0.25,0.25*2,0.5*3")
+    layout = lay_out(8, 6, split.shares, 0, split.group_sizes)
+    assert [stage.ranks for stage in layout.stages] == [(0,), (1, 2), (3, 4, 5)]
+    assert layout.layers == ((0, 2), (2, 4), (2, 4), (4, 8), (4, 8), (4, 8))
+    assert [layout.part_of(rank) for rank in layout.ranks] == [0, 0, 1, 0, 1, 2]
+    assert [layout.receivers_of(rank) for rank in layout.ranks] == [(1, 2), (3, 4, 5), (), (), (), ()]
+
+
+def test_a_head_that_only_coordinates_feeds_a_group() -> None:
+    layout = lay_out(8, 3, (0.0, 1.0), 0, (1, 2))
+    assert layout.layers == ((0, 0), (0, 8), (0, 8))
+    assert layout.receivers_of(0) == (1, 2)
+    assert layout.part_of(0) == 0
+
+
+def test_groups_of_a_draft_follow_the_targets_ranks() -> None:
+    layout = lay_out(4, 3, (0.5, 0.5), 5, (2, 1))
+    assert [stage.ranks for stage in layout.stages] == [(5, 6), (7,)]
+    assert layout.ranks == range(5, 8)
+
+
+def test_groups_and_ranks_must_agree_in_number() -> None:
+    with pytest.raises(LaunchError, match="`shares` names 4 ranks, but 2 were started: use mpirun -n 4, or give 2"):
+        lay_out(8, 2, (0.5, 0.5), 0, (2, 2))
+
+
+def test_no_group_is_left_without_a_layer() -> None:
+    with pytest.raises(LaunchError) as caught:
+        lay_out(2, 5, (0.8, 0.1, 0.1), 0, (2, 2, 1))
+    assert str(caught.value) == (
+        "rank 2 would get no layer: the model has 2 layers for 3 stages; give it a larger share, or use fewer stages"
+    )
+
+
+def test_parts_share_tensors_evenly_or_in_the_proportions_for_groups_of_their_size() -> None:
+    assert part_shares(2) == (0.5, 0.5)
+    assert part_shares(2, (3, 1)) == (0.75, 0.25)
+    assert part_shares(4, (3, 1)) == (0.25,) * 4
+    assert part_shares(1) == (1.0,)
 
 
 @st.composite
@@ -223,12 +303,24 @@ def test_what_is_written_gives_the_same_layers(first: int, others: list[int], dr
         return
     layout = layout_of([first, *others])
     draft_layout = layout_of(draft, len(layout.layers)) if draft else None
-    shares, draft_shares = parse_shares(shares_text(layout, draft_layout))
+    shares, draft_shares, _, _ = parse_shares(shares_text(layout, draft_layout))
     assert lay_out(first + sum(others), len(layout.layers), shares) == layout
     if draft_layout is not None:
         assert lay_out(sum(draft), len(draft), draft_shares, draft_layout.head) == draft_layout
     else:
         assert draft_shares == ()
+
+
+@given(st.integers(0, 9), st.lists(st.integers(1, 9), max_size=9), st.data())
+def test_what_is_written_of_groups_gives_the_same_layers(first: int, others: list[int], data: st.DataObject) -> None:
+    if first + len(others) == 0:
+        return
+    counts = [first, *others]
+    sizes = tuple(data.draw(st.integers(1, 4)) if count else 1 for count in counts)
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    layout = Layout.of_ranks([(b - n, b) for n, b in zip(counts, ends, strict=True)], 0, sizes)
+    split = parse_shares(shares_text(layout))
+    assert lay_out(sum(counts), sum(sizes), split.shares, 0, split.group_sizes) == layout
 
 
 def test_what_no_shares_give() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggpipe.config import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
-from ggpipe.core.layout import lay_out, parse_shares
+from ggpipe.core.layout import Split, lay_out, parse_shares
 from ggpipe.errors import LaunchError
 from ggpipe.launch import job as jobs
 from ggpipe.launch.hostfile import hosts_of
@@ -18,14 +18,15 @@ from ggpipe.launch.job import Job, jobs_again
 from ggpipe.launch.placement import Placement
 
 
-def placement(split: str, *slots: str, threads: tuple[int, ...] = (-1,)) -> Placement:
-    shares, draft_shares = parse_shares(split)
-    return Placement.on(slots, shares, draft_shares, threads, (-1,))
+def placement(
+    split: str, *slots: str, threads: tuple[int, ...] = (-1,), tensor_split: tuple[float, ...] = ()
+) -> Placement:
+    return Placement.on(slots, parse_shares(split), threads, tensor_split=tensor_split)
 
 
 def layers(of: Placement, n_layer: int = 20) -> dict[str, int]:
-    assert of.shares is not None
-    layout = lay_out(n_layer, len(of.shares), of.shares)
+    assert of.split is not None
+    layout = lay_out(n_layer, of.n_target, of.split.shares, 0, of.split.group_sizes)
     return {host: b - a for host, (a, b) in zip(of.hosts, layout.layers, strict=False)}
 
 
@@ -68,7 +69,7 @@ def test_the_drafts_machine_is_away() -> None:
     before = placement("0.5,0.5/1", "a", "b", "c")
     now = before.without({"c"})
     assert now.changes_since(before) == "the draft model is now on a"
-    assert (now.hosts, now.draft_shares, now.split_text) == (("a", "b"), (), "0.5,0.5")
+    assert (now.hosts, now.split_text) == (("a", "b"), "0.5,0.5")
     now = placement("0.5,0.5/0.5,0.5", "a", "b", "c", "d").without({"c"})
     assert (now.hosts, now.split_text) == (("a", "b", "d"), "0.5,0.5/1.0")
 
@@ -85,6 +86,38 @@ def test_a_machine_with_several_ranks() -> None:
     assert placement("0.25,0.25,0.25,0.25", "a", "b").hosts == ("a", "b", "a", "b")
 
 
+def test_a_group_goes_on_with_fewer_ranks() -> None:
+    before = placement("0.5*2,0.5*2/1", "a", "b", "c", "d", "e", threads=(1, 2, 3, 4, 5))
+    now = before.without({"b"})
+    assert (now.hosts, now.threads) == (("a", "c", "d", "e"), (1, 3, 4, 5))
+    assert layers(now, 30) == {"a": 10, "c": 20, "d": 20}
+    assert now.changes_since(before) == "shares of the layers are now 0.333 on a and 0.667 on c+d"
+    assert now.split_text.endswith("*2/1.0")
+    assert before.without({"b", "d"}).split_text == "0.5,0.5/1.0"
+    assert before.without({"c", "d"}).split_text == "1.0*2/1.0"
+    assert before.without({"a", "b", "c", "d"}).split_text == "1.0"
+
+
+def test_a_group_of_unequal_ranks() -> None:
+    before = placement("0.5*2,0.5*2", "a", "b", "c", "d", tensor_split=(3, 1))
+    now = before.without({"b"})
+    assert now.tensor_split == (3, 1)
+    assert now.split is not None
+    assert now.split.shares == pytest.approx((3 / 7, 4 / 7))
+    assert now.without({"d"}).tensor_split == ()
+
+
+def test_a_spare_machine_joins_a_group() -> None:
+    now = placement("0.5*2,0.5", "a", "b", "c").without({"b"}, spare=["d"])
+    assert (now.hosts, now.split_text) == (("a", "d", "c"), "0.5*2,0.5")
+
+
+def test_a_drafts_group_loses_a_rank() -> None:
+    before = placement("0.5,0.5/1.0*2", "a", "b", "c", "d")
+    assert before.without({"d"}).split_text == "0.5,0.5/1.0"
+    assert before.without({"c", "d"}).split_text == "0.5,0.5"
+
+
 def test_none_is_left() -> None:
     with pytest.raises(LaunchError, match="none of the machines of `hostfile` can be reached"):
         placement("0.5,0.5", "a", "b").without({"a", "b"})
@@ -95,10 +128,11 @@ def test_what_is_left_can_be_written_and_read(weights: list[int], data: st.DataO
     hosts = [f"host{i}" for i in range(len(weights))]
     away = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - 1))
     shares = tuple(weight / sum(weights) for weight in weights)
-    now = Placement.on(hosts, shares, (), (-1,), (-1,)).without(away)
-    assert parse_shares(now.split_text) == (now.shares, ())
+    now = Placement.on(hosts, Split(shares)).without(away)
+    assert now.split is not None
+    assert parse_shares(now.split_text) == now.split
     left = [weight for host, weight in zip(hosts, weights, strict=True) if host not in away]
-    assert now.shares == pytest.approx([weight / sum(left) for weight in left])
+    assert now.split.shares == pytest.approx([weight / sum(left) for weight in left])
 
 
 # Jobs
@@ -122,7 +156,7 @@ def again(
         return [f"{name}={value}" for name, value in changes.items()]
 
     monkeypatch.setattr(jobs, "unreachable", lambda *_: away)
-    shares, draft_shares = parse_shares(split) if split is not None else (None, ())
+    shares, draft_shares, _, _ = parse_shares(split) if split is not None else (None, (), (), ())
     config = EngineConfig(
         MODEL,
         pipeline=PipelineConfig(shares=shares, auto=split is None),

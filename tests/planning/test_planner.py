@@ -82,7 +82,7 @@ def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
     layout = plan.placement.layout
     assert layout is not None
     assert sum(layers_of(plan)) == target.n_layer
-    shares, draft_shares = parse_shares(shares_text(layout, plan.placement.draft_layout))
+    shares, draft_shares, _, _ = parse_shares(shares_text(layout, plan.placement.draft_layout))
     assert lay_out(target.n_layer, len(layout.layers), shares) == layout
     assert len(draft_shares) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
     assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)

@@ -88,6 +88,8 @@ def _spec(options: Options) -> SimulationSpec:
     cluster, split, context = read_cluster(path), options[Ranks].split, options[ContextConfig]
     if split.auto:
         raise SettingError("`shares` auto is for real ranks: name shares, or use ggpipe plan")
+    if split.group_sizes or split.draft_group_sizes:
+        raise SettingError("`shares` with groups (*) is for real ranks: give each rank a share of its own")
     if split.shares is not None:
         cluster = with_split(cluster, split.shares, split.draft_shares)
     target, draft = shapes_of(options)

@@ -18,16 +18,15 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ggpipe.core.layout import layer_range
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted
-from ggpipe.metrics.activity import Part, part
+from ggpipe.metrics.activity import Part, layer_texts, part, parts_of
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.transport.base import HEAD
 
@@ -50,12 +49,14 @@ def trace(stats: RequestStats, ranks: Sequence[RankStats]) -> dict[str, Any]:
     """The timeline as an object: `traceEvents`, names first, then by time."""
     target = _slices(stats.runs, False, stats, ranks)
     draft = _slices(stats.draft_runs, True, stats, ranks)
+    followers = {part(rank) for rank, number in zip(ranks, parts_of(ranks), strict=True) if number > 0}
+    target_hops, draft_hops = _hops(target, followers), _hops(draft, followers)
     events = [
         *_waits([*target, *draft], stats),
         *(event for run in (*target, *draft) for piece in run for event in _work(piece)),
-        *_sends([*target, *draft]),
+        *_sends([*target_hops, *draft_hops]),
         *_tokens(stats),
-        *_in_flight(target),
+        *_in_flight(target_hops),
     ]
     events.sort(key=lambda event: event["ts"])  # stable: what encloses stays in front of what it encloses
     at_work = {(piece.span.rank, piece.draft) for run in (*target, *draft) for piece in run}
@@ -114,6 +115,11 @@ def _slices(
         free[span.rank] = end
         placed[i, place] = _Slice(run=runs[i], span=span, draft=draft, start=start, end=end)
     return [[placed[i, place] for place in range(len(run.spans))] for i, run in enumerate(runs)]
+
+
+def _hops(runs: Iterable[Sequence[_Slice]], followers: Set[Part]) -> list[list[_Slice]]:
+    """The slices of the ranks that send runs on: without those of the other parts of groups."""
+    return [[piece for piece in run if (piece.span.rank, piece.draft) not in followers] for run in runs]
 
 
 def _work(piece: _Slice) -> Iterator[Event]:
@@ -202,23 +208,24 @@ def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[Part]) 
         **{(rank, draft): RankStats(rank=rank, draft=draft) for rank, draft in at_work},
         **{part(rank): rank for rank in ranks},
     }
+    texts = {part(rank): text for rank, text in zip(ranks, layer_texts(ranks), strict=True)}
     for number in sorted({HEAD, *(number for number, _ in parts)}):
         own = [parts[key] for key in ((number, False), (number, True)) if key in parts]
         host = next((rank.host for rank in own if rank.host), "")
-        roles = [_role(rank) for rank in own if part(rank) in at_work or rank.layers[0] < rank.layers[1]]
+        roles = [_role(rank, texts) for rank in own if part(rank) in at_work or rank.layers[0] < rank.layers[1]]
         words = [f"rank {number}", host, "head" if number == HEAD else "", *roles]
         process = _track(number, _DRAFT if own and own[0].draft else _TARGET)
         yield _name("process_name", process, name=" · ".join(filter(None, words)))
         yield _name("process_sort_index", process, sort_index=number)
         for rank in own:
             if part(rank) in at_work:
-                yield from _track_names(_track(number, _DRAFT if rank.draft else _TARGET), _role(rank))
+                yield from _track_names(_track(number, _DRAFT if rank.draft else _TARGET), _role(rank, texts))
         if number == HEAD and stats.token_times:
             yield from _track_names(_track(HEAD, _TOKENS), "tokens")
 
 
-def _role(rank: RankStats) -> str:
-    layers = layer_range(rank.layers)
+def _role(rank: RankStats, layer_texts: Mapping[Part, str]) -> str:
+    layers = layer_texts.get(part(rank), "-")
     return ("draft" if rank.draft else "target") + ("" if layers == "-" else f" layers {layers}")
 
 

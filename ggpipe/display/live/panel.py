@@ -14,10 +14,9 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
-from ggpipe.core.layout import layer_range
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.stream import Row
-from ggpipe.metrics.activity import speculates
+from ggpipe.metrics.activity import layer_texts, speculates
 from ggpipe.metrics.stats import RankStats, RequestStats, percentile
 
 DIM = Style(dim=True)
@@ -106,7 +105,7 @@ def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
     numbers = [f"{line.stats.rank:>{digits}}" for line in lines]
     shorts = _aligned([f"d{n}" if line.stats.draft else n for n, line in zip(numbers, lines, strict=True)], right=True)
     hosts = _aligned([_short(harmless(line.stats.host)) for line in lines])
-    ranges = _aligned([layer_range(line.stats.layers) for line in lines], right=True)
+    ranges = _aligned(layer_texts([line.stats for line in lines]), right=True)
     details = _aligned([line.detail for line in lines], right=True)
     notes = _aligned([line.note for line in lines], right=True, at_least=5)
     columns = {

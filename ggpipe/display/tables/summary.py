@@ -14,12 +14,11 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
-from ggpipe.core.layout import layer_range
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables.columns import Column, columns_table
-from ggpipe.metrics.activity import part, speculates, taking_part, wasted_s, with_work
+from ggpipe.metrics.activity import layer_texts, part, parts_of, speculates, taking_part, wasted_s, with_work
 from ggpipe.metrics.stats import RankStats, RequestStats, percentile
 
 _LOG_WIDTH = 100
@@ -113,9 +112,16 @@ def request_object(
         "token_times_s": [t - stats.arrived for t in stats.token_times],
         "drafted": stats.drafted,
         "ranks": [
-            _rank_object(r, work, _elapsed_s(stats), wasted.get(part(r), 0.0)) for r, work in with_work(stats, ranks)
+            _rank_object(r, work, _elapsed_s(stats), wasted.get(part(r), 0.0)) | own
+            for (r, work), own in zip(with_work(stats, ranks), _group_objects(ranks), strict=True)
         ],
     }
+
+
+def _group_objects(ranks: Sequence[RankStats]) -> list[dict[str, int]]:
+    """Each rank's part of its group; nothing where no ranks form one."""
+    numbers = parts_of(ranks)
+    return [{"part": number} if any(numbers) else {} for number in numbers]
 
 
 def _rank_object(rank: RankStats, work: RankStats, elapsed_s: float | None, wasted_s: float) -> dict[str, Any]:
@@ -198,7 +204,7 @@ def _ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, wi
     columns = [
         Column("rank", [f"draft {r.rank}" if r.draft else f"{r.rank}" for r in ranks], 0),
         Column("host", [harmless(r.host) for r in ranks], 4, "left"),
-        Column("layers", [layer_range(r.layers) for r in ranks], 1),
+        Column("layers", layer_texts(ranks), 1),
         Column("threads", [_threads(r) for r in ranks], 7),
         Column("compute", [human_seconds(w.compute_s) for _, w in both], 5),
         Column("busy", [human_seconds(w.busy_s) for _, w in both], 3),

@@ -1,0 +1,99 @@
+"""Runs that ended, added to the statistics of ranks and of requests."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ggpipe.core.messages import RunRecord, Span
+from ggpipe.metrics.activity import part, parts_of
+from ggpipe.metrics.stats import RankStats, RequestStats
+
+_MOST_WAITING = 8  # runs
+
+
+class RunCounter:
+    """Adds up the spans of runs.
+
+    Those of the ranks that send runs on come with the records. The other parts of a group report theirs by themselves,
+    about when the run ends: so records wait for them, but not for long.
+    """
+
+    def __init__(self, ranks: Sequence[RankStats], stats_of: Callable[[int], RequestStats | None]) -> None:
+        """`ranks`: all of them, whose totals are counted. `stats_of` finds the statistics of a request, as long as it
+        is not over; the draft's last runs may outlive it."""
+        self._ranks = ranks
+        self._entry = {part(rank): i for i, rank in enumerate(ranks)}
+        self._stats_of = stats_of
+        numbers = parts_of(ranks)
+        self._pipelines = {
+            draft: _Pipeline(sum(own.draft is draft and number > 0 for own, number in zip(ranks, numbers, strict=True)))
+            for draft in (False, True)
+        }
+
+    def add(self, records: Sequence[RunRecord], draft: bool) -> None:
+        """Runs of the target, or of the draft, that ended. Those of one run follow each other, one for each request."""
+        pipeline = self._pipelines[draft]
+        for _, own in itertools.groupby(records, lambda record: record.id):
+            pipeline.waiting.append(tuple(own))
+        while pipeline.waiting and (pipeline.is_complete or len(pipeline.waiting) > _MOST_WAITING):
+            self._count(pipeline, draft)
+
+    def add_part(self, run: int, span: Span) -> None:
+        """The time of a part that does not send its runs on."""
+        draft = (span.rank, False) not in self._entry
+        pipeline = self._pipelines[draft]
+        if run <= pipeline.counted:
+            self._ranks[self._entry[span.rank, draft]].add(span)
+        else:
+            pipeline.spans[run].append(span)
+            self.add((), draft)
+
+    def end(self) -> None:
+        """A request is over: count all of its runs."""
+        for draft, pipeline in self._pipelines.items():
+            while pipeline.waiting:
+                self._count(pipeline, draft)
+
+    def _count(self, pipeline: _Pipeline, draft: bool) -> None:
+        records = pipeline.waiting.popleft()
+        more = pipeline.spans_of(records[0].id)
+        for i, record in enumerate(records):
+            if more:
+                record = replace(record, spans=(*record.spans, *more))
+            stats = self._stats_of(record.request)
+            if stats is not None:
+                (stats.draft_runs if draft else stats.runs).append(record)
+            for span in record.spans:
+                entry = self._entry[span.rank, draft]
+                if i == 0:
+                    self._ranks[entry].add(span)
+                if stats is not None:
+                    stats.ranks[entry].add(span, record.share)
+
+
+class _Pipeline:
+    """Runs of one model whose records wait, and spans that came before their records."""
+
+    def __init__(self, n_parts: int) -> None:
+        """`n_parts`: ranks that report their spans by themselves."""
+        self._n_parts = n_parts
+        self.waiting: collections.deque[tuple[RunRecord, ...]] = collections.deque()
+        self.spans: dict[int, list[Span]] = collections.defaultdict(list)
+        self.counted = -1
+        """The number of the last run that was counted; numbers rise."""
+
+    @property
+    def is_complete(self) -> bool:
+        """All spans of the first run that waits are there."""
+        return self._n_parts == 0 or len(self.spans[self.waiting[0][0].id]) == self._n_parts
+
+    def spans_of(self, run: int) -> tuple[Span, ...]:
+        """What came of a run that is counted now, by rank. Runs before it have no records."""
+        own = sorted(self.spans.get(run, ()), key=lambda span: span.rank)
+        for number in [number for number in self.spans if number <= run]:
+            del self.spans[number]
+        self.counted = run
+        return tuple(own)
