@@ -18,6 +18,7 @@ KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0",
 FlashAttention = Literal["on", "off", "auto"]
 RopeScaling = Literal["none", "linear", "yarn"]
 Mode = Literal["iterative", "speculative", "async"]
+TensorWire = Literal["f32", "f16"]
 Saves = Literal["nothing", "prompt", "text"]
 
 MAX_TOKENS = 2**31 - 256
@@ -238,6 +239,8 @@ class PipelineConfig:
     tensor_split: tuple[float, ...] = ()
     """In which proportions the ranks of a group divide each tensor, in every group of as many ranks; others divide
     evenly. Groups of the draft count as well."""
+    tensor_wire: TensorWire = "f32"
+    """What a group's machines send each other of their sums: f16 takes half the bytes, and rounds."""
     threads: tuple[int, ...] = (-1,)
     """One value for all ranks, or one for each; -1 is this rank's part of its machine's cores."""
     threads_batch: tuple[int, ...] = (-1,)
@@ -259,6 +262,7 @@ class PipelineConfig:
             _check_threads("threads", value, "-1 (the machine's cores)")
         for value in self.threads_batch:
             _check_threads("threads_batch", value, "-1 (as `threads`)")
+        check_choice("tensor_wire", self.tensor_wire, get_args(TensorWire))
         _check_groups("shares", self.shares or (), self.group_sizes)
         for weight in self.tensor_split:
             if not 0 < weight < math.inf:
@@ -357,7 +361,7 @@ class EngineConfig:
         if self.context.flash_attn == "off":
             raise SettingError("groups need flash attention: set `flash_attn` to on")
         if self.model.loras:
-            raise SettingError("`loras` do not work with groups: leave them out, or give each rank a share of its own")
+            raise SettingError("`loras` cannot be used with groups: leave them out, or give each rank its own share")
 
     def n_prefixes(self, context: ContextConfig) -> int:
         """Ended requests whose cells are kept in this context, at most: each takes a sequence id more.

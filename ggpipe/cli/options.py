@@ -109,7 +109,9 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, COMPUTE, "check_memory", "--check-memory", help="Load nothing when a machine's available memory is less than its ranks need. --restart does so for layers that go to other machines."),
     _option(ContextConfig, COMPUTE, "exact", "--exact", help="Reference kernels: the same bits for every split, mode and number of threads. Slower."),
 
-    _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
+    _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
+    _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=settings.weights, help="In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others divide evenly."),
+    _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="What the machines of a group send each other of their sums; f16: half the bytes, rounded."),
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="End the job when a rank sends nothing for so many seconds; 0: never."),
     _option(Ranks, RANKS, "restart", "--restart", metavar="N", help="Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a machine that cannot be reached go to the others."),
     _option(Ranks, RANKS, "hostfile", "--hostfile", metavar="FILE", help="Machines to start ranks on, in mpirun's format."),
@@ -222,7 +224,7 @@ COMMANDS: tuple[Command, ...] = (
         leave_out=frozenset({
             "threads_batch", "flash_attn", "fast_attention", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
             "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "hostfile",
-            "rank_timeout_s", "restart", "check_memory", "draft.threads_batch",
+            "rank_timeout_s", "restart", "check_memory", "draft.threads_batch", "tensor_split", "tensor_wire",
         }),
         required=frozenset({"cluster"}),
     ),
@@ -234,7 +236,9 @@ COMMANDS: tuple[Command, ...] = (
         header, speeds from short simulations. The last line is a command to paste.
         """,
         records=(Cluster, *_WEIGHTS, *_COMPUTING, SimulatedText, PlanSettings),
-        leave_out=frozenset({"shares", "n_predict", "seed", "draft.threads_batch", "restart", "check_memory"}),
+        leave_out=frozenset({
+            "shares", "n_predict", "seed", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire",
+        }),
     ),
     Command(
         name="profile",
@@ -245,7 +249,9 @@ COMMANDS: tuple[Command, ...] = (
         allows. With -md each rank also measures all of the draft, with the same threads.
         """,
         records=(*_WEIGHTS, *_COMPUTING, ProfileSettings),
-        leave_out=frozenset({"shares", "draft.threads", "draft.threads_batch", "restart", "check_memory"}),
+        leave_out=frozenset({
+            "shares", "draft.threads", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire",
+        }),
         required=frozenset({"model"}),
     ),
     Command(

@@ -10,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ggpipe.config import ContextConfig, ModelConfig
-from ggpipe.errors import ModelError, SettingError
+from ggpipe.config import MAX_PARTS, ContextConfig, ModelConfig
+from ggpipe.errors import ModelError, RunError, SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.params import model_params
-
-MAX_PARTS = 16
-"""ggml's limit of a meta device."""
 
 _SPLIT_FUNCTION = "_Z33llama_meta_device_get_split_statePK11ggml_tensorPv"
 
@@ -126,3 +123,52 @@ def joined(stage: native.Stage, group: Group, file: ModelFile, model: ModelConfi
         stage.leave_model()
     finally:
         lib.llama_model_free(shape)
+
+
+class Membership:
+    """This rank's membership of a group: it joins when its stage loads, and leaves when the stage is closed.
+
+    All methods but `leave` belong to the stage's thread.
+    """
+
+    def __init__(self, part: int, shares: tuple[float, ...], connect: Callable[[], native.GroupSum]) -> None:
+        """`shares`: as of Group. `connect` is called by all parts at the same time, and waits for them."""
+        self.part = part
+        self.is_joining = False
+        """It waits for the other parts."""
+        self._shares = shares
+        self._connect = connect
+        self._sum: native.GroupSum | None = None
+        self._has_left = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Another part is gone, or this rank has left."""
+        return self._sum is not None and self._sum.lost
+
+    def join(self) -> Group:
+        """Wait for the other parts."""
+        self.is_joining = True
+        self._sum = self._connect()
+        self.is_joining = False
+        if self._has_left:
+            self._sum.abandon()
+        return Group(part=self.part, n_parts=len(self._shares), shares=self._shares, sum=self._sum)
+
+    def agree(self, stop: bool) -> bool:
+        """Whether any part wants to stop. All parts ask at the same places, and get the same answer.
+
+        Raises RunError when a part is lost.
+        """
+        assert self._sum is not None
+        number = ctypes.c_float(0)
+        stop = self._sum.sum(ctypes.addressof(number), 1, stop)
+        if self.is_lost:
+            raise RunError("another rank of this group is lost")
+        return stop
+
+    def leave(self) -> None:
+        """Wait for no other part any more: sums end at once. From any thread."""
+        self._has_left = True
+        if self._sum is not None:
+            self._sum.abandon()

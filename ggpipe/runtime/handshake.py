@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -10,11 +11,13 @@ import ggpipe
 from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config import EngineConfig
-from ggpipe.core.layout import Layout
+from ggpipe.core.layout import Layout, part_shares
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, SettingError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import Progress
+from ggpipe.llama.libllama import native
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.stage import Cut, Stage
@@ -153,6 +156,20 @@ def prompt_cache(config: EngineConfig, transport: Transport) -> PromptCache | No
     return PromptCache(config.prompt_cache.path, transport.rank, read_only=config.prompt_cache.saves == "nothing")
 
 
+def membership(config: EngineConfig, transport: Transport, ranks: Sequence[int]) -> Membership | None:
+    """This rank's in the group of these ranks; None where it is alone."""
+    if len(ranks) == 1:
+        return None
+    pipeline = config.pipeline
+    over_messages = functools.partial(native.mpi_sum, halves=pipeline.tensor_wire == "f16")
+
+    def connect() -> native.GroupSum:
+        return transport.join_group(ranks, native.shared_sum, over_messages)
+
+    shares = part_shares(len(ranks), pipeline.tensor_split)
+    return Membership(ranks.index(transport.rank), shares, connect)
+
+
 def stage_loader(
     config: EngineConfig,
     transport: Transport,
@@ -160,10 +177,10 @@ def stage_loader(
     layers: tuple[int, int],
     draft: bool,
     prompt_cache: PromptCache | None = None,
-    group: Sequence[int] = (),
+    group: Membership | None = None,
 ) -> Callable[[Progress], Stage]:
     """A function that makes this rank's stage, of the target or of the draft, given a callback for its progress, and
-    describes it to `prompt_cache`. `group`: the ranks that hold these layers together, if there are several."""
+    describes it to `prompt_cache`. `group`: that of the ranks that hold these layers together, if there are several."""
     threads = threads_of(config, transport, draft)
     part = config.draft if draft and config.draft is not None else config
     shares_cores = draft and transport.ranks_on_host > config.n_draft_ranks
@@ -173,7 +190,17 @@ def stage_loader(
             machine.yield_to_others()
         n_prefixes = config.n_prefixes(part.context)
         saves_states = prompt_cache is not None and n_prefixes > 0
-        stage = Stage(model_file, layers, part.model, part.context, threads, progress, n_prefixes, saves_states)
+        stage = Stage(
+            model_file,
+            layers,
+            part.model,
+            part.context,
+            threads,
+            progress,
+            n_prefixes,
+            saves_states,
+            group.join() if group is not None else None,
+        )
         if prompt_cache is not None:
             prompt_cache.describe(stage, model_file, part.model, part.context)
         return stage

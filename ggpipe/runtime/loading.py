@@ -154,12 +154,11 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
                 inbox.wake()  # from now on an answer may come
 
         cache, stage = agreed.prompt_cache, layout.stage_of(HEAD)
-        load = handshake.stage_loader(
-            head.config, transport, agreed.model_file, stage.layers, False, cache, stage.ranks
-        )
+        group = handshake.membership(head.config, transport, stage.ranks)
+        load = handshake.stage_loader(head.config, transport, agreed.model_file, stage.layers, False, cache, group)
         send = deliver_here if transport.sends_from_any_thread else inbox.put
         poll_s = handshake.poll_s(head.config)
-        thread = StageThread(HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache)
+        thread = StageThread(HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache, group=group)
         inbox.relieved = thread.relief_s
         return thread
 

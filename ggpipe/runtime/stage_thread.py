@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ggpipe.core.messages import Restored, Run, RunResult, Save, Span
 from ggpipe.errors import GgpipeError, RunError
+from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import Progress
 from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.stage import Stage
@@ -19,6 +20,7 @@ from ggpipe.transport.base import Payload
 from ggpipe.transport.bell import Bell
 
 _POLL_QUIET_S = 50e-3
+_NAMING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,12 @@ class StageThread:
         pump: Callable[[], bool] | None = None,
         poll_s: tuple[float, float] = (1e-3, 10e-3),
         prompt_cache: PromptCache | None = None,
-        speaks: bool = True,
+        group: Membership | None = None,
     ) -> None:
         """`load` makes the stage and reports its progress. `notify`, and `deliver` for what comes of runs, are called
         from the thread. `pump` is called while the thread has nothing to do: it polls, and submits what came.
         `poll_s`: while a run is computed, the main thread polls after a quarter of a run, within these seconds.
-        `prompt_cache`: `load` has described the stage to it. `speaks`: no other part of a group sends our runs on.
+        `prompt_cache`: `load` has described the stage to it. `group`: `load` joins it.
         """
         self._rank = rank
         self._load = load
@@ -113,7 +115,7 @@ class StageThread:
         self._pump = pump
         self._poll_s = poll_s
         self._prompt_cache = prompt_cache
-        self._speaks = speaks
+        self._group = group
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
         self._last_run_s = 0.0
@@ -149,7 +151,9 @@ class StageThread:
         """Drop the runs that are not done yet, stop the one being computed, free the stage."""
         self._closing = True
         self._bell.ring()
-        while self._thread.is_alive():
+        if self._group is not None:
+            self._group.leave()
+        while self._thread.is_alive() and not (self._group is not None and self._group.is_joining):
             if self._stage is not None and self._computing is not None:
                 self._stage.cancel(self._computing)
             self._thread.join(0.01)
@@ -164,7 +168,7 @@ class StageThread:
             self._notify(Loaded(stage, load_s, restored))
             while (job := self._next_job()) is not None:
                 self._computing, save = job.run.id, job.run.save
-                job = replace(job, run=self._decided(stage, job.run))
+                job = replace(job, run=self._decided(job.run))
                 if save is not None and job.run.cancelled:
                     save = replace(save, tokens=())  # they are not computed
                 outcome = self._compute(stage, job)
@@ -177,17 +181,20 @@ class StageThread:
             self._stage = None
             stage.close()
         except GgpipeError as e:
-            self._notify(Broke(e))
+            if self._group is not None and self._group.is_lost:  # whoever finds a rank dead can say which
+                self._bell.wait(_NAMING_S)
+            if not self._closing:
+                self._notify(Broke(e))
         except Exception as e:  # a bug, but the other ranks must be informed
             error = RunError(f"internal error: {type(e).__name__}: {e}")
             error.__cause__ = e
             self._notify(Broke(error))
 
-    def _decided(self, stage: Stage, run: Run) -> Run:
-        """The run, cancelled or not. All parts of a group decide alike, or some would wait for a sum of the others."""
+    def _decided(self, run: Run) -> Run:
+        """The run, cancelled or not. All parts of a group decide alike, or some would wait for sums of the others."""
         cancelled = run.id in self._cancelled
-        if not run.cancelled and (run.rows or run.save is not None):
-            cancelled = stage.agree(cancelled)
+        if self._group is not None and not run.cancelled and (run.rows or run.save is not None):
+            cancelled = self._group.agree(cancelled)
         return replace(run, cancelled=True) if cancelled else run
 
     def _save(self, stage: Stage, save: Save) -> Saved:
@@ -234,7 +241,7 @@ class StageThread:
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
-        if not self._speaks:
+        if self._group is not None and self._group.part > 0:
             return PartDone(run.id, self._span(start, outcome.compute_s, 0))
         if stage.is_last:
             span = self._span(start, outcome.compute_s, 0)

@@ -99,6 +99,7 @@ class Worker:
 
         def start(deliver: Callable[[Outcome], None]) -> StageThread:
             stage = layout.stage_of(rank)
+            group = handshake.membership(self._config, self._transport, stage.ranks)
             load = handshake.stage_loader(
                 self._config,
                 self._transport,
@@ -106,7 +107,7 @@ class Worker:
                 stage.layers,
                 self._draft is not None,
                 self._prompt_cache,
-                stage.ranks,
+                group,
             )
             deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
             pump = self._inbox.pump if self._transport.must_poll and not leads else None
@@ -119,7 +120,7 @@ class Worker:
                 pump,
                 poll_s,
                 self._prompt_cache,
-                speaks=layout.part_of(rank) == 0,
+                group,
             )
             self._inbox.take_run = lambda message: thread.submit_message(message.payload)
             self._inbox.relieved = thread.relief_s
