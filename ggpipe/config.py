@@ -234,13 +234,6 @@ class PipelineConfig:
 
     shares: tuple[float, ...] | None = None
     """Share of the layers for each rank, head first; None spreads them evenly over all ranks."""
-    group_sizes: tuple[int, ...] = ()
-    """For each of the shares, the number of ranks that compute these layers together; empty: one each."""
-    tensor_split: tuple[float, ...] = ()
-    """In which proportions the ranks of a group divide each tensor, in every group of as many ranks; others divide
-    evenly. Groups of the draft count as well."""
-    tensor_wire: TensorWire = "f32"
-    """What a group's machines send each other of their sums: f16 takes half the bytes, and rounds."""
     threads: tuple[int, ...] = (-1,)
     """One value for all ranks, or one for each; -1 is this rank's part of its machine's cores."""
     threads_batch: tuple[int, ...] = (-1,)
@@ -251,6 +244,13 @@ class PipelineConfig:
     """A rank that sends nothing for so many seconds ends the job; 0: never."""
     check_memory: bool = False
     """Nothing is loaded when a machine's available memory is less than its ranks need."""
+    group_sizes: tuple[int, ...] = ()
+    """For each of the shares, the number of ranks that compute these layers together; empty: one each."""
+    tensor_split: tuple[float, ...] = ()
+    """In which proportions the ranks of a group divide each tensor, in every group of as many ranks; others divide
+    evenly. Groups of the draft count as well."""
+    tensor_wire: TensorWire = "f32"
+    """What a group's machines send each other of their sums: f16 takes half the bytes, and rounds."""
 
     def __post_init__(self) -> None:
         if self.rank_timeout_s != 0 and not 1 <= self.rank_timeout_s <= _MOST_TIMEOUT_S:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from ggpipe.config import ContextConfig, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig, SpeculationConfig
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
 from ggpipe.errors import SettingError
 
 MODEL = ModelConfig(path=Path("m.gguf"))
@@ -27,6 +35,7 @@ MODEL = ModelConfig(path=Path("m.gguf"))
         (lambda n: SpeculationConfig(n_min=n), "n_min", (-1, 9)),
         (lambda n: PipelineConfig(threads=(1, n)), "threads", (0, -2, 513)),
         (lambda n: PipelineConfig(threads_batch=(n,)), "threads_batch", (0, -2, 513)),
+        (lambda n: PipelineConfig(shares=(0.5, 0.5), group_sizes=(1, n)), "group_sizes", (0, 17)),
         (lambda n: DraftConfig(model=MODEL, threads=n), "draft.threads", (0, -2, 513)),
         (lambda n: DraftConfig(model=MODEL, threads_batch=n), "draft.threads_batch", (0, -2, 513)),
     ],
@@ -94,3 +103,44 @@ def test_wide_records_take_keywords_only() -> None:
     for record in records:
         with pytest.raises(TypeError, match="positional"):
             record(MODEL)
+
+
+# Groups
+
+GROUPS = PipelineConfig(shares=(0.5, 0.5), group_sizes=(2, 1))
+
+
+def test_ranks_of_groups() -> None:
+    draft = DraftConfig(model=MODEL, shares=(1.0,), group_sizes=(3,))
+    assert (GROUPS.n_ranks, draft.n_ranks, EngineConfig(MODEL, pipeline=GROUPS, draft=draft).n_draft_ranks) == (3, 3, 3)
+    assert (PipelineConfig().n_ranks, PipelineConfig(shares=(0.5, 0.5)).n_ranks) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PipelineConfig(shares=(1.0,), group_sizes=(2, 2)), "`group_sizes` has 2 numbers for 1 `shares`"),
+        (lambda: PipelineConfig(tensor_split=(3, 0)), "`tensor_split` must be numbers above 0, as in 3,1, got 0"),
+        (lambda: PipelineConfig(tensor_wire=BAD), "`tensor_wire` must be f32 or f16, got bad"),
+        (
+            lambda: EngineConfig(MODEL, pipeline=PipelineConfig(shares=(0.5, 0.5), tensor_split=(3, 1))),
+            "`tensor_split` has 2 numbers, but `shares` has no group of 2 ranks",
+        ),
+        (lambda: EngineConfig(MODEL, ContextConfig(exact=True), GROUPS), "`exact` does not work with groups"),
+        (lambda: EngineConfig(MODEL, ContextConfig(flash_attn="off"), GROUPS), "groups need flash attention"),
+        (
+            lambda: EngineConfig(ModelConfig(path=Path("m"), loras=((Path("a"), 1.0),)), pipeline=GROUPS),
+            "`loras` cannot be used with groups",
+        ),
+    ],
+)
+def test_what_groups_cannot_do_is_one_line(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_proportions_of_a_drafts_group() -> None:
+    draft = DraftConfig(model=MODEL, shares=(1.0,), group_sizes=(3,))
+    EngineConfig(MODEL, pipeline=PipelineConfig(shares=(1.0,), tensor_split=(3, 2, 1)), draft=draft)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, TypeVar
 
-from ggpipe.transport.base import Kind, Message, Payload, Transport
+from ggpipe.transport.base import Kind, Message, OverMemory, OverMessages, Payload, Transport
+
+T = TypeVar("T")
 
 
 class LocalWorld:
@@ -14,6 +19,15 @@ class LocalWorld:
 
     def __init__(self, size: int) -> None:
         self.transports = [LocalTransport(self, rank, size) for rank in range(size)]
+        self._memory: dict[Sequence[int], IO[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def memory_of(self, group: Sequence[int]) -> IO[bytes]:
+        """A file in memory that these ranks share."""
+        with self._lock:
+            if group not in self._memory:
+                self._memory[group] = os.fdopen(os.memfd_create("ggpipe"), "rb")
+            return self._memory[group]
 
 
 class LocalTransport(Transport):
@@ -43,6 +57,10 @@ class LocalTransport(Transport):
 
     def flush(self, timeout_s: float) -> bool:
         return True
+
+    def join_group(self, ranks: Sequence[int], over_memory: OverMemory[T] | None, over_messages: OverMessages[T]) -> T:
+        assert over_memory is not None
+        return over_memory(self._world.memory_of(tuple(ranks)).fileno(), ranks.index(self.rank), len(ranks))
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake

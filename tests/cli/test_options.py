@@ -41,8 +41,8 @@ CONFIGS = (ModelConfig, ContextConfig, SamplingConfig, SpeculationConfig, Pipeli
 ELSEWHERE = {  # fields that no row sets: the command line has them in another form, or finds them out
     ModelConfig: {"path", "load_mode", "loras"},
     ContextConfig: {"n_seq"},
-    PipelineConfig: {"shares", "auto"},
-    DraftConfig: {"model", "context", "shares"},
+    PipelineConfig: {"shares", "group_sizes", "auto"},
+    DraftConfig: {"model", "context", "shares", "group_sizes"},
 }
 
 

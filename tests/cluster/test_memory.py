@@ -16,9 +16,10 @@ from support.commands import TARGET, ggpipe
 from support.reference import listen
 from support.zoo import ZOO, ZooModel, make, pair_script
 
-from ggpipe.cluster.memory import Memory, process_memory, stage_memory
+from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
 from ggpipe.cluster.model_shape import even_shape
 from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.core.layout import lay_out
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
@@ -160,3 +161,14 @@ def test_it_is_enough_for_ranks(tmp_path: Path) -> None:
     ]
     for need, rank in zip(needs, json.loads(json_path.read_text())["ranks"], strict=True):
         assert 0.4 * need.total < rank["resident_bytes"] <= need.total
+
+
+def test_the_ranks_of_a_group_divide_weights_and_cells() -> None:
+    shape = shape_of(ModelFile.open(TARGET))
+    layout = lay_out(shape.n_layer, 3, (0.5, 0.5), 0, (1, 2))
+    alone, first, second = memory_by_rank(shape, layout, None, None, 1024, 512, (3, 1))
+    whole = stage_memory(shape, layout.layers_of(1), 1024, 512)
+    assert first.weights == pytest.approx(0.75 * whole.weights)
+    assert second.kv == pytest.approx(0.25 * whole.kv)
+    assert first.compute == second.compute == whole.compute
+    assert alone == memory_by_rank(shape, lay_out(shape.n_layer, 2, (0.5, 0.5)), None, None, 1024, 512)[0]

@@ -311,3 +311,26 @@ def test_file(tmp_path: Path) -> None:
     for bad in (tmp_path, tmp_path / "no" / "trace.json"):
         with pytest.raises(UsageError, match="cannot write to"):
             write_trace(bad, speculated_request(), speculating_ranks())
+
+
+def grouped() -> tuple[RequestStats, list[RankStats]]:
+    """A stage of one rank, and one of two, whose part 1 begins and ends later than part 0."""
+    ranks = [RankStats(rank=0, layers=(0, 2)), RankStats(rank=1, layers=(2, 4)), RankStats(rank=2, layers=(2, 4))]
+    spans = tuple(
+        Span(rank=rank, start_s=start, compute_s=0.1, busy_s=0.2, sent_bytes=8)
+        for rank, start in ((0, 10.0), (1, 10.3), (2, 10.4))
+    )
+    run = RunRecord(id=1, request=1, n_rows=1, n_run_rows=1, n_draft_tokens=0, cancelled=False, spans=spans)
+    return RequestStats(arrived=10.0, ended=11.0, runs=[run]), ranks
+
+
+def test_only_part_0_of_a_group_takes_part_in_hops() -> None:
+    stats, ranks = grouped()
+    found = events(stats, ranks)
+    assert [(event["pid"], event["args"]["to_rank"]) for event in found if event["ph"] == "b"] == [(0, 1)]
+    assert [event["pid"] for event in found if event["name"] == "decode"] == [0, 1, 2]
+    (end,) = (event["ts"] for event in found if event["ph"] == "C" and event["args"]["live"] == 0)
+    assert end == 500_000
+    names = [event["args"]["name"] for event in found if event["name"] == "process_name"]
+    assert names == ["rank 0 · head · target layers 0-1", "rank 1 · target layers 2-3 part 0",
+                     "rank 2 · target layers 2-3 part 1"]  # fmt: skip

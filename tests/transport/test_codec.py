@@ -256,6 +256,12 @@ def test_micro_batches(batch: MicroBatch, records: list[RunRecord]) -> None:
     assert codec.read_micro_batch(codec.micro_batch_message(batch, records)) == (batch, tuple(records))
 
 
+@given(INT64, SPANS)
+def test_times_of_parts(run: int, spans: tuple[Span, ...]) -> None:
+    for span in spans:
+        assert codec.read_part_span(codec.part_span_message(run, span)) == (run, span)
+
+
 def test_a_greedy_result_is_small() -> None:
     rows = tuple(RowLogits(i, (i,), (0.5,), math.nan) for i in range(64))
     spans = tuple(Span(rank=i, start_s=1.0, compute_s=2.0, busy_s=3.0, sent_bytes=4) for i in range(8))
