@@ -30,6 +30,7 @@ from ggpipe.core.prefix_cache import RESTORED
 from ggpipe.errors import RunError, SettingError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.group import Group
 from ggpipe.llama.stage import Stage
 
 _MAGIC = b"ggpipe prompt\n\0\0"
@@ -140,12 +141,18 @@ def _facts(stage: Stage, file: ModelFile, model: ModelConfig, context: ContextCo
         "a model file of": datetime.datetime.fromtimestamp(changed_s, datetime.UTC).isoformat(" "),
         "LoRA adapters": ", ".join(loras) or "none",
         "metadata": ", ".join(model.override_kv) or "the model's own",
-        "layers": f"{first + 1}-{end} of {file.n_layer}",
+        "layers": f"{first + 1}-{end} of {file.n_layer}{_part_text(stage.group)}",
         "KV types": f"{context.cache_type_k} and {context.cache_type_v}",
         "`flash_attn`": context.flash_attn,
         "`exact`": "on" if context.exact else "off",
         "RoPE settings": ", ".join(f"{name} {value}" for name, value in rope.items()),
     }  # fmt: skip
+
+
+def _part_text(group: Group | None) -> str:
+    if group is None:
+        return ""
+    return f" (part {group.part} of {', '.join(f'{share:g}' for share in group.shares)})"
 
 
 def _states(stage: Stage, seq: int, n: int) -> Iterator[tuple[int, int, _Bytes]]:

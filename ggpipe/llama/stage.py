@@ -85,7 +85,7 @@ class Stage:
         self.layers = layers
         self.is_first, self.is_last = a == 0, b == model_file.n_layer
         self._file = model_file
-        self._group, self._threads = group, threads
+        self.group, self._threads = group, threads
         if group:
             context = context_of_group(model_file, group.n_parts, model, context)
         self._keep: list[object] = []
@@ -244,7 +244,7 @@ class Stage:
     @property
     def _speaks(self) -> bool:
         """The logits are put together on this rank."""
-        return self._group is None or self._group.part == 0
+        return self.group is None or self.group.part == 0
 
     @property
     def rolls_back(self) -> bool:
