@@ -47,6 +47,7 @@ class MpiTransport(Transport):
     def __init__(self) -> None:
         """Raises LaunchError under the mpirun of another MPI library, whose ranks do not see each other."""
         self._comm = MPI.COMM_WORLD
+        self._groups = self._comm.Dup()  # making a group sends messages of its own, which `poll` would take
         self.rank, self.size = self._comm.rank, self._comm.size
         launched = size_in_environment() or 1
         if launched > 1 and self.size == 1:
@@ -79,7 +80,7 @@ class MpiTransport(Transport):
                 f"groups need MPI's thread level MULTIPLE, which {library_name()} does not support: use another MPI "
                 "library, or stages of one rank"
             )
-        comm = self._comm.Create_group(self._comm.group.Incl(ranks))
+        comm = self._groups.Create_group(self._groups.group.Incl(ranks))
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         memory = None if over_memory is None else _shared_memory(comm)
         try:

@@ -31,7 +31,7 @@ DRAFT = TARGET.with_name("tales-draft.gguf")
 N_CTX = 512
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 NEAR_TIE = 0.1  # standard deviations of a row
-MODES = {mode: SpeculationConfig(mode=mode, n_draft=4, n_parallel=2) for mode in ("iterative", "speculative", "async")}  # type: ignore[arg-type]
+MODES = {mode: SpeculationConfig(mode=mode, n_draft=4, n_parallel=2) for mode in ("iterative", "speculative", "async")}
 
 
 @cache
@@ -99,9 +99,8 @@ def test_a_group_writes_the_text_in_all_modes(split: str, tensor_split: tuple[fl
             differ_at_near_ties_only(tokens, whole_text())
             if mode == "speculative":
                 assert stats.counters.accepted_tokens > 0
-            assert [rank.runs > 0 for rank in stats.ranks] == [
-                rank.layers[1] > 0 and (mode != "iterative" or not rank.draft) for rank in stats.ranks
-            ]
+            at_work = [rank for rank in stats.ranks if rank.layers[1] > 0 and (mode == "speculative" or not rank.draft)]
+            assert all(rank.runs > 0 for rank in at_work)
 
 
 def test_requests_share_a_group() -> None:
@@ -131,14 +130,14 @@ def test_a_text_repeats_itself_and_needs_no_certain_stages() -> None:
 def test_each_part_keeps_its_prompt_cache(tmp_path: Path) -> None:
     config = config_of("0.5,0.5*2/1.0", cache=tmp_path / "cache")
     with session_of(config) as session:
-        expected, stats = generate(session)
+        expected, stats = generate(session, "speculative")
         assert stats.counters.cached_tokens == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "cache", "cache.rank1", "cache.rank2", "cache.rank3",
     ]  # fmt: skip
     with session_of(config) as session:
         assert session.warnings == ()
-        tokens, stats = generate(session)
+        tokens, stats = generate(session, "speculative")
         assert stats.counters.cached_tokens > 50
         differ_at_near_ties_only(tokens, expected)
     with session_of(config_of("0.5,0.5*2/1.0", (3, 1), tmp_path / "cache")) as session:
