@@ -168,20 +168,17 @@ def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
         return min(max(_FIRST_ROWS - n_tokens, 1), most)
     first, usual_s = max(n_tokens, 1), _round(load, n_decoding)[1] / load.n_stages
     more_s = load.limits.prefill_slowdown * usual_s - cost.seconds(first)
-    best, fastest = 1, 0.0
-    fewest = 1
+    best, fastest = 0, 0.0
+    fewest = _TILE
     while fewest <= n_tokens + most:
         row_s = cost.text_row_s(fewest) or 0.0
         n_all = first + round(more_s / row_s) if row_s else n_tokens + most
-        if n_all >= _TILE:
-            n_all = (n_all + _TILE // 2) // _TILE * _TILE
-        n_all = min(n_all, 2 * fewest - 1, n_tokens + most)
-        n_all -= n_all % _TILE if n_all > _TILE else 0
+        n_all = min((n_all + _TILE // 2) // _TILE * _TILE, 2 * fewest - _TILE, n_tokens + most)
         n = n_all - n_tokens
         if n_all >= fewest and n > 0 and (rate := n / cost.text_s(n_tokens, n)) > fastest:
             best, fastest = n, rate
         fewest *= 2
-    return min(best, most)
+    return min(best or 1, most)
 
 
 def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[Take]:
