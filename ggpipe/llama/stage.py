@@ -31,6 +31,8 @@ _NO_RUN = 0  # an id that no run has
 
 _COPIES_ALL_LAYERS = ("deepseek4",)
 """Architectures whose states libllama copies for all layers, also for those that other ranks hold."""
+_DIFFER_IN_COMPANY = ("qwen4exp", "minimax-01")
+"""Architectures whose exact rows depend on others for more than the order of KV cells, as was tried."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ class Stage:
                 self._model = load_layers(self._native, model_file, layers, model, self._keep, progress)
                 self._open_context(model, context, threads, n_prefixes, saves_states)
             self.cut = self._dry_run()
-            self.exact_in_company: bool = self._native.orders_cells
+            self.exact_in_company: bool = (
+                self._native.orders_cells and model_file.architecture not in _DIFFER_IN_COMPANY
+            )
             """With `exact`: rows have the same bits whatever other sequences are in the KV cache."""
         except BaseException:
             self.close()
