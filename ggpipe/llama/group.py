@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ggpipe.config import MAX_PARTS, ContextConfig, ModelConfig
-from ggpipe.errors import ModelError, RunError, SettingError
+from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.model_header import ModelHeader
@@ -68,25 +68,13 @@ def splits_attention(file: ModelFile) -> bool:
     return file.architecture in _SPLIT_ATTENTION and 1 not in n_heads
 
 
-def context_of_group(file: ModelFile, n_parts: int, model: ModelConfig, context: ContextConfig) -> ContextConfig:
-    """The settings of a context, as a group of so many parts needs them.
-
-    Raises SettingError or ModelError, with what to do, where there can be no such group.
-    """
-    if n_parts > MAX_PARTS:
-        raise SettingError(f"a group has at most {MAX_PARTS} ranks, got {n_parts}: make several stages of them")
+def context_of_group(file: ModelFile, context: ContextConfig) -> ContextConfig:
+    """The settings of a context, as a group needs them; EngineConfig has checked these. Raises ModelError for models
+    that are not known to work in groups."""
     if file.architecture not in _SPLIT_ATTENTION | _SPLIT_FFN:
         raise ModelError(f"'{file.architecture}' models are not known to work in groups: give each rank its own layers")
-    if context.exact:
-        raise SettingError(
-            "`exact` does not hold for groups, whose sums depend on their size: leave it out, or the groups"
-        )
-    if model.loras:
-        raise SettingError("`loras` cannot be used in a group: merge them into the model, or leave out the groups")
     if not splits_attention(file):
         return context
-    if context.flash_attn == "off":
-        raise SettingError(f"'{file.architecture}' models in a group need flash attention: leave `flash_attn` at auto")
     return replace(context, flash_attn="on")
 
 

@@ -89,7 +89,7 @@ class Stage:
         self._file = model_file
         self.group, self._threads = group, threads
         if group:
-            context = context_of_group(model_file, group.n_parts, model, context)
+            context = context_of_group(model_file, context)
         self._keep: list[object] = []
         self._model: Any = None
         self._context: Any = None

@@ -15,7 +15,7 @@ from support.runs import TREE
 from support.zoo import make, pair_script, split
 
 from ggpipe.config import ContextConfig, ModelConfig
-from ggpipe.errors import ModelError, RunError, SettingError
+from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.bundled import BUNDLED_PAIR
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import context_of_group, splits_attention
@@ -211,19 +211,8 @@ def test_the_demo_model() -> None:
 
 
 def test_what_cannot_be_a_group(folder: Path) -> None:
-    file = ModelFile.open(wide("llama", folder))
-    model = ModelConfig(path=file.paths[0])
-    lora = replace(model, loras=((folder / "x.gguf", 1.0),))
-    for n_parts, config, context, message in (
-        (17, model, CONTEXT, "16"),
-        (2, model, replace(CONTEXT, exact=True), "`exact`"),
-        (2, lora, CONTEXT, "`loras`"),
-        (2, model, replace(CONTEXT, flash_attn="off"), "`flash_attn`"),
-    ):
-        with pytest.raises(SettingError, match=message):
-            context_of_group(file, n_parts, config, context)
-    assert context_of_group(file, 2, model, CONTEXT).flash_attn == "on"
+    assert context_of_group(ModelFile.open(wide("llama", folder)), CONTEXT).flash_attn == "on"
     with pytest.raises(ModelError, match="'mpt' models"):
-        context_of_group(ModelFile.open(wide("mpt", folder)), 2, model, CONTEXT)
+        context_of_group(ModelFile.open(wide("mpt", folder)), CONTEXT)
     without_attention = ModelFile.open(wide("bloom", folder))
-    assert context_of_group(without_attention, 2, model, replace(CONTEXT, flash_attn="off")).flash_attn == "off"
+    assert context_of_group(without_attention, CONTEXT).flash_attn == CONTEXT.flash_attn

@@ -161,7 +161,7 @@ def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
     """Rows of prompts beside `n_tokens` accepted tokens, while `n_decoding` requests decode: those that bring most
     prompt tokens a second, so many that runs take about `prefill_slowdown` times as long as without; at least one.
 
-    In all, a run has whole tiles of rows: those of a tile that is not full take as long as a full one's.
+    A run has whole tiles of rows, whoever they are for: those of a tile that is not full take as long as a full one's.
     """
     cost = load.cost
     if cost.text_row_s(1) is None or not cost.is_known:
