@@ -1,7 +1,8 @@
 """Measures several users at a time; run it as `scripts/bench/serving`.
 
-Two target ranks under mpirun, one thread each, and with `--draft` a draft rank, on the bundled pair inflated to 0.4 B
-in Q8_0. All settings take turns in each round. Tables show medians over the rounds; ratios are of one round.
+Two target ranks under mpirun, one thread each, as two stages or with `--group` as one, and with `--draft` a draft rank,
+on the bundled pair inflated to 0.4 B in Q8_0. All settings take turns in each round. Tables show medians over the
+rounds; ratios are of one round.
 
 users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 tokens to generate: tokens a second of all
         together, from the first arrival to the last token. Beside it libllama driven directly: one process with two
@@ -76,10 +77,13 @@ def job(args: argparse.Namespace) -> int:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     pair = inflated_pair()
     sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS))
+    pipeline = PipelineConfig((1 / N_TARGET,) * N_TARGET, (1,))
+    if args.group:
+        pipeline = PipelineConfig((1.0,), (1,), group_sizes=(N_TARGET,))
     config = EngineConfig(
         ModelConfig(path=pair.target),
         sizes,
-        PipelineConfig((1 / N_TARGET,) * N_TARGET, (1,)),
+        pipeline,
         DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, shares=(1.0,)) if args.draft else None,
         n_requests=max(USERS),
         prefill_slowdown=args.prefill_slowdown,
@@ -261,7 +265,7 @@ def serve_with_libllama(path: Path) -> int:
 # Tables
 
 
-def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool) -> None:
+def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool, n_stages: int) -> None:
     """Print the medians of all rounds but the first, which warms up."""
     rounds = [result for result in results if result["round"] > 0]
 
@@ -289,8 +293,8 @@ def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool) -> Non
         base = statistics.median(r[f"libllama {n}"] for r in rounds)
         own = statistics.median(r[f"iterative {n}"] for r in rounds)
         ratio = middle(r[f"iterative {n}"] / r[f"libllama {n}"] for r in rounds)
-        prompt_s = statistics.median(r[f"prompt row {n}"] for r in rounds) * N_SHORT * max(n, N_TARGET)
-        rate, size = limit(times, n)
+        prompt_s = statistics.median(r[f"prompt row {n}"] for r in rounds) * N_SHORT * max(n, n_stages)
+        rate, size = limit(times, n, n_stages)
         bound = n * n_tokens / (prompt_s + n * (n_tokens - 1) / rate)
         print(f"{n:5d} {base:14.1f} {own:14.1f}   {ratio:28s} {bound / base:5.2f}, {bound:.1f} t/s with {size} a run")
         if draft:
@@ -310,11 +314,11 @@ def run_times(results: Sequence[dict[str, Any]]) -> dict[int, float]:
     return {n: statistics.median(seconds) for n, seconds in times.items()}
 
 
-def limit(times: dict[int, float], n_users: int) -> tuple[float, int]:
+def limit(times: dict[int, float], n_users: int, n_stages: int) -> tuple[float, int]:
     """The most tokens a second for so many users when runs of one size keep all stages busy, and that size: a stage
     gives so many rows in a run's time, and fewer stages are busy than there are where there are fewer runs."""
     sizes = [n for n in times if n <= n_users]
-    return max((n / times[n] * min(n_users / n / N_TARGET, 1), n) for n in sizes)
+    return max((n / times[n] * min(n_users / n / n_stages, 1), n) for n in sizes)
 
 
 def main() -> int:
@@ -324,6 +328,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=64, help="tokens to generate for each user")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--draft", action="store_true", help="with a draft rank")
+    parser.add_argument("--group", action="store_true", help="the target ranks compute one stage together")
     parser.add_argument("--prefill-slowdown", type=float, default=EngineConfig.prefill_slowdown)
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--libllama", type=Path, help=argparse.SUPPRESS)
@@ -338,7 +343,7 @@ def main() -> int:
     done = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, env={**os.environ, **mpi_environment()}, preexec_fn=die_with_parent
     )
-    report(json.loads(done.stdout), args.n, args.draft)
+    report(json.loads(done.stdout), args.n, args.draft, 1 if args.group else N_TARGET)
     return 0
 
 
