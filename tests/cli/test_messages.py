@@ -17,7 +17,7 @@ PACKAGE = Path(ggpipe.__file__).parent
 LIBRARY = [
     path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in ("cli", "display")
 ]
-ONLY_IN_PYTHON = {"n_queued", "prefill_slowdown"}  # no command serves several requests
+ONLY_IN_PYTHON = {"group_sizes", "n_queued", "prefill_slowdown"}  # of the Python API
 FLAG = re.compile(r"(?<![\w`-])--?[a-z][\w-]*")
 
 
