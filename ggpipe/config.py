@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from ggpipe.checks import check_choice, check_finite, check_range
 from ggpipe.errors import SettingError
 
 LoadMode = Literal["mmap", "none", "mlock", "mmap+mlock", "dio"]
@@ -96,16 +97,16 @@ class ContextConfig:
     """-1 takes the model's."""
 
     def __post_init__(self) -> None:
-        _check_range("n_ctx", self.n_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)")
-        _check_range("n_batch", self.n_batch, 1, MAX_TOKENS, "a number of tokens")
-        _check_range("n_ubatch", self.n_ubatch, 1, MAX_TOKENS, "a number of tokens")
-        _check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES, "a number of sequences")
+        check_range("n_ctx", self.n_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)")
+        check_range("n_batch", self.n_batch, 1, MAX_TOKENS, "a number of tokens")
+        check_range("n_ubatch", self.n_ubatch, 1, MAX_TOKENS, "a number of tokens")
+        check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES, "a number of sequences")
         if 0 < self.n_ctx < self.n_seq:
             raise SettingError(
                 f"`n_ctx` must be at least {self.n_seq}, a token for each sequence, got {self.n_ctx}: "
                 "raise it, or lower `n_parallel` or `n_seq`"
             )
-        _check_range(
+        check_range(
             "yarn_orig_ctx", self.yarn_orig_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)"
         )
         check_choice("cache_type_k", self.cache_type_k, get_args(KvType))
@@ -115,7 +116,7 @@ class ContextConfig:
             check_choice("rope_scaling", self.rope_scaling, get_args(RopeScaling))
         for name in ("rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
                      "yarn_beta_fast", "yarn_beta_slow"):  # fmt: skip
-            _check_finite(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
         if self.flash_attn == "off" and self.cache_type_v in _QUANTIZED:
             raise SettingError(f"`cache_type_v` {self.cache_type_v} needs flash attention: set `flash_attn` to on")
 
@@ -142,15 +143,15 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         for name in ("temp", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
-            _check_finite(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
         if self.repeat_penalty <= 0:
             raise SettingError(f"`repeat_penalty` must be above 0, got {self.repeat_penalty:g}")
-        _check_range(
+        check_range(
             "repeat_last_n", self.repeat_last_n, 0, MAX_TOKENS, "a number of tokens", special="-1 (the whole context)"
         )
         if abs(self.top_k) > MAX_TOKENS:
             raise SettingError(f"`top_k` must be 0 (all tokens) or a number up to {MAX_TOKENS}, got {self.top_k}")
-        _check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
+        check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
 
     @property
     def greedy(self) -> bool:
@@ -200,12 +201,12 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
-        _check_range("n_draft", self.n_draft, 1, MAX_TOKENS)
-        _check_range("n_parallel", self.n_parallel, 1, MAX_SEQUENCES)
+        check_range("n_draft", self.n_draft, 1, MAX_TOKENS)
+        check_range("n_parallel", self.n_parallel, 1, MAX_SEQUENCES)
         if self.n_draft_rows is not None:
-            _check_range("n_draft_rows", self.n_draft_rows, 1, MAX_TOKENS)
+            check_range("n_draft_rows", self.n_draft_rows, 1, MAX_TOKENS)
         if self.n_seq is not None:
-            _check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES)
+            check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES)
         if not 0 <= self.n_min <= self.n_draft:
             raise SettingError(f"`n_min` must be a number from 0 to `n_draft` ({self.n_draft}), got {self.n_min}")
         for name in ("p_accept", "p_split", "p_recovery", "p_decay"):
@@ -339,7 +340,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         contexts = [self.context, *([self.draft.context] if self.draft else [])]
-        _check_range("n_requests", self.n_requests, 1, min(context.n_seq for context in contexts))
+        check_range("n_requests", self.n_requests, 1, min(context.n_seq for context in contexts))
         if self.n_queued < 0:
             raise SettingError(f"`n_queued` must be 0 or more, got {self.n_queued}")
         if not 1 < self.prefill_slowdown < math.inf:
@@ -382,33 +383,12 @@ class EngineConfig:
         return self.draft.n_ranks if self.draft else 0
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises SettingError unless the setting `name` has one of these values."""
-    if value not in choices:
-        raise SettingError(f"`{name}` must be {', '.join(choices[:-1])} or {choices[-1]}, got {value}")
-
-
-def _check_range(
-    name: str, value: int, least: int, most: int, what: str = "a number", special: str | None = None
-) -> None:
-    """`special`: a further value, or the least one, and its meaning, as in `-1 (all)`."""
-    also = special is not None and value == int(special.split()[0])
-    if not (least <= value <= most or also):
-        start = f"{special} or " if special else ""
-        raise SettingError(f"`{name}` must be {start}{what} from {least} to {most}, got {value}")
-
-
 def _check_groups(name: str, shares: tuple[float, ...], sizes: tuple[int, ...]) -> None:
     if sizes and len(sizes) != len(shares):
         raise SettingError(f"`group_sizes` has {len(sizes)} numbers for {len(shares)} `{name}`: give one for each")
     for size in sizes:
-        _check_range("group_sizes", size, 1, MAX_PARTS, "a number of ranks")
+        check_range("group_sizes", size, 1, MAX_PARTS, "a number of ranks")
 
 
 def _check_threads(name: str, value: int, unset: str) -> None:
-    _check_range(name, value, 1, MAX_THREADS, special=unset)
-
-
-def _check_finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise SettingError(f"`{name}` must be a finite number, got {value:g}")
+    check_range(name, value, 1, MAX_THREADS, special=unset)

@@ -1,7 +1,7 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
 cli > display > planning > measure | sim > runtime > llama | transport
-    > cache | cluster | launch | metrics > core > config > errors
+    > cache | cluster | launch | metrics > core > config > checks > errors
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (  # the lowest first
     {"errors"},
+    {"checks"},
     {"config"},
     {"core"},
     {"cache", "cluster", "launch", "metrics"},
@@ -105,7 +106,7 @@ def test_packages_stay_small(folder: Path) -> None:
     assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= MOST_MODULES
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if part_of(p) in ("core", "config", "errors")], ids=name)
+@pytest.mark.parametrize("path", [p for p in FILES if part_of(p) in ("core", "config", "checks", "errors")], ids=name)
 def test_core_is_pure(path: Path) -> None:
     for module in imports(path):
         top = module.split(".")[0]

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ggpipe.checks import check_choice
 from ggpipe.cli.argv import unescape
-from ggpipe.config import LoadMode, Mode, PromptCacheConfig, check_choice
+from ggpipe.config import LoadMode, Mode, PromptCacheConfig
 from ggpipe.core.layout import parse_shares
 from ggpipe.errors import SettingError, UsageError
 

@@ -25,7 +25,7 @@ MicroBatchArrived = Callable[[MicroBatch, tuple[RunRecord, ...]], None]
 
 
 class VirtualDraft:
-    """See the module's text."""
+    """The head of the draft model: core's drafter, and the virtual stages that it submits runs to."""
 
     def __init__(
         self,
