@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, TARGET, ggpipe
+from support.commands import ROOT, TARGET, ggpipe, output
 
 from ggpipe.launch import mpirun
 
@@ -137,7 +137,7 @@ def test_simulated_output(page: str, command: str) -> None:
     """The block after a command shows what it prints."""
     shown = blocks(page)
     after = shown[[block.strip() for block in shown].index(command) + 1]
-    printed = set(masked(ggpipe(*command.split()[1:]).stdout))
+    printed = set(masked(output(*command.split()[1:])))
     assert set(masked(after)) <= printed
 
 

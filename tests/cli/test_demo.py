@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, ggpipe, mpirun
+from support.commands import ROOT, ggpipe, mpirun, output
 
 from ggpipe.llama.bundled import BUNDLED_PAIR
 
@@ -26,7 +26,7 @@ N = 12
 def text() -> str:
     """What the small target writes, alone."""
     arguments = ("-m", BUNDLED_PAIR.target, "-p", OPENING, "-n", N, "-c", 1024, "-t", 1, "--temp", 0)
-    return ggpipe("generate", *arguments).stdout
+    return output("generate", *arguments)
 
 
 def test_the_small_models(text: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
+from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of, wait_for
 
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
@@ -128,7 +128,7 @@ def test_an_encoding_that_lacks_characters() -> None:
     random = ("--temp", 100, "--top-k", 0, "--top-p", 1, "--min-p", 0, "-s", 1, "--ignore-eos")
     result = ggpipe(*TEXT, "-n", 200, *random, PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
-    text = ggpipe(*TEXT, "-n", 200, *random).stdout
+    text = output(*TEXT, "-n", 200, *random)
     assert "\ufffd" in text
     assert result.stdout == text.encode("ascii", "replace").decode()
 

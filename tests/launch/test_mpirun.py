@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of
+from support.commands import SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of
 
 from ggpipe.launch import mpirun
 
@@ -20,7 +20,7 @@ TEXT = ("generate", "-m", TARGET, "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
 def test_any_prompt_reaches_the_ranks(prompt: str) -> None:
     result = ggpipe(*TEXT, "--exact", "-p", prompt, *SPLITS[2])
     assert result.returncode == 0, result.stderr
-    assert result.stdout == ggpipe(*TEXT, "--exact", "-p", prompt).stdout
+    assert result.stdout == output(*TEXT, "--exact", "-p", prompt)
 
 
 def test_any_argument_reaches_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

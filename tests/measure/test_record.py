@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun
+from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, output
 from support.pipeline import local_session
 from support.zoo import make
 
@@ -130,7 +130,7 @@ def test_records_what_generate_writes(tmp_path: Path) -> None:
     assert all(
         len(best) == N_CANDIDATES for take in recording.takes for best in (*take.candidates, *take.after_rejection)
     )
-    assert text_of(recording, 0) == ggpipe("generate", "-m", TARGET, "-t", 1, *arguments, *SPLITS[2]).stdout
+    assert text_of(recording, 0) == output("generate", "-m", TARGET, "-t", 1, *arguments, *SPLITS[2])
     assert recording.target.name == "tales-target.gguf"
     assert recording.draft.fingerprint == ModelFile.open(DRAFT).fingerprint
     assert recording.sampling["temp"] == 0

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, Endless, ggpipe, mpirun
+from support.commands import ROOT, SPLITS, TARGET, Endless, ggpipe, mpirun, output
 
 GREEDY = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--temp", 0)
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temp", 0.8, "-s", 5), ("--temp", 0.8, "--top-k", 0, "-s", 5)])
 def test_the_same_text_on_one_to_four_ranks(sampling: tuple[object, ...]) -> None:
-    texts = [ggpipe(*GREEDY, "--exact", *sampling, *SPLITS[n]).stdout for n in (1, 2, 3, 4)]
+    texts = [output(*GREEDY, "--exact", *sampling, *SPLITS[n]) for n in (1, 2, 3, 4)]
     assert len(texts[0]) > 100
     assert set(texts) == {texts[0]}
 
@@ -25,7 +25,7 @@ def test_the_same_text_on_one_to_four_ranks(sampling: tuple[object, ...]) -> Non
 def test_under_a_users_mpirun() -> None:
     result = mpirun(3, *GREEDY, "--exact")
     assert result.returncode == 0, result.stderr
-    assert result.stdout == ggpipe(*GREEDY, "--exact").stdout
+    assert result.stdout == output(*GREEDY, "--exact")
     assert "\x1b" not in result.stderr  # no terminal, no control codes
     assert "decode" in result.stderr
 
@@ -33,16 +33,16 @@ def test_under_a_users_mpirun() -> None:
 def test_a_head_without_layers() -> None:
     result = ggpipe(*GREEDY, "--exact", "--mpi-layer-split", "0,0.5,0.5")
     assert result.returncode == 0, result.stderr
-    assert result.stdout == ggpipe(*GREEDY, "--exact").stdout
+    assert result.stdout == output(*GREEDY, "--exact")
 
 
 def test_a_prompt_of_many_chunks() -> None:
     long = ("generate", "-m", TARGET, "-f", "prompts/long.txt", "-n", 20, "-c", 1024, "-t", 1, "--temp", 0, "--exact")
-    assert ggpipe(*long, "-ub", 32, *SPLITS[3]).stdout == ggpipe(*long).stdout
+    assert output(*long, "-ub", 32, *SPLITS[3]) == output(*long)
 
 
 def test_threads_of_each_rank_and_load_modes(tmp_path: Path) -> None:
-    text = ggpipe(*GREEDY, "--exact").stdout
+    text = output(*GREEDY, "--exact")
     for extra in (("-t", "1,2,1", "-tb", "2"), ("--no-mmap",), ("--no-repack",), ("--numa",), ("-lm", "dio")):
         result = ggpipe(*GREEDY, "--exact", *SPLITS[3], *extra)
         assert (result.returncode, result.stdout) == (0, text), (extra, result.stderr)

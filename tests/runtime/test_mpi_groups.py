@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET, Endless, Job, ggpipe, mpirun, ranks_of
+from support.commands import TARGET, Endless, Job, ggpipe, mpirun, output, ranks_of
 from support.virtual_hosts import virtual_hosts, why_not
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -83,7 +83,7 @@ def test_ranks_of_a_group_are_started_again() -> None:
 def test_a_group_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts share no memory, so they send each other messages; their sums are the same."""
     whole = ("--mpi-layer-split", "1.0*2", *TEXT[5:])
-    expected = ggpipe(*TEXT, "--mpi-layer-split", "1.0*2").stdout
+    expected = output(*TEXT, "--mpi-layer-split", "1.0*2")
     with virtual_hosts(2) as hosts:
         for name, value in hosts.environment.items():
             monkeypatch.setenv(name, value)

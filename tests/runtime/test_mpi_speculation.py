@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET, Endless, ggpipe, mpirun
+from support.commands import TARGET, Endless, ggpipe, mpirun, output
 from support.zoo import make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -19,7 +19,7 @@ ITERATIVE = ("--mode", "iterative")
 @pytest.mark.parametrize("sampling", [("--temp", 0), ("--temp", 0.8, "-s", 5), ("--temp", 0.8, "--top-k", 0, "-s", 5)])
 def test_the_same_text_everywhere(sampling: tuple[object, ...]) -> None:
     exact = (*PAIR, "--exact", *sampling)
-    expected = ggpipe(*exact, *ITERATIVE).stdout
+    expected = output(*exact, *ITERATIVE)
     assert len(expected) > 100
     for arguments in (
         ("--mpi-layer-split", "1.0/1.0"),
@@ -81,5 +81,5 @@ def test_a_model_that_cannot_take_tokens_back(tmp_path: Path) -> None:
     arguments = ("generate", "-m", model, "-p", "Once", "-n", 8, "--ignore-eos", "--temp", 0, "-t", 1, "-c", 256)
     result = ggpipe(*arguments, "-md", model)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == ggpipe(*arguments).stdout
+    assert result.stdout == output(*arguments)
     assert result.stderr.count("cannot roll back") == 2  # a line for each of the models

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.commands import SPLITS, TARGET, ggpipe, mpirun
+from support.commands import SPLITS, TARGET, ggpipe, mpirun, output
 from support.long_text import SAMPLING, Tokens, alone, words
 from support.pipeline import local_session
 from support.zoo import make
@@ -157,7 +157,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     text = (PROMPTS / "tale.txt").read_text().strip()
     cache_file = ("--prompt-cache", tmp_path / "cache", "--json", tmp_path / "json")
     arguments = (*GREEDY, "-p", text, "-md", DRAFT, *cache_file)
-    expected = ggpipe(*GREEDY, "-p", text).stdout
+    expected = output(*GREEDY, "-p", text)
     for n_cached in (False, True):
         result = ggpipe(*arguments, *SPLITS[2])
         assert (result.returncode, result.stdout) == (0, expected), result.stderr
@@ -191,5 +191,5 @@ def test_sliding_windows_and_recurrent_models(name: str, tmp_path: Path) -> None
         cache_file = ("--prompt-cache", tmp_path / "cache", "--json", tmp_path / "json")
         result = ggpipe(*arguments, "-p", text + more, *cache_file)
         assert result.returncode == 0, result.stderr
-        assert result.stdout == ggpipe(*arguments, "-p", text + more).stdout
+        assert result.stdout == output(*arguments, "-p", text + more)
     assert "cached" in result.stderr

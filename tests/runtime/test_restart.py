@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, processes_with, ranks_of, wait_for
+from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, output, processes_with, ranks_of, wait_for
 from support.virtual_hosts import VirtualHosts, virtual_hosts, why_not
 
 from ggpipe.launch.environment import mpi_environment
@@ -29,7 +29,7 @@ OFTEN = ("--rank-timeout", 4, "--restart", 5)  # a machine so loaded that beats 
 
 @functools.cache
 def undisturbed() -> str:
-    return ggpipe(*TEXT).stdout
+    return output(*TEXT)
 
 
 class Restarted:

@@ -28,6 +28,13 @@ def ggpipe(
     return _run([sys.executable, "-P", "-m", "ggpipe", *map(str, arguments)], timeout, environment, cwd)
 
 
+def output(*arguments: object) -> str:
+    """What `ggpipe ARGUMENTS` writes to stdout; it must end well."""
+    result = ggpipe(*arguments)
+    assert result.returncode == 0, (result.returncode, result.stdout, result.stderr)
+    return result.stdout
+
+
 def mpirun(n_ranks: int, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """`mpirun -n N ggpipe ARGUMENTS`, as a user of a cluster writes it."""
     start = mpirun_command(find_mpirun(), n_ranks, None, ())
