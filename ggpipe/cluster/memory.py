@@ -47,26 +47,26 @@ class Memory:
         )
 
 
-def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int, share: float = 1.0) -> Memory:
+def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int) -> Memory:
     """A stage with layers [a, b), in a process that is there. `n_ctx`: tokens, 0 as many as in training.
 
-    `share`: of each tensor, where a group of ranks holds the layers together. Activations are whole in each.
+    Of a part of a group, `shape` is that of the part.
     """
     a, b = layers
     if a == b:
         return Memory()
     n_cells = -(-(n_ctx or shape.n_ctx) // _CELLS) * _CELLS
     n_rows = min(n_ubatch, n_cells)
-    weights = sum(shape.layer_bytes[a:b]) * share + (shape.input_bytes if a == 0 else 0)
+    weights = sum(shape.layer_bytes[a:b]) + (shape.input_bytes if a == 0 else 0)
     row_bytes = shape.row_bytes
     if b == shape.n_layer:
-        weights += shape.output_bytes * share
+        weights += shape.output_bytes
         row_bytes = max(row_bytes, FLOAT_BYTES * (shape.n_vocab + 2 * shape.n_embd))
     compute_bytes = row_bytes + shape.row_cell_bytes * n_cells + shape.border_bytes
     other_bytes = _COPIES * shape.border_bytes + _SMALL * shape.row_bytes
     return Memory(
         weights,
-        shape.cell_bytes(layers) * n_cells * share + shape.state_bytes(layers),
+        shape.cell_bytes(layers) * n_cells + shape.state_bytes(layers),
         n_rows * compute_bytes,
         n_rows * other_bytes + _TOKEN_BYTES * shape.n_vocab,
     )
@@ -94,7 +94,7 @@ def memory_by_rank(
     def rank_memory(shape: ModelShape, layout: Layout, rank: int) -> Memory:
         stage = layout.stage_of(rank)
         share = part_shares(len(stage.ranks), tensor_split)[layout.part_of(rank)]
-        own = stage_memory(shape, stage.layers, n_ctx, n_ubatch, share)
+        own = stage_memory(shape.part(share), stage.layers, n_ctx, n_ubatch)
         return own + process_memory(shape, rank == layout.head)
 
     needs = [rank_memory(target, layout, rank) for rank in layout.ranks]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ggpipe.config import MAX_PARTS
 
 FLOAT_BYTES = 4
 _ROW_BYTES = 58  # for each number of an embedding, where nothing else is known: with 3.5 times as many in feed-forward
@@ -40,6 +42,14 @@ class ModelShape:
     """Compute buffer for each row of the longest run, on a rank with layers."""
     row_cell_bytes: float = 2.0
     """Compute buffer for each row of the longest run and each token of the context."""
+    layer_whole_bytes: tuple[int, ...] = ()
+    """Bytes of each layer's weights that all parts of a group hold, such as norms. Empty: a group divides all."""
+    output_whole_bytes: int = 0
+    """The same of the output layer."""
+    divides_attention: bool = True
+    """The parts of a group divide the attention heads and their KV cells; else each computes, and holds, all."""
+    max_parts: int = MAX_PARTS
+    """Parts of a group that all have attention heads to compute; 1: the model cannot be divided so."""
 
     @property
     def n_layer(self) -> int:
@@ -55,6 +65,25 @@ class ModelShape:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return self.input_bytes + sum(self.layer_bytes) + self.output_bytes
+
+    def part(self, share: float) -> ModelShape:
+        """The shape of what one part of a group holds, with `share` of all that the parts divide.
+
+        What a part needs to compute in is not divided, nor are recurrent states.
+        """
+        if share == 1:
+            return self
+        whole_bytes = self.layer_whole_bytes or (0,) * self.n_layer
+        both = zip(self.layer_bytes, whole_bytes, strict=True)
+        return replace(
+            self,
+            layer_bytes=tuple(round(whole + share * (n - whole)) for n, whole in both),
+            output_bytes=round(self.output_whole_bytes + share * (self.output_bytes - self.output_whole_bytes)),
+            layer_cell_bytes=tuple(share * n for n in self.layer_cell_bytes)
+            if self.divides_attention
+            else self.layer_cell_bytes,
+            layer_expert_bytes=tuple(round(share * n) for n in self.layer_expert_bytes),
+        )
 
     def cell_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of a token's KV cache in layers [a, b)."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config import MAX_PARTS, ContextConfig, ModelConfig
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
@@ -45,6 +46,12 @@ _SPLIT_FFN = frozenset(
 """Those of which only FFN and output are: libllama does not split their attention, or ALiBi's slopes would be wrong."""
 
 
+_FFN = r"ffn_(up|gate|gate_up|down)(_exps)?\.weight"
+_ATTENTION = r"(attn_(q|k|v|qkv|output|gate)|ssm_(out|alpha|beta|ba|conv1d))\.weight"
+_OUTPUT = r"(output|token_embd)\.weight"
+_OF_DEEPSEEK4 = r"(attn_(q_b|output_a|output_b)|ffn_(up|gate|down)_shexp)\.weight"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """This rank's place in its group. All parts decode the same runs with the same bytes from the stage before.
@@ -66,6 +73,26 @@ def splits_attention(file: ModelFile) -> bool:
     header = ModelHeader(file)
     n_heads = header.per_layer("attention.head_count_kv", header.number("attention.head_count"))
     return file.architecture in _SPLIT_ATTENTION and 1 not in n_heads
+
+
+def most_parts(file: ModelFile) -> int:
+    """Parts of a group that all have attention heads to compute; 1: the model is not known to work in groups."""
+    if file.architecture not in _SPLIT_ATTENTION | _SPLIT_FFN:
+        return 1
+    if not splits_attention(file):
+        return MAX_PARTS
+    header = ModelHeader(file)
+    n_heads = header.per_layer("attention.head_count_kv", header.number("attention.head_count"))
+    return min(MAX_PARTS, *(n for n in n_heads if n))
+
+
+def divided_weights(file: ModelFile) -> re.Pattern[str]:
+    """Names, within a layer or of the output, of tensors that the parts of a group divide; of others each holds all.
+
+    As libllama's function says (`llama_meta_device_get_split_state`), but for small ones, which count as whole.
+    """
+    names = [_FFN, _OF_DEEPSEEK4 if file.architecture == "deepseek4" else _OUTPUT]
+    return re.compile("|".join([*names, _ATTENTION] if splits_attention(file) else names))
 
 
 def context_of_group(file: ModelFile, context: ContextConfig) -> ContextConfig:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import ModelFacts
-from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.gguf import ModelFile, TensorInfo
+from ggpipe.llama.group import divided_weights, most_parts, splits_attention
 from ggpipe.llama.model_header import ModelHeader, n_bytes, n_numbers
 
 _OUTPUT = ("output", "cls")
@@ -34,6 +37,11 @@ def shape_of(
         n_bytes({name: tensor for name, tensor in tensors.items() if "_exps." in name}) for tensors in header.layers
     )
     has_experts = any(expert_bytes)
+    divided = divided_weights(model_file)
+
+    def whole_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+        return sum(tensor.size for name, tensor in tensors.items() if not divided.fullmatch(name))
+
     return ModelShape(
         name=str(model_file.metadata.get("general.name") or model_file.paths[0].stem),
         layer_bytes=tuple(map(n_bytes, header.layers)),
@@ -50,6 +58,10 @@ def shape_of(
         n_ctx=header.number("context_length"),
         row_bytes=max(map(header.row_bytes, layers)),
         row_cell_bytes=header.row_cell_bytes(flash_attn),
+        layer_whole_bytes=tuple(map(whole_bytes, header.layers)),
+        output_whole_bytes=whole_bytes(output),
+        divides_attention=splits_attention(model_file),
+        max_parts=most_parts(model_file),
     )
 
 

@@ -19,6 +19,7 @@ from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.bundled import BUNDLED_PAIR
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import context_of_group, splits_attention
+from ggpipe.llama.model_shape import shape_of
 
 CONTEXT = ContextConfig(n_ctx=256, n_seq=4)
 EQUAL = 2e-2
@@ -142,6 +143,22 @@ def test_memory(repack: bool, folder: Path) -> None:
             assert (stage._native.slice_bytes > 0.4 * held) == repack or stage._native.slice_bytes < 0.4 * held
     finally:
         parts.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "phi3", "gpt-oss", "deepseek2", "jamba", "bloom"])
+def test_memory_is_as_the_header_says(name: str, folder: Path) -> None:
+    """Of all parts together: whose head is the odd one changes from layer to layer."""
+    path = wide(name, folder)
+    file = ModelFile.open(path)
+    shape = shape_of(file).part(1 / 3)
+    assert shape.max_parts > 1
+    parts = Parts(file, (1, file.n_layer), ModelConfig(path=path), CONTEXT, (1, 1, 1))
+    try:
+        held = sum(stage._native.slice_bytes + stage._native.mapped_bytes for stage in parts.stages)
+    finally:
+        parts.close()
+    expected = 3 * (sum(shape.layer_bytes[1:]) + shape.output_bytes)
+    assert held == pytest.approx(expected, rel=0.05), "biases count as whole, and are large in toys"
 
 
 @pytest.mark.parametrize("asking", [0, 1])
