@@ -1,6 +1,7 @@
 // The devices UP, LOCAL and DOWN as ggml sees them: tables of functions over a `Device`.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -232,7 +233,10 @@ void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t
     wire.begin(incoming, size, headroom);
     passing = nullptr;
     misplaced = missing = 0;
-    if (group) group->stopped = false;
+    if (group) {
+        group->stopped = false;
+        std::fill(group->columns.begin(), group->columns.end(), 0);
+    }
     current_run_ = run;
 }
 void Stage::end_run() { current_run_ = kNoRun; passing = nullptr; }

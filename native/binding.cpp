@@ -253,6 +253,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("lost", [](Stage & s) { return s.group && s.group->sum->lost(); }, "A part of the group is lost.")
         .def_prop_ro("unsummable", [](Stage & s) { return s.group ? s.group->unsummable : std::string(); },
                      "In a group: a tensor whose parts cannot be added up.")
+        .def_prop_ro("columns", [](Stage & s) { return s.group->columns; },
+                     "In a group of the last stage: how many columns of the last run's logits each part has, in their order.")
         .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; }, "Tensors that the last run took from UP.")
         .def_prop_ro("produced", [](Stage & s) { return s.wire.produced; }, "Tensors that the last run gave to DOWN.")
         .def_ro("misplaced", &Stage::misplaced, "Reads from DOWN in the last run: the cut runs through a layer.")

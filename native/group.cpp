@@ -91,18 +91,18 @@ void write_label(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_
 }
 constexpr ggml_backend_buffer_i kLabel = {nullptr, label_base, nullptr, nullptr, write_label, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 
-// ---- results that are put together: only part 0 needs them, so the others' own are of no use ----------------
+// ---- results: of one that is split, as the logits are, each part gets its own columns ------------------------
 void read_part(ggml_backend_buffer_t b, const ggml_tensor * t, void * p, size_t at, size_t n) {
     Group & g = group_of(b);
     memcpy(p, (const char *) t->data + at, n);
     g.stage.passing = p;
-    if (g.stage.running() && g.part > 0) g.sum->send(p, n);
+    g.columns[g.part] = t->ne[0];
 }
 void read_hollow(ggml_backend_buffer_t b, const ggml_tensor * t, void * p, size_t at, size_t n) {
     Group & g = group_of(b);
     const int from = device_of(b->buft->device).part;
     g.stage.passing = p;
-    if (g.stage.running() && g.part == 0) return g.sum->receive(from, p, n);
+    g.columns[from] = t->ne[0];
     memset(p, 0, n);
     if (from > 0) return;
     // What all parts have alike is read from part 0: ours is as good.
@@ -153,7 +153,7 @@ void * reg_function(ggml_backend_reg_t, const char * name) {
 
 Group::Group(Stage & stage, std::shared_ptr<MappedModel> file, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask,
              const void * model, bool split_attention)
-    : asked{size_t(n_parts), model}, sum(std::move(sum)), stage(stage), file(std::move(file)), part(part), ask(ask), split_attention(split_attention) {
+    : asked{size_t(n_parts), model}, sum(std::move(sum)), columns(n_parts), stage(stage), file(std::move(file)), part(part), ask(ask), split_attention(split_attention) {
     check_split();
     std::vector<ggml_backend_dev_t> devices;
     for (int i = 0; i < n_parts; i++) {

@@ -36,6 +36,7 @@ struct Group {
     Asked asked;                          // `model` is needed until there is a context
     std::shared_ptr<GroupSum> sum;
     bool stopped = false;                 // all parts agreed to end this run
+    std::vector<int64_t> columns;         // of each part, of what was last read in this run: of the last stage, the logits
     std::string unsummable;               // a tensor that cannot be summed here
 
     // For the devices' functions.

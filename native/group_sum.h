@@ -22,9 +22,9 @@ class GroupSum {
     // the data are of no use.
     bool sum(float * data, size_t n, bool stop);
 
-    // From parts 1 and up to part 0: slices of a result that only part 0 needs whole, such as the logits. Part 0 asks for
-    // one part's slice after the other, and each part sends its own without waiting for the others; a part may be in its
-    // next sum before part 0 has received. When a part is lost, both return at once, the bytes received being zeros.
+    // From parts 1 and up to part 0: what only part 0 needs, such as the best logits. Part 0 asks for one part's after the
+    // other, and each part sends its own without waiting for the others; a part may be in its next sum before part 0 has
+    // received. When a part is lost, both return at once, the bytes received being zeros.
     virtual void send(const void * data, size_t bytes) = 0;
     virtual void receive(int part, void * data, size_t bytes) = 0;
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ggpipe.config import MAX_PARTS, ContextConfig, ModelConfig
+from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
@@ -22,6 +27,7 @@ from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.params import model_params
 
 _SPLIT_FUNCTION = "_Z33llama_meta_device_get_split_statePK11ggml_tensorPv"
+_NO_TOKEN = -1
 
 _SPLIT_ATTENTION = frozenset(
     """
@@ -138,6 +144,69 @@ def joined(stage: native.Stage, group: Group, file: ModelFile, model: ModelConfi
         stage.leave_model()
     finally:
         lib.llama_model_free(shape)
+
+
+def together(group: Group, columns: Sequence[int], wants: Sequence[Want], own: Sequence[RowLogits]) -> list[RowLogits]:
+    """On part 0: the rows' logits, put together from what each part has of them; on other parts nothing.
+
+    All parts call it. `columns`: how many tokens each part has, in their order. `wants`: of each row. `own`: what this
+    part has of the rows: of its own tokens only, with their ids.
+    """
+    if group.part > 0:
+        n = columns[group.part]
+        message = b"".join(_packed(row, want, n) for row, want in zip(own, wants, strict=True))
+        group.sum.send(_address(message), len(message))
+        return []
+    rows = [[row] for row in own]
+    for part, n in enumerate(columns[1:], 1):
+        received = bytearray(sum(_form(want, n).size for want in wants))
+        group.sum.receive(part, _address(received), len(received))
+        at = 0
+        for row, want in zip(rows, wants, strict=True):
+            row.append(_unpacked(row[0].row, received, at, want, n))
+            at += _form(want, n).size
+    return [_merged(row, want) for row, want in zip(rows, wants, strict=True)]
+
+
+def _form(want: Want, n_tokens: int) -> struct.Struct:
+    """A part's message of a row, of which it has so many tokens: logits, or ids, logits, and the log-sum-exp."""
+    n = min(want.n, n_tokens)
+    return struct.Struct(f"={n_tokens}f" if want.kind is WantKind.FULL else f"={n}i{n}fd")
+
+
+def _packed(row: RowLogits, want: Want, n_tokens: int) -> bytes:
+    if row.ids is None:
+        return bytes(row.logits.tobytes())
+    missing = min(want.n, n_tokens) - len(row.ids)  # banned
+    return _form(want, n_tokens).pack(
+        *row.ids, *(_NO_TOKEN,) * missing, *row.logits, *(0.0,) * missing, row.log_sum_exp
+    )
+
+
+def _unpacked(number: int, message: bytearray, at: int, want: Want, n_tokens: int) -> RowLogits:
+    form = _form(want, n_tokens)
+    if want.kind is WantKind.FULL:
+        return RowLogits(number, None, np.frombuffer(message, np.float32, n_tokens, at), 0.0)
+    *values, log_sum_exp = form.unpack_from(message, at)
+    ids = tuple(id for id in values[: len(values) // 2] if id != _NO_TOKEN)
+    return RowLogits(number, ids, tuple(values[len(values) // 2 :][: len(ids)]), log_sum_exp)
+
+
+def _merged(parts: Sequence[RowLogits], want: Want) -> RowLogits:
+    """As one part would have it, but for rounding in the log-sum-exp."""
+    if want.kind is WantKind.FULL:
+        return RowLogits(parts[0].row, None, np.concatenate([part.logits for part in parts]), 0.0)
+    all_of_them = [pair for part in parts for pair in zip(part.ids or (), part.logits, strict=True)]
+    best = sorted(all_of_them, key=lambda pair: (-pair[1], pair[0]))[: want.n]
+    log_sum_exp = math.nan
+    if want.n > 1 and best:
+        greatest = best[0][1]
+        log_sum_exp = greatest + math.log(sum(math.exp(part.log_sum_exp - greatest) for part in parts if part.ids))
+    return RowLogits(parts[0].row, tuple(id for id, _ in best), tuple(logit for _, logit in best), log_sum_exp)
+
+
+def _address(message: bytes | bytearray) -> int:
+    return np.frombuffer(message, np.uint8).ctypes.data if message else 0
 
 
 class Membership:

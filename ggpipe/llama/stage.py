@@ -17,7 +17,7 @@ from ggpipe.config import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
 from ggpipe.errors import IndivisibleModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.group import Group, context_of_group, joined
+from ggpipe.llama.group import Group, context_of_group, joined, together
 from ggpipe.llama.layers import Progress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.model_header import ModelHeader
@@ -224,7 +224,7 @@ class Stage:
             raise RunError(f"libllama cannot decode run {run.id} (status {status}): {last_error()}")
         if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
-        rows = self._extract(run) if self.is_last and self._speaks else ()
+        rows = self._extract(run) if self.is_last else ()
         return Outcome(outgoing, rows, compute_s, False)
 
     def _noise(self, run: Run) -> bytes:
@@ -244,11 +244,6 @@ class Stage:
                 parts.append(_FRAME.pack(len(encoded), i, len(data)))
                 parts += [part + bytes(-len(part) % 8) for part in (encoded, data)]
         return b"".join(parts)
-
-    @property
-    def _speaks(self) -> bool:
-        """The logits are put together on this rank."""
-        return self.group is None or self.group.part == 0
 
     @property
     def rolls_back(self) -> bool:
@@ -325,20 +320,29 @@ class Stage:
                 lib.llama_memory_seq_rm(self._memory, id, pos, -1)
 
     def _extract(self, run: Run) -> tuple[RowLogits, ...]:
+        """What the run's rows ask for. In a group, each part looks at its own columns, and part 0 gets the result."""
+        columns = self._native.columns if self.group else [self._n_vocab]
+        part = self.group.part if self.group else 0
+        first = sum(columns[:part])
+        end = first + columns[part]
         found = []
         for i, row in enumerate(run.rows):
             if row.want < 0:
                 continue
             want = run.wants[row.want]
+            banned = [token - first for token in want.banned if first <= token < end]
             pointer = lib.llama_get_logits_ith(self._context, i)
-            address = ctypes.addressof(pointer.contents)
             if want.kind is WantKind.FULL:
-                full = np.ctypeslib.as_array(pointer, (self._n_vocab,)).copy()
-                full[list(want.banned)] = -np.inf
-                found.append(RowLogits(i, None, full, 0.0))
+                own = np.ctypeslib.as_array(pointer, (self._n_vocab,))[first:end].copy()
+                own[banned] = -np.inf
+                found.append(RowLogits(i, None, own, 0.0))
             else:
-                ids, logits, log_sum_exp = native.top(address, self._n_vocab, want.n, list(want.banned))
-                found.append(RowLogits(i, tuple(ids), tuple(logits), log_sum_exp))
+                address = ctypes.addressof(pointer.contents) + 4 * first
+                ids, logits, log_sum_exp = native.top(address, end - first, want.n, banned)
+                found.append(RowLogits(i, tuple(first + id for id in ids), tuple(logits), log_sum_exp))
+        if self.group:
+            found = together(self.group, columns, [run.wants[row.want] for row in run.rows if row.want >= 0], found)
+            self._check_group()
         return tuple(found)
 
     def close(self) -> None:
