@@ -12,7 +12,8 @@ _FORGET = 0.01  # of a run length's time, with each run of another length
 _FORGET_SHARED = 0.001  # as _FORGET, where several requests share the pipeline: trying a length delays all of them
 _UNTRIED = 0.25  # a row more is expected to take this share of the first one's time, or less, until it is tried
 _TRIALS = 2  # of a length, before what it takes is known,
-_LASTING = 2000  # and it is known for so many runs
+_TRIAL_SHARE = 0.005  # of all time is what trials of a length may cost;
+_SOONEST, _LATEST = 50, 2000  # it is tried again after so many runs
 
 
 class RunCost:
@@ -56,18 +57,20 @@ class RunCost:
         self._n_ended += 1
         self._ends.setdefault(n_rows, collections.deque(maxlen=_TRIALS)).append(self._n_ended)
 
-    def to_try(self, most: int, n_in_flight: Mapping[int, int]) -> int | None:
+    def to_try(self, most: int, n_in_flight: Mapping[int, int], losses: Mapping[int, float]) -> int | None:
         """A number of rows, at most `most`, of which runs should be tried, to learn what they take. Of what lies
         between these numbers is known enough; longer runs are expected to be cheap, and so are tried anyway.
-        `n_in_flight`: runs by their rows."""
+        `n_in_flight`: runs by their rows. `losses`: by rows, the share of time that such runs seem to cost beyond the
+        best ones; what is nearly as good is tried often, since times change with what else the machines do."""
         n = 1
-        while n <= most and (n_in_flight.get(n, 0) >= _TRIALS or not self._is_old(n)):
+        while n <= most and (n_in_flight.get(n, 0) >= _TRIALS or not self._is_old(n, _lasting(losses[n]))):
             n *= 2
         return n if n <= most else None
 
-    def _is_old(self, n_rows: int) -> bool:
+    def _is_old(self, n_rows: int, lasting: int = _SOONEST) -> bool:
+        """It was not tried, or not within so many runs."""
         ends = self._ends.get(n_rows)
-        return ends is None or len(ends) < _TRIALS or ends[0] <= self._n_ended - _LASTING
+        return ends is None or len(ends) < _TRIALS or ends[0] <= self._n_ended - lasting
 
     def text_ended(self, n_rows: int, n_text: int, slowest_s: float) -> None:
         """A run with `n_text` tokens of prompts and `n_rows` others came back.
@@ -133,3 +136,8 @@ class RunCost:
             more = (known / one - self._seconds[self._tried[0]] / one) / (m - self._tried[0])
         more = min(max(more, 0.0), _UNTRIED)
         return known + more * one * (n - m)
+
+
+def _lasting(loss: float) -> int:
+    """For how many runs a length's time is known, where such runs cost this share of time."""
+    return min(max(round(_TRIALS * loss / _TRIAL_SHARE), _SOONEST), _LATEST)

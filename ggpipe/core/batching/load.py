@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ggpipe.core.in_flight import InFlight, Part, RunInFlight
@@ -86,9 +86,9 @@ class Load:
         """Its draft tokens that may go into a run now, the most probable path first."""
         return state.waiting_draft_tokens()[: max(min(self.room(state), most), 0)]
 
-    def to_try(self, most: int) -> int | None:
-        """A number of rows, at most `most`, of which a run should go in to learn what it takes."""
-        return self.shared_cost.to_try(min(most, self.limits.n_rows), self._n_in_flight)
+    def to_try(self, losses: Mapping[int, float]) -> int | None:
+        """A number of rows of which a run should go in to learn what it takes. `losses`: as of `RunCost.to_try`."""
+        return self.shared_cost.to_try(min(max(losses, default=0), self.limits.n_rows), self._n_in_flight, losses)
 
     def may_draft(self, state: RequestState) -> bool:
         """A run of draft tokens alone may go in for this request."""

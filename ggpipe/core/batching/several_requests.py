@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ggpipe.core.batching import frontier
 from ggpipe.core.batching.load import Load, Take
@@ -35,10 +35,15 @@ def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
     if not ready and load.n_in_flight >= (load.n_stages if decoding else load.limits.n_in_flight):
         return ()
     ready.sort(key=lambda state: state.root_since)
-    n_rounds = load.n_stages if prompts else _round(load, len(decoding))[0]
+    n_rounds = load.n_stages
     n_runs = len(load.runs_of_text(states))
-    if not prompts and n_runs <= load.n_stages and (n := load.to_try(len(ready))):
-        return [Take(state, nodes=[state.tree.root]) for state in ready[:n]]
+    if not prompts:
+        times = _round_times(load, len(decoding))
+        n_rounds, round_s = _quickest(times)
+        if n_runs <= load.n_stages:
+            losses = {n: times[math.ceil(len(decoding) / n)] / round_s - 1 for n in range(1, len(ready) + 1)}
+            if n := load.to_try(losses):
+                return [Take(state, nodes=[state.tree.root]) for state in ready[:n]]
     if ready and n_runs >= n_rounds:
         return ()
     if not prompts:
@@ -134,14 +139,26 @@ def _best_first(load: Load, states: Iterable[RequestState]) -> tuple[list[tuple[
 
 def _round(load: Load, n_tokens: int) -> tuple[int, float]:
     """In how many runs so many accepted tokens go round, to bring most tokens a second, and the time of the slowest
-    stage for a round. Few runs where it is equal."""
+    stage for a round."""
+    return _quickest(_round_times(load, n_tokens))
+
+
+def _round_times(load: Load, n_tokens: int) -> dict[int, float]:
+    """The time of the slowest stage in which so many accepted tokens go round, by the number of their runs."""
     cost = load.shared_cost
-    best, best_s = 1, math.inf
+    times: dict[int, float] = {}
     for n in sorted({math.ceil(n_tokens / size) for size in range(1, n_tokens + 1)}):
         size = math.ceil(n_tokens / n)
         n_shorter = n * size - n_tokens
         all_s = (n - n_shorter) * cost.time(size) + n_shorter * cost.time(max(size - 1, 1))
-        round_s = max(all_s, cost.length * cost.time(size))
+        times[n] = max(all_s, cost.length * cost.time(size))
+    return times
+
+
+def _quickest(times: Mapping[int, float]) -> tuple[int, float]:
+    """The number of runs with the shortest time, and that time; the fewest runs where it is equal."""
+    best, best_s = 1, math.inf
+    for n, round_s in times.items():
         if round_s < best_s * _CLEARLY_LESS:
             best, best_s = n, round_s
     return best, best_s
