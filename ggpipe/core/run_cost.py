@@ -7,13 +7,14 @@ import collections
 from collections.abc import Mapping
 
 _LEARN = 0.2  # weight of the latest run's time,
-_LEARN_OLD = 0.5  # and where the length was not tried for a while
+_LEARN_SHARED = 0.05  # the same where several requests share the pipeline: one slow run should not change their sizes,
+_LEARN_OLD = 0.5  # but there a length may not have been tried for a while
 _FORGET = 0.01  # of a run length's time, with each run of another length
 _FORGET_SHARED = 0.001  # as _FORGET, where several requests share the pipeline: trying a length delays all of them
 _UNTRIED = 0.25  # a row more is expected to take this share of the first one's time, or less, until it is tried
 _TRIALS = 2  # of a length, before what it takes is known,
 _TRIAL_SHARE = 0.005  # of all time is what trials of a length may cost;
-_SOONEST, _LATEST = 50, 2000  # it is tried again after so many runs
+_SOONEST, _LATEST = 100, 2000  # it is tried again after so many runs
 
 
 class RunCost:
@@ -52,7 +53,9 @@ class RunCost:
         if n_rows not in self._seconds:
             bisect.insort(self._tried, n_rows)
         known = self._seconds.get(n_rows, slowest_s)
-        learn = _LEARN_OLD if self._is_shared and self._is_old(n_rows) else _LEARN
+        learn = _LEARN
+        if self._is_shared:
+            learn = _LEARN_OLD if self._is_old(n_rows) else _LEARN_SHARED
         self._seconds[n_rows] = known + learn * (slowest_s - known)
         self._n_ended += 1
         self._ends.setdefault(n_rows, collections.deque(maxlen=_TRIALS)).append(self._n_ended)

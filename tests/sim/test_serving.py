@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -89,7 +90,8 @@ def test_rows_of_several_requests_read_all_of_their_cells() -> None:
     alone = checked(own, asked[:1], ITERATIVE, replace(WIDE, n_requests=2)).requests[0]
     both = checked(own, asked, ITERATIVE, replace(WIDE, n_requests=2)).requests[0]
     assert alone.itl_s[-1] == pytest.approx((200 + 49) / 1000, rel=0.02)
-    assert both.itl_s[-10] == pytest.approx(2 * (200 + 40) / 1000, rel=0.05)
+    usual_s = statistics.median(both.itl_s[-21:])  # now and then, one row alone is tried
+    assert usual_s == pytest.approx(2 * (200 + 40) / 1000, rel=0.05)
 
 
 @pytest.mark.parametrize("row_share", [0.0, 0.9])
