@@ -79,7 +79,7 @@ class ProfiledRank:
         return ProfileHello(
             target=handshake.hello(transport, self._file, False),
             draft=handshake.hello(transport, draft_file, True) if draft_file is not None else None,
-            cores=machine.cores(),
+            cores=handshake.machine_cores(transport),
             threads=handshake.threads_of(self.config, transport, False),
             memory_bytes=machine.available_bytes(),
             cache_bytes=machine.cache_bytes(),

@@ -126,7 +126,7 @@ def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
         threads=handshake.threads_of(config, transport, False),
         ranks_on_host=transport.ranks_on_host,
         cpu=machine.cpu_name(),
-        cores=machine.cores(),
+        cores=handshake.machine_cores(transport),
         cpu_features=tuple(machine.cpu_features()),
         ggpipe=ggpipe.__version__,
         libllama=machine.libllama_version(),

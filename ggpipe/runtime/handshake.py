@@ -131,7 +131,7 @@ def check_cuts(cuts: list[Cut], architecture: str) -> None:
 
 def threads_of(config: EngineConfig, transport: Transport, draft: bool) -> tuple[int, int]:
     """This rank's threads for single tokens and for batches, of the target or of the draft."""
-    own_cores = max(machine.cores() // transport.ranks_on_host, 1)
+    own_cores = max(int(machine.cores() / transport.ranks_on_cores), 1)
     single, batch = config.pipeline.threads_of(transport.rank, own_cores)
     if draft and config.draft is not None:
         if config.draft.threads > 0:
@@ -139,6 +139,12 @@ def threads_of(config: EngineConfig, transport: Transport, draft: bool) -> tuple
         if config.draft.threads_batch > 0:
             batch = config.draft.threads_batch
     return single, batch
+
+
+def machine_cores(transport: Transport) -> int:
+    """Physical cores of this rank's machine that its ranks may run on: this rank's, and those of ranks bound to
+    others."""
+    return round(machine.cores() * transport.ranks_on_host / transport.ranks_on_cores)
 
 
 def poll_s(config: EngineConfig) -> tuple[float, float]:

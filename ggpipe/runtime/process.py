@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ggpipe.config import EngineConfig
 from ggpipe.errors import GgpipeError, SilentRankError, Terminated
+from ggpipe.launch import sockets
 from ggpipe.launch.environment import die_with_parent, is_rank, is_served, rank_in_environment
 from ggpipe.llama import machine
 from ggpipe.runtime import handshake
@@ -116,7 +118,7 @@ class _Rank:
 def _connected(config: EngineConfig, report: Report, say: Say) -> Iterator[_Rank]:
     tune()
     signals = Signals(rank_in_environment() or 0, has_user=not is_served())
-    transport = connect(config.pipeline.rank_timeout_s)
+    transport = connect(config)
     front_end: FrontEnd | None = None
 
     def tell(error: GgpipeError) -> None:
@@ -165,17 +167,39 @@ def tune() -> None:
     machine.sharpen_timers()
 
 
-def connect(rank_timeout_s: float) -> Transport:
-    """MPI when a launcher started us as one of several ranks, else a world of one.
+def connect(config: EngineConfig) -> Transport:
+    """MPI when a launcher started us as one of several ranks, else a world of one. Each rank takes its socket.
 
     SIGALRM ends this process when some ranks do not come for several times the timeout.
     """
     if not is_rank():
         return LocalWorld(1).transports[0]
     die_with_parent()
-    signal.alarm(math.ceil(_STARTS_AFTER * rank_timeout_s))  # Python itself runs nothing while MPI starts
+    limit_s = _STARTS_AFTER * config.pipeline.rank_timeout_s
+    signal.alarm(math.ceil(limit_s))  # Python itself runs nothing while MPI starts
     from ggpipe.transport.mpi import MpiTransport  # MPI is started here, and only here
 
     transport = MpiTransport()
     signal.alarm(0)
+    if (cpus := own_socket(config, transport, os.sched_getaffinity(0))) is not None:
+        sockets.bind(cpus)
+    transport.share_cores(os.sched_getaffinity(0))
     return transport
+
+
+def own_socket(config: EngineConfig, transport: Transport, allowed: Collection[int]) -> frozenset[int] | None:
+    """The CPUs that this rank should keep to, where the target's ranks divide the sockets of its machine; None: all of
+    `allowed`, the CPUs that it may run on.
+
+    A draft's rank is not bound. `auto` may have one more rank for it than there are sockets.
+    """
+    if config.model.numa is not None:
+        return None
+    n_target = transport.size - config.n_draft_ranks
+    mates = [rank for rank in range(n_target) if transport.hosts[rank] == transport.host]
+    n_sockets = sockets.free_sockets(allowed, sockets.SYSFS)
+    if config.pipeline.auto and config.draft is not None and len(mates) % n_sockets == 1:
+        mates = [rank for rank in mates if rank < n_target - 1]
+    if transport.rank not in mates:
+        return None
+    return sockets.cpus_of(mates.index(transport.rank), len(mates), allowed, sockets.SYSFS)

@@ -56,6 +56,8 @@ class Transport(abc.ABC):
     """This rank in words, for messages to the user."""
     ranks_on_host: int
     """Ranks on this rank's machine, itself included."""
+    ranks_on_cores: float
+    """Ranks that share this rank's cores, itself included; one that may also run elsewhere counts in part."""
     sends_from_any_thread: bool
     must_poll: bool
     """Nobody calls the waker: messages are seen only by polling."""

@@ -19,6 +19,7 @@ class JoinedTransport(Transport):
         assert outer.rank == HEAD
         self.rank, self.size = HEAD, outer.size + 1
         self.host, self.place, self.ranks_on_host = outer.host, outer.place, outer.ranks_on_host
+        self.ranks_on_cores = outer.ranks_on_cores
         self.hosts = (*outer.hosts, outer.host)
         self.sends_from_any_thread, self.must_poll = outer.sends_from_any_thread, outer.must_poll
         self._outer = outer
@@ -27,6 +28,7 @@ class JoinedTransport(Transport):
         self.inner: LocalTransport = world.transports[outer.size]
         """The further rank's own transport."""
         self.inner.host, self.inner.ranks_on_host = outer.host, outer.ranks_on_host + 1
+        self.inner.ranks_on_cores = outer.ranks_on_cores + 1
         self.inner.hosts = self.hosts
         self.inner.place = "the draft model"
 

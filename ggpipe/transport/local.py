@@ -38,6 +38,7 @@ class LocalTransport(Transport):
 
     def __init__(self, world: LocalWorld, rank: int, size: int) -> None:
         self.rank, self.size, self.host, self.ranks_on_host = rank, size, socket.gethostname(), size
+        self.ranks_on_cores: float = size
         self.hosts = (self.host,) * size
         self.place = f"rank {rank} ({self.host})"
         self._world = world

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar, cast
 
 import mpi4py
@@ -23,6 +23,7 @@ mpi4py.rc.finalize = False  # MpiTransport.close does, or aborts: a failed rank 
 
 from ggpipe.errors import LaunchError, MpiError, RunError  # noqa: E402
 from ggpipe.launch.environment import size_in_environment  # noqa: E402
+from ggpipe.launch.sockets import sharing  # noqa: E402
 from ggpipe.transport.base import Kind, Message, OverMemory, OverMessages, Payload, Transport  # noqa: E402
 
 try:
@@ -59,13 +60,18 @@ class MpiTransport(Transport):
         self.hosts = tuple(self._comm.allgather(self.host))
         self.place = f"rank {self.rank} ({self.host})"
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.ranks_on_host = node.size
+        self.ranks_on_cores = self.ranks_on_host = node.size
         node.Free()
         self.sends_from_any_thread = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         self._sends: deque[tuple[MPI.Request, Payload]] = deque()
         self._status = MPI.Status()
         self._duplicates: list[MpiTransport] = []
+
+    def share_cores(self, cpus: Collection[int]) -> None:
+        """Tell the others which CPUs this rank may run on. All ranks call it at the same time."""
+        all_ranks = self._comm.allgather((self.host, cpus))
+        self.ranks_on_cores = sharing(cpus, [other for host, other in all_ranks if host == self.host])
 
     def duplicate(self) -> MpiTransport:
         other = copy.copy(self)

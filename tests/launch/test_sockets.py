@@ -1,0 +1,138 @@
+"""Which sockets a machine has, as its kernel describes them, and which rank runs on which."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.commands import TARGET, on_ranks
+
+from ggpipe.config import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.launch import sockets
+from ggpipe.launch.sockets import cpus_of, free_sockets, sharing
+from ggpipe.runtime.process import own_socket
+from ggpipe.transport.local import LocalWorld
+
+
+def sysfs(folder: Path, nodes: Mapping[str, Sequence[int]], has_memory: str | None = None) -> Path:
+    """A folder as the kernel's: for the CPUs of each node, as the kernel writes them, the package of each."""
+    system = folder / "devices/system"
+    (system / "node").mkdir(parents=True)
+    (system / "node/has_memory").write_text(has_memory or f"0-{len(nodes) - 1}\n")
+    for i, (cpus, packages) in enumerate(nodes.items()):
+        (system / f"node/node{i}").mkdir()
+        (system / f"node/node{i}/cpulist").write_text(f"{cpus}\n")
+        numbers = [n for part in cpus.split(",") for n in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)]
+        for cpu, package in zip(numbers, packages, strict=True):
+            topology = system / f"cpu/cpu{cpu}/topology"
+            topology.mkdir(parents=True)
+            (topology / "physical_package_id").write_text(f"{package}\n")
+    return folder
+
+
+TWO = {"0-3,8-11": [0] * 8, "4-7,12-15": [1] * 8}
+"""Two sockets of four cores, each with two hardware threads."""
+FIRST, SECOND = frozenset((0, 1, 2, 3, 8, 9, 10, 11)), frozenset((4, 5, 6, 7, 12, 13, 14, 15))
+ALL = range(16)
+
+
+def test_sockets_as_the_kernel_names_them(tmp_path: Path) -> None:
+    assert sockets.sockets(sysfs(tmp_path / "two", TWO)) == (FIRST, SECOND)
+    halves = {"0-1": [0, 0], "2-3": [0, 0], "4-5": [1, 1], "6-7": [1, 1]}
+    assert sockets.sockets(sysfs(tmp_path / "nodes", halves)) == (frozenset(range(4)), frozenset(range(4, 8)))
+    swapped = {"4-5": [1, 1], "0-1": [0, 0]}
+    assert sockets.sockets(sysfs(tmp_path / "swapped", swapped)) == (frozenset((0, 1)), frozenset((4, 5)))
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [{"0-3": [0] * 4}, {"0-3": [0, 1, 2, 3]}, {"0-1": [0, 0], "2-3": [0, 0]}, {"0-1": [0, 1], "2-3": [1, 1]}],
+    ids=["one", "memory of one node", "two nodes of one socket", "a node of two sockets"],
+)
+def test_machines_that_count_as_one_socket(nodes: Mapping[str, Sequence[int]], tmp_path: Path) -> None:
+    assert free_sockets(range(4), sysfs(tmp_path / "sys", nodes)) == 1
+    assert cpus_of(0, 2, range(4), tmp_path / "sys") is None
+
+
+def test_a_socket_without_memory_and_a_kernel_that_says_nothing(tmp_path: Path) -> None:
+    assert free_sockets(ALL, sysfs(tmp_path / "sys", TWO, has_memory="0\n")) == 1
+    assert free_sockets(ALL, tmp_path / "missing") == 1
+
+
+def test_ranks_divide_the_sockets(tmp_path: Path) -> None:
+    root = sysfs(tmp_path / "sys", TWO)
+    assert [cpus_of(i, 2, ALL, root) for i in range(2)] == [FIRST, SECOND]
+    assert [cpus_of(i, 4, ALL, root) for i in range(4)] == [FIRST, FIRST, SECOND, SECOND]
+    for n_ranks in (1, 3):
+        assert [cpus_of(i, n_ranks, ALL, root) for i in range(n_ranks)] == [None] * n_ranks
+
+
+def test_who_was_bound_already_stays(tmp_path: Path) -> None:
+    root = sysfs(tmp_path / "sys", TWO)
+    assert cpus_of(1, 2, FIRST, root) is None
+    assert cpus_of(0, 2, range(15), root) is None
+
+
+def test_ranks_share_cores() -> None:
+    assert sharing(ALL, [ALL, ALL, ALL]) == 3
+    assert sharing(FIRST, [FIRST, SECOND]) == 1
+    assert sharing(FIRST, [FIRST, SECOND, ALL]) == 1.5
+    assert sharing(ALL, [FIRST, SECOND, ALL]) == 3
+
+
+def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "SYSFS", sysfs(tmp_path / "sys", TWO))
+    model = ModelConfig(path=TARGET)
+    config = EngineConfig(model, pipeline=PipelineConfig(shares=(1.0,), group_sizes=(2,)))
+    drafts = replace(config, draft=DraftConfig(model=model, shares=(1.0,)))
+    auto = EngineConfig(model, pipeline=PipelineConfig(auto=True), draft=DraftConfig(model=model))
+
+    def places(config: EngineConfig, n: int) -> list[frozenset[int] | None]:
+        return [own_socket(config, transport, ALL) for transport in LocalWorld(n).transports]
+
+    assert places(config, 2) == [FIRST, SECOND]
+    assert places(drafts, 3) == places(auto, 3) == [FIRST, SECOND, None]
+    assert places(auto, 2) == [FIRST, SECOND]
+    assert places(replace(auto, draft=None), 3) == [None] * 3
+    assert places(replace(config, model=replace(model, numa="distribute")), 2) == [None, None]
+
+
+BOUND = """
+import os, sys, threading
+from pathlib import Path
+from ggpipe.config import EngineConfig, ModelConfig
+from ggpipe.launch import sockets
+from ggpipe.runtime import handshake
+from ggpipe.runtime.process import run_alike
+
+sockets.SYSFS = Path(sys.argv[2])
+config = EngineConfig(ModelConfig(path=Path(sys.argv[1])))
+
+def work(transport, attend, say):
+    tasks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
+    cpus = set().union(*tasks)
+    threads, n_cores = handshake.threads_of(config, transport, False), handshake.machine_cores(transport)
+    return transport.rank, sorted(cpus), threads, n_cores
+
+print(run_alike(config, work))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two sockets need two CPUs")
+def test_ranks_bind_all_their_threads(tmp_path: Path) -> None:
+    """This machine's CPUs as two sockets."""
+    own = sorted(os.sched_getaffinity(0))
+    half = len(own) // 2
+    parts = own[:half], own[half:]
+    nodes = {",".join(map(str, cpus)): [i] * len(cpus) for i, cpus in enumerate(parts)}
+    result = on_ranks(2, BOUND, TARGET, sysfs(tmp_path / "sys", nodes))
+    assert result.returncode == 0, result.stderr
+    found = sorted(map(ast.literal_eval, result.stdout.split("\n")[:2]))
+    for (rank, cpus, threads, n_cores), part in zip(found, parts, strict=True):
+        assert cpus == list(part), rank
+        assert threads[0] <= len(part)
+        assert n_cores <= len(own)
