@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from ggpipe.config import SamplingConfig, Saves, SpeculationConfig
 from ggpipe.core.draft_messages import Begin
 from ggpipe.core.events import (
-    Action,
     Arrived,
     Cancel,
     Drafted,
@@ -229,14 +228,19 @@ class Engine:
     def _work(self, events: Sequence[Event]) -> None:
         """Give the scheduler events and do all that comes of them: the pipeline first, the user second."""
         waiting = collections.deque(events)
+        for_user: list[Emit | Finished | RunDone] = []
         while waiting:
             for action in self._scheduler.handle(waiting.popleft(), time.monotonic()):
-                if (event := self._perform(action)) is not None:
+                if isinstance(action, Emit | Finished | RunDone):
+                    for_user.append(action)
+                elif (event := self._perform(action)) is not None:
                     waiting.append(event)
+        for action in for_user:
+            self._show(action)
         for active in self._active.values():
             active.stats.n_in_flight = self._scheduler.n_in_flight
 
-    def _perform(self, action: Action) -> Event | None:
+    def _perform(self, action: Submit | Cancel | Steer | Sample) -> Event | None:
         """Perform one action; returns the event that follows from it, if any."""
         match action:
             case Submit(run):
@@ -252,6 +256,10 @@ class Engine:
                     self._n_unsaved[message.request] += self._head.n_draft_ranks
             case Sample(request, row):
                 return self._sample(self._active[request], row)
+        return None
+
+    def _show(self, action: Emit | Finished | RunDone) -> None:
+        match action:
             case Emit(request, token, drafted):
                 self._emit(self._active[request], token, drafted)
             case RunDone(records):
@@ -260,7 +268,6 @@ class Engine:
                 self._active[request].stats.ended = time.monotonic()
                 self._unsaved[request] = reason
                 self._finish_saved(request)
-        return None
 
     def _note_starts(self, run: Run) -> None:
         for request in {row.request for row in run.rows}:
