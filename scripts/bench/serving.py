@@ -56,6 +56,7 @@ N_SHORT, N_LONG, N_CONVERSATION = 16, 2000, 1000
 USERS = (1, 4, 8)
 PARTS = ("users", "again", "prompt")
 SCRIPT = (sys.executable, "-m", "scripts.bench.serving")  # from the project's folder
+_MANY = 20  # runs of a round, of which the mean counts for that round
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
 
@@ -288,31 +289,35 @@ def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool, n_stag
     times = run_times(results)
     shown = ", ".join(f"{n} {s * 1e3:.1f} ms" for n, s in sorted(times.items()))
     print(f"runs by their rows, in the slowest stage: {shown}")
-    print("users   libllama t/s   pipeline t/s   ratio [quartiles]          limit by these times")
+    print("users   libllama t/s   pipeline t/s   ratio [quartiles]          limit by the times of the round's runs")
     for n in USERS:
         base = statistics.median(r[f"libllama {n}"] for r in rounds)
         own = statistics.median(r[f"iterative {n}"] for r in rounds)
         ratio = middle(r[f"iterative {n}"] / r[f"libllama {n}"] for r in rounds)
-        prompt_s = statistics.median(r[f"prompt row {n}"] for r in rounds) * N_SHORT * max(n, n_stages)
-        rate, size = limit(times, n, n_stages)
-        bound = n * n_tokens / (prompt_s + n * (n_tokens - 1) / rate)
-        reached = f"{bound / base:5.2f}, {bound:.1f} t/s with {size} a run; reached {own / bound:.2f} of it"
-        print(f"{n:5d} {base:14.1f} {own:14.1f}   {ratio:28s} {reached}")
+        bounds = []
+        for r in rounds:
+            rate, size = limit(times | run_times([r], _MANY), n, n_stages)
+            prompt_s = r[f"prompt row {n}"] * N_SHORT * max(n, n_stages)
+            bounds.append((n * n_tokens / (prompt_s + n * (n_tokens - 1) / rate), size))
+        reached = middle(r[f"iterative {n}"] / bound for r, (bound, _) in zip(rounds, bounds, strict=True))
+        bound, size = statistics.median_low(bounds)
+        allowed = f"{bound:.1f} t/s with {size} a run; reached {reached} of it"
+        print(f"{n:5d} {base:14.1f} {own:14.1f}   {ratio:28s} {allowed}")
         if draft:
             gain = middle(r[f"async {n}"] / r[f"iterative {n}"] for r in rounds)
             accepted = statistics.median(r[f"async {n} accepted"] for r in rounds)
             print(f"        with a draft, times without: {gain}, {accepted:.0%} of the tokens accepted")
 
 
-def run_times(results: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Seconds of runs in their slowest stage, by their rows; of all rounds, since sizes are tried in the first one. The
-    mean, since all users wait for slow runs, too."""
+def run_times(results: Sequence[dict[str, Any]], fewest: int = 1) -> dict[int, float]:
+    """Seconds of runs in their slowest stage, by their rows, where there are so many runs. The mean, since all users
+    wait for slow runs, too."""
     times: dict[int, list[float]] = {}
     for result in results:
         for users in USERS:
             for n, seconds in result[f"rows {users}"].items():
                 times.setdefault(int(n), []).extend(seconds)
-    return {n: statistics.fmean(seconds) for n, seconds in times.items()}
+    return {n: statistics.fmean(seconds) for n, seconds in times.items() if len(seconds) >= fewest}
 
 
 def limit(times: dict[int, float], n_users: int, n_stages: int) -> tuple[float, int]:
