@@ -224,7 +224,7 @@ COMMANDS: tuple[Command, ...] = (
         leave_out=frozenset({
             "threads_batch", "flash_attn", "fast_attention", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
             "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "hostfile",
-            "rank_timeout_s", "restart", "check_memory", "draft.threads_batch", "tensor_split", "tensor_wire",
+            "rank_timeout_s", "restart", "check_memory", "draft.threads_batch",
         }),
         required=frozenset({"cluster"}),
     ),

@@ -66,6 +66,12 @@ class ModelShape:
         """Bytes of all weights."""
         return self.input_bytes + sum(self.layer_bytes) + self.output_bytes
 
+    @property
+    def sums_per_layer(self) -> int:
+        """How often the parts of a group add up what they have: behind attention, where they divide it, and behind
+        feed-forward."""
+        return 2 if self.divides_attention else 1
+
     def part(self, share: float) -> ModelShape:
         """The shape of what one part of a group holds, with `share` of all that the parts divide.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ggpipe.cluster.links import Link, Overheads
+from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import RankProfile
 
@@ -61,3 +61,21 @@ class ClusterSpec:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     """Measured links, by (sender, receiver) ranks."""
     overheads: Overheads = field(default_factory=Overheads)
+    group_sizes: tuple[int, ...] = ()
+    """Ranks of each of the target's stages, one for each of `shares`; empty: one each."""
+    draft_group_sizes: tuple[int, ...] = ()
+    """The same of the draft's stages."""
+    tensor_split: tuple[float, ...] = ()
+    """As of `PipelineConfig`."""
+    sums: Mapping[tuple[int, int], SumTimes] = field(default_factory=dict)
+    """Measured sums, by two nodes, the lower number first; by one node twice for ranks of that node."""
+    network_sums: SumTimes | None = None
+    """Sums between nodes that were not measured; None: a message over `network` each."""
+    local_sums: SumTimes = LOCAL_SUMS
+    """Sums between ranks of a node where that was not measured."""
+
+    def sums_between(self, a: int, b: int) -> SumTimes:
+        """Sums between a rank of one node and a rank of another, or of the same."""
+        if (measured := self.sums.get((min(a, b), max(a, b)))) is not None:
+            return measured
+        return self.local_sums if a == b else self.network_sums or SumTimes.of_link(self.network)

@@ -3,7 +3,8 @@
     title = "two servers and an office PC, Gigabit Ethernet"
     target_on = ["server1", "server2"]       # the node of each rank that holds layers, the head first
     draft_on = ["office"]                    # without: the draft runs inside the head
-    layer_split = "0.5,0.5/1.0"              # default: even
+    layer_split = "0.5,0.5/1.0"              # default: even; "0.5*2,0.5*2/1.0": two groups of two ranks
+    tensor_split = [3, 1]                    # proportions in groups of so many ranks; default: even
     threads = [16, 16, 6]                    # by rank; default: the node's cores, divided among its ranks
 
     [target]                                 # or -m FILE
@@ -21,6 +22,8 @@
     [network]                                # between nodes; [local]: between ranks of a node
     latency_us = 60                          # from program to program
     gbit_per_s = 0.94
+    sum_latency_us = 25                      # of a sum over a group: no Python in it; default: latency_us
+                                             # for [local] 5, over shared memory
 
     [[node]]
     name = "server"
@@ -55,11 +58,11 @@ from msgspec import Meta, Struct, defstruct, structs
 
 from ggpipe.cluster.decode import Steps, decode, dotted
 from ggpipe.cluster.from_profile import measured_links, measured_overheads, profiled_node, spec_from_profile, usual_link
-from ggpipe.cluster.links import Link, Overheads
+from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import Profile, read
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
-from ggpipe.core.layout import parse_shares
+from ggpipe.core.layout import Split, parse_shares
 from ggpipe.errors import UsageError
 
 CLUSTERS = Path(__file__).parent / "bundled"
@@ -92,9 +95,15 @@ class _Link(Struct, frozen=True, forbid_unknown_fields=True):
 
     latency_us: Microseconds
     gbit_per_s: Positive
+    sum_latency_us: Microseconds | None = None
 
     def link(self) -> Link:
         return Link(self.latency_us / 1e6, self.gbit_per_s * 1e9 / 8)
+
+    def sums(self) -> SumTimes | None:
+        if self.sum_latency_us is None:
+            return None
+        return SumTimes.of_link(replace(self.link(), latency_s=self.sum_latency_us / 1e6))
 
 
 class _Model(Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,6 +171,7 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
     target_on: list[str] | None = None
     draft_on: list[str] = []
     layer_split: Text | None = None
+    tensor_split: list[Positive] = []
     threads: list[Count] = []
     target: _Model | None = None
     draft: _Model | None = None
@@ -212,7 +222,7 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
     target_on = _numbers_of("target_on", others if file.target_on is None else file.target_on, numbers)
     if not target_on:
         raise ValueError("target_on names no node: give one for each rank that holds layers, the head first")
-    shares, draft_shares = _shares(file, len(target_on), len(draft_on))
+    split = _split(file, len(target_on), len(draft_on))
     n_ranks = len(target_on) + len(draft_on)
     if len(file.threads) not in (0, n_ranks):
         raise ValueError(f"threads is a list of {len(file.threads)} numbers for {n_ranks} ranks: give one for each")
@@ -235,11 +245,16 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
         draft=file.draft.shape("draft") if file.draft else None,
         network=network,
         local=local,
-        shares=shares,
-        draft_shares=draft_shares,
+        shares=split.shares if split else None,
+        draft_shares=split.draft_shares if split else (),
         threads=tuple(file.threads),
         links=links,
         overheads=_overheads(file, measured_overheads(machine.measured for machine in machines)),
+        group_sizes=split.group_sizes if split else (),
+        draft_group_sizes=split.draft_group_sizes if split else (),
+        tensor_split=tuple(file.tensor_split),
+        network_sums=file.network.sums() if file.network else None,
+        local_sums=(file.local and file.local.sums()) or LOCAL_SUMS,
     )
 
 
@@ -318,22 +333,26 @@ def _numbers_of(key: str, names: Sequence[str], numbers: Mapping[str, int]) -> t
     return tuple(numbers[name] for name in names)
 
 
-def _shares(file: _File, n_target: int, n_draft: int) -> tuple[tuple[float, ...] | None, tuple[float, ...]]:
-    if file.layer_split is None:
-        return None, ()
-    text = file.layer_split
-    try:
-        shares, draft_shares, *group_sizes = parse_shares(text)
-    except UsageError as e:
-        raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
-    if any(group_sizes):
-        raise ValueError(f"layer_split {text}: groups (*) are for real ranks; give each rank a share of its own")
-    if (len(shares), len(draft_shares)) != (n_target, n_draft):
-        raise ValueError(
-            f"layer_split {text}: {len(shares)} shares for {n_target} target ranks, {len(draft_shares)} for {n_draft} "
-            "draft ranks; give one for each"
-        )
-    return shares, draft_shares
+def _split(file: _File, n_target: int, n_draft: int) -> Split | None:
+    """Raises ValueError for one that the ranks do not have."""
+    sizes: set[int] = set()
+    split = None
+    if (text := file.layer_split) is not None:
+        try:
+            split = parse_shares(text)
+        except UsageError as e:
+            raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
+        named = sum(split.sizes), sum(split.draft_sizes)
+        if named != (n_target, n_draft):
+            raise ValueError(
+                f"layer_split {text}: {named[0]} shares for {n_target} target ranks, {named[1]} for {n_draft} "
+                "draft ranks; give one for each"
+            )
+        sizes = {*split.sizes, *split.draft_sizes}
+    if file.tensor_split and len(file.tensor_split) not in sizes - {1}:
+        n_parts = len(file.tensor_split)
+        raise ValueError(f"tensor_split has {n_parts} numbers, and layer_split no group of {n_parts} ranks")
+    return split
 
 
 def _named(path: Steps) -> str:

@@ -14,7 +14,8 @@ from ggpipe.core.request import Limits
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores
 from ggpipe.sim.network import Network
-from ggpipe.sim.stage import Process, VirtualPipeline
+from ggpipe.sim.pipeline import VirtualPipeline
+from ggpipe.sim.stage import Process
 from ggpipe.sim.text import Tokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
 from ggpipe.transport.base import HEAD

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.cluster.links import Link
+from ggpipe.cluster.links import Link, SumTimes
 from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config import Mode, SpeculationConfig
-from ggpipe.core.layout import lay_out
+from ggpipe.config import MAX_PARTS, Mode, SpeculationConfig
+from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.sim.arrivals import Arrival, Traffic
@@ -35,11 +35,12 @@ _SPECULATION = {
 _TRAFFIC = {"users": "users", "rate": "rate", "concurrent": "n_requests"}
 TRAFFIC_NAMES = tuple(_TRAFFIC)
 """Names that are of several requests."""
-WHOLE = ("draft", "draft-min", "np", "prompt-tokens", "users", "concurrent")
+WHOLE = ("draft", "draft-min", "np", "prompt-tokens", "group", "users", "concurrent")
 """Names whose values are whole numbers."""
-NAMES = (*_SPECULATION, "acceptance", "prompt-tokens", "latency-us", "gbit", "users", "rate", "concurrent")
-"""What `SimulationSpec.changed` can change. latency-us and gbit are those of the links between nodes,
-acceptance is the agreement of a synthetic text; users, rate and concurrent are of the traffic."""
+NAMES = (*_SPECULATION, "acceptance", "prompt-tokens", "latency-us", "gbit", "group", "users", "rate", "concurrent")
+"""What `SimulationSpec.changed` can change. latency-us and gbit are those of the links between nodes; group is the
+number of ranks in each of the target's stages, which then get as many layers each; acceptance is the agreement of a
+synthetic text; users, rate and concurrent are of the traffic."""
 SPECULATIVE_NAMES = (*_SPECULATION, "acceptance")
 """Names that make no difference without draft tokens."""
 
@@ -98,7 +99,15 @@ class SimulationSpec:
         """Bytes that the ranks of each node need."""
         placement, needed = self.placement, Counter[int]()
         layout = placement.layout or lay_out(self.target.n_layer, len(placement.target_on), None)
-        needs = memory_by_rank(self.target, layout, self.draft, placement.draft_layout, n_ctx, self.sizes.n_ubatch)
+        needs = memory_by_rank(
+            self.target,
+            layout,
+            self.draft,
+            placement.draft_layout,
+            n_ctx,
+            self.sizes.n_ubatch,
+            placement.tensor_split,
+        )
         for node, need in zip(placement.node_of, needs, strict=True):
             needed[node] += math.ceil(need.total)
         return needed
@@ -115,6 +124,7 @@ class SimulationSpec:
             speculation=speculation,
             tokens=self._tokens(values),
             cluster=self._cluster(values),
+            placement=self._placement(values),
             traffic=replace(self.traffic or Traffic(), **traffic) if traffic else self.traffic,  # type: ignore[arg-type]
         )
 
@@ -163,6 +173,17 @@ class SimulationSpec:
             self.tokens, agreement=agreement, n_prompt=int(values.get("prompt-tokens", self.tokens.n_prompt))
         )
 
+    def _placement(self, values: Mapping[str, float]) -> Placement:
+        if "group" not in values:
+            return self.placement
+        size, n_ranks = int(values["group"]), len(self.placement.target_on)
+        if not 1 <= size <= MAX_PARTS or n_ranks % size:
+            raise UsageError(
+                f"group must divide the target's {n_ranks} ranks, and be from 1 to {MAX_PARTS}, got {size}"
+            )
+        stages = lay_out(self.target.n_layer, n_ranks // size, None).layers
+        return replace(self.placement, layout=Layout.of_ranks(stages, 0, (size,) * len(stages)))
+
     def _cluster(self, values: Mapping[str, float]) -> ClusterSpec:
         names = [name for name in ("latency-us", "gbit") if name in values]
         if not names:
@@ -182,7 +203,17 @@ class SimulationSpec:
         links = {
             (a, b): other(link) if node_of[a] != node_of[b] else link for (a, b), link in self.cluster.links.items()
         }
-        return replace(self.cluster, network=other(self.cluster.network), links=links)
+        network, sums = other(self.cluster.network), self.cluster.network_sums
+        if sums is not None:
+            latency_s = network.latency_s if "latency-us" in values else sums.seconds(0)
+            sums = SumTimes.of_link(replace(network, latency_s=latency_s))
+        return replace(
+            self.cluster,
+            network=network,
+            links=links,
+            network_sums=sums,
+            sums={(a, b): times for (a, b), times in self.cluster.sums.items() if a == b},
+        )
 
 
 @functools.lru_cache(256)

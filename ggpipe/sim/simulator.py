@@ -6,7 +6,7 @@ import collections
 import functools
 import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.config import MAX_SEQUENCES, SpeculationConfig
@@ -36,7 +36,8 @@ from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores, OwnCores
 from ggpipe.sim.draft import VirtualDraft
 from ggpipe.sim.network import Network
-from ggpipe.sim.stage import Process, VirtualPipeline
+from ggpipe.sim.pipeline import VirtualPipeline
+from ggpipe.sim.stage import Process
 from ggpipe.sim.text import Tokens
 from ggpipe.sim.virtual_cluster import VirtualCluster
 from ggpipe.transport.base import HEAD
@@ -145,6 +146,11 @@ class _Simulation:
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
         )
+        self._groups = {
+            draft: {stage.ranks[0]: stage.ranks[1:] for stage in pipeline.layout.stages if len(stage.ranks) > 1}
+            for draft, pipeline in ((False, cluster.target), (True, cluster.draft))
+            if pipeline is not None
+        }
         self._asked = requests
         self._active = {i: _active(i, asked, speculation, cluster) for i, asked in enumerate(requests, 1)}
         self._draft: VirtualDraft | None = None
@@ -258,8 +264,10 @@ class _Simulation:
 
     def _count(self, records: Iterable[RunRecord], draft: bool) -> None:
         """Add runs to the statistics of ranks and requests. The records of one run follow each other."""
-        last = -1
+        last, groups = -1, self._groups[draft]
         for record in records:
+            if groups:
+                record = replace(record, spans=(*record.spans, *_other_parts(record.spans, groups)))
             active = self._active[record.request]
             (active.stats.draft_runs if draft else active.stats.runs).append(record)
             for span in record.spans:
@@ -274,6 +282,13 @@ def _active(number: int, asked: Asked, speculation: SpeculationConfig, cluster: 
     request = Request(id=number, prompt=tokens.prompt, n_predict=_n_predict(asked), speculation=speculation)
     stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation, ranks=_ranks(cluster))
     return _Active(request, tokens, stats, {(rank.rank, rank.draft): rank for rank in stats.ranks})
+
+
+def _other_parts(spans: Sequence[Span], groups: Mapping[int, Sequence[int]]) -> Iterator[Span]:
+    """The spans of the parts that do not send runs on: as long as part 0's."""
+    for span in spans:
+        for rank in groups.get(span.rank, ()):
+            yield replace(span, rank=rank, sent_bytes=0)
 
 
 def _answer(row: int) -> RowLogits:

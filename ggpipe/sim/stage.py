@@ -6,17 +6,20 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ggpipe.cluster.links import Overheads
 from ggpipe.core.messages import Row, Run, Span
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores, OwnCores, Task
-from ggpipe.sim.network import Network
-from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster
+from ggpipe.sim.groups import GroupCost
+from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster
 
 _REST_S = 2e-3  # after such a rest a decode is `Overheads.cold_s` slower, or others' turn has made it slower
+HEADER_BYTES = 120
+"""Bytes of a message without its content."""
+_ROW_HEADER_BYTES = 24
 _WAITING_POLL_S, _DRAFTED_POLL_S = 150e-6, 300e-6  # between two polls: runtime/inbox.py
-_HEADER_BYTES, _ROW_HEADER_BYTES, _ANSWER_BYTES = 120, 24, 48
 
 
 class Process:
@@ -88,35 +91,58 @@ class _Job:
     start_s: float = 0.0
     decode_s: float = math.inf
     """Start of its decode."""
-    task: Task | None = None
+    tasks: dict[Part, Task] = field(default_factory=dict)
+    """What its parts compute now."""
+    n_left: int = 0
+    """Parts that are still at it."""
+
+
+class Part:
+    """A rank's part of a stage: all of it, or what one rank of a group computes."""
+
+    def __init__(self, cores: Cores, process: Process, cluster: VirtualCluster, spec: StageSpec, rank: int) -> None:
+        self.cores = cores
+        self.process = process
+        self.spec = spec
+        node = cluster.node_of[rank]
+        self.weight = cluster.nodes[node].nice_weight if spec.nice else 1.0
+        self.alone = isinstance(cores, OwnCores)
+        """No other rank takes turns with this one: a shorter way to the same times."""
+        self._turns = cluster.nodes[node].turns if cluster.node_of.count(node) > 1 else 1.0
+        self._cold_s = cluster.overheads.cold_s
+
+    def work_s(self, rows: Sequence[Row], changed: bool, rested: bool) -> float:
+        """Seconds of a decode. `changed`: the run before had another number of rows; `rested`: the stage rests."""
+        cost, past = self.spec.cost, _past(rows)
+        work_s = cost.seconds(len(rows), *past)
+        if changed:
+            work_s += self.spec.change_s
+        if rested:
+            work_s += max(self._cold_s, (self._turns - 1) * cost.seconds(1, *past))
+        return work_s
 
 
 class VirtualStage:
-    """A rank's stage at work."""
+    """A stage at work, on one rank or on a group. A group's parts compute at the same time; then come their sums, as if
+    the parts waited for each other only once."""
 
     def __init__(
         self,
         clock: Clock,
-        cores: Cores,
-        process: Process,
-        cluster: VirtualCluster,
-        stage: StageSpec,
+        parts: Sequence[Part],
+        group: GroupCost | None,
+        overheads: Overheads,
         rank: int,
         row_bytes: int,
         deliver: Callable[[Run, tuple[Span, ...], int], None],
     ) -> None:
-        """`row_bytes` go to the next stage for each row. `deliver` gets a computed run, its spans, and our rank."""
+        """`group`: None where there is one part. `row_bytes` go to the next stage for each row. `deliver` gets a
+        computed run, its spans, and `rank`, that of part 0."""
         self._clock = clock
-        self._cores = cores
-        self._process = process
-        self._overheads = cluster.overheads
-        self._stage = stage
-        self._weight = cluster.nodes[cluster.node_of[rank]].nice_weight if stage.nice else 1.0
-        self._alone = isinstance(
-            cores, OwnCores
-        )  # no other rank takes turns with this one: a shorter way to the same times
-        several = cluster.node_of.count(cluster.node_of[rank]) > 1
-        self._turns = cluster.nodes[cluster.node_of[rank]].turns if several else 1.0
+        self._overheads = overheads
+        self._group = group
+        self._alone = [part for part in parts if part.alone]
+        self._shared = [part for part in parts if not part.alone]
         self._rank = rank
         self._row_bytes = row_bytes
         self._deliver = deliver
@@ -128,13 +154,13 @@ class VirtualStage:
         self._rests_since = -_REST_S
 
     def take(self, run: Run, spans: tuple[Span, ...]) -> None:
-        """Queue a run that arrived."""
+        """Queue a run that arrived, at all parts."""
         self._queue.append(_Job(run=run, spans=spans))
         if self._current is None:
             self._next()
 
     def cancel(self, runs: tuple[int, ...], by_message: bool) -> None:
-        """Cancel runs. A rank that computes finds a message only when it polls."""
+        """Cancel runs. A rank that computes finds a message only when it polls; what one part finds, all do."""
         self._cancelled.update(run for run in runs if run > self._last_done)
         job = self._current
         if job is not None and job.run.id in runs and not job.run.cancelled:
@@ -142,10 +168,14 @@ class VirtualStage:
             self._clock.after(delay_s + self._overheads.abort_s, lambda: self._abort(job))
 
     def _abort(self, job: _Job) -> None:
-        if self._current is job and job.task is not None:
-            self._cores.stop(job.task)
-            job.run = replace(job.run, cancelled=True)
-            self._done()
+        if self._current is job and job.decode_s < math.inf:
+            self._skip(job)
+
+    def _skip(self, job: _Job) -> None:
+        for part, task in job.tasks.items():
+            part.cores.stop(task)
+        job.run = replace(job.run, cancelled=True)
+        self._done(job)
 
     def _next(self) -> None:
         if not self._queue:
@@ -156,51 +186,63 @@ class VirtualStage:
         if run.id in self._cancelled and not run.cancelled:
             run = job.run = replace(run, cancelled=True)
         bare = run.cancelled or not run.rows
-        if self._alone and bare:
-            job.task = Task(self._overheads.marker_s, 1, 1.0, self._done)
-            self._cores.start(job.task)
-        elif self._alone:
-            self._start(job, self._overheads.run_s)
-        else:
-            self._process.computes(1)
+        job.n_left = bool(self._alone) + len(self._shared)
+        changed = rested = False
+        if not bare:
+            changed, self._last_rows = len(run.rows) != self._last_rows, len(run.rows)
+            rested = job.start_s - self._rests_since > _REST_S
+        if self._alone:  # the slowest of them
+            before_s = self._overheads.marker_s if bare else self._overheads.run_s
+            if not bare:
+                job.decode_s = self._clock.now + before_s
+                before_s += max(part.work_s(run.rows, changed, rested) for part in self._alone)
+            self._start(job, self._alone[0], before_s)
+        for part in self._shared:
+            part.process.computes(1)
             if bare:
-                self._process.do(self._overheads.marker_s, self._done, self._weight)
+                part.process.do(self._overheads.marker_s, functools.partial(self._part_done, job, part), part.weight)
             else:
-                self._process.do(self._overheads.run_s, self._decode, self._weight)
+                decode = functools.partial(self._decode, job, part, changed, rested)
+                part.process.do(self._overheads.run_s, decode, part.weight)
 
-    def _decode(self) -> None:
-        job = self._current
-        assert job is not None
+    def _decode(self, job: _Job, part: Part, changed: bool, rested: bool) -> None:
+        if self._current is not job:
+            return
         if job.run.id in self._cancelled:
-            job.run = replace(job.run, cancelled=True)
-            self._done()
+            self._skip(job)
         else:
-            self._start(job, 0.0)
+            job.decode_s = min(job.decode_s, self._clock.now)
+            self._start(job, part, part.work_s(job.run.rows, changed, rested))
 
-    def _start(self, job: _Job, before_s: float) -> None:
-        n_rows = len(job.run.rows)
-        job.decode_s = self._clock.now + before_s
-        decode_s = self._stage.cost.seconds(n_rows, *_past(job.run.rows))
-        work_s = before_s + decode_s
-        if n_rows != self._last_rows:
-            self._last_rows = n_rows
-            work_s += self._stage.change_s
-        if job.start_s - self._rests_since > _REST_S:
-            row_s = self._stage.cost.seconds(1, *_past(job.run.rows))
-            work_s += max(self._overheads.cold_s, (self._turns - 1) * row_s)
-        job.task = Task(work_s, self._stage.threads, self._weight, self._done)
-        self._cores.start(job.task)
+    def _start(self, job: _Job, part: Part, work_s: float) -> None:
+        task = job.tasks[part] = Task(
+            work_s, part.spec.threads, part.weight, functools.partial(self._part_done, job, part)
+        )
+        part.cores.start(task)
 
-    def _done(self) -> None:
-        job = self._current
-        assert job is not None
+    def _part_done(self, job: _Job, part: Part) -> None:
+        if self._current is not job:
+            return
+        job.tasks.pop(part, None)
+        job.n_left -= 1
+        if job.n_left:
+            return
+        if self._group is not None and job.run.rows and not job.run.cancelled:
+            n_wanted = sum(row.want >= 0 for row in job.run.rows)
+            self._clock.after(self._group.seconds(len(job.run.rows), n_wanted), lambda: self._done(job))
+        else:
+            self._done(job)
+
+    def _done(self, job: _Job) -> None:
+        if self._current is not job:
+            return
         run, now = job.run, self._clock.now
         self._current, self._last_done, self._rests_since = None, run.id, now
         self._cancelled.discard(run.id)
-        if not self._alone:
-            self._process.computes(-1)
+        for part in self._shared:
+            part.process.computes(-1)
         compute_s = max(now - job.decode_s, 0.0)
-        n_bytes = _HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
+        n_bytes = header_bytes(run)
         if run.rows and not run.cancelled:
             n_bytes += self._row_bytes * len(run.rows)
         span = Span(
@@ -209,6 +251,11 @@ class VirtualStage:
         self._deliver(run, (*job.spans, span), self._rank)
         if self._current is None:
             self._next()
+
+
+def header_bytes(run: Run) -> int:
+    """Bytes of a run without its activations."""
+    return HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
 
 
 def _past(rows: Sequence[Row]) -> tuple[float, float]:
@@ -225,56 +272,3 @@ def _past(rows: Sequence[Row]) -> tuple[float, float]:
     n_past += (len(rows) - begins) * rows[begins].pos
     n_cells += rows[begins].pos
     return n_past / len(rows), n_cells - n_past / len(rows)
-
-
-class VirtualPipeline:
-    """All stages of a pipeline. Runs that the last stage has computed go to the head."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        cores: list[Cores],
-        processes: list[Process],
-        cluster: VirtualCluster,
-        pipeline: PipelineSpec,
-        head: int,
-        ended: Callable[[Run, tuple[Span, ...]], None],
-    ) -> None:
-        """`head`: the rank that submits; `ended` is called when a result arrives there."""
-        self._network = network
-        self._first = pipeline.layout.stage_ranks[0]
-        layout = pipeline.layout
-        self._following = {rank: next(iter(layout.receivers_of(rank)), None) for rank in layout.stage_ranks}
-        self._head = head
-        self._ended = ended
-        last = pipeline.layout.stage_ranks[-1]
-        self._stages = {}
-        for rank, stage in pipeline.stages.items():
-            node, row_bytes = cores[cluster.node_of[rank]], 0 if rank == last else pipeline.row_bytes
-            self._stages[rank] = VirtualStage(
-                clock, node, processes[rank], cluster, stage, rank, row_bytes, self._pass_on
-            )
-
-    def submit(self, run: Run) -> int:
-        """Submit a run; returns the number of messages that this takes."""
-        first = self._first
-        n_bytes = _HEADER_BYTES + _ROW_HEADER_BYTES * len(run.rows)
-        self._network.send(self._head, first, n_bytes, lambda: self._stages[first].take(run, ()))
-        return int(first != self._head)
-
-    def cancel(self, runs: tuple[int, ...]) -> int:
-        """Cancel runs; returns the number of messages that this takes."""
-        for rank, stage in self._stages.items():
-            by_message = rank != self._head
-            self._network.send(self._head, rank, _HEADER_BYTES, functools.partial(stage.cancel, runs, by_message))
-        return len(self._stages) - (self._head in self._stages)
-
-    def _pass_on(self, run: Run, spans: tuple[Span, ...], rank: int) -> None:
-        following = self._following[rank]
-        if following is None:
-            n_bytes = spans[-1].sent_bytes + _ANSWER_BYTES * sum(row.want >= 0 for row in run.rows)
-            self._network.send(rank, self._head, n_bytes, lambda: self._ended(run, spans))
-        else:
-            stage = self._stages[following]
-            self._network.send(rank, following, spans[-1].sent_bytes, lambda: stage.take(run, spans))

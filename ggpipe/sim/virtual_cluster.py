@@ -13,13 +13,16 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Part, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.core.layout import Layout, lay_out
+from ggpipe.config import TensorWire
+from ggpipe.core.layout import Layout, Split, lay_out, part_shares
 from ggpipe.errors import UsageError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of
 from ggpipe.sim.costs import Cost, MeasuredCost, Roofline
+from ggpipe.sim.groups import GroupCost, group_cost
 
 _LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
 _ALL_EXPERTS = 1_000_000  # rows that use every expert
+_PART_GRAPH_S = 20e-6  # for a layer of a new graph, for each part of the group: ggml makes the graphs of all parts
 _MOST_FIXED = 0.25  # of a draft's run, as in `stage_timing.intercept_s`
 
 
@@ -39,7 +42,7 @@ class VirtualNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """A rank's part of a pipeline."""
+    """A rank's part of a pipeline: a stage, or its part of one that a group computes."""
 
     threads: int
     cost: Cost
@@ -58,6 +61,8 @@ class PipelineSpec:
     """The stage of each rank that holds layers."""
     row_bytes: int
     """Bytes that go to the next stage for each row."""
+    groups: Mapping[int, GroupCost] = field(default_factory=dict)
+    """What a group adds to the time of its slowest part, by part 0's rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,10 @@ class Placement:
     """Threads of each rank; empty: the node's cores, divided among its ranks."""
     draft_threads: int | None = None
     """Threads of a draft inside the head; None: as the head's."""
+    tensor_split: tuple[float, ...] = ()
+    """As of `PipelineConfig`."""
+    tensor_wire: TensorWire = "f32"
+    """As of `PipelineConfig`."""
 
     @property
     def node_of(self) -> tuple[int, ...]:
@@ -110,16 +119,18 @@ class Placement:
 def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None) -> Placement:
     """The placement in a cluster file. Raises LaunchError for a split that the models' layers do not allow."""
     draft_on = spec.draft_on if draft is not None else ()
-    layout = lay_out(target.n_layer, len(spec.target_on), spec.shares)
+    layout = lay_out(target.n_layer, len(spec.target_on), spec.shares, 0, spec.group_sizes)
     draft_layout = None
     if draft is not None and draft_on:
-        draft_layout = lay_out(draft.n_layer, len(draft_on), spec.draft_shares or None, len(spec.target_on))
+        shares, sizes = spec.draft_shares or None, spec.draft_group_sizes
+        draft_layout = lay_out(draft.n_layer, len(draft_on), shares, len(spec.target_on), sizes)
     return Placement(
         target_on=spec.target_on,
         draft_on=draft_on,
         layout=layout,
         draft_layout=draft_layout,
         threads=spec.threads[: len(spec.target_on + draft_on)],
+        tensor_split=spec.tensor_split,
     )
 
 
@@ -131,17 +142,21 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
     nodes = [spec.nodes[node] for node in node_of]
 
     def pipeline(shape: ModelShape, layout: Layout, is_draft: bool) -> PipelineSpec:
-        stages = {}
-        for rank in layout.stage_ranks:
-            n_threads = min(threads[rank], nodes[rank].cores)  # more threads gain nothing
-            cost = stage_cost(nodes[rank], shape, layout.layers_of(rank), n_threads, is_draft)
-            stages[rank] = StageSpec(
-                threads=n_threads,
-                cost=cost,
-                nice=is_draft and _shared(placement, rank),
-                change_s=_change_s(nodes[rank], layout.layers_of(rank), is_draft),
-            )
-        return PipelineSpec(layout=layout, stages=stages, row_bytes=shape.border_bytes)
+        stages, groups = {}, {}
+        for stage in layout.stages:
+            shares = part_shares(len(stage.ranks), placement.tensor_split)
+            for rank, share in zip(stage.ranks, shares, strict=True):
+                n_threads = min(threads[rank], nodes[rank].cores)  # more threads gain nothing
+                stages[rank] = StageSpec(
+                    threads=n_threads,
+                    cost=stage_cost(nodes[rank], shape.part(share), stage.layers, n_threads, is_draft),
+                    nice=is_draft and _shared(placement, rank),
+                    change_s=_change_s(nodes[rank], stage.layers, is_draft, len(stage.ranks)),
+                )
+            if len(shares) > 1:
+                places = [node_of[rank] for rank in stage.ranks]
+                groups[stage.ranks[0]] = group_cost(spec, shape, stage.layers, places, placement.tensor_wire)
+        return PipelineSpec(layout=layout, stages=stages, row_bytes=shape.border_bytes, groups=groups)
 
     target_pipeline, draft_pipeline = pipeline(target, layout, False), None
     if draft is not None:
@@ -174,7 +189,8 @@ def stage_cost(
     node: NodeSpec, shape: ModelShape, layers: tuple[int, int], threads: int, is_draft: bool = False
 ) -> Cost:
     """The cost of layers [a, b) on a node with `threads` threads. `is_draft`: the layers are the draft model's, for
-    which a profile may have times of its own."""
+    which a profile may have times of its own. Of a part of a group, `shape` is that of the part, and `group_cost` comes
+    on top."""
     threads = min(threads, node.cores)
     if node.profile is not None:
         if is_draft and node.profile.draft is not None:
@@ -193,17 +209,13 @@ def stage_cost(
     )
 
 
-def with_split(
-    spec: ClusterSpec, shares: tuple[float, ...] | None, draft_shares: tuple[float, ...] = ()
-) -> ClusterSpec:
-    """The cluster with its ranks and layers divided by these shares (`core.layout.parse_shares`).
+def with_split(spec: ClusterSpec, split: Split) -> ClusterSpec:
+    """The cluster with its ranks and layers divided by these shares.
 
     Ranks stay where they are; shares for the target's ranks alone leave the draft's out. Raises UsageError when shares
     and ranks differ in number.
     """
-    if shares is None:
-        return spec
-    n_target, n_draft, places = len(shares), len(draft_shares), spec.target_on + spec.draft_on
+    n_target, n_draft, places = sum(split.sizes), sum(split.draft_sizes), spec.target_on + spec.draft_on
     if n_target + n_draft != len(places) and (n_target, n_draft) != (len(spec.target_on), 0):
         raise UsageError(
             f"`shares` names {n_target + n_draft} ranks, and the cluster has {len(places)}: give a share for "
@@ -212,7 +224,14 @@ def with_split(
     target_on, draft_on = places[:n_target], places[n_target : n_target + n_draft]
     threads = spec.threads[: n_target + n_draft]
     return replace(
-        spec, target_on=target_on, draft_on=draft_on, shares=shares, draft_shares=draft_shares, threads=threads
+        spec,
+        target_on=target_on,
+        draft_on=draft_on,
+        shares=split.shares,
+        draft_shares=split.draft_shares,
+        threads=threads,
+        group_sizes=split.group_sizes,
+        draft_group_sizes=split.draft_group_sizes,
     )
 
 
@@ -240,15 +259,16 @@ def _measured_draft(
     return MeasuredCost(points, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
 
 
-def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool) -> float:
+def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool, n_parts: int) -> float:
     """`StageSpec.change_s`, by the number of layers: a graph has nodes for each of them."""
+    group_s = _PART_GRAPH_S * (layers[1] - layers[0]) * n_parts if n_parts > 1 else 0.0
     if node.profile is None:
-        return 0.0
+        return group_s
     measured: Part | RankProfile = node.profile
     if is_draft and node.profile.draft is not None:
         measured = node.profile.draft
     a, b = measured.layers
-    return measured.change_s * (layers[1] - layers[0]) / (b - a)
+    return measured.change_s * (layers[1] - layers[0]) / (b - a) + group_s
 
 
 def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:

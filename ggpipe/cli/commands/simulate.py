@@ -26,6 +26,7 @@ from ggpipe.cli.simulated import shapes_of, text_of, traffic_of
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config import ContextConfig, Mode, PipelineConfig
+from ggpipe.core.layout import Split
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable
@@ -88,16 +89,18 @@ def _spec(options: Options) -> SimulationSpec:
     cluster, split, context = read_cluster(path), options[Ranks].split, options[ContextConfig]
     if split.auto:
         raise SettingError("`shares` auto is for real ranks: name shares, or use ggpipe plan")
-    if split.group_sizes or split.draft_group_sizes:
-        raise SettingError("`shares` with groups (*) is for real ranks: give each rank a share of its own")
     if split.shares is not None:
-        cluster = with_split(cluster, split.shares, split.draft_shares)
+        own = Split(split.shares, split.draft_shares, split.group_sizes, split.draft_group_sizes)
+        cluster = with_split(cluster, own)
     target, draft = shapes_of(options)
     target, draft = target or cluster.target, draft or cluster.draft
     if target is None:
         raise UsageError(f"{path} describes no target model: name one with `model`")
     placement = placement_of(cluster, target, draft)
-    placement = _with_threads(cluster, placement, options[PipelineConfig], draft_threads(options))
+    pipeline = options[PipelineConfig]
+    placement = _with_threads(cluster, placement, pipeline, draft_threads(options))
+    tensor_split = pipeline.tensor_split or cluster.tensor_split
+    placement = replace(placement, tensor_split=tensor_split, tensor_wire=pipeline.tensor_wire)
     sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
     text = options[SimulatedText]
     n_predict = text.n_predict if text.n_predict > 0 or text.recording is not None else _N_TEXT

@@ -1,0 +1,98 @@
+"""What a group of ranks adds to the time of its slowest part: sums, and putting the logits together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ggpipe.cluster.links import SumTimes
+from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.config import TensorWire
+
+# As in native/group_sum.cpp.
+_EXTRA_BYTES = 24 << 10
+_PIECE = 32768
+_HEAD_BYTES = 16
+_BEST_BYTES = 328  # the best 40 tokens of a row, as llama/group.py packs them
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Messages that one node sends to others, or to its own ranks, for each message that a part sends to each other."""
+
+    times: SumTimes
+    n_messages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCost:
+    """Seconds that a run takes on a group beyond what its slowest part computes."""
+
+    n_parts: int
+    n_sums: int
+    """Of a run: one or two for each layer."""
+    width: int
+    """Values in a row that are added up."""
+    sum_s: float
+    """As `Overheads.sum_s`."""
+    ways: tuple[_Way, ...]
+    """Those that are unlike; a sum waits for the slowest."""
+    row_bytes: int
+    """What a part but 0 sends to part 0 of a row that wants logits; 0 but for the last stage."""
+    halves: bool
+    """Sums travel as 16-bit floats."""
+    _known: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def seconds(self, n_rows: int, n_wanted: int) -> float:
+        """Seconds for a run of `n_rows` rows, `n_wanted` of which want logits."""
+        if n_rows not in self._known:
+            self._known[n_rows] = self.n_sums * (self.sum_seconds(n_rows) + self.sum_s) + self._exchange(1)
+        if not (n_wanted and self.row_bytes):
+            return self._known[n_rows]
+        return self._known[n_rows] + max(way.times.seconds(n_wanted * self.row_bytes) for way in self.ways)
+
+    def sum_seconds(self, n_rows: int) -> float:
+        """Seconds of one sum of so many rows."""
+        return self._exchange(n_rows * self.width)
+
+    def _exchange(self, n_values: int) -> float:
+        """The pieces of a large sum overlap, so their messages take as long as one with all of their bytes."""
+        others = self.n_parts - 1
+        if others * (others - 1) * self._bytes(min(n_values, _PIECE)) > self.n_parts * _EXTRA_BYTES:
+            n_bytes, phases = self._bytes(math.ceil(n_values / self.n_parts)), 2  # reduce-scatter, allgather
+        else:
+            n_bytes, phases = self._bytes(n_values), 1
+        return phases * max(way.times.seconds(way.n_messages * n_bytes, self.halves) for way in self.ways)
+
+    def _bytes(self, n_values: int) -> int:
+        return _HEAD_BYTES + n_values * (2 if self.halves else FLOAT_BYTES)
+
+
+def group_cost(
+    spec: ClusterSpec,
+    shape: ModelShape,
+    layers: tuple[int, int],
+    node_of: Sequence[int],
+    wire: TensorWire = "f32",
+) -> GroupCost:
+    """The cost of layers [a, b) beyond `stage_cost` of the slowest part. `node_of`: the node of each part."""
+    n_parts, n_on = len(node_of), Counter(node_of)
+    if len(n_on) == 1:
+        ways = [_Way(spec.sums_between(node_of[0], node_of[0]), n_parts - 1)]
+    else:  # what a node's parts send leaves it by one network card
+        ways = [
+            _Way(spec.sums_between(a, b), n_on[a] * (n_parts - n_on[a])) for a, b in itertools.permutations(n_on, 2)
+        ]
+    return GroupCost(
+        n_parts=n_parts,
+        n_sums=shape.sums_per_layer * (layers[1] - layers[0]),
+        width=shape.n_embd,
+        sum_s=spec.overheads.sum_s,
+        ways=tuple(dict.fromkeys(ways)),
+        row_bytes=_BEST_BYTES if layers[1] == shape.n_layer else 0,
+        halves=wire == "f16" and len(n_on) > 1,
+    )

@@ -1,0 +1,88 @@
+"""Virtual pipelines: stages in order, and runs on their way through them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from ggpipe.core.messages import Run, Span
+from ggpipe.sim.clock import Clock
+from ggpipe.sim.cores import Cores
+from ggpipe.sim.network import Network
+from ggpipe.sim.stage import HEADER_BYTES, Part, Process, VirtualStage, header_bytes
+from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
+
+_ANSWER_BYTES = 48
+
+
+class VirtualPipeline:
+    """All stages of a pipeline. Runs that the last stage has computed go to the head."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        cores: list[Cores],
+        processes: list[Process],
+        cluster: VirtualCluster,
+        pipeline: PipelineSpec,
+        head: int,
+        ended: Callable[[Run, tuple[Span, ...]], None],
+    ) -> None:
+        """`head`: the rank that submits; `ended` is called when a result arrives there."""
+        self._network = network
+        layout = pipeline.layout
+        self._following = {
+            stage.ranks[0]: next(iter(layout.receivers_of(stage.ranks[0])), None) for stage in layout.stages
+        }
+        self._head = head
+        self._ended = ended
+        self._stages: dict[int, VirtualStage] = {}
+        """By part 0's rank."""
+        self._ranks = {stage.ranks[0]: stage.ranks for stage in layout.stages}
+        first, last = layout.stages[0].ranks[0], layout.stages[-1].ranks[0]
+        self._first = first
+        for rank, ranks in self._ranks.items():
+            parts = [
+                Part(cores[cluster.node_of[own]], processes[own], cluster, pipeline.stages[own], own) for own in ranks
+            ]
+            row_bytes = 0 if rank == last else pipeline.row_bytes
+            group = pipeline.groups.get(rank)
+            self._stages[rank] = VirtualStage(clock, parts, group, cluster.overheads, rank, row_bytes, self._pass_on)
+
+    def submit(self, run: Run) -> int:
+        """Submit a run; returns the number of messages that this takes."""
+        self._send(self._head, self._first, header_bytes(run), run, ())
+        return sum(rank != self._head for rank in self._ranks[self._first])
+
+    def cancel(self, runs: tuple[int, ...]) -> int:
+        """Cancel runs; returns the number of messages that this takes."""
+        n_messages = 0
+        for first, stage in self._stages.items():
+            for rank in self._ranks[first]:
+                by_message = rank != self._head
+                n_messages += by_message
+                self._network.send(self._head, rank, HEADER_BYTES, functools.partial(stage.cancel, runs, by_message))
+        return n_messages
+
+    def _pass_on(self, run: Run, spans: tuple[Span, ...], rank: int) -> None:
+        following = self._following[rank]
+        if following is None:
+            n_bytes = spans[-1].sent_bytes + _ANSWER_BYTES * sum(row.want >= 0 for row in run.rows)
+            self._network.send(rank, self._head, n_bytes, lambda: self._ended(run, spans))
+        else:
+            self._send(rank, following, spans[-1].sent_bytes, run, spans)
+
+    def _send(self, source: int, target: int, n_bytes: int, run: Run, spans: tuple[Span, ...]) -> None:
+        """Send a run to all parts of a stage, which begin when all have it. `target`: part 0's rank."""
+        stage, ranks = self._stages[target], self._ranks[target]
+        n_left = len(ranks)
+
+        def arrive() -> None:
+            nonlocal n_left
+            n_left -= 1
+            if not n_left:
+                stage.take(run, spans)
+
+        for rank in ranks:
+            self._network.send(source, rank, n_bytes, arrive)
