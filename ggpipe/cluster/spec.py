@@ -65,8 +65,6 @@ class ClusterSpec:
     """Ranks of each of the target's stages, one for each of `shares`; empty: one each."""
     draft_group_sizes: tuple[int, ...] = ()
     """The same of the draft's stages."""
-    tensor_split: tuple[float, ...] = ()
-    """As of `PipelineConfig`."""
     sums: Mapping[tuple[int, int], SumTimes] = field(default_factory=dict)
     """Measured sums, by two nodes, the lower number first; by one node twice for ranks of that node."""
     network_sums: SumTimes | None = None

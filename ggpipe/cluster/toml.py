@@ -4,7 +4,6 @@
     target_on = ["server1", "server2"]       # the node of each rank that holds layers, the head first
     draft_on = ["office"]                    # without: the draft runs inside the head
     layer_split = "0.5,0.5/1.0"              # default: even; "0.5*2,0.5*2/1.0": two groups of two ranks
-    tensor_split = [3, 1]                    # proportions in groups of so many ranks; default: even
     threads = [16, 16, 6]                    # by rank; default: the node's cores, divided among its ranks
 
     [target]                                 # or -m FILE
@@ -171,7 +170,6 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
     target_on: list[str] | None = None
     draft_on: list[str] = []
     layer_split: Text | None = None
-    tensor_split: list[Positive] = []
     threads: list[Count] = []
     target: _Model | None = None
     draft: _Model | None = None
@@ -252,7 +250,6 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
         overheads=_overheads(file, measured_overheads(machine.measured for machine in machines)),
         group_sizes=split.group_sizes if split else (),
         draft_group_sizes=split.draft_group_sizes if split else (),
-        tensor_split=tuple(file.tensor_split),
         network_sums=file.network.sums() if file.network else None,
         local_sums=(file.local and file.local.sums()) or LOCAL_SUMS,
     )
@@ -334,24 +331,19 @@ def _numbers_of(key: str, names: Sequence[str], numbers: Mapping[str, int]) -> t
 
 
 def _split(file: _File, n_target: int, n_draft: int) -> Split | None:
-    """Raises ValueError for one that the ranks do not have."""
-    sizes: set[int] = set()
-    split = None
-    if (text := file.layer_split) is not None:
-        try:
-            split = parse_shares(text)
-        except UsageError as e:
-            raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
-        named = sum(split.sizes), sum(split.draft_sizes)
-        if named != (n_target, n_draft):
-            raise ValueError(
-                f"layer_split {text}: {named[0]} shares for {n_target} target ranks, {named[1]} for {n_draft} "
-                "draft ranks; give one for each"
-            )
-        sizes = {*split.sizes, *split.draft_sizes}
-    if file.tensor_split and len(file.tensor_split) not in sizes - {1}:
-        n_parts = len(file.tensor_split)
-        raise ValueError(f"tensor_split has {n_parts} numbers, and layer_split no group of {n_parts} ranks")
+    if file.layer_split is None:
+        return None
+    text = file.layer_split
+    try:
+        split = parse_shares(text)
+    except UsageError as e:
+        raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
+    named = sum(split.sizes), sum(split.draft_sizes)
+    if named != (n_target, n_draft):
+        raise ValueError(
+            f"layer_split {text}: {named[0]} shares for {n_target} target ranks, {named[1]} for {n_draft} draft ranks; "
+            "give one for each"
+        )
     return split
 
 

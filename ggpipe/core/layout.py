@@ -47,6 +47,11 @@ class Layout:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
 
     @property
+    def group_sizes(self) -> frozenset[int]:
+        """Ranks of its groups; empty where each stage has one rank."""
+        return frozenset(len(stage.ranks) for stage in self.stages) - {1}
+
+    @property
     def ranks(self) -> range:
         """All ranks of the pipeline."""
         return range(self.head, max(self.stage_ranks, default=self.head - 1) + 1)

@@ -80,7 +80,10 @@ class SimulationSpec:
     """Requests that share the pipeline; None: one request, or one for each recorded prompt, each by itself."""
 
     def check(self) -> None:
-        """Raises UsageError when the context cannot hold the text, or a node's memory its ranks."""
+        """Raises UsageError when the context cannot hold the text, a node's memory its ranks, or groups a model."""
+        for shape, layout in ((self.target, self.placement.layout), (self.draft, self.placement.draft_layout)):
+            if shape is not None and shape.max_parts == 1 and layout is not None and layout.group_sizes:
+                raise UsageError(f"{shape.name} is not known to work in groups: give each rank its own layers")
         longest = max(_n_tokens(asked.tokens) for asked in self._asked())
         n_ctx, n_tokens = self.sizes.n_ctx, longest
         if self.traffic is not None:

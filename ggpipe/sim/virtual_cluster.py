@@ -115,6 +115,11 @@ class Placement:
         """The node of each rank."""
         return self.target_on + self.draft_on
 
+    @property
+    def group_sizes(self) -> frozenset[int]:
+        """Ranks of its groups; empty where each stage has one rank."""
+        return frozenset(size for own in (self.layout, self.draft_layout) if own for size in own.group_sizes)
+
 
 def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None) -> Placement:
     """The placement in a cluster file. Raises LaunchError for a split that the models' layers do not allow."""
@@ -130,7 +135,6 @@ def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None
         layout=layout,
         draft_layout=draft_layout,
         threads=spec.threads[: len(spec.target_on + draft_on)],
-        tensor_split=spec.tensor_split,
     )
 
 

@@ -55,6 +55,18 @@ def rows_of(out: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in lines[1:]}
 
 
+def test_a_group_has_a_line_for_each_part(simulate) -> None:  # type: ignore[no-untyped-def]
+    split = ("nodes4-100g", *SHORT, "--mode", "iterative", "--mpi-layer-split", "0.5*2,0.5*2")
+    modes, ranks = simulate(*split, "-ts", "3,1", "--tensor-wire", "f16").split("ranks in iterative\n")
+    assert "x iterative" in modes
+    found = [line.split()[:3] for line in ranks.splitlines()]
+    assert found[0] == ["rank", "host", "layers"]
+    assert [line[0] for line in found[1:]] == ["0", "1", "2", "3"]
+    assert "ranks in" not in simulate("nodes4-100g", *SHORT, "--mode", "iterative")
+    speeds = [line.split()[1] for line in simulate(*split[:-2], "--sweep", "group=1,2,4").split("\n\n")[1].splitlines()]
+    assert sorted(speeds[1:], key=float) == speeds[1:]
+
+
 def test_modes_side_by_side(simulate) -> None:  # type: ignore[no-untyped-def]
     out = simulate("nodes4-gigabit", *SHORT, "-s", 3)
     head, table = out.split("\n\n", 1)
@@ -252,6 +264,9 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
         (("office", "-pa", "2"), "-pa/--p-accept must be a probability from 0 to 1"),
         (("office", "--mpi-layer-split", "0.5,0.5"), "names 2 ranks, and the cluster has 6"),
         (("office", "--mpi-layer-split", "x"), "--mpi-layer-split x: write a share"),
+        (("nodes4-100g", "--mpi-layer-split", "0.5*2,0.5*4"), "names 6 ranks, and the cluster has 5"),
+        (("nodes4-100g", "-ts", "3,1"), "-ts/--tensor-split has 2 numbers, but no group has 2 ranks"),
+        (("nodes4-100g", "--sweep", "group=3"), "group must divide the target's 4 ranks"),
         (("office", "--mpi-layer-split", "0.9,0.025,0.025,0.025,0.001/1.0"), "would get no layer"),
         (("nodes4-gigabit", "-c", "1000000"), "node1 has 64 GB of memory, and its ranks need"),
         (("office", "--sweep", "draft"), "write NAME=VALUES"),

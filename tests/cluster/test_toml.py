@@ -272,11 +272,6 @@ def changed(old: str, new: str) -> str:
         ('layer_split = "1.0"\n' + NODES + NETWORK, ("1 shares for 2 target ranks, 0 for 0 draft ranks",)),
         ('layer_split = "0.5,0.5/1"\n' + NODES + NETWORK, ("1 for 0 draft ranks",)),
         ('layer_split = "1.0*3"\n' + NODES + NETWORK, ("3 shares for 2 target ranks, 0 for 0 draft ranks",)),
-        (
-            'layer_split = "1.0*2"\ntensor_split = [2, 1, 1]\n' + NODES + NETWORK,
-            ("tensor_split has 3 numbers, and layer_split no group of 3 ranks",),
-        ),
-        ("tensor_split = [0, 1]\n" + NODES + NETWORK, ("tensor_split[0] must be a number above 0",)),
         ("[overheads]\nrun_us = -1\n" + NODES + NETWORK, ("[overheads] run_us must be a number from 0", "got -1")),
         ("[overheads]\nrun_s = 1\n" + NODES + NETWORK, ("[overheads] run_s is not known here", "run_us")),
         ("overheads = 3\n" + NODES + NETWORK, ("overheads must be a table, got 3",)),

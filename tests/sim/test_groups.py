@@ -47,9 +47,10 @@ def cost_of(n: int, layers: tuple[int, int] = (0, 4), wire: TensorWire = "f32", 
     return group_cost(nodes(n), shape, layers, range(n), wire)
 
 
-def request_of(spec: ClusterSpec, speculation: SpeculationConfig = ITERATIVE) -> tuple[RequestStats, VirtualCluster]:
-    own = build(spec, placement_of(spec, SHAPE, None), SHAPE, None)
-    return checked(own, tokens(n_prompt=1, n_text=20), speculation), own
+def request_of(spec: ClusterSpec, tensor_split: tuple[float, ...] = ()) -> tuple[RequestStats, VirtualCluster]:
+    placement = replace(placement_of(spec, SHAPE, None), tensor_split=tensor_split)
+    own = build(spec, placement, SHAPE, None)
+    return checked(own, tokens(n_prompt=1, n_text=20), ITERATIVE), own
 
 
 # Sums
@@ -135,8 +136,7 @@ def test_a_group_decodes_as_fast_as_its_slowest_part_and_its_sums() -> None:
     part_s = own.target.stages[0].cost.seconds(1, 10)
     per_token_s = part_s + own.target.groups[0].seconds(1, 1)
     assert stats.decode_tps == pytest.approx(1 / per_token_s, rel=2e-2)
-    uneven = replace(spec, tensor_split=(3.0, 1.0))
-    slower, _ = request_of(uneven)
+    slower, _ = request_of(spec, (3.0, 1.0))
     assert slower.decode_tps == pytest.approx((stats.decode_tps or 0) * 2 / 3, rel=0.05)
     alone, _ = request_of(nodes(1))
     assert 1.5 < (stats.decode_tps or 0) / (alone.decode_tps or 1) < 2
@@ -198,6 +198,12 @@ def test_a_sweep_over_groups() -> None:
             own.changed({"group": size})
     speeds = [own.changed({"group": size}).run("iterative")[0].decode_tps or 0 for size in (1, 2, 4)]
     assert speeds[0] < speeds[1] < speeds[2]
+
+
+def test_a_model_that_groups_cannot_compute() -> None:
+    own = setup_of(with_split(nodes(2), Split((1.0,), (), (2,))))
+    with pytest.raises(UsageError, match="some is not known to work in groups"):
+        replace(own, target=replace(SHAPE, max_parts=1)).run("iterative")
 
 
 def test_a_sweep_over_networks_changes_sums() -> None:

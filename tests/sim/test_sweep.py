@@ -108,7 +108,7 @@ def test_too_many_simulations() -> None:
 def test_every_name_changes_something() -> None:
     own = setup()
     for name in NAMES:
-        value = 0.25 if name in ("pa", "ps", "pr", "pd", "acceptance") else 3
+        value = 0.25 if name in ("pa", "ps", "pr", "pd", "acceptance") else 4
         assert own.changed({name: value}) != own, name
     assert own.changed({}) == own
 

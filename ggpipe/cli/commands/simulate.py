@@ -55,6 +55,8 @@ def run(options: Options) -> int:
     is_shared = traffic is not None or any(axis.name in TRAFFIC_NAMES for axis in axes)
     _check_files(settings, options[SimulatedTraffic].requests_csv, len(axes), is_shared)
     spec = replace(_spec(options), traffic=traffic)
+    if not any(axis.name == "group" for axis in axes):
+        _check_tensor_split(spec.placement)
     modes = _modes(spec, options)
     with SimulationProgress() as progress:
         found = sweep(spec, axes, modes, progress)
@@ -99,8 +101,7 @@ def _spec(options: Options) -> SimulationSpec:
     placement = placement_of(cluster, target, draft)
     pipeline = options[PipelineConfig]
     placement = _with_threads(cluster, placement, pipeline, draft_threads(options))
-    tensor_split = pipeline.tensor_split or cluster.tensor_split
-    placement = replace(placement, tensor_split=tensor_split, tensor_wire=pipeline.tensor_wire)
+    placement = replace(placement, tensor_split=pipeline.tensor_split, tensor_wire=pipeline.tensor_wire)
     sizes = Sizes(context.n_ctx, context.n_batch, context.n_ubatch)
     text = options[SimulatedText]
     n_predict = text.n_predict if text.n_predict > 0 or text.recording is not None else _N_TEXT
@@ -127,6 +128,15 @@ def _with_threads(cluster: ClusterSpec, placement: Placement, given: PipelineCon
     if draft > 0:
         own[n_target:] = [draft] * (n_ranks - n_target)
     return replace(placement, threads=tuple(own), draft_threads=draft if draft > 0 else None)
+
+
+def _check_tensor_split(placement: Placement) -> None:
+    """Raises SettingError for proportions that no group has."""
+    n = len(placement.tensor_split)
+    if n and n not in placement.group_sizes:
+        raise SettingError(
+            f"`tensor_split` has {n} numbers, but no group has {n} ranks: give a number for each rank of a group"
+        )
 
 
 def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:

@@ -21,7 +21,8 @@ from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
-from ggpipe.display.tables.summary import request_object
+from ggpipe.display.tables.summary import ranks_table, request_object
+from ggpipe.metrics.activity import taking_part
 from ggpipe.metrics.stats import RequestStats, percentile
 from ggpipe.metrics.traffic import TrafficSummary
 from ggpipe.sim.arrivals import Traffic
@@ -42,7 +43,7 @@ def print_simulation(spec: SimulationSpec, found: Sequence[Combination], modes: 
     if found[0].values:
         _print_sweep(heading, found, modes)
     else:
-        _print_modes(heading, found[0])
+        _print_modes(heading, found[0], modes[-1] if spec.placement.group_sizes and spec.traffic is None else None)
 
 
 def write_csv(path: Path, found: Sequence[Combination]) -> None:
@@ -181,7 +182,8 @@ def _facts(spec: SimulationSpec) -> dict[str, object]:
     }
 
 
-def _print_modes(heading: Sequence[str], only: Combination) -> None:
+def _print_modes(heading: Sequence[str], only: Combination, ranks_of: Mode | None) -> None:
+    """`ranks_of`: the mode whose ranks are shown, in its first request."""
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     table.add_column("", style="dim", no_wrap=True)
     for mode in only.by_mode:
@@ -192,7 +194,13 @@ def _print_modes(heading: Sequence[str], only: Combination) -> None:
     for name, cells in rows.items():
         if set(cells) != {"-"}:
             table.add_row(name, *cells)
-    _print(heading, table)
+    parts: list[RenderableType] = [table]
+    console = page_console()
+    if ranks_of is not None:
+        stats = only.by_mode[ranks_of].requests[0]
+        parts += [Text(), Text(f"ranks in {ranks_of}", style="dim")]
+        parts.append(ranks_table(stats, taking_part(stats, stats.ranks), stats.ended or 0.0, console.width))
+    _print(heading, Group(*parts), console)
 
 
 def _print_sweep(heading: Sequence[str], found: Sequence[Combination], modes: Sequence[Mode]) -> None:

@@ -34,7 +34,7 @@ def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, w
     ranks = taking_part(stats, ranks)
     parts: list[Table | Padding] = [_request_table(stats, ranks, width)]
     if ranks:
-        parts.append(Padding(_ranks_table(stats, ranks, now, width), (1, 0, 0, 0)))
+        parts.append(Padding(ranks_table(stats, ranks, now, width), (1, 0, 0, 0)))
     return Group(*parts)
 
 
@@ -197,7 +197,8 @@ def _speculation_items(stats: RequestStats) -> list[tuple[str, str]]:
     ]
 
 
-def _ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int) -> Table:
+def ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int) -> Table:
+    """A line for each rank, or part of a group."""
     elapsed_s = max(stats.elapsed_s(now), 0.0)
     both = with_work(stats, ranks)
     wasted = wasted_s(stats)
