@@ -29,7 +29,7 @@ from ggpipe.llama.params import model_params
 _SPLIT_FUNCTION = "_Z33llama_meta_device_get_split_statePK11ggml_tensorPv"
 _NO_TOKEN = -1
 
-_SPLIT_ATTENTION = frozenset(
+SPLIT_ATTENTION = frozenset(
     """
     afmoe arcee arctic bailingmoe bailingmoe2 chatglm codeshell cogvlm cohere2 cohere2moe command-r dbrx deci
     deepseek deepseek4 dots1 ernie4_5 ernie4_5-moe exaone exaone-moe exaone4 falcon gemma gemma2 gemma3 glm4 glm4moe
@@ -42,7 +42,7 @@ _SPLIT_ATTENTION = frozenset(
 )
 """Architectures whose attention, FFN and output are split."""
 
-_SPLIT_FFN = frozenset(
+SPLIT_FFN = frozenset(
     """
     baichuan bailingmoe3 bloom deepseek2 deepseek32 dots3note falcon-h1 glm-dsa granitehybrid grok hy_v4 jais jamba
     kimi-linear mamba mamba2 minimax-01 minimax-m2 minimax-m3 mistral4 nemotron_h nemotron_h_moe olmo2 olmoe plamo2
@@ -78,7 +78,7 @@ def splits_attention(file: ModelFile) -> bool:
     """The parts share the attention heads; else each computes all of them."""
     header = ModelHeader(file)
     n_heads = header.per_layer("attention.head_count_kv", header.number("attention.head_count"))
-    return file.architecture in _SPLIT_ATTENTION and 1 not in n_heads
+    return file.architecture in SPLIT_ATTENTION and 1 not in n_heads
 
 
 def most_parts(file: ModelFile) -> int:
@@ -104,7 +104,7 @@ def divided_weights(file: ModelFile) -> re.Pattern[str]:
 def context_of_group(file: ModelFile, context: ContextConfig) -> ContextConfig:
     """The settings of a context, as a group needs them; EngineConfig has checked these. Raises ModelError for models
     that are not known to work in groups."""
-    if file.architecture not in _SPLIT_ATTENTION | _SPLIT_FFN:
+    if file.architecture not in SPLIT_ATTENTION | SPLIT_FFN:
         raise ModelError(f"'{file.architecture}' models are not known to work in groups: give each rank its own layers")
     if not splits_attention(file):
         return context

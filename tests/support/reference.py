@@ -223,10 +223,10 @@ def listen() -> None:
 @contextlib.contextmanager
 def reference_kernels() -> Iterator[None]:
     """CPU backends that are made inside use ggml's reference kernels."""
-    ggml = _ggml()
-    device = ggml.ggml_backend_dev_by_type(_CPU)
-    registry = ggml.ggml_backend_dev_backend_reg(device)
-    address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_cpu_set_use_ref")
+    library = ggml()
+    device = library.ggml_backend_dev_by_type(_CPU)
+    registry = library.ggml_backend_dev_backend_reg(device)
+    address = library.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_cpu_set_use_ref")
     use_reference = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(address)
     init_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
     table = ctypes.cast(device, ctypes.POINTER(ctypes.c_void_p))
@@ -251,20 +251,20 @@ def reference_kernels() -> Iterator[None]:
 
 
 @cache
-def _ggml() -> ctypes.CDLL:
+def ggml() -> ctypes.CDLL:
     """libggml and libggml-base, the copies that llama_cpp mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     (path,) = {line.split(maxsplit=5)[5] for line in lines if "libggml.so" in line}
-    ggml = ctypes.CDLL(path)
+    library = ctypes.CDLL(path)
     pointer = ctypes.c_void_p
     for name, arguments in (
         ("ggml_backend_dev_by_type", [ctypes.c_int]),
         ("ggml_backend_dev_backend_reg", [pointer]),
         ("ggml_backend_reg_get_proc_address", [pointer, ctypes.c_char_p]),
     ):
-        function: Callable[..., Any] = getattr(ggml, name)
+        function: Callable[..., Any] = getattr(library, name)
         function.restype, function.argtypes = pointer, arguments  # type: ignore[attr-defined]
-    return ggml
+    return library
 
 
 def _filled(params: Any, fields: Fields) -> Any:

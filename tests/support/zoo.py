@@ -183,11 +183,11 @@ def _build(model: ZooModel, path: Path, seed: int, n_layer: int, tokenizer: str)
     base = ggml_base()
     meta = base.gguf_init_empty()
     for key, value in _metadata(model, n_layer, tokenizer).items():
-        _set(meta, key, value)
+        set_value(meta, key, value)
 
     def fill(tensor: int, _: int) -> None:
         name = base.ggml_get_name(tensor).decode()
-        data = _weights(name, base.ggml_nelements(tensor), base.ggml_nrows(tensor), seed, model.embedding)
+        data = weights_of(name, base.ggml_nelements(tensor), base.ggml_nrows(tensor), seed, model.embedding)
         assert data.nbytes == base.ggml_nbytes(tensor), f"{name} is not made of floats"
         base.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
 
@@ -223,7 +223,7 @@ def _metadata(model: ZooModel, n_layer: int, tokenizer: str) -> dict[str, Value]
     return meta | {f"tokenizer.ggml.{key}": value for key, value in vocab.items()}
 
 
-def _weights(name: str, n_elements: int, n_rows: int, seed: int, embedding: float) -> NDArray[np.float32]:
+def weights_of(name: str, n_elements: int, n_rows: int, seed: int, embedding: float) -> NDArray[np.float32]:
     """The values of one tensor, seeded by its name: libllama asks twice for a tensor that has two uses.
 
     The gains make earlier tokens matter as much as the last one, and keep greedy text out of short loops.
@@ -246,7 +246,7 @@ def _weights(name: str, n_elements: int, n_rows: int, seed: int, embedding: floa
     return x
 
 
-def _set(meta: int, key: str, value: Value) -> None:
+def set_value(meta: int, key: str, value: Value) -> None:
     """Add a value to a gguf_context; whole numbers become u32, which is what the loaders read."""
     base = ggml_base()
     name = key.encode()

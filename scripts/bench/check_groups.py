@@ -1,0 +1,144 @@
+"""Compares groups of two and three parts with the whole model, for every architecture; run it as
+`scripts/bench/check_groups`.
+
+Each architecture is a small random model (tests/support/architectures.py) in several types. A text's beginning, single
+tokens, several rows and, where the model can roll back, branches are decoded by the whole model and by a group, and all
+logits are compared. First attention and FFN are split; where libllama or ggml ends the process, or logits are wrong, FFN
+and output alone. Each such try is a process of its own.
+
+A line for each architecture: what is split, the largest difference of a logit, in standard deviations of the whole
+model's logits, and the first row whose best token differs, with the whole model's gap between the two. In the end, the
+lists that ggpipe/llama/group.py has to hold, and whether it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from support.architectures import ARCHITECTURES, WITH_EXPERTS_TOO, write
+from support.group_check import Difference, compare
+from support.zoo import quantize
+
+from ggpipe.llama import group
+
+TYPES = ("f32", "q4_0", "q4_k_m", "q8_0")
+PARTS = (2, 3)
+KINDS = ("attention and FFN", "FFN")
+_SCRIPT = (sys.executable, "-m", "scripts.bench.check_groups")
+_LIMIT_S = 1200
+_ALIBI_ELSEWHERE = ("baichuan",)
+"""Only FFN and output may be split: with as many layers as the 13 B model has it has ALiBi, with others not."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """What came of one kind of split."""
+
+    kind: str
+    worst: Difference | None
+    """None where no comparison ended."""
+    error: str
+    """Why it is of no use; empty where it is."""
+
+
+def try_kind(kind: str, architecture: str, models: Sequence[Path]) -> Try:
+    """Compare all models with groups, in a child process."""
+    child = subprocess.run(
+        [*_SCRIPT, "--compare", kind, architecture, *map(str, models)],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_LIMIT_S,
+    )
+    found = [Difference(**json.loads(line)) for line in child.stdout.splitlines() if line.startswith("{")]
+    worst = max(found, key=lambda each: each.deviation / each.limit, default=None)
+    error = ""
+    if len(found) < len(models) * len(PARTS):
+        error = _reason(child.stderr) or f"exit code {child.returncode}"
+    elif wrong := [each for each in found if not each.deviation <= each.limit]:
+        error = f"logits differ by {max(each.deviation for each in wrong):.1e}"
+    return Try(kind, worst, error)
+
+
+def _reason(stderr: str) -> str:
+    told = [line.strip() for line in stderr.splitlines() if "ASSERT" in line or "Error:" in line or "unsupported" in line]
+    return told[-1].rpartition("/")[2][:100] if told else ""
+
+
+def compare_all(kind: str, architecture: str, models: Sequence[Path]) -> None:
+    """In a child process: print what each comparison gives."""
+    lists = (frozenset({architecture}), frozenset[str]())
+    attention, ffn = lists if kind == KINDS[0] else lists[::-1]
+    with patch.object(group, "SPLIT_ATTENTION", attention), patch.object(group, "SPLIT_FFN", ffn):
+        for model in models:
+            for n_parts in PARTS:
+                print(json.dumps(vars(compare(model, n_parts))), flush=True)
+
+
+def check(name: str, folder: Path, types: Sequence[str]) -> list[Try]:
+    """All tries of an architecture; the last one is of use, or none is."""
+    source = folder / f"{name}.gguf"
+    write(name, source)
+    models = [quantize(source, folder / f"{name}.{each}.gguf", each) if each != "f32" else source for each in types]
+    tries: list[Try] = []
+    for kind in KINDS[name in _ALIBI_ELSEWHERE :]:
+        tries.append(try_kind(kind, name.partition("+")[0], models))
+        if not tries[-1].error:
+            break
+    for path in {source, *models}:
+        path.unlink()
+    return tries
+
+
+def line_of(name: str, tries: Sequence[Try]) -> str:
+    """An architecture's line."""
+    last = tries[-1]
+    if last.error:
+        return f"{name:18} refused   {'; '.join(f'{each.kind}: {each.error}' for each in tries)}"
+    assert last.worst is not None
+    why = f"   ({tries[0].kind}: {tries[0].error})" if len(tries) > 1 else ""
+    return f"{name:18} {last.kind:18} {last.worst.deviation:.1e}  {last.worst.tokens}{why}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="architectures, default all; NAME+experts: with experts")
+    parser.add_argument("--types", nargs="+", default=TYPES, help=f"of the weights, default {' '.join(TYPES)}")
+    parser.add_argument("--compare", metavar="KIND", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.compare:
+        compare_all(args.compare, args.names[0], [Path(name) for name in args.names[1:]])
+        return 0
+    names = args.names or [*ARCHITECTURES, *(f"{name}+experts" for name in WITH_EXPERTS_TOO)]
+    useful: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="ggpipe-groups-") as folder:
+        for name in names:
+            tries = check(name, Path(folder), args.types)
+            print(line_of(name, tries), flush=True)
+            architecture = name.partition("+")[0]
+            kind = "" if tries[-1].error else tries[-1].kind
+            # with and without experts: what suits both
+            useful[architecture] = min(useful.get(architecture, kind), kind, key=("", KINDS[1], KINDS[0]).index)
+    right = True
+    for title, kind, listed in ((KINDS[0], KINDS[0], group.SPLIT_ATTENTION), (KINDS[1], KINDS[1], group.SPLIT_FFN)):
+        found = {name for name, each in useful.items() if each == kind}
+        print(f"\n{title}: {' '.join(sorted(found))}")
+        known = {name for name in listed if name in useful}
+        if found != known:
+            right = False
+            print(f"  ggpipe/llama/group.py differs in: {' '.join(sorted(found ^ known))}")
+    print(f"\nrefused: {' '.join(sorted(name for name, each in useful.items() if not each))}")
+    print("ggpipe/llama/group.py is right" if right else "ggpipe/llama/group.py is wrong")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
