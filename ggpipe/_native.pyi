@@ -135,6 +135,12 @@ class Stage:
         """In a group: a tensor whose parts cannot be added up."""
 
     @property
+    def undividable(self) -> str:
+        """
+        In a group, after loading: a weight that is to be divided, and whose rows are one block each.
+        """
+
+    @property
     def columns(self) -> list[int]:
         """
         In a group of the last stage: how many columns of the last run's logits each part has, in their order.

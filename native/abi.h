@@ -44,7 +44,8 @@ struct ggml_backend_buffer_i {
     void (*memset_tensor)(ggml_backend_buffer_t, ggml_tensor *, uint8_t value, size_t offset, size_t size);
     void (*set_tensor)(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t offset, size_t size);
     void (*get_tensor)(ggml_backend_buffer_t, const ggml_tensor *, void *, size_t offset, size_t size);
-    ggpipe::Unused set_tensor_2d, get_tensor_2d;
+    void (*set_tensor_2d)(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t offset, size_t size, size_t times, size_t step, size_t step_there);
+    ggpipe::Unused get_tensor_2d;
     bool (*cpy_tensor)(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst);
     void (*clear)(ggml_backend_buffer_t, uint8_t value);
     ggpipe::Unused reset;

@@ -62,6 +62,7 @@ void populate(const Stage & stage, nb::callable progress) {
             if (!nb::cast<bool>(progress(done += n, all))) return;
         }
     }
+    if (stage.group) stage.group->file->drop_others(stage.mapped_ranges());
 }
 
 // Gets our part of each of a group's weights; `progress` gets bytes done.
@@ -253,6 +254,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("lost", [](Stage & s) { return s.group && s.group->sum->lost(); }, "A part of the group is lost.")
         .def_prop_ro("unsummable", [](Stage & s) { return s.group ? s.group->unsummable : std::string(); },
                      "In a group: a tensor whose parts cannot be added up.")
+        .def_prop_ro("undividable", [](Stage & s) { return s.group ? s.group->undividable : std::string(); },
+                     "In a group, after loading: a weight that is to be divided, and whose rows are one block each.")
         .def_prop_ro("columns", [](Stage & s) { return s.group->columns; },
                      "In a group of the last stage: how many columns of the last run's logits each part has, in their order.")
         .def_prop_ro("wanted", [](Stage & s) { return s.wire.wanted; }, "Tensors that the last run took from UP.")

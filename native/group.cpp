@@ -25,7 +25,10 @@ Group::Split split_of(const ggml_tensor * t, void * group) {
     if (!strcmp(t->name, "token_embd.weight")) ggml_set_name(&asked, "output.weight");  // on LOCAL it is the output's
     const bool by_libllama = g.split_attention || strstr(asked.name, ".ffn_") || !strncmp(asked.name, "output.", 7);
     if (g.stage.loading()) g.wholes[t->name] = (ggml_tensor *) t;
-    return g.splits[t] = by_libllama && g.asked.model ? g.ask(&asked, &g.asked) : kMirrored;
+    Group::Split & split = g.splits[t] = by_libllama && g.asked.model ? g.ask(&asked, &g.asked) : kMirrored;
+    const int64_t block = ggml_blck_size(t->type);
+    if (split.axis == GGML_BACKEND_SPLIT_AXIS_0 && block > 1 && t->ne[0] == block) g.undividable = t->name;
+    return split;
 }
 
 size_t own_bytes(const ggml_tensor * whole, const Group & g) {
@@ -62,17 +65,24 @@ ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     g.own_bytes += g.left.back().own_bytes;
     return GGML_STATUS_SUCCESS;
 }
-void write_part(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n) {
+// The same `n` bytes from each of `times` places. A slice that lies in the file in one piece is used there; so is one of
+// experts, of which each lies in one piece.
+void write_pieces(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n, size_t times, size_t step, size_t step_there) {
     Group & g = group_of(b);
-    const bool all = at == 0 && n == ggml_nbytes(t);
-    if (all && g.source && (uintptr_t(p) & 31) == 0 && uintptr_t(p) - uintptr_t(g.source->data) < g.source->size) {
+    const bool experts = times > 1 && n == t->nb[2] && times == size_t(t->ne[2]) && g.ops[t->name] == GGML_OP_MUL_MAT_ID;
+    g.in_place = at == 0 && (experts || n == ggml_nbytes(t)) && ((uintptr_t(p) | step_there) & 31) == 0 &&
+                 g.source && uintptr_t(p) - uintptr_t(g.source->data) < g.source->size;
+    if (g.in_place) {
         t->data = (void *) p;
-        g.stage.add_mapped_range(t->data, n);
-        g.in_place = true;
-    } else {
-        memcpy((char *) t->data + at, p, n);
+        if (experts) t->nb[2] = step_there, t->nb[3] = step_there * times;
+    }
+    for (size_t i = 0; i < times; i++) {
+        char * from = (char *) p + i * step_there;
+        if (g.in_place) g.stage.add_mapped_range(from, n);
+        else memcpy((char *) t->data + at + i * step, from, n);
     }
 }
+void write_part(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n) { write_pieces(b, t, p, at, n, 1, 0, 0); }
 // A label is a buffer of the CPU's repacking type; the memory is that of our buffer.
 void * label_base(ggml_backend_buffer_t b) { return b->context; }
 void write_label(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, size_t n) {
@@ -123,7 +133,7 @@ ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size) {
     const bool ours = part == g.part;
     ggml_backend_buffer_i calls = ours ? kMemory : kRemote;
     calls.init_tensor = ours ? init_part : nullptr;
-    if (ours) calls.set_tensor = write_part;
+    if (ours) calls.set_tensor = write_part, calls.set_tensor_2d = write_pieces;
     calls.get_tensor = ours ? read_part : read_hollow;
     ggml_backend_buffer_t b = reserve(type, calls, size, ours ? PROT_READ | PROT_WRITE : PROT_NONE);
     if (b && part == 0) g.unpaired = b->context;
@@ -243,8 +253,7 @@ size_t Group::load_next() {
         own_bytes -= next.own_bytes;
         return 0;
     }
-    const uintptr_t from = (uintptr_t(place.data) + 4095) & ~uintptr_t(4095), end = (uintptr_t(place.data) + place.size) & ~uintptr_t(4095);
-    if (from < end) madvise((void *) from, end - from, MADV_DONTNEED);  // what was read of it, for others too
+    give_back_pages(place.data, (const char *) place.data + place.size);  // what was read of it, for others too
     return next.own_bytes;
 }
 

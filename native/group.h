@@ -38,6 +38,7 @@ struct Group {
     bool stopped = false;                 // all parts agreed to end this run
     std::vector<int64_t> columns;         // of each part, of what was last read in this run: of the last stage, the logits
     std::string unsummable;               // a tensor that cannot be summed here
+    std::string undividable;              // a weight whose rows are one block each, which ggml's meta device cannot cut
 
     // For the devices' functions.
     Extra * repacker_of(ggml_tensor * slice);

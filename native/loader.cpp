@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -47,6 +48,25 @@ MappedModel::~MappedModel() {
 const MappedModel::Place * MappedModel::find(const char * tensor) const {
     const auto it = tensors_.find(tensor);
     return it == tensors_.end() ? nullptr : &it->second;
+}
+
+void give_back_pages(const void * from, const void * end) {
+    constexpr uintptr_t kPage = 4096;
+    const uintptr_t first = (uintptr_t(from) + kPage - 1) & ~(kPage - 1), last = uintptr_t(end) & ~(kPage - 1);
+    if (first < last) madvise((void *) first, last - first, MADV_DONTNEED);
+}
+
+void MappedModel::drop_others(std::vector<std::pair<void *, size_t>> kept) const {
+    std::sort(kept.begin(), kept.end());
+    for (auto & [base, size] : maps_) {
+        const char * at = (const char *) base, * end = at + size;
+        for (auto & [data, n] : kept) {
+            if (data < base || data >= end) continue;
+            give_back_pages(at, data);
+            at = (const char *) data + n;
+        }
+        give_back_pages(at, end);
+    }
 }
 
 void Stage::begin_load(std::shared_ptr<MappedModel> mapping) {

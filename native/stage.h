@@ -32,6 +32,7 @@ class MappedModel {
     ~MappedModel();
     MappedModel(const MappedModel &) = delete;
     const Place * find(const char * tensor) const;
+    void drop_others(std::vector<std::pair<void *, size_t>> kept) const;  // the kernel maps whole folios, also others' parts of them
 
    private:
     std::vector<std::pair<void *, size_t>> maps_;
@@ -119,6 +120,8 @@ class Stage {
     std::vector<std::pair<const uint8_t *, size_t>> buffers_;
     std::atomic<int64_t> current_run_{kNoRun}, abort_run_{kNoAbort};
 };
+
+void give_back_pages(const void * from, const void * end);  // whole ones between the two, of a file
 
 ggml_backend_dev_t cpu_device();
 void * cpu_function(const char * name);  // from the CPU backend's registry; throws if it is not there

@@ -83,7 +83,7 @@ def splits_attention(file: ModelFile) -> bool:
 
 def most_parts(file: ModelFile) -> int:
     """Parts of a group that all have attention heads to compute; 1: the model is not known to work in groups."""
-    if file.architecture not in _SPLIT_ATTENTION | _SPLIT_FFN:
+    if file.architecture not in SPLIT_ATTENTION | SPLIT_FFN:
         return 1
     if not splits_attention(file):
         return MAX_PARTS

@@ -70,6 +70,12 @@ def load_layers(
             raise ModelError(f"'{file.architecture}' models do not continue text; give a decoder-only model")
         if lib.llama_model_is_diffusion(model):
             raise ModelError(f"'{file.architecture}' is a diffusion model; it does not write token by token")
+        if stage.undividable:
+            raise ModelError(
+                f"{stage.undividable} cannot be divided between the ranks of a group, since its rows are one block of "
+                f"{file.tensors[stage.undividable].type} each: use a type of smaller blocks, such as q8_0, or give "
+                "each rank its own layers"
+            )
         read = total - stage.hidden_bytes
         stage.load_slices(lambda done: tell(read + done))
         if mapped and config.numa is None:  # with NUMA, pages settle where they are first used

@@ -3,8 +3,8 @@
 
 Each architecture is a small random model (tests/support/architectures.py) in several types. A text's beginning, single
 tokens, several rows and, where the model can roll back, branches are decoded by the whole model and by a group, and all
-logits are compared. First attention and FFN are split; where libllama or ggml ends the process, or logits are wrong, FFN
-and output alone. Each such try is a process of its own.
+logits are compared. First attention and FFN are split; where libllama or ggml ends the process, or logits are wrong,
+FFN and output alone. Each such try is a process of its own.
 
 A line for each architecture: what is split, the largest difference of a logit, in standard deviations of the whole
 model's logits, and the first row whose best token differs, with the whole model's gap between the two. In the end, the
@@ -28,6 +28,7 @@ from support.group_check import Difference, compare
 from support.zoo import quantize
 
 from ggpipe.llama import group
+from ggpipe.llama.gguf import ModelFile
 
 TYPES = ("f32", "q4_0", "q4_k_m", "q8_0")
 PARTS = (2, 3)
@@ -69,7 +70,8 @@ def try_kind(kind: str, architecture: str, models: Sequence[Path]) -> Try:
 
 
 def _reason(stderr: str) -> str:
-    told = [line.strip() for line in stderr.splitlines() if "ASSERT" in line or "Error:" in line or "unsupported" in line]
+    signs = ("ASSERT", "Error:", "unsupported")
+    told = [line.strip() for line in stderr.splitlines() if any(sign in line for sign in signs)]
     return told[-1].rpartition("/")[2][:100] if told else ""
 
 
@@ -89,8 +91,11 @@ def check(name: str, folder: Path, types: Sequence[str]) -> list[Try]:
     write(name, source)
     models = [quantize(source, folder / f"{name}.{each}.gguf", each) if each != "f32" else source for each in types]
     tries: list[Try] = []
-    for kind in KINDS[name in _ALIBI_ELSEWHERE :]:
-        tries.append(try_kind(kind, name.partition("+")[0], models))
+    architecture = name.partition("+")[0]
+    with patch.object(group, "SPLIT_ATTENTION", frozenset({architecture})):
+        divides = name not in _ALIBI_ELSEWHERE and group.splits_attention(ModelFile.open(source))
+    for kind in KINDS[not divides :]:
+        tries.append(try_kind(kind, architecture, models))
         if not tries[-1].error:
             break
     for path in {source, *models}:

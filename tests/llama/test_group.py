@@ -233,3 +233,10 @@ def test_what_cannot_be_a_group(folder: Path) -> None:
         context_of_group(ModelFile.open(wide("mpt", folder)), CONTEXT)
     without_attention = ModelFile.open(wide("bloom", folder))
     assert context_of_group(without_attention, CONTEXT).flash_attn == CONTEXT.flash_attn
+
+
+def test_rows_of_one_block(folder: Path) -> None:
+    """ggml's meta device cannot cut tensors whose rows are one block each, here of 256 numbers."""
+    path = wide("llama", folder, "Q4_K_M")
+    with pytest.raises(ModelError, match=r"attn_output.weight cannot be divided .* rows are one block of q4_K each"):
+        Pipeline(path, context=CONTEXT, shares=[(1, 1)])

@@ -3,13 +3,12 @@
     path = write("gemma2", tmp_path / "gemma2.gguf")
 
 The rows of all matrices have 768 numbers or more, so that K-quants are K-quants, and that a group of three gets whole
-blocks of them. The metadata are those of llama.cpp's tests/test-llama-archs.cpp, but for sizes: a superset that suits all
-architectures, and what one of them wants otherwise. The weights are those of the zoo: layers matter, nothing is near 0.
+blocks of them. The metadata are those of llama.cpp's tests/test-llama-archs.cpp, but for sizes: a superset
+that suits all architectures, and what one of them wants otherwise. The weights are those of the zoo: layers matter.
 """
 
 from __future__ import annotations
 
-import ctypes
 import re
 from pathlib import Path
 
@@ -24,8 +23,9 @@ HEAD = WIDTH // N_HEAD
 
 _MOE = frozenset(
     """
-    afmoe arctic bailingmoe bailingmoe2 bailingmoe3 cohere2moe dbrx deepseek deepseek2 deepseek2-ocr deepseek32 deepseek4
-    dots1 dots3note ernie4_5 ernie4_5-moe exaone-moe glm-dsa glm4moe glm5-next gpt-oss grok grovemoe hunyuan-moe hy_v3
+    afmoe arctic bailingmoe bailingmoe2 bailingmoe3 cohere2moe dbrx deepseek deepseek2 deepseek2-ocr deepseek32
+    deepseek4 dots1 dots3note ernie4_5 ernie4_5-moe exaone-moe glm-dsa glm4moe glm5-next gpt-oss grok grovemoe
+    hunyuan-moe hy_v3
     hy_v4 kimi-k3 kimi-linear laguna lfm2moe llama4 maple mellum mimo2 minimax-01 minimax-m2 minimax-m3 mistral4 olmoe
     paddleocr phimoe qwen2moe qwen35moe qwen3moe qwen3next qwen3vlmoe qwen4exp smallthinker step35
     """.split()  # noqa: SIM905
@@ -48,16 +48,33 @@ WITH_EXPERTS_TOO = ("llama", "refact", "minicpm", "granite", "granitemoe", "mist
 """Dense ones that have experts in other models: `NAME+experts`."""
 
 _LATENT = frozenset(
-    "bailingmoe3 deepseek2 deepseek2-ocr deepseek32 dots3note glm-dsa glm5-next hy_v4 kimi-k3 kimi-linear mistral4".split()
+    """
+    bailingmoe3 deepseek2 deepseek2-ocr deepseek32 dots3note glm-dsa glm5-next hy_v4 kimi-k3 kimi-linear mistral4
+    """.split()  # noqa: SIM905
 )
 _EVEN_ATTENTION = frozenset(
-    "bailingmoe3 glm5-next granitehybrid jamba kimi-k3 kimi-linear lfm2 lfm2moe nemotron_h nemotron_h_moe plamo2".split()
+    """
+    bailingmoe3 glm5-next granitehybrid jamba kimi-k3 kimi-linear lfm2 lfm2moe nemotron_h nemotron_h_moe plamo2
+    """.split()  # noqa: SIM905
 )
-_WINDOWS = frozenset("cohere2moe dots3note granite_swa maple mimo2 muse-glimmer spark2_5 step35".split())
-_DELTA_NET = frozenset("qwen35 qwen35moe qwen3next qwen4exp".split())
-_RWKV = frozenset("arwkv7 rwkv6 rwkv6qwen2 rwkv7".split())
+_WINDOWS = frozenset(
+    """
+    cohere2moe dots3note granite_swa maple mimo2 muse-glimmer spark2_5 step35
+    """.split()  # noqa: SIM905
+)
+_DELTA_NET = frozenset(
+    """
+    qwen35 qwen35moe qwen3next qwen4exp
+    """.split()  # noqa: SIM905
+)
+_RWKV = frozenset(
+    """
+    arwkv7 rwkv6 rwkv6qwen2 rwkv7
+    """.split()  # noqa: SIM905
+)
 _LAYERS = {"gemma4": 5, "gemma3n": 22, "deepseek4": 4, "hrm_text": 6, "llama4": 4, "nemotron_h": 3, "nemotron_h_moe": 3}
 _LARGE_VOCABULARY = {"chameleon": 10240, "qwen3tts": 3072}
+
 
 def write(name: str, path: Path, seed: int = 1) -> Path:
     """Write a model to `path` unless that exists. `name`: of ARCHITECTURES, or of WITH_EXPERTS_TOO with `+experts`.
