@@ -1,7 +1,7 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
 cli > display > planning > measure | sim > runtime > llama | transport
-    > cache | cluster | launch | metrics > core > config > checks > errors
+    > cache | chat | cluster | launch | metrics > core > config > checks > errors
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS = (  # the lowest first
     {"checks"},
     {"config"},
     {"core"},
-    {"cache", "cluster", "launch", "metrics"},
+    {"cache", "chat", "cluster", "launch", "metrics"},
     {"llama", "transport"},
     {"runtime"},
     {"measure", "sim"},

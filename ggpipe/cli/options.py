@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ggpipe.cli import settings
+from ggpipe.cli.chat import Chat, json_object
 from ggpipe.cli.parsing import Command, Option
 from ggpipe.cli.settings import (
     BenchSettings,
@@ -78,6 +79,11 @@ OPTIONS: tuple[Option, ...] = (
     _option(Prompt, PROMPT, "file", "-f", "--file", metavar="FILE", help="Read the prompt from a file."),
     _option(Prompt, PROMPT, "escape", "-e/ ", "--escape/--no-escape", help=r"Process \\n, \\t, \\xHH … in the prompt."),
     _option(Prompt, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate; -1: until the text ends or the context is full."),
+    _option(Chat, PROMPT, "single_turn", "-st", "--single-turn", help="Take the prompt as a user's message: the model's chat template makes a conversation of it, which the model answers."),
+    _option(Chat, PROMPT, "system", "-sys", "--system-prompt", metavar="TEXT", help="Instructions to the model, before the user's message."),
+    _option(Chat, PROMPT, "template", "--chat-template", setting="chat_template", metavar="JINJA", help="Chat template instead of the model's own; or chatml, which models without one get."),
+    _option(Chat, PROMPT, "template_file", "--chat-template-file", setting="chat_template_file", metavar="FILE", help="Read the chat template from a file."),
+    _option(Chat, PROMPT, "template_kwargs", "--chat-template-kwargs", setting="chat_template_kwargs", metavar="JSON", parse=json_object, optional=True, help='Further names for the chat template: {"enable_thinking": false}.'),
     _option(PromptCacheFile, PROMPT, "path", "--prompt-cache", setting="prompt_cache", metavar="FILE", help="Keep what is computed of the prompt in a file, and take from it what the prompt begins with. Each rank has its own, with its own layers: FILE, FILE.rank1, ..."),
     _option(PromptCacheFile, PROMPT, "all", "--prompt-cache-all", setting="prompt_cache_all", help="Keep the generated text as well; the file is written at the end."),
     _option(PromptCacheFile, PROMPT, "read_only", "--prompt-cache-ro", setting="prompt_cache_ro", help="Read the prompt cache, and do not write it."),
@@ -196,7 +202,7 @@ COMMANDS: tuple[Command, ...] = (
         Works under mpirun or srun, alone with --mpi-layer-split (mpirun is started for you), and on one rank without
         MPI. The text goes to stdout, everything else to stderr.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, PromptCacheFile, SpeculationConfig, SamplingConfig,
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, PromptCacheFile, SpeculationConfig, SamplingConfig,
                  GenerateOutput),
         required=frozenset({"model"}),
     ),

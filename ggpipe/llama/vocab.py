@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import functools
 import os
+import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, logged_errors, start
 from ggpipe.llama.params import model_params
 
+_UNKNOWN, _CONTROL, _LSTRIP, _RSTRIP = 1, 8, 128, 256  # LLAMA_TOKEN_ATTR_*
 _MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding
 _FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by converters
 
@@ -68,11 +72,45 @@ class Vocab:
 
         Raises UsageError for text that this vocabulary has no tokens for.
         """
+        return self._tokens(text, whole=True)
+
+    def tokenize_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
+        """As `tokenize`, for a text in pieces. Where True is beside a piece, nothing in it is a special token. A BOS
+        that the text brings along is not added again."""
+        bos = lib.llama_vocab_bos(self.pointer) if lib.llama_vocab_get_add_bos(self.pointer) else -1
+        if not any(is_literal for _, is_literal in pieces):
+            text = "".join(text for text, _ in pieces)
+            return self.tokenize(text.removeprefix(self.text(bos)) if bos >= 0 else text)
+        parts: list[str | int] = [""]  # plain text, and special tokens between
+        special = re.compile("(" + "|".join(re.escape(text) for text in self._control) + ")")
+        for text, is_literal in pieces:
+            for i, part in enumerate([text] if is_literal or not self._control else special.split(text)):
+                if i % 2:
+                    parts += [self._control[part], ""]
+                else:
+                    parts[-1] = f"{parts[-1]}{part}"
+        tokens: list[int] = []
+        for i, found in enumerate(parts):
+            if isinstance(found, int):
+                tokens.append(found)
+                continue
+            before, after = (parts[j] if 0 <= j < len(parts) else None for j in (i - 1, i + 1))
+            found = found.lstrip() if isinstance(before, int) and self._attributes(before) & _RSTRIP else found
+            found = found.rstrip() if isinstance(after, int) and self._attributes(after) & _LSTRIP else found
+            tokens += self._tokens(found, whole=False)
+        if bos >= 0 and tokens[:1] != [bos]:
+            tokens.insert(0, bos)
+        if lib.llama_vocab_get_add_eos(self.pointer):
+            tokens.append(lib.llama_vocab_eos(self.pointer))
+        return tuple(tokens)
+
+    def _tokens(self, text: str, whole: bool) -> tuple[int, ...]:
+        """`whole`: with what is added to a prompt, and special tokens parsed."""
         data = text.encode("utf-8", "surrogateescape")
         size = len(data) + 16
         while True:
             tokens = (ctypes.c_int32 * size)()
-            n = lib.llama_tokenize(self.pointer, data, len(data), tokens, size, True, True)
+            n = lib.llama_tokenize(self.pointer, data, len(data), tokens, size, whole, whole)
             if n >= 0:
                 return tuple(tokens[:n])
             if n == -(2**31) or -n <= size:
@@ -88,6 +126,41 @@ class Vocab:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+    def text(self, token: int) -> str:
+        """What a token is called, special ones too; nothing for a number that no token has."""
+        if not 0 <= token < self.n_tokens:
+            return ""
+        return (lib.llama_vocab_get_text(self.pointer, token) or b"").decode("utf-8", "replace")
+
+    @property
+    def bos_text(self) -> str:
+        """The text of the token that begins a text; nothing where there is none."""
+        return self.text(lib.llama_vocab_bos(self.pointer))
+
+    @property
+    def eos_text(self) -> str:
+        """The text of the token that ends a text; nothing where there is none."""
+        return self.text(lib.llama_vocab_eos(self.pointer))
+
+    def template(self, name: str | None = None) -> str | None:
+        """The chat template of the model's file: the usual one, or the one of this name (`tool_use`)."""
+        found = lib.llama_model_chat_template(self._model, name.encode() if name is not None else None)
+        return found.decode("utf-8", "replace") if found else None
+
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """Texts of the tokens that only templates write, the longest first."""
+        return tuple(self._control)
+
+    @functools.cached_property
+    def _control(self) -> dict[str, int]:
+        special = _CONTROL | _UNKNOWN
+        tokens = [token for token in range(self.n_tokens) if self._attributes(token) & special and self.text(token)]
+        return {self.text(token): token for token in sorted(tokens, key=lambda token: -len(self.text(token)))}
+
+    def _attributes(self, token: int) -> int:
+        return int(lib.llama_vocab_get_attr(self.pointer, token))
 
     @property
     def rolls_back(self) -> bool:
@@ -127,7 +200,7 @@ class Vocab:
             wrong = next((token for token, (a, b) in pairs if token >= _FIRST_COMPARED and a != b), None)
             if wrong is None:
                 return Vocabularies(n_own, n_other, max(outline.eos, 0))
-            text = (lib.llama_vocab_get_text(self.pointer, wrong) or b"").decode("utf-8", "replace")
+            text = self.text(wrong)
             why = f"token {wrong} is {text!r} in the target and another text in the draft"
         raise ModelError(f"`draft.model` does not fit `model`: {why}; use a draft model of the same family")
 

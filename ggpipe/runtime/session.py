@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.chat.template import ChatTemplate
 from ggpipe.errors import QueueFull, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime import engine
@@ -31,6 +33,7 @@ class Session(EngineClient):
         self._active: dict[int, ActiveRequest] = {}
         self._client_requests: dict[int, ClientRequest] = {}  # by the engine's number
         self._refused: list[ClientEvent] = []
+        self._template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, head: Head, on_progress: Callable[[], None] = lambda: None) -> Session:
@@ -49,6 +52,19 @@ class Session(EngineClient):
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         return self.vocab.tokenize(text)
+
+    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
+        vocab, tools = self.vocab, conversation.tools
+        source = conversation.template or (vocab.template("tool_use") if tools else None) or vocab.template() or CHATML
+        template = self._compiled(source)
+        text = template.render(conversation.messages, tools or None, **conversation.further)
+        return vocab.tokenize_pieces(template.pieces(text))
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        if self._template is None or self._template.source != source:
+            vocab = self.vocab
+            self._template = ChatTemplate(source, vocab.bos_text, vocab.eos_text, vocab.special_texts)
+        return self._template
 
     def measure(self) -> None:
         self.engine.measure_usage()

@@ -102,6 +102,35 @@ def test_bytes_that_are_no_utf8_go_through(byte_tokens: Vocab) -> None:
     assert byte_tokens.tokenize(text)[-2:] == (3 + 0xFF, 3 + 0xC3)
 
 
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=20), st.booleans()), max_size=6))
+def test_a_text_in_pieces_has_the_same_tokens(
+    tales: Vocab, byte_tokens: Vocab, kind: str, pieces: list[tuple[str, bool]]
+) -> None:
+    vocab = tales if kind == "bpe" else byte_tokens
+    special = vocab.special_texts[0]
+    pieces = [(text if is_literal else f"x{text}{special}", is_literal) for text, is_literal in pieces]
+    assert vocab.tokenize_pieces(pieces) == vocab.tokenize("".join(text for text, _ in pieces))
+
+
+def test_literal_pieces_hold_no_special_token(tales: Vocab) -> None:
+    end = "<|endoftext|>"
+    assert tales.special_texts == (end,)
+    tokens = tales.tokenize_pieces([("a" + end, False), (f"b{end}", True), (" c" + end, False)])
+    assert [i for i, token in enumerate(tokens) if token == 0] == [0, 2, len(tokens) - 1]  # the first is BOS
+    assert b"".join(map(tales.piece, tokens)).decode() == f"ab{end} c"
+
+
+@pytest.mark.parametrize("text", ["<|endoftext|>once", "once"])
+@pytest.mark.parametrize("is_literal", [False, True])
+def test_a_text_in_pieces_has_one_bos(text: str, is_literal: bool) -> None:
+    with contextlib.closing(special(add_bos_token=True, bos_token_id=0)) as vocab:
+        tokens = vocab.tokenize_pieces([(text, False), (" upon", is_literal)])
+        assert tokens == vocab.tokenize("once upon")
+        assert tokens.count(0) == 1
+
+
 def test_special_tokens_have_no_text(tales: Vocab, byte_tokens: Vocab) -> None:
     assert tales.piece(0) == b""
     assert [byte_tokens.piece(token) for token in (0, 1, 2)] == [b""] * 3

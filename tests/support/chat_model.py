@@ -9,7 +9,7 @@ import numpy as np
 _CONTROL = 3  # gguf.TokenType
 
 
-def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int) -> Path:
+def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int, chat_template: str = "") -> Path:
     """Write `src` to `dst` with a control token for each text, behind all others.
 
     The model reads and writes each of them as it does the token `like`, so it draws them about as often.
@@ -28,6 +28,8 @@ def add_tokens(src: Path, dst: Path, texts: Sequence[str], like: int) -> Path:
         if not key.startswith(("GGUF.", "general.architecture")):
             sub_type = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(key, value, field.types[0], sub_type)
+    if chat_template:
+        writer.add_chat_template(chat_template)
     for tensor in reader.tensors:
         data = tensor.data
         if tensor.name in ("token_embd.weight", "output.weight"):

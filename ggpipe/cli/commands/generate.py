@@ -8,14 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ggpipe.chat.conversation import Conversation
+from ggpipe.cli.chat import Chat
 from ggpipe.cli.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    GenerateOutput,
-    Prompt,
-)
+from ggpipe.cli.settings import GenerateOutput, Prompt
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.display.figures.trace import write_trace
@@ -50,6 +49,8 @@ class Request:
     sampling: SamplingConfig
     n_predict: int
     speculation: SpeculationConfig
+    conversation: Conversation | None = None
+    """In place of the text."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Answer:
 def request_of(options: Options) -> Request:
     """The request that a command line describes. Raises UsageError and SettingError."""
     prompt = options[Prompt]
-    return Request(prompt.read(), options[SamplingConfig], prompt.n_predict, speculation_config(options))
+    text, speculation = prompt.read(), speculation_config(options)
+    return Request(text, options[SamplingConfig], prompt.n_predict, speculation, options[Chat].conversation(text))
 
 
 def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:
@@ -98,7 +100,8 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         engine = ranks.load()
         for warning in (*warnings, *engine.warnings):
             warn(warning)
-        prompt = engine.tokenize(request.text)
+        chat = request.conversation
+        prompt = engine.tokenize(request.text) if chat is None else engine.tokenize_chat(chat)
         engine.check_prompt(prompt)
         if display:
             display.request(stats)

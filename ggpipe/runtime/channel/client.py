@@ -19,6 +19,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ggpipe.chat.conversation import Conversation
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Token, check_prompt
 from ggpipe.errors import GgpipeError, UsageError
@@ -273,6 +274,13 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's tokens. Bytes that are not UTF-8 are surrogates in `text`."""
+
+    @abc.abstractmethod
+    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
+        """The tokens of a conversation, up to where the model's answer begins.
+
+        Raises UsageError where the template does not take it.
+        """
 
     @abc.abstractmethod
     def measure(self) -> None:

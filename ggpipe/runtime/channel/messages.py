@@ -8,6 +8,7 @@
 |          |                     | Refused instead                                   |
 |          | Cancel              |                                                   |
 |          | Tokenize            | Tokenized                                         |
+|          | TokenizeChat        | Tokenized                                         |
 |          | Measure             | Measured                                          |
 | profiling| Stop                | Profiled                                          |
 | any time | Quit                | Line, Alive (when silent for a second), Failed    |
@@ -20,6 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from ggpipe import errors
+from ggpipe.chat.conversation import Conversation
 from ggpipe.cluster.profile import Profile
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.messages import RunRecord
@@ -27,7 +29,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 3
+VERSION = 4
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -63,6 +65,12 @@ class Tokenize(Message, frozen=True):
     """UTF-8, as far as the user's text is."""
 
 
+class TokenizeChat(Message, frozen=True):
+    """Answer with Tokenized."""
+
+    conversation: Conversation
+
+
 class Measure(Message, frozen=True):
     """Ask all ranks for their CPU time and memory, and for their clocks if `clocks`; answer with Measured."""
 
@@ -77,7 +85,7 @@ class Quit(Message, frozen=True):
     """End all ranks."""
 
 
-FromFrontEnd = Submit | Cancel | Tokenize | Measure | Stop | Quit
+FromFrontEnd = Submit | Cancel | Tokenize | TokenizeChat | Measure | Stop | Quit
 
 
 # From the head

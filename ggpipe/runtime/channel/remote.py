@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ggpipe.chat.conversation import Conversation
 from ggpipe.cluster.profile import Profile
 from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError
 from ggpipe.metrics.stats import RankStats
@@ -36,6 +37,7 @@ from ggpipe.runtime.channel.messages import (
     Stop,
     Submit,
     Tokenize,
+    TokenizeChat,
     Tokenized,
     error_of,
 )
@@ -227,6 +229,10 @@ class RemoteEngine(EngineClient):
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         self._own.send(Tokenize(text.encode("utf-8", "surrogateescape")))
+        return self._own.wait_for(Tokenized, self._keep).tokens
+
+    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
+        self._own.send(TokenizeChat(conversation))
         return self._own.wait_for(Tokenized, self._keep).tokens
 
     def measure(self) -> None:

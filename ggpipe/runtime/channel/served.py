@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 from ggpipe.core.request import Counters
 from ggpipe.errors import GgpipeError, UsageError
@@ -25,6 +26,7 @@ from ggpipe.runtime.channel.messages import (
     Started,
     Submit,
     Tokenize,
+    TokenizeChat,
     Tokenized,
 )
 from ggpipe.runtime.head import Head
@@ -107,10 +109,10 @@ class _Server:
                 if number in self._requests:
                     self._session.cancel(self._requests[number])
             case Tokenize(text):
-                try:
-                    return [Tokenized(self._session.tokenize(text.decode("utf-8", "surrogateescape")))]
-                except UsageError as e:
-                    return [Refused(0, type(e).__name__, str(e))]
+                own = text.decode("utf-8", "surrogateescape")
+                return [_tokenized(lambda: self._session.tokenize(own))]
+            case TokenizeChat(conversation):
+                return [_tokenized(lambda: self._session.tokenize_chat(conversation))]
             case Measure(clocks):
                 self._session.measure()
                 if clocks:
@@ -176,6 +178,13 @@ class _Server:
 
     def _totals(self) -> tuple[RankStats, ...]:
         return tuple(self._session.ranks)
+
+
+def _tokenized(tokenize: Callable[[], tuple[int, ...]]) -> Tokenized | Refused:
+    try:
+        return Tokenized(tokenize())
+    except UsageError as e:
+        return _refused(0, e)
 
 
 def _refused(number: int, error: GgpipeError | None) -> Refused:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from ggpipe.chat.conversation import Conversation
 from ggpipe.config import SamplingConfig
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import (
@@ -46,6 +47,9 @@ class Counting(EngineClient):
     def tokenize(self, text: str) -> tuple[int, ...]:
         self._alive()
         return tuple(map(ord, text))
+
+    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
+        return self.tokenize(str(conversation.messages[-1]["content"]))
 
     def measure(self) -> None:
         self._alive()

@@ -1,0 +1,1 @@
+"""Conversations as models read them: chat templates."""

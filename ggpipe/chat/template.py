@@ -1,0 +1,128 @@
+"""A model's chat template: a conversation becomes the text that the model was trained on.
+
+Templates are programs in the Jinja language, from model files that anybody may have made. They run in jinja2's sandbox,
+and with the names that transformers gives them, since they are written for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from ggpipe.chat.literals import Literals
+from ggpipe.errors import SettingError, UsageError
+
+
+class ChatTemplate:
+    """A template, compiled. Safe to use from several threads."""
+
+    def __init__(self, source: str, bos: str = "", eos: str = "", specials: Sequence[str] = ()) -> None:
+        """`bos`, `eos`: the texts of these tokens. `specials`: texts of tokens that only the template may write.
+
+        Raises SettingError where the template is no Jinja.
+        """
+        self.source = source
+        self._known = {"bos_token": bos, "eos_token": eos}
+        self._literals = Literals(specials)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as e:
+            raise SettingError(f"`chat_template` is no template that Jinja can read: {e}") from e
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **further: object,
+    ) -> str:
+        """The text of a conversation, whose messages and tools are OpenAI's. `further`: names for the template, such
+        as `enable_thinking`. What looks like a special token in a message is marked (`literals`).
+
+        Raises UsageError where the template refuses the conversation, or fails on it.
+        """
+        plain = [self._literals.mark(_plain(message)) for message in messages]
+        names = {**self._known, "add_generation_prompt": add_generation_prompt, "documents": None, **further}
+        try:
+            return self._template.render(messages=plain, tools=None if tools is None else _plain(tools), **names)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
+            raise UsageError(f"the model's chat template does not take this conversation: {e}") from e
+
+    def pieces(self, rendered: str) -> Sequence[tuple[str, bool]]:
+        """What `render` gave, in pieces: their texts, and whether they are text even where they look like special
+        tokens."""
+        return self._literals.pieces(rendered)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
+        "namespace": _PublicNamespace,
+        "dict": lambda *pairs, **named: dict(*pairs, **named),
+    }
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model writes, for those who train it; here it is only a block."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Scope:
+        line = next(parser.stream).lineno
+        block = Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        block.set_lineno(line)
+        return block
+
+
+class _PublicNamespace(Namespace):
+    """Without names that begin with an underscore: a template could reach Python's own objects through them."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r}")
+        super().__setitem__(name, value)
+
+
+def _raise(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would write quotes and angle brackets as HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _plain(value: Any) -> Any:
+    """The same of Python's own types alone: a template may call methods of what it is given."""
+    match value:
+        case Mapping():
+            return {str(name): _plain(item) for name, item in value.items()}
+        case str():
+            return str(value)
+        case None | bool() | int() | float():
+            return value
+        case Sequence():
+            return [_plain(item) for item in value]
+    raise UsageError(f"a conversation holds texts, numbers, lists and objects, not {type(value).__name__}")

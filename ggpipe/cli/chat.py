@@ -1,0 +1,75 @@
+"""Settings that make a conversation of a prompt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.errors import SettingError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """How a prompt becomes a conversation with a model that was trained for it."""
+
+    single_turn: bool = False
+    """The prompt is a user's message."""
+    system: str | None = None
+    """The message in front of it, of the system."""
+    template: str | None = None
+    template_file: Path | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further names for the template."""
+
+    def __post_init__(self) -> None:
+        if self.single_turn:
+            return
+        for name, given in (
+            ("system", self.system), ("chat_template", self.template), ("chat_template_file", self.template_file),
+            ("chat_template_kwargs", self.template_kwargs or None),
+        ):  # fmt: skip
+            if given is not None:
+                raise SettingError(f"`{name}` is for a user's message: add `single_turn`")
+
+    def conversation(self, prompt: str) -> Conversation | None:
+        """What the user says to the model; None: the prompt is a text to continue."""
+        if not self.single_turn:
+            return None
+        texts = [("system", self.system)] if self.system is not None else []
+        messages = [{"role": role, "content": text} for role, text in (*texts, ("user", _utf8(prompt)))]
+        return Conversation(messages=tuple(messages), template=self._source(), further=self.template_kwargs)
+
+    def _source(self) -> str | None:
+        template = self.template
+        if self.template_file is not None:
+            if template is not None:
+                raise UsageError("give one chat template: a text with `chat_template`, or a file")
+            try:
+                template = self.template_file.read_text("utf-8")
+            except (OSError, UnicodeError) as e:
+                why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+                raise SettingError(f"`chat_template_file` {self.template_file}: cannot read it: {why}") from e
+        if template == "chatml":
+            return CHATML
+        if template is not None and "{%" not in template and "{{" not in template:
+            raise SettingError("`chat_template` must be chatml or a template in the Jinja language")
+        return template
+
+
+def _utf8(text: str) -> str:
+    """A text without the bytes that are not UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object in JSON. Raises ValueError with what to write instead."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError('give an object in JSON, as in {"enable_thinking": false}')
+    return value
