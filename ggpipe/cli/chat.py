@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ class Chat:
     """The message in front of it, of the system."""
     template: str | None = None
     template_file: Path | None = None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] | None = None
     """Further names for the template."""
 
     def __post_init__(self) -> None:
@@ -29,7 +29,7 @@ class Chat:
             return
         for name, given in (
             ("system", self.system), ("chat_template", self.template), ("chat_template_file", self.template_file),
-            ("chat_template_kwargs", self.template_kwargs or None),
+            ("chat_template_kwargs", self.template_kwargs),
         ):  # fmt: skip
             if given is not None:
                 raise SettingError(f"`{name}` is for a user's message: add `single_turn`")
@@ -40,7 +40,7 @@ class Chat:
             return None
         texts = [("system", self.system)] if self.system is not None else []
         messages = [{"role": role, "content": text} for role, text in (*texts, ("user", _utf8(prompt)))]
-        return Conversation(messages=tuple(messages), template=self._source(), further=self.template_kwargs)
+        return Conversation(messages=tuple(messages), template=self._source(), further=self.template_kwargs or {})
 
     def _source(self) -> str | None:
         template = self.template
