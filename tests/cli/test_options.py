@@ -153,7 +153,7 @@ def test_any_option_as_a_command_line(row: Option) -> None:
     needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"]}
     required = [word for name in sorted(command.required - {row.name}) for word in needed[name]]
     values: list[object] = ["3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg",
-                            "none", "f16", "distribute", "yarn", "overconfident", "3-4"]  # fmt: skip
+                            "none", "f16", "distribute", "yarn", "overconfident", "3-4", "{}"]  # fmt: skip
     if row.reads is bool:
         values = [not row.default]
     read: Options | None = None
