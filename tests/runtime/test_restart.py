@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ DRAFT = ("-md", TARGET.with_name("tales-draft.gguf"))
 DRAFTING = (*DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
 TEXT = ("generate", "-m", TARGET, "-p", "Once upon a time", "-n", N_TOKENS, "-c", 2048, "--ignore-eos", "-t", 1,
         "-s", 7, "--exact")  # fmt: skip
+INEXACT = (*TEXT[:-1], "--temp", 0)
 OFTEN = ("--rank-timeout", 4, "--restart", 5)  # a machine so loaded that beats are late costs a restart more
 
 
@@ -35,10 +37,12 @@ def undisturbed() -> str:
 class Restarted:
     """A command that writes the text, on ranks that something happens to."""
 
-    def __init__(self, name: str, *arguments: object, launch: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, *arguments: object, launch: Sequence[str] = (), text: Sequence[object] = TEXT
+    ) -> None:
         self.marker = f"restarted-{name}-{os.getpid()}.json"
         self.text = ""
-        command = [*launch, sys.executable, "-P", "-m", "ggpipe", *TEXT, "--json", f"/tmp/{self.marker}", *arguments]
+        command = [*launch, sys.executable, "-P", "-m", "ggpipe", *text, "--json", f"/tmp/{self.marker}", *arguments]
         self.process = subprocess.Popen(
             [str(word) for word in command], env={**os.environ, **mpi_environment()}, cwd=ROOT,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -151,8 +155,8 @@ def test_nobody_would_start_them_again() -> None:
 # Machines that are away
 
 
-def on_hosts(hosts: VirtualHosts, name: str, *arguments: object) -> Restarted:
-    return Restarted(name, *arguments, "--hostfile", hosts.hostfile, *OFTEN, launch=hosts.on(1))
+def on_hosts(hosts: VirtualHosts, name: str, *arguments: object, text: Sequence[object] = TEXT) -> Restarted:
+    return Restarted(name, *arguments, "--hostfile", hosts.hostfile, *OFTEN, launch=hosts.on(1), text=text)
 
 
 def line_about(job: Restarted, host: str) -> str:
@@ -201,3 +205,22 @@ def test_the_first_ranks_machine_without_network(tmp_path: Path, monkeypatch: py
             assert job.ends() == 0, job.stderr
             assert job.text == undisturbed()
             assert line_about(job, hosts.address(2)) == f"shares of the layers are now 1 on {hosts.address(3)}"
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_a_group_goes_on_without_one_of_its_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts that are left compute its layers. Their sums are others, so the text may differ at near-ties."""
+    with virtual_hosts(3) as hosts:
+        for name, value in hosts.environment.items():
+            monkeypatch.setenv(name, value)
+        with on_hosts(hosts, "part", "--mpi-layer-split", "1.0*3", text=INEXACT) as job:
+            job.writes(300)
+            hosts.cut_off(2)
+            job.waits_for(lambda: False)
+            hosts.connect(2)
+            wait_for(lambda: not hosts.processes(), WITHIN_S)
+            result = json.loads(Path("/tmp", job.marker).read_text())
+            assert job.ends() == 0, job.stderr
+            assert result["n_generated_tokens"] == N_TOKENS
+            shares = f"1 on {hosts.address(1)}+{hosts.address(3)}"
+            assert line_about(job, hosts.address(2)) == f"shares of the layers are now {shares}"
