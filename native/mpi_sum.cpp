@@ -15,6 +15,9 @@ namespace ggpipe {
 namespace {
 
 constexpr size_t kStatus = 64;  // bytes: an MPI_Status has at most 32
+// How long a wait spins, but for threads that want the core: a message takes so long on a slow network, and MPI cannot
+// wake anybody up. A sleep takes 100 us more than it was asked to, in each of many sums for a token.
+constexpr std::chrono::microseconds kNetworkSpin(300);
 constexpr int kSlice = 2;       // a tag; those of sums are 0 and 1
 
 class MpiSum : public GroupSum {
@@ -92,7 +95,9 @@ class MpiSum : public GroupSum {
                 if (lost_) return false;
                 if (test_(&request, &is_done, status)) lost_ = true;
                 const auto waited = Clock::now() - begin;
-                if (!is_done && waited > kSpin) std::this_thread::sleep_for(std::clamp<Clock::duration>(waited / 8, 20us, 1ms));
+                if (is_done) continue;
+                if (waited < kNetworkSpin) std::this_thread::yield();
+                else std::this_thread::sleep_for(std::clamp<Clock::duration>(waited / 8, 20us, 1ms));
             }
         }
         messages_[turn].requests.clear();
