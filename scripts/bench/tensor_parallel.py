@@ -1,9 +1,12 @@
 """Measures groups of ranks that compute one stage together; run it as `scripts/bench/tensor_parallel`.
 
-The bundled pair inflated to 0.4 B in Q8_0, one thread a rank, on this machine: the whole model on one rank, on one rank
-with two threads, on a group of two ranks, and on a pipeline of two stages; then the last two with the draft, in the
-head's process and on a rank of its own. All layouts take turns in each round. Tables show medians over the rounds;
-ratios are of one round.
+The bundled pair inflated to 0.4 B in Q8_0, one thread a rank, on this machine. All layouts are loaded at the same time
+and generate in turn, so that a round compares them within seconds. Tables show medians over the rounds; ratios are of
+one round.
+
+plain   the whole model on one rank, on one rank with two threads, on a group of two ranks, and on two stages
+hosts   a group of two ranks on virtual hosts, where messages carry the sums, beside one rank and two stages; as root
+draft   two stages and a group of two ranks with the draft, in the head's process and on a rank of its own
 
 Several users at a time on a group: `scripts/bench/serving --group`. What a sum takes: `scripts/bench/group_sum`.
 """
@@ -11,19 +14,41 @@ Several users at a time on a group: `scripts/bench/serving --group`. What a sum 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
+import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from support.virtual_hosts import VirtualHosts, virtual_hosts
+
+from ggpipe.config import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    Mode,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from ggpipe.core.layout import parse_shares
+from ggpipe.launch.environment import die_with_parent, mpi_environment
+from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
-from scripts.bench.check_simulator import ROOT, run
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.process import run_rank
+from ggpipe.runtime.session import Session
 
-ONE = "one rank"
+TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+SETTLE_S = 0.3
+SCRIPT = (sys.executable, "-m", "scripts.bench.tensor_parallel")
 
 
 @dataclass(frozen=True)
@@ -31,79 +56,178 @@ class Setting:
     """A layout, and how it runs."""
 
     name: str
-    split: str = ""
+    split: str = "1.0"
     threads: int = 1
-    modes: tuple[str, ...] = ("iterative",)
+    modes: tuple[Mode, ...] = ("iterative",)
+    over_hosts: bool = False
+
+    @property
+    def n_ranks(self) -> int:
+        """Of the target and of the draft."""
+        split = parse_shares(self.split)
+        return sum(split.sizes + split.draft_sizes)
 
 
+ONE = Setting("one rank")
 PLAIN = (
-    Setting(ONE),
+    ONE,
     Setting("one rank, two threads", threads=2),
     Setting("group of two", "1.0*2"),
     Setting("two stages", "0.5,0.5"),
 )
-SPECULATIVE = ("speculative", "async")
-WITH_DRAFT = (
-    Setting("two stages, draft in the head", "0.5,0.5", modes=SPECULATIVE),
+HOSTS = (
+    ONE,
+    Setting("group of two hosts", "1.0*2", over_hosts=True),
+    Setting("two stages on two hosts", "0.5,0.5", over_hosts=True),
+)
+SPECULATIVE: tuple[Mode, ...] = ("speculative", "async")
+DRAFT = (
     Setting("two stages / draft", "0.5,0.5/1.0", modes=SPECULATIVE),
+    Setting("two stages, draft in the head", "0.5,0.5", modes=SPECULATIVE),
     Setting("group of two, draft in the head", "1.0*2", modes=SPECULATIVE),
     Setting("group of two / draft", "1.0*2/1.0", modes=SPECULATIVE),
 )
+PARTS = {"plain": (PLAIN, ONE, "iterative"), "hosts": (HOSTS, ONE, "iterative"), "draft": (DRAFT, DRAFT[0], "async")}
+"""Settings; which one of them the ratios are to, and its mode."""
 
-Runs = dict[tuple[str, str], list[dict[str, Any]]]
-"""By setting and mode: of each round, what `ggpipe bench` says of the run."""
+Result = dict[str, Any]
+Results = dict[tuple[str, Mode], list[Result]]
+"""By setting and mode: of each round."""
 
 
-def measure(settings: Sequence[Setting], prompt: Path, args: argparse.Namespace) -> Runs:
+def job(setting: Setting, args: argparse.Namespace) -> int:
+    """One rank's part. The head answers each line of stdin, a mode, with what a text in this mode took."""
+    pair, context, split = inflated_pair(), ContextConfig(n_ctx=2048, n_seq=8), parse_shares(setting.split)
+    draft = DraftConfig(
+        model=ModelConfig(path=pair.draft), context=context, shares=split.draft_shares, group_sizes=split.draft_sizes
+    )
+    config = EngineConfig(
+        ModelConfig(path=pair.target),
+        context,
+        PipelineConfig(split.shares, threads=(setting.threads,), group_sizes=split.sizes),
+        draft if setting.modes == SPECULATIVE else None,
+    )
+
+    def head(ranks: Head) -> int:
+        session = Session.load(ranks)
+        prompt = session.tokenize(" ".join([TALE.read_text()] * (1 if setting.modes == SPECULATIVE else 8)))
+        print("loaded", flush=True)
+        while line := sys.stdin.readline().strip():
+            mode = cast(Mode, line)
+            for tokens, n in ((prompt[:1], 2), (prompt, args.n)):  # the first brings weights back that were not used
+                request = session.submit(tokens, GREEDY, n, SpeculationConfig(mode=mode), cache_prompt=False)
+                while request.is_active:
+                    session.step()
+            session.measure()
+            session.idle(SETTLE_S)
+            stats, memory = request.stats, [rank.resident_bytes for rank in ranks.ranks]
+            print(json.dumps({"prefill": stats.prefill_tps, "decode": stats.decode_tps, "memory": memory}), flush=True)
+        return 0
+
+    return run_rank(config, head)
+
+
+class Started:
+    """A setting's ranks."""
+
+    def __init__(self, setting: Setting, hosts: VirtualHosts | None, args: argparse.Namespace) -> None:
+        self.setting = setting
+        command = [*SCRIPT, "--job", setting.name, "-n", str(args.n)]
+        environment = {**os.environ, **mpi_environment()}
+        if setting.n_ranks > 1:
+            hostfile = hosts.hostfile if hosts is not None else None
+            command = [*mpirun_command(find_mpirun(), setting.n_ranks, hostfile, ()), *command]
+        if hosts is not None:
+            command = [*hosts.on(1), *command]
+            environment |= hosts.environment
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            preexec_fn=die_with_parent,
+        )
+        self._answer()
+
+    def measure(self, mode: Mode) -> Result:
+        """Generate a text."""
+        assert self._process.stdin is not None
+        print(mode, file=self._process.stdin, flush=True)
+        return cast(Result, json.loads(self._answer()))
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit(f"{self.setting.name} ended with exit code {self._process.wait()}")
+        return line
+
+    def close(self) -> None:
+        """Have the ranks end."""
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)  # mpirun does not pass on its end
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def started(settings: Sequence[Setting], args: argparse.Namespace) -> Iterator[list[Started]]:
+    """The ranks of all settings."""
+    with contextlib.ExitStack() as stack:
+        over = any(setting.over_hosts for setting in settings)
+        hosts = stack.enter_context(virtual_hosts(2)) if over else None
+        all_of_them = []
+        for setting in settings:
+            all_of_them.append(Started(setting, hosts if setting.over_hosts else None, args))
+            stack.callback(all_of_them[-1].close)
+        yield all_of_them
+
+
+def measure(settings: Sequence[Setting], args: argparse.Namespace) -> Results:
     """All settings in turn; the first round warms up."""
-    pair = inflated_pair()
-    found: Runs = {}
-    with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
-        out = Path(folder, "bench.json")
+    found: Results = {}
+    with started(settings, args) as jobs:
         for i in range(args.rounds + 1):
-            for setting in settings[:: 1 if i % 2 else -1]:
-                words: list[object] = ["-m", pair.target, "-f", prompt, "-n", args.n, "-c", 2048, "--temp", 0]
-                words += ["-t", setting.threads, "--rounds", 1, "--modes", ",".join(setting.modes), "--json", out]
-                words += ["--mpi-layer-split", setting.split] if setting.split else []
-                words += ["-md", pair.draft] if setting.modes != PLAIN[0].modes else []
-                run("bench", *words)
-                for result in json.loads(out.read_text())["runs"] if i else ():
-                    found.setdefault((setting.name, result["mode"]), []).append(result)
-            print(f"round {i} of {args.rounds}", file=sys.stderr, flush=True)
+            shown = []
+            for each in jobs[:: 1 if i % 2 else -1]:
+                for mode in each.setting.modes:
+                    result = each.measure(mode)
+                    shown.append(f"{each.setting.name} {mode} {result['decode']:.1f}, {result['prefill']:.0f}")
+                    if i:
+                        found.setdefault((each.setting.name, mode), []).append(result)
+            print(f"round {i} of {args.rounds}: {'; '.join(shown)}", file=sys.stderr, flush=True)
     return found
 
 
-def report(runs: Runs, base: tuple[str, str]) -> None:
+def report(results: Results, base: tuple[str, Mode]) -> None:
     """Print a table of all settings, and their speeds as ratios to `base`."""
 
-    def shown(value: Callable[[dict[str, Any]], float], own: Sequence[dict[str, Any]]) -> str:
-        ratios = sorted(value(a) / value(b) for a, b in zip(own, runs[base], strict=True))
+    def shown(name: str, own: Sequence[Result]) -> str:
+        ratios = sorted(a[name] / b[name] for a, b in zip(own, results[base], strict=True))
         spread = f"[{ratios[0]:.2f} … {ratios[-1]:.2f}]"
-        return f"{statistics.median(map(value, own)):8.1f} {statistics.median(ratios):6.2f} {spread:15s}"
+        return f"{statistics.median(result[name] for result in own):8.1f} {statistics.median(ratios):6.2f} {spread:15s}"
 
     print(f"\nratios to: {base[0]}, {base[1]}")
     print(f"  {'setting':32s} {'mode':12s}  decode t/s, ratio [range]      prefill t/s, ratio [range]     resident MB")
-    for (name, mode), own in runs.items():
-        memory = "/".join(f"{rank['resident_bytes'] / 1e6:.0f}" for rank in own[-1]["ranks"])
-        decode = shown(lambda r: r["decode_tokens_per_s"], own)
-        print(f"  {name:32s} {mode:12s} {decode} {shown(lambda r: r['prefill_tokens_per_s'], own)}  {memory}")
+    for (name, mode), own in results.items():
+        memory = "/".join(f"{size / 1e6:.0f}" for size in own[-1]["memory"])
+        print(f"  {name:32s} {mode:12s} {shown('decode', own)} {shown('prefill', own)}  {memory}")
 
 
 def main() -> int:
-    """Parse the command line and bench."""
+    """Parse the command line and bench, or run one rank's part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-n", type=int, default=64, help="tokens to generate")
-    parser.add_argument("--parts", nargs="+", choices=("plain", "draft"), default=("plain", "draft"))
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=("plain", "draft"), help="what to measure")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tale = ROOT / "prompts" / "tale.txt"
-    if "plain" in args.parts:
-        with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
-            prompt = Path(folder, "long.txt")
-            prompt.write_text(" ".join([tale.read_text()] * 8))
-            report(measure(PLAIN, prompt, args), (ONE, "iterative"))
-    if "draft" in args.parts:
-        report(measure(WITH_DRAFT, tale, args), (WITH_DRAFT[1].name, "async"))
+    if args.job is not None:
+        (setting,) = {s for settings, _, _ in PARTS.values() for s in settings if s.name == args.job}
+        return job(setting, args)
+    inflated_pair()
+    for part in args.parts:
+        settings, base, mode = PARTS[part]
+        report(measure(settings, args), (base.name, cast(Mode, mode)))
     return 0
 
 
