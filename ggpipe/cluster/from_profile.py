@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
-from ggpipe.cluster.links import Link, Overheads
-from ggpipe.cluster.profile import LinkProfile, Point, Profile, RankProfile
+from ggpipe.cluster.links import SUM_HEAD_BYTES, Link, Overheads, SumTimes
+from ggpipe.cluster.model_shape import FLOAT_BYTES
+from ggpipe.cluster.profile import LinkProfile, Point, Profile, RankProfile, SumPoint
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
 
 _SLOWEST = 0.05  # of a crowd: what was measured is noisy
@@ -35,6 +36,7 @@ def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
         threads=tuple(rank.threads for rank in profile.ranks),
         links=links,
         overheads=measured_overheads((profile, rank.rank) for rank in profile.ranks),
+        sums=measured_sums([(profile, next(r.rank for r in profile.ranks if r.host == host)) for host in hosts]),
     )
 
 
@@ -117,6 +119,26 @@ def measured_links(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tupl
             if found is not None:
                 links[a, b] = Link(found.latency_s, found.bytes_per_s)
     return links
+
+
+def measured_sums(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tuple[int, int], SumTimes]:
+    """Sums between machines of one profile, and within each; by our nodes. `places`: a rank of each node."""
+    found = {}
+    for (a, first), (b, second) in itertools.combinations_with_replacement(enumerate(places), 2):
+        if first is None or second is None or first[0] is not second[0]:
+            continue
+        profile, hosts = first[0], {first[0].ranks[rank].host for rank in (first[1], second[1])}
+        if a != b and len(hosts) == 1:  # two nodes that are as one was measured
+            continue
+        for sums in profile.sums:
+            if {profile.ranks[rank].host for rank in sums.ranks} == hosts and len(sums.f32) > 1:
+                width = profile.model.n_embd
+                found[a, b] = SumTimes(_by_bytes(sums.f32, width * FLOAT_BYTES), _by_bytes(sums.f16, width * 2))
+    return found
+
+
+def _by_bytes(points: Sequence[SumPoint], row_bytes: int) -> tuple[tuple[float, float], ...]:
+    return tuple(sorted((SUM_HEAD_BYTES + float(point.rows * row_bytes), point.seconds) for point in points))
 
 
 def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:

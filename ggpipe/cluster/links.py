@@ -10,6 +10,8 @@ from typing import Annotated
 from msgspec import Meta
 
 Seconds = Annotated[float, Meta(ge=0)]
+SUM_HEAD_BYTES = 16
+"""Of each message of a sum, before its values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,24 @@ class LinkProfile:
     """Throughput of a large message, its latency not counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class SumPoint:
+    """A sum of `rows` rows of `ModelFacts.n_embd` values took `seconds`: the median."""
+
+    rows: Positive
+    seconds: Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class SumProfile:
+    """Sums over a group of two ranks, without waiting for the slower one."""
+
+    ranks: tuple[Count, Count]
+    f32: tuple[SumPoint, ...]
+    f16: tuple[SumPoint, ...] = ()
+    """With values that travel as 16-bit floats; empty where the ranks share memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """All ranks of a cluster, and the links between them, measured with one model, or with a pair."""
@@ -149,6 +167,9 @@ class Profile:
     """Links that were measured: not all pairs where there are many ranks."""
     draft: ModelFacts | None = None
     """The draft model that was measured with it; its KV cache has the same types, it is never `exact`."""
+    sums: tuple[SumProfile, ...] = ()
+    """Sums that were measured: over two ranks of each machine that has several, and between machines. Empty where MPI
+    cannot compute in groups."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what does not fit together."""
@@ -174,6 +195,11 @@ class Profile:
         for link in self.links:
             if not (link.source < n_ranks and link.target < n_ranks):
                 raise ValueError(f"the link from {link.source} to {link.target} has no such ranks")
+        for sums in self.sums:
+            if not max(sums.ranks) < n_ranks:
+                raise ValueError(f"the sums over {sums.ranks[0]} and {sums.ranks[1]} have no such ranks")
+            if any(len({point.rows for point in points}) not in (0, len(points)) for points in (sums.f32, sums.f16)):
+                raise ValueError(f"the sums over {sums.ranks[0]} and {sums.ranks[1]} have a number of rows twice")
 
     def link(self, source: int, target: int) -> LinkProfile | None:
         """What was measured between two ranks."""

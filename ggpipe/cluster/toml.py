@@ -56,7 +56,14 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, defstruct, structs
 
 from ggpipe.cluster.decode import Steps, decode, dotted
-from ggpipe.cluster.from_profile import measured_links, measured_overheads, profiled_node, spec_from_profile, usual_link
+from ggpipe.cluster.from_profile import (
+    measured_links,
+    measured_overheads,
+    measured_sums,
+    profiled_node,
+    spec_from_profile,
+    usual_link,
+)
 from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import Profile, read
@@ -250,6 +257,11 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
         overheads=_overheads(file, measured_overheads(machine.measured for machine in machines)),
         group_sizes=split.group_sizes if split else (),
         draft_group_sizes=split.draft_group_sizes if split else (),
+        sums={
+            (a, b): times
+            for (a, b), times in measured_sums([machine.measured for machine in machines]).items()
+            if (file.local if a == b else file.network) is None
+        },
         network_sums=file.network.sums() if file.network else None,
         local_sums=(file.local and file.local.sums()) or LOCAL_SUMS,
     )

@@ -5,6 +5,7 @@ alone       one rank of each machine after the other: the draft, memory, some of
 in turn     the ranks of each machine compute one after the other, again and again
 together    all ranks compute until each has what it needs
 links       one pair of ranks after the other; the other ranks wait
+sums        the same, as the parts of a group
 
 The messages are in `transport/control`. `profiled_rank` carries them out, with `stage_timing` and `links`.
 """
@@ -18,12 +19,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ggpipe.cluster.profile import Kernels, LinkProfile, ModelFacts, Point, Profile, RankProfile
+from ggpipe.cluster.profile import Kernels, LinkProfile, ModelFacts, Point, Profile, RankProfile, SumProfile
 from ggpipe.config import EngineConfig
 from ggpipe.errors import SettingError
 from ggpipe.measure import stage_timing
 from ggpipe.measure.links import LinkTimer
 from ggpipe.measure.profiled_rank import TURN_S, ProfiledRank
+from ggpipe.measure.sums import sum_pairs, sum_profile
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel
 from ggpipe.runtime.stage_thread import Notice
@@ -37,9 +39,11 @@ from ggpipe.transport.control import (
     MeasureAlone,
     MeasureDraft,
     MeasureLink,
+    MeasureSums,
     MeasureTogether,
     MeasureTurn,
     ProfileHello,
+    SumsMeasured,
     TogetherMeasured,
     TurnMeasured,
 )
@@ -50,7 +54,7 @@ _STAGE_BYTES = 1 << 30
 _STAGE_BYTES_PER_S = 100 << 20  # of a rank's own time
 _ALL_PAIRS = 8
 
-_TURNS, _TOGETHER, _LINKS = 0.1, 0.15, 0.1  # shares of the budget; the rest is for ranks alone
+_TURNS, _TOGETHER, _LINKS, _SUMS = 0.1, 0.15, 0.1, 0.03  # shares of the budget; the rest is for ranks alone
 _LEAST_TURNS, _MOST_TURNS = 3, 30
 _DRAFT = 0.2  # share of a rank's time alone, when there is a draft
 
@@ -99,7 +103,7 @@ class _Lead:
         hellos = self._agree()
         hosts = [hello.target.host for hello in hellos]
         turns = _turns(hosts)
-        share = 1 if self._n_ranks == 1 else 1 - _TURNS - _TOGETHER - _LINKS
+        share = 1 if self._n_ranks == 1 else 1 - _TURNS - _TOGETHER - _LINKS - _SUMS
         own_s = self._budget_s * share / len(turns)
         draft_s = own_s * _DRAFT if draft is not None else 0.0
         if layers is None:
@@ -116,6 +120,7 @@ class _Lead:
         in_turn = self._in_turn(turns, hosts)
         together = self._together(alone)
         links, messages = self._links()
+        sums = self._sums(hosts)
         self._channel.send_to_all(EndProfile())
         profiles = tuple(
             replace(
@@ -126,7 +131,8 @@ class _Lead:
             )
             for rank, hello in enumerate(hellos)
         )
-        return Profile(model=model, kernels=kernels_of(self._own.config), ranks=profiles, links=links, draft=draft)
+        kernels = kernels_of(self._own.config)
+        return Profile(model=model, kernels=kernels, ranks=profiles, links=links, draft=draft, sums=sums)
 
     def _agree(self) -> list[ProfileHello]:
         """What all ranks are. Raises ModelError or LaunchError where they do not fit together."""
@@ -175,6 +181,15 @@ class _Lead:
             links.append(LinkProfile(source, target, link.latency_s, link.bytes_per_s))
             messages[source] = {"send_s": link.send_s, "read_s": link.read_s}
         return tuple(links), messages
+
+    def _sums(self, hosts: Sequence[str]) -> tuple[SumProfile, ...]:
+        pairs = sum_pairs(hosts)
+        found = []
+        for pair in pairs:
+            measured = self._ask(pair, MeasureSums(pair, self._budget_s * _SUMS / len(pairs)), SumsMeasured)
+            if all(one.f32_s for one in measured.values()):
+                found.append(sum_profile(pair, list(measured.values())))
+        return tuple(found)
 
     def _ask(self, ranks: Collection[int], order: ControlMessage, kind: type[M]) -> dict[int, M]:
         """Each rank's answer to an order, which all carry out at the same time."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from dataclasses import replace
 
 from ggpipe.cluster.profile import ModelFacts, Part, Point
 from ggpipe.config import EngineConfig
-from ggpipe.errors import IndivisibleModelError, RunError
+from ggpipe.errors import IndivisibleModelError, MpiError, RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of
@@ -18,6 +19,7 @@ from ggpipe.measure.links import LinkTimer
 from ggpipe.measure.memory import memory_speed
 from ggpipe.measure.overheads import measure_overheads, measure_stops
 from ggpipe.measure.stage_timing import Samples, TimedStage
+from ggpipe.measure.sums import measure_sums
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel
 from ggpipe.runtime.stage_thread import Notice
@@ -30,11 +32,13 @@ from ggpipe.transport.control import (
     MeasureAlone,
     MeasureDraft,
     MeasureLink,
+    MeasureSums,
     MeasureTogether,
     MeasureTurn,
     ProfileHello,
     ReadyToStop,
     StopTogether,
+    SumsMeasured,
     TogetherMeasured,
     TurnMeasured,
 )
@@ -99,6 +103,11 @@ class ProfiledRank:
             case MeasureLink(peer, budget_s):
                 self.close()
                 return self._links.measure(peer, budget_s, self._channel.wait)
+            case MeasureSums(ranks, budget_s):
+                self.close()
+                with contextlib.suppress(MpiError):  # on both ranks: it cannot compute in groups either
+                    return measure_sums(self._channel.transport, ranks, self.model.n_embd, budget_s)
+                return SumsMeasured((), ())
         raise RunError(f"the head sent {type(order).__name__} to a rank that measures: use one ggpipe everywhere")
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ggpipe.cluster.links import SumTimes
+from ggpipe.cluster.links import SUM_HEAD_BYTES, SumTimes
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import TensorWire
@@ -16,7 +16,6 @@ from ggpipe.config import TensorWire
 # As in native/group_sum.cpp.
 _EXTRA_BYTES = 24 << 10
 _PIECE = 32768
-_HEAD_BYTES = 16
 _BEST_BYTES = 328  # the best 40 tokens of a row, as llama/group.py packs them
 
 
@@ -69,7 +68,7 @@ class GroupCost:
         return phases * max(way.times.seconds(way.n_messages * n_bytes, self.halves) for way in self.ways)
 
     def _bytes(self, n_values: int) -> int:
-        return _HEAD_BYTES + n_values * (2 if self.halves else FLOAT_BYTES)
+        return SUM_HEAD_BYTES + n_values * (2 if self.halves else FLOAT_BYTES)
 
 
 def group_cost(

@@ -12,6 +12,7 @@
 |                      | StopTogether                  | TogetherMeasured                        |
 |                      | MeasureTurn                   | TurnMeasured                            |
 |                      | MeasureLink                   | LinkMeasured                            |
+|                      | MeasureSums                   | SumsMeasured                            |
 |                      | EndProfile                    |                                         |
 | `runtime/loading`    |                               | Hello                                   |
 |                      | Load                          | DraftVocab, StageLoading …, StageLoaded |
@@ -37,7 +38,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 9
+VERSION = 10
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -258,6 +259,21 @@ class LinkMeasured(ControlMessage, frozen=True):
     read_s: float
 
 
+class MeasureSums(ControlMessage, frozen=True):
+    """Measure sums over these two ranks, of which you are one. The other one does the same."""
+
+    ranks: tuple[int, int]
+    budget_s: float
+
+
+class SumsMeasured(ControlMessage, frozen=True):
+    """The answer to MeasureSums: seconds of this rank's sums, by `measure.sums.ROWS`. Empty where MPI cannot."""
+
+    f32_s: tuple[tuple[float, ...], ...]
+    f16_s: tuple[tuple[float, ...], ...]
+    """Of values that travel as 16-bit floats; empty over memory that both ranks share."""
+
+
 class EndProfile(ControlMessage, frozen=True):
     """Everything is measured."""
 
@@ -328,7 +344,7 @@ AnyControlMessage = (
     | PrefixSaved | AskClock | Clock | AskUsage | Usage | Quit
     | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
     | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured
-    | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | EndProfile
+    | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | MeasureSums | SumsMeasured | EndProfile
     | RankFacts | StartProfile | UseShares
     | Failed | Abort | Beat
 )  # fmt: skip

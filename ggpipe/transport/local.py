@@ -19,15 +19,19 @@ class LocalWorld:
 
     def __init__(self, size: int) -> None:
         self.transports = [LocalTransport(self, rank, size) for rank in range(size)]
-        self._memory: dict[Sequence[int], IO[bytes]] = {}
+        self._memory: dict[Sequence[int], tuple[IO[bytes], int]] = {}
+        """By group: memory that not all of its ranks have, and the number of those that have it."""
         self._lock = threading.Lock()
 
     def memory_of(self, group: Sequence[int]) -> IO[bytes]:
         """A file in memory that these ranks share."""
         with self._lock:
             if group not in self._memory:
-                self._memory[group] = os.fdopen(os.memfd_create("ggpipe"), "rb")
-            return self._memory[group]
+                self._memory[group] = os.fdopen(os.memfd_create("ggpipe"), "rb"), 0
+            file, n_joined = self._memory.pop(group)
+            if n_joined + 1 < len(group):
+                self._memory[group] = file, n_joined + 1
+            return file
 
 
 class LocalTransport(Transport):
@@ -61,7 +65,8 @@ class LocalTransport(Transport):
 
     def join_group(self, ranks: Sequence[int], over_memory: OverMemory[T] | None, over_messages: OverMessages[T]) -> T:
         assert over_memory is not None
-        return over_memory(self._world.memory_of(tuple(ranks)).fileno(), ranks.index(self.rank), len(ranks))
+        file = self._world.memory_of(tuple(ranks))
+        return over_memory(file.fileno(), ranks.index(self.rank), len(ranks))
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -1,12 +1,12 @@
 """Compares the simulator with this machine; run it as `scripts/bench/check_simulator`.
 
 For a random 0.75 B pair, for the bundled pair inflated to 0.4 B, and for the bundled pair: records what the pair writes
-(`ggpipe record`), runs the modes on one, two and three ranks of one thread each (`ggpipe bench`), and simulates the
-same from the recording and from what `ggpipe profile` measures before and after each bench. Exit code 1
-when the simulator is off by more than 15 % anywhere; the bundled pair, whose tokens take 2 ms, is reported only.
+(`ggpipe record`), runs the modes on ranks of one thread each (`ggpipe bench`), and simulates the same from the
+recording and from what `ggpipe profile` measures before and after each bench. Exit code 1 when the simulator is off by
+more than 15 % anywhere; the bundled pair, whose tokens take 2 ms, is reported only.
 
-The layouts: the draft in the head's process; two target ranks and the draft in the head's process; two target ranks and
-a draft rank. With the draft, that is two or three threads for two cores.
+The layouts: one rank, two stages, or a group of two, each with the draft in the head's process; two stages, or a group
+of two, and a draft rank. With the draft, that is two or three threads for two cores.
 
 A ratio compares a round's bench with the simulation from the medians of all profiles, which are as noisy as benches;
 the table has the median of the rounds. `again` is what the same bench gives from one round to the next: the larger /
@@ -33,11 +33,11 @@ from pathlib import Path
 from ggpipe.cluster import profile as profiles
 from ggpipe.cluster import recording as recordings
 from ggpipe.cluster.from_profile import spec_from_profile
-from ggpipe.cluster.links import Overheads
+from ggpipe.cluster.links import Overheads, SumTimes
 from ggpipe.cluster.profile import Point
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import Mode, SpeculationConfig
-from ggpipe.core.layout import lay_out
+from ggpipe.core.layout import lay_out, parse_shares
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
@@ -48,8 +48,8 @@ from scripts.models.make_pair import Shape, make_pair
 
 ROOT = Path(__file__).parents[2]
 MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
-LAYOUTS = {"1": None, "2": "0.5,0.5", "3": "0.5,0.5/1.0"}
-"""By number of ranks."""
+LAYOUTS = {"1": "1.0", "2": "0.5,0.5", "3": "0.5,0.5/1.0", "group": "1.0*2", "group-draft": "1.0*2/1.0"}
+NAMES = {"1": "1 rank", "2": "2 ranks", "3": "3 ranks", "group": "group of two", "group-draft": "group / draft"}
 N_CTX = 1024
 WORST = 0.15
 
@@ -111,7 +111,7 @@ class Measurements:
     def bench(self, layout: str, i: int) -> Path:
         """All modes, in round `i` of a layout."""
         words = [*self._models, *self._given, "--draft", self._args.draft, "--rounds", 1, "--modes", ",".join(MODES)]
-        split = ["--mpi-layer-split", LAYOUTS[layout]] if LAYOUTS[layout] else []
+        split = ["--mpi-layer-split", LAYOUTS[layout]] if layout != "1" else []
         return self._once(f"bench-{layout}-{i}.json", lambda to: run("bench", *words, *split, "--json", to))
 
     def _once(self, name: str, measure: Callable[[Path], None]) -> Path:
@@ -137,14 +137,14 @@ def simulated(setup: SimulationSpec) -> dict[Mode, float]:
 def setup_of(spec: ClusterSpec, pair: Pair, recording: Path, layout: str, n_draft: int) -> SimulationSpec:
     """The same layout as `bench` has."""
     target_shape, draft_shape = (shape_of(ModelFile.open(path)) for path in (pair.target, pair.draft))
-    n_target = min(int(layout), 2)
-    outside = layout == "3"
+    split = parse_shares(LAYOUTS[layout])
+    n_target, n_draft_ranks = sum(split.sizes), sum(split.draft_sizes)
     placement = Placement(
         target_on=(0,) * n_target,
-        draft_on=(0,) if outside else (),
-        layout=lay_out(target_shape.n_layer, n_target, None),
-        draft_layout=lay_out(draft_shape.n_layer, 1, None, n_target) if outside else None,
-        threads=(1,) * (n_target + outside),
+        draft_on=(0,) * n_draft_ranks,
+        layout=lay_out(target_shape.n_layer, n_target, split.shares, 0, split.group_sizes),
+        draft_layout=lay_out(draft_shape.n_layer, 1, None, n_target) if n_draft_ranks else None,
+        threads=(1,) * (n_target + n_draft_ranks),
     )
     return SimulationSpec(
         cluster=spec,
@@ -173,7 +173,7 @@ def check(measurements: Measurements, layouts: Sequence[str], args: argparse.Nam
     spent_s = time.monotonic() - start
     print(f"\n\n{pair.title}: {args.n} tokens, {args.rounds} rounds, {spent_s:.0f} s", end="")
     print(f", agreement {recordings.read(recording).agreement:.0%}")
-    print("  layout   mode         measured t/s   simulated   simulated / measured [rounds]   again")
+    print("  layout        mode         measured t/s   simulated   simulated / measured [rounds]   again")
     worst = 0.0
     for layout in layouts:
         virtual = simulated(setup_of(usual_spec(layout, around), pair, recording, layout, args.draft))
@@ -183,8 +183,7 @@ def check(measurements: Measurements, layouts: Sequence[str], args: argparse.Nam
             middle = statistics.median(ratios)
             again = [max(a, b) / min(a, b) for a, b in itertools.pairwise(real)]
             worst = max(worst, abs(middle - 1))
-            name = f"{layout} rank{'s' * (layout > '1')}"
-            line = f"  {name:8s} {mode:12s} {statistics.median(real):12.2f} {virtual[mode]:11.2f}"
+            line = f"  {NAMES[layout]:13s} {mode:12s} {statistics.median(real):12.2f} {virtual[mode]:11.2f}"
             line += f" {middle:12.2f} [{ratios[0]:.2f} … {ratios[-1]:.2f}]"
             line += f"{statistics.median(again):15.2f}" if again else ""
             print(line + ("" if abs(middle - 1) <= WORST else "  <-- off"), flush=True)
@@ -218,7 +217,16 @@ def usual_spec(layout: str, around: dict[str, list[ClusterSpec]]) -> ClusterSpec
         field.name: statistics.median(getattr(spec.overheads, field.name) for spec in around[layout])
         for field in fields(Overheads)
     }
-    return replace(around[layout][0], nodes=(node,), overheads=Overheads(**overheads))
+    return replace(around[layout][0], nodes=(node,), overheads=Overheads(**overheads), sums=usual_sums(around))
+
+
+def usual_sums(around: dict[str, list[ClusterSpec]]) -> dict[tuple[int, int], SumTimes]:
+    """The medians of all profiles."""
+    found = [spec.sums[0, 0].points for specs in around.values() for spec in specs if (0, 0) in spec.sums]
+    if not found:
+        return {}
+    points = (tuple(map(statistics.median, zip(*same, strict=True))) for same in zip(*found, strict=True))
+    return {(0, 0): SumTimes(tuple((n_bytes, seconds) for n_bytes, seconds in points))}
 
 
 def usual_points(profiles: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
@@ -238,7 +246,7 @@ def main() -> int:
     parser.add_argument("--draft", type=int, default=3, help="draft tokens in a micro-batch")
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to check instead of these")
     parser.add_argument("--pairs", nargs="+", choices=("random", "inflated", "bundled"), help="these only")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of so many ranks only")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="these only")
     parser.add_argument("--keep", type=Path, help="a folder for what is measured")
     args = parser.parse_args()
     prompts = tuple(ROOT / "prompts" / name for name in ("tale.txt", "program.txt"))

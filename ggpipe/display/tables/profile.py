@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 
-from ggpipe.cluster.profile import LinkProfile, Profile, RankProfile, seconds_at
+from ggpipe.cluster.profile import LinkProfile, Profile, RankProfile, SumPoint, seconds_at
 from ggpipe.core.layout import layer_range
 from ggpipe.display.format import harmless, human_bytes, human_seconds
 from ggpipe.display.tables.columns import Column, columns_table
@@ -24,6 +24,8 @@ def profile_table(profile: Profile, width: int) -> Group:
     parts: list[Table | Padding] = [_ranks_table(profile, width)]
     if profile.links:
         parts.append(Padding(_links_table(profile, width), (1, 0, 0, 0)))
+    if profile.sums:
+        parts.append(Padding(_sums_table(profile, width), (1, 0, 0, 0)))
     return Group(*parts)
 
 
@@ -78,6 +80,21 @@ def _links_table(profile: Profile, width: int) -> Table:
         Column("latency", [f"{statistics.median(x.latency_s for x in links) * 1e6:.0f} µs" for _, links in found], 0),
         Column("bytes/s", [human_bytes(statistics.median(x.bytes_per_s for x in links)) for _, links in found], 0),
     ]
+    return columns_table(columns, width, _GAP)
+
+
+def _sums_table(profile: Profile, width: int) -> Table:
+    lines: list[tuple[str, dict[int, SumPoint]]] = []
+    for sums in profile.sums[:_MOST_LINKS]:
+        for wire, points in (("", sums.f32), (", f16", sums.f16)):
+            if points:
+                title = f"{sums.ranks[0]} and {sums.ranks[1]}{wire}"
+                lines.append((title, {point.rows: point for point in points}))
+    rows = sorted({n for _, points in lines for n in points})
+    columns = [Column("sum over", [title for title, _ in lines], 0, "left")]
+    for n in rows:
+        cells = [f"{points[n].seconds * 1e6:.0f} µs" if n in points else "-" for _, points in lines]
+        columns.append(Column(f"{n} row{'s' * (n > 1)}", cells, 0))
     return columns_table(columns, width, _GAP)
 
 

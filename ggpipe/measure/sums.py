@@ -1,0 +1,90 @@
+"""How long two ranks take to add up values, as the parts of a group do in each layer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ggpipe.cluster.profile import SumPoint, SumProfile
+from ggpipe.errors import RunError
+from ggpipe.llama.libllama import native
+from ggpipe.transport.base import Transport
+from ggpipe.transport.control import SumsMeasured
+
+ROWS = (1, 8, 128)
+_WARM, _LEAST, _MOST = 2, 5, 60
+_ALL_PAIRS = 4  # machines
+_SWEPT_BYTES = 1 << 23  # as the weights of a layer, which parts read between two sums
+
+
+def measure_sums(transport: Transport, ranks: Sequence[int], width: int, budget_s: float) -> SumsMeasured:
+    """Seconds of sums of 1, 8 and 128 rows of `width` values. Both ranks call it at the same time.
+
+    Raises MpiError where MPI cannot do this, and RunError when the other rank is lost.
+    """
+    sums, over_memory = transport.join_group(
+        ranks,
+        lambda *memory: (native.shared_sum(*memory), True),
+        lambda *messages: (native.mpi_sum(*messages, halves=False), False),
+    )
+    ways = [sums]
+    if not over_memory:  # memory takes floats as they are
+        ways.append(transport.join_group(ranks, None, functools.partial(native.mpi_sum, halves=True)))
+    timers = [[_Timer(way, rows * max(width, 1)) for rows in ROWS] for way in ways]
+    until, swept = time.monotonic() + budget_s, np.ones(_SWEPT_BYTES, np.uint8)
+    for i in range(_WARM + _MOST):
+        is_last = i >= _WARM + _LEAST and time.monotonic() > until
+        for timer in itertools.chain.from_iterable(timers):
+            swept.max()  # the caches get other content
+            ends = timer.measure(is_last)
+        if ends:  # one of the ranks says so, and both see it
+            break
+    times = [tuple(tuple(timer.took_s[_WARM:]) for timer in own) for own in timers]
+    return SumsMeasured(times[0], times[1] if len(times) > 1 else ())
+
+
+class _Timer:
+    """Sums of one size, at this rank."""
+
+    def __init__(self, sums: native.GroupSum, n_values: int) -> None:
+        self._sums = sums
+        self._values, self._one = np.zeros(n_values, np.float32), np.zeros(1, np.float32)
+        self.took_s: list[float] = []
+
+    def measure(self, stop: bool) -> bool:
+        """Time a sum, before which the ranks meet. Whether one of them wants to stop."""
+        self._sums.sum(self._one.ctypes.data, 1, False)
+        start = time.perf_counter()
+        stop = self._sums.sum(self._values.ctypes.data, self._values.size, stop)
+        self.took_s.append(time.perf_counter() - start)
+        if self._sums.lost:
+            raise RunError("another rank was lost while sums were measured")
+        return stop
+
+
+def sum_profile(ranks: tuple[int, int], measured: Sequence[SumsMeasured]) -> SumProfile:
+    """What two ranks measured together. Of each sum counts the rank that came later: it did not wait."""
+
+    def points(both: Sequence[Sequence[Sequence[float]]]) -> tuple[SumPoint, ...]:
+        shortest = (statistics.median(map(min, *calls)) for calls in zip(*both, strict=True))
+        return tuple(SumPoint(rows, seconds) for rows, seconds in zip(ROWS, shortest, strict=False))
+
+    return SumProfile(ranks, points([one.f32_s for one in measured]), points([one.f16_s for one in measured]))
+
+
+def sum_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Ranks whose sums are measured: two of each machine that has several; and one of each machine with one of the
+    next, or of all others where machines are few."""
+    on_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        on_host.setdefault(host, []).append(rank)
+    within = [(ranks[0], ranks[1]) for ranks in on_host.values() if len(ranks) > 1]
+    firsts = [ranks[0] for ranks in on_host.values()]
+    n_next = len(firsts) if len(firsts) <= _ALL_PAIRS else 2
+    between = [(a, b) for i, a in enumerate(firsts) for b in firsts[i + 1 : i + n_next]]
+    return within + between
