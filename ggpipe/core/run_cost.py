@@ -13,8 +13,8 @@ _FORGET = 0.01  # of a run length's time, with each run of another length
 _FORGET_SHARED = 0.001  # as _FORGET, where several requests share the pipeline: trying a length delays all of them
 _UNTRIED = 0.25  # a row more is expected to take this share of the first one's time, or less, until it is tried
 _TRIALS = 2  # of a length, before what it takes is known,
-_TRIAL_SHARE = 0.005  # of all time is what trials of a length may cost;
-_SOONEST, _LATEST = 100, 2000  # it is tried again after so many runs
+_TRIAL_SHARE = 0.002  # of all time is what trials of a length may cost;
+_SOONEST, _LATEST = 150, 2000  # it is tried again after so many runs
 
 
 class RunCost:

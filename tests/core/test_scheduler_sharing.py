@@ -112,7 +112,7 @@ def test_what_was_slow_for_a_while_is_taken_up_again() -> None:
     seconds[1] = 2.0
     assert usual_sizes(pipeline, after=60) == {(2, 0)}
     seconds[1] = 1.0
-    assert usual_sizes(pipeline, after=240) == {(1, 0)}
+    assert usual_sizes(pipeline, after=500) == {(1, 0)}
 
 
 def test_each_size_is_tried_a_few_times() -> None:
