@@ -2,7 +2,7 @@
 
 Most architectures are split in attention and FFN. Where libllama does not split attention, or is wrong when it does,
 all parts compute the whole attention, and only FFN and output are split. Those listed here were compared with the whole
-model: 24 tokens, single tokens and several, on random weights.
+model by scripts/bench/check_groups; docs/groups.md shows them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _NO_TOKEN = -1
 
 SPLIT_ATTENTION = frozenset(
     """
-    afmoe arcee arctic bailingmoe bailingmoe2 chatglm codeshell cogvlm cohere2 cohere2moe command-r dbrx deci
-    deepseek deepseek4 dots1 ernie4_5 ernie4_5-moe exaone exaone-moe exaone4 falcon gemma gemma2 gemma3 glm4 glm4moe
-    gpt-oss gpt2 gptneox granite granite_swa granitemoe grovemoe hunyuan-dense hunyuan-moe hunyuan_vl hy_v3
-    internlm2 jais2 laguna lfm2 lfm2moe llama llama4 maincoder maple mellum mimo2 minicpm mistral3 muse-glimmer
-    nanbeige nemotron olmo openelm orion paddleocr pangu-embedded phi2 phi3 phimoe plamo plamo3 pockettts qwen qwen2
-    qwen2moe qwen2vl qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3vl qwen3vlmoe seed_oss smallthinker smollm3
-    spark2_5 stablelm starcoder starcoder2 talkie xverse
+    afmoe apertus arcee arctic bailingmoe bailingmoe2 chatglm codeshell cogvlm cohere2 cohere2moe command-r dbrx
+    deci deepseek deepseek2-ocr dots1 ernie4_5 ernie4_5-moe exaone exaone-moe exaone4 falcon gemma gemma2 gemma3
+    gemma4 glm4 glm4moe gpt-oss gpt2 gptneox granite granite_swa granitemoe grovemoe hunyuan-dense hunyuan-moe
+    hunyuan_vl hy_v3 internlm2 jais2 laguna lfm2 lfm2moe llama llama4 maincoder maple mellum mimo2 minicpm mistral3
+    muse-glimmer nanbeige nemotron olmo openelm orion paddleocr pangu-embedded phi2 phi3 phimoe plamo plamo3
+    pockettts qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe qwen3moe qwen3vl qwen3vlmoe seed_oss smallthinker
+    smollm3 spark2_5 stablelm starcoder starcoder2 step35 talkie xverse
     """.split()  # noqa: SIM905
 )
 """Architectures whose attention, FFN and output are split."""
 
 SPLIT_FFN = frozenset(
     """
-    baichuan bailingmoe3 bloom deepseek2 deepseek32 dots3note falcon-h1 glm-dsa granitehybrid grok hy_v4 jais jamba
-    kimi-linear mamba mamba2 minimax-01 minimax-m2 minimax-m3 mistral4 nemotron_h nemotron_h_moe olmo2 olmoe plamo2
-    qwen3tts refact
+    baichuan bailingmoe3 bloom deepseek2 deepseek32 deepseek4 dots3note falcon-h1 glm-dsa granitehybrid grok hy_v4
+    jais jamba kimi-linear mamba mamba2 minimax-01 minimax-m2 minimax-m3 mistral4 nemotron_h nemotron_h_moe olmo2
+    olmoe plamo2 qwen3next qwen3tts refact
     """.split()  # noqa: SIM905
 )
 """Those of which only FFN and output are: libllama does not split their attention, or ALiBi's slopes would be wrong."""
@@ -78,7 +78,8 @@ def splits_attention(file: ModelFile) -> bool:
     """The parts share the attention heads; else each computes all of them."""
     header = ModelHeader(file)
     n_heads = header.per_layer("attention.head_count_kv", header.number("attention.head_count"))
-    return file.architecture in SPLIT_ATTENTION and 1 not in n_heads
+    borrows = header.number("attention.shared_kv_layers") > 0  # layers read others' cells, which may be cut otherwise
+    return file.architecture in SPLIT_ATTENTION and 1 not in n_heads and not borrows
 
 
 def most_parts(file: ModelFile) -> int:

@@ -3,8 +3,8 @@
 
 Each architecture is a small random model (tests/support/architectures.py) in several types. A text's beginning, single
 tokens, several rows and, where the model can roll back, branches are decoded by the whole model and by a group, and all
-logits are compared. First attention and FFN are split; where libllama or ggml ends the process, or logits are wrong,
-FFN and output alone. Each such try is a process of its own.
+logits are compared. Attention and FFN are split where libllama does so. Where it does not, where it or ggml ends the
+process, or where logits are wrong, FFN and output alone are. Each such try is a process of its own.
 
 A line for each architecture: what is split, the largest difference of a logit, in standard deviations of the whole
 model's logits, and the first row whose best token differs, with the whole model's gap between the two. In the end, the
@@ -24,6 +24,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from support.architectures import ARCHITECTURES, WITH_EXPERTS_TOO, write
+from support.devices import divides
 from support.group_check import Difference, compare
 from support.zoo import quantize
 
@@ -35,6 +36,8 @@ PARTS = (2, 3)
 KINDS = ("attention and FFN", "FFN")
 _SCRIPT = (sys.executable, "-m", "scripts.bench.check_groups")
 _LIMIT_S = 1200
+_DIVIDES_NOTHING = ("hrm_text",)
+"""libllama gives each part the whole of it."""
 _ALIBI_ELSEWHERE = ("baichuan",)
 """Only FFN and output may be split: with as many layers as the 13 B model has it has ALiBi, with others not."""
 
@@ -87,14 +90,16 @@ def compare_all(kind: str, architecture: str, models: Sequence[Path]) -> None:
 
 def check(name: str, folder: Path, types: Sequence[str]) -> list[Try]:
     """All tries of an architecture; the last one is of use, or none is."""
+    if name in _DIVIDES_NOTHING:
+        return [Try(KINDS[0], None, "each part would compute all")]
     source = folder / f"{name}.gguf"
     write(name, source)
     models = [quantize(source, folder / f"{name}.{each}.gguf", each) if each != "f32" else source for each in types]
     tries: list[Try] = []
     architecture = name.partition("+")[0]
     with patch.object(group, "SPLIT_ATTENTION", frozenset({architecture})):
-        divides = name not in _ALIBI_ELSEWHERE and group.splits_attention(ModelFile.open(source))
-    for kind in KINDS[not divides :]:
+        has_heads = group.splits_attention(ModelFile.open(source))
+    for kind in KINDS[not (has_heads and divides(source) and name not in _ALIBI_ELSEWHERE) :]:
         tries.append(try_kind(kind, architecture, models))
         if not tries[-1].error:
             break

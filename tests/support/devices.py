@@ -9,7 +9,9 @@ host memory: otherwise ggml's scheduler would read past the meta device that lib
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ggpipe.llama.libllama import lib
@@ -42,6 +44,18 @@ def tensor_parallel(shares: Sequence[float]) -> Fields:
         "load_mode": 0,
         "use_extra_bufts": False,
     }
+
+
+def divides(path: Path) -> bool:
+    """libllama's own tensor parallelism takes this model's architecture."""
+    params = lib.llama_model_default_params()
+    for name, value in tensor_parallel((1, 1)).items():
+        setattr(params, name, value)
+    params.vocab_only = True
+    model = lib.llama_model_load_from_file(os.fsencode(path), params)
+    if model:
+        lib.llama_model_free(model)
+    return bool(model)
 
 
 def _device() -> int:
