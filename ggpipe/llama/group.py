@@ -23,7 +23,7 @@ from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
-from ggpipe.llama.model_header import ModelHeader
+from ggpipe.llama.model_header import ModelHeader, n_numbers
 from ggpipe.llama.params import model_params
 
 _SPLIT_FUNCTION = "_Z33llama_meta_device_get_split_statePK11ggml_tensorPv"
@@ -37,7 +37,7 @@ SPLIT_ATTENTION = frozenset(
     hunyuan_vl hy_v3 internlm2 jais2 laguna lfm2 lfm2moe llama llama4 maincoder maple mellum mimo2 minicpm mistral3
     muse-glimmer nanbeige nemotron olmo openelm orion paddleocr pangu-embedded phi2 phi3 phimoe plamo plamo3
     pockettts qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe qwen3moe qwen3vl qwen3vlmoe seed_oss smallthinker
-    smollm3 spark2_5 stablelm starcoder starcoder2 step35 talkie xverse
+    smollm3 spark2_5 starcoder starcoder2 step35 xverse
     """.split()  # noqa: SIM905
 )
 """Architectures whose attention, FFN and output are split."""
@@ -46,7 +46,7 @@ SPLIT_FFN = frozenset(
     """
     baichuan bailingmoe3 bloom deepseek2 deepseek32 deepseek4 dots3note falcon-h1 glm-dsa granitehybrid grok hy_v4
     jais jamba kimi-linear mamba mamba2 minimax-01 minimax-m2 minimax-m3 mistral4 nemotron_h nemotron_h_moe olmo2
-    olmoe plamo2 qwen3next qwen3tts refact
+    olmoe plamo2 qwen3next qwen3tts refact stablelm talkie
     """.split()  # noqa: SIM905
 )
 """Those of which only FFN and output are: libllama does not split their attention, or ALiBi's slopes would be wrong."""
@@ -79,7 +79,10 @@ def splits_attention(file: ModelFile) -> bool:
     header = ModelHeader(file)
     n_heads = header.per_layer("attention.head_count_kv", header.number("attention.head_count"))
     borrows = header.number("attention.shared_kv_layers") > 0  # layers read others' cells, which may be cut otherwise
-    return file.architecture in SPLIT_ATTENTION and 1 not in n_heads and not borrows
+    head = header.number("attention.key_length", header.width // max(header.number("attention.head_count"), 1))
+    norms = [layer["attn_q_norm.weight"] for layer in header.layers if "attn_q_norm.weight" in layer]
+    own_norms = any(n_numbers(norm) > head for norm in norms)  # of each head: libllama can cut them at other heads
+    return file.architecture in SPLIT_ATTENTION and 1 not in n_heads and not borrows and not own_norms
 
 
 def most_parts(file: ModelFile) -> int:
