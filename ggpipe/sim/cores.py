@@ -15,13 +15,17 @@ _MOST_SHARE = 0.95
 class Task:
     """Work on one node."""
 
-    __slots__ = ("done", "left_s", "rate", "since", "threads", "version", "weight")
+    __slots__ = ("done", "left_s", "rate", "since", "team", "threads", "version", "weight")
 
-    def __init__(self, work_s: float, threads: int, weight: float, done: Callable[[], None]) -> None:
-        """`work_s`: seconds with a core for each thread and no other work. `done` is called at its end."""
+    def __init__(self, work_s: float, threads: int, weight: float, done: Callable[[], None], team: int = 1) -> None:
+        """`work_s`: seconds with a core for each thread and no other work. `done` is called at its end.
+
+        `team`: tasks of the node that wait for each other all the time, as a group's parts do at each sum.
+        """
         self.left_s = work_s
         self.threads = threads
         self.weight = weight
+        self.team = team
         self.done = done
         self.rate = 0.0
         self.since = 0.0
@@ -32,8 +36,8 @@ class Cores:
     """Tasks get cores by their weights, at most one for each thread; all of them progress at the same time.
 
     `crowd`: how fast a core is while all others are busy, as a share of its speed alone: cores share memory, caches,
-    and sometimes the core itself. Polls take a part of a core and crowd nobody: what they slow down is in the measured
-    `NodeSpec.turns`.
+    and sometimes the core itself. A team progresses while other tasks leave all of its tasks their cores. Polls
+    take a part of a core and crowd nobody: what they slow down is in the measured `NodeSpec.turns`.
     """
 
     def __init__(self, clock: Clock, n: int, crowd: float = 1.0) -> None:
@@ -84,7 +88,8 @@ class Cores:
         for task, own in zip(self._tasks, cores, strict=True):
             others = self._n - own
             crowding = (busy - own) / others if others > 0 else 0.0
-            rate = own / task.threads * (1 - (1 - self._crowd) * min(crowding, 1.0))
+            share, most = own / task.threads, min((self._n - self._taken) / (task.team * task.threads), 1.0)
+            rate = share * (share / most) ** (task.team - 1) * (1 - (1 - self._crowd) * min(crowding, 1.0))
             if rate != task.rate or task is new:
                 self._set_rate(task, rate)
 

@@ -43,8 +43,10 @@ class VirtualPipeline:
         first, last = layout.stages[0].ranks[0], layout.stages[-1].ranks[0]
         self._first = first
         for rank, ranks in self._ranks.items():
+            nodes = [cluster.node_of[own] for own in ranks]
             parts = [
-                Part(cores[cluster.node_of[own]], processes[own], cluster, pipeline.stages[own], own) for own in ranks
+                Part(cores[node], processes[own], cluster, pipeline.stages[own], own, nodes.count(node))
+                for own, node in zip(ranks, nodes, strict=True)
             ]
             row_bytes = 0 if rank == last else pipeline.row_bytes
             group = pipeline.groups.get(rank)

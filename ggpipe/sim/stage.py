@@ -100,8 +100,12 @@ class _Job:
 class Part:
     """A rank's part of a stage: all of it, or what one rank of a group computes."""
 
-    def __init__(self, cores: Cores, process: Process, cluster: VirtualCluster, spec: StageSpec, rank: int) -> None:
+    def __init__(
+        self, cores: Cores, process: Process, cluster: VirtualCluster, spec: StageSpec, rank: int, team: int
+    ) -> None:
+        """`team`: the stage's parts on this rank's node."""
         self.cores = cores
+        self.team = team
         self.process = process
         self.spec = spec
         node = cluster.node_of[rank]
@@ -216,7 +220,7 @@ class VirtualStage:
 
     def _start(self, job: _Job, part: Part, work_s: float) -> None:
         task = job.tasks[part] = Task(
-            work_s, part.spec.threads, part.weight, functools.partial(self._part_done, job, part)
+            work_s, part.spec.threads, part.weight, functools.partial(self._part_done, job, part), part.team
         )
         part.cores.start(task)
 

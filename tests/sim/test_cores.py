@@ -187,3 +187,14 @@ def test_own_cores_are_cores_with_one_task_at_a_time(works: list[Work], n: int) 
         apart.append((at + begin, work_s, min(threads, n), weight))
         at += begin + work_s + 0.001
     assert run(apart, n, kind=OwnCores) == pytest.approx(run(apart, n))
+
+
+@pytest.mark.parametrize("team", [1, 2])
+def test_a_team_progresses_while_all_of_it_has_cores(team: int) -> None:
+    clock, ends = Clock(), list[float]()
+    cores = Cores(clock, 2)
+    for _ in range(3):  # each has two thirds of a core
+        cores.start(Task(1.0, 1, 1.0, lambda: ends.append(clock.now), team))
+    while clock.step():
+        pass
+    assert ends == pytest.approx([1.5**team] * 3)
