@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, process_memory, stage_memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import Mode
-from ggpipe.core.layout import Layout
+from ggpipe.core.layout import Layout, part_shares
 from ggpipe.errors import UsageError
 from ggpipe.planning.evaluate import Candidate
+from ggpipe.planning.groups import grouped
 from ggpipe.planning.placements import Arrangement, arrangements
 from ggpipe.planning.splits import good_splits
+from ggpipe.planning.stage_tables import N_PAST, ROWS, Part, Stage, StageTables
 from ggpipe.sim.virtual_cluster import stage_cost
-
-ROWS = (1, 2, 3, 4, 6, 8)
-"""Numbers of rows in a run that are estimated."""
-_N_PAST = 160  # tokens in the context of the estimated runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +36,8 @@ class Constraints:
     draft_threads: int | None = None
     must_draft: bool = False
     """Only plans with a draft count."""
+    groups: bool = True
+    """Several ranks may compute a stage together, where the model allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +93,12 @@ class CandidateSearch:
         self._target = target
         self._draft = draft
         self._constraints = constraints
-        own_kinds = [replace(node, name="") for node in spec.nodes]
-        self._kind = [own_kinds.index(kind) for kind in own_kinds]
-        self._seconds: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self._factors: dict[tuple[int, int], list[float]] = {}
-        self._memory = self._memory_table()
+        self._tables = StageTables(spec, target, constraints.n_ctx, constraints.n_ubatch)
 
     def all(self) -> list[Estimate]:
         """Raises UsageError when nothing fits."""
         constraints = self._constraints
-        speeds = [1 / self._seconds_table(node, spec.cores)[0, 1] for node, spec in enumerate(self._spec.nodes)]
+        speeds = [self._tables.speed(node, spec.cores) for node, spec in enumerate(self._spec.nodes)]
         possible = arrangements(
             self._spec,
             self._draft is not None,
@@ -114,6 +109,9 @@ class CandidateSearch:
             draft_threads=constraints.draft_threads,
         )
         possible = [arrangement for arrangement in possible if arrangement.drafts or not constraints.must_draft]
+        if constraints.groups and self._target.max_parts > 1:
+            max_parts = self._target.max_parts
+            possible += [own for arrangement in possible for own in grouped(arrangement, max_parts, self._tables.speed)]
         found = [estimate for arrangement in possible for estimate in self._of(arrangement)]
         if not found:
             raise self._missing()
@@ -125,10 +123,10 @@ class CandidateSearch:
             return None
         arrangement, end = candidate.arrangement, 0
         stages: list[list[float]] = []
-        for place, threads, count in zip(arrangement.target, arrangement.threads, candidate.counts, strict=True):
+        for stage, count in zip(_stages(arrangement), candidate.counts, strict=True):
             if count:
-                one_s = float(self._seconds_table(place.node, threads)[end, end + count])
-                stages.append([one_s * factor for factor in self._row_factors(place.node, threads)])
+                one_s = float(self._tables.seconds(stage)[end, end + count])
+                stages.append([one_s * factor for factor in self._tables.row_factors(stage)])
             end += count
         by_rows = list(zip(*stages, strict=True))
         return Estimate(
@@ -149,10 +147,9 @@ class CandidateSearch:
         """The node of each rank, and the memory that the rank needs."""
         draft = self._draft if candidate.arrangement.drafts else None
         _, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
-        layout = placement.layout or Layout(())
-        needs = memory_by_rank(
-            self._target, layout, draft, placement.draft_layout, self._constraints.n_ctx, self._constraints.n_ubatch
-        )
+        layout, constraints = placement.layout or Layout(()), self._constraints
+        sizes, tensor_split = (constraints.n_ctx, constraints.n_ubatch), placement.tensor_split
+        needs = memory_by_rank(self._target, layout, draft, placement.draft_layout, *sizes, tensor_split)
         return list(zip(placement.node_of, needs, strict=True))
 
     def _of(self, arrangement: Arrangement) -> Iterator[Estimate]:
@@ -164,12 +161,15 @@ class CandidateSearch:
         if min(rooms) < 0:
             return
         places = []
-        for i, (place, threads) in enumerate(zip(arrangement.target, arrangement.threads, strict=True)):
-            room, memory = rooms[place.node] / on.count(place.node), self._memory
-            if inside and (i == 0 or arrangement.skips[0]):
-                memory = memory.copy()
-                memory[0] += inside
-            places.append(np.where(memory <= room, self._seconds_table(place.node, threads), np.inf))
+        for i, stage in enumerate(_stages(arrangement)):
+            fits = np.full((self._target.n_layer + 1,) * 2, True)
+            for part in stage:
+                memory = self._tables.memory(part.share)
+                if inside and part is stage[0] and (i == 0 or arrangement.skips[0]):
+                    memory = memory.copy()
+                    memory[0] += inside
+                fits &= memory <= rooms[part.node] / on.count(part.node)
+            places.append(np.where(fits, self._tables.seconds(stage), np.inf))
         for counts in good_splits(places, arrangement.skips):
             estimate = self.estimate(Candidate(arrangement, counts))
             if estimate is not None:
@@ -191,46 +191,7 @@ class CandidateSearch:
         node = arrangement.draft.node if arrangement.draft is not None else arrangement.target[0].node
         layers = (0, self._draft.n_layer)
         cost = stage_cost(self._spec.nodes[node], self._draft, layers, arrangement.draft_threads, is_draft=True)
-        return self._spec.overheads.run_s + cost.seconds(1, _N_PAST)
-
-    def _memory_table(self) -> NDArray[np.float64]:
-        """[a, b]: bytes that a rank with layers [a, b) needs."""
-        n, constraints = self._target.n_layer, self._constraints
-        table = np.full((n + 1, n + 1), np.inf)
-        for a in range(n):
-            process = process_memory(self._target, a == 0).total
-            for b in range(a + 1, n + 1):
-                table[a, b] = (
-                    stage_memory(self._target, (a, b), constraints.n_ctx, constraints.n_ubatch).total + process
-                )
-        return table
-
-    def _seconds_table(self, node: int, threads: int) -> NDArray[np.float64]:
-        """[a, b]: seconds of a run of one row in layers [a, b), with the message to the next rank."""
-        key = self._kind[node], threads
-        if key not in self._seconds:
-            spec, shape = self._spec, self._target
-            message_s = spec.overheads.run_s + spec.network.latency_s + shape.border_bytes / spec.network.bytes_per_s
-            n = shape.n_layer
-            known: dict[tuple[float, float, int], float] = {}
-            table = np.full((n + 1, n + 1), np.inf)
-            for a in range(n):
-                for b in range(a + 1, n + 1):
-                    alike = shape.read_bytes((a, b)), shape.cell_bytes((a, b)), b - a
-                    if alike not in known:
-                        known[alike] = stage_cost(spec.nodes[node], shape, (a, b), threads).seconds(1, _N_PAST)
-                    table[a, b] = message_s + known[alike]
-            self._seconds[key] = table
-        return self._seconds[key]
-
-    def _row_factors(self, node: int, threads: int) -> list[float]:
-        """Times of runs of `ROWS` rows, as multiples of one row's."""
-        key = self._kind[node], threads
-        if key not in self._factors:
-            layers = (0, max(self._target.n_layer // 2, 1))
-            cost = stage_cost(self._spec.nodes[node], self._target, layers, threads)
-            self._factors[key] = [cost.seconds(n, _N_PAST) / cost.seconds(1, _N_PAST) for n in ROWS]
-        return self._factors[key]
+        return self._spec.overheads.run_s + cost.seconds(1, N_PAST)
 
     def _missing(self) -> UsageError:
         """Fill machine after machine, and name what is left over."""
@@ -244,7 +205,7 @@ class CandidateSearch:
         nodes, start, left = range(len(self._spec.nodes)), 0, 0.0
         order = sorted(nodes, key=lambda node: -self._usable(node))
         for node in order:
-            ends = np.flatnonzero(self._memory[start] <= self._usable(node))
+            ends = np.flatnonzero(self._tables.memory(1.0)[start] <= self._usable(node))
             start = int(ends[-1]) if len(ends) else start
             if start == target.n_layer:
                 break
@@ -263,6 +224,15 @@ class CandidateSearch:
             f"{target.name} does not fit: {what} and room to compute in, and the machines have {where}; "
             f"{_gb(left)} are missing: add memory or machines, lower `n_ctx` or `n_ubatch`, or take a smaller model"
         )
+
+
+def _stages(arrangement: Arrangement) -> list[Stage]:
+    found = []
+    for ranks in arrangement.stages:
+        shares = part_shares(len(ranks), arrangement.tensor_split)
+        both = zip(ranks, shares, strict=True)
+        found.append(tuple(Part(arrangement.target[i].node, arrangement.threads[i], share) for i, share in both))
+    return found
 
 
 def _gb(n_bytes: float) -> str:

@@ -10,6 +10,7 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.core.layout import Layout
 from ggpipe.metrics.traffic import traffic_summary
 from ggpipe.planning.placements import Arrangement
 from ggpipe.sim.arrivals import Traffic
@@ -22,10 +23,20 @@ _EACH = 2  # requests of each of several users, in careful simulations
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An arrangement with layers at each of its places."""
+    """An arrangement with layers for each of its stages."""
 
     arrangement: Arrangement
     counts: tuple[int, ...]
+
+    @property
+    def n_ranks(self) -> int:
+        """The target's ranks with layers."""
+        return sum(size for size, count in zip(self.arrangement.sizes, self.counts, strict=True) if count)
+
+    @property
+    def has_groups(self) -> bool:
+        """Some layers are on several ranks."""
+        return any(size > 1 and count for size, count in zip(self.arrangement.sizes, self.counts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,7 @@ class Evaluation:
     ttft_s: float
     """Mean time to first token."""
     busy_s: tuple[float, ...]
-    """Decode time of each target rank with layers, in order."""
+    """Decode time of each stage with layers, in order: of its first rank."""
 
 
 class Evaluator:
@@ -107,7 +118,8 @@ class Evaluator:
             )
             served += setup.serve(speculation.mode)
         self.n_runs += len(served)
-        return _evaluation(served, traffic is not None)
+        firsts = [stage.ranks[0] for stage in (placement.layout or Layout(())).stages]
+        return _evaluation(served, traffic is not None, firsts)
 
 
 def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Recording]:
@@ -117,17 +129,14 @@ def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Rec
     return [replace(tokens, seed=tokens.seed + i) for i in range(n)]
 
 
-def _evaluation(served: Sequence[Served], is_shared: bool) -> Evaluation:
+def _evaluation(served: Sequence[Served], is_shared: bool, firsts: Sequence[int]) -> Evaluation:
     requests = [stats for one in served for stats in one.requests]
     n_tokens = sum(stats.n_generated - 1 for stats in requests)
     decode_s = sum(stats.decode_s for stats in requests)
     tokens_per_s = n_tokens / decode_s if decode_s > 0 else 0.0
     if is_shared:
         tokens_per_s = traffic_summary(served[0].requests, served[0].ranks).total_tokens_per_s or 0.0
-    busy_s = [
-        tuple(rank.compute_s for rank in one.ranks if not rank.draft and rank.layers[0] < rank.layers[1])
-        for one in served
-    ]
+    busy_s = [tuple(one.ranks[rank].compute_s for rank in firsts) for one in served]
     return Evaluation(
         tokens_per_s,
         statistics.fmean(stats.ttft_s or 0.0 for stats in requests),

@@ -34,12 +34,16 @@ class Arrangement:
     target: tuple[Place, ...]
     threads: tuple[int, ...]
     """Threads of each target rank."""
+    group_sizes: tuple[int, ...] = ()
+    """Ranks of each of the target's stages; empty: one each."""
+    tensor_split: tuple[float, ...] = ()
+    """As of `PipelineConfig`."""
     draft: Place | None = None
     inside: bool = False
     """The draft is inside the head."""
     draft_threads: int = 1
     skips: tuple[bool, ...] = ()
-    """Places that may get no layers, and then no rank. (With `in_order` the first rank stays: it coordinates.)"""
+    """Stages that may get no layers, and then no rank. (With `in_order` the first rank stays: it coordinates.)"""
     in_order: bool = False
     """The ranks exist, and each keeps its number."""
 
@@ -48,20 +52,30 @@ class Arrangement:
         """There is a draft."""
         return self.inside or self.draft is not None
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each of the target's stages."""
+        return self.group_sizes or (1,) * len(self.target)
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """Each stage's ranks, by their number in `target`."""
+        return tuple(itertools.starmap(range, itertools.pairwise(itertools.accumulate(self.sizes, initial=0))))
+
     def places(self, counts: Sequence[int]) -> tuple[Place, ...]:
-        """The place of each rank. `counts`: layers at each place of `target`."""
-        return (*(self.target[i] for i in self._used(counts)), *([self.draft] if self.draft is not None else []))
+        """The place of each rank. `counts`: layers of each stage."""
+        return (*(self.target[i] for i in self._ranks(counts)), *([self.draft] if self.draft is not None else []))
 
     def placed(
         self, spec: ClusterSpec, counts: Sequence[int], draft_layers: int | None
     ) -> tuple[ClusterSpec, Placement]:
         """The cluster with the links measured between these places, and the placement of its ranks."""
-        used = self._used(counts)
-        starts = [sum(counts[:i]) for i in used]
-        layout = Layout.of_ranks([(a, a + counts[i]) for a, i in zip(starts, used, strict=True)])
-        threads, draft_layout = [self.threads[i] for i in used], None
+        used, ranks = self._used(counts), self._ranks(counts)
+        starts, sizes = [sum(counts[:i]) for i in used], tuple(self.sizes[i] for i in used)
+        layout = Layout.of_ranks([(a, a + counts[i]) for a, i in zip(starts, used, strict=True)], 0, sizes)
+        threads, draft_layout = [self.threads[i] for i in ranks], None
         if self.draft is not None and draft_layers is not None:
-            draft_layout = Layout.of_ranks([(0, draft_layers)], len(used))
+            draft_layout = Layout.of_ranks([(0, draft_layers)], len(ranks))
             threads.append(self.draft_threads)
         places = list(enumerate(self.places(counts)))
         links = {
@@ -70,17 +84,21 @@ class Arrangement:
             if a.rank is not None and b.rank is not None and (a.rank, b.rank) in spec.links
         }
         placement = Placement(
-            target_on=tuple(place.node for _, place in places[: len(used)]),
-            draft_on=tuple(place.node for _, place in places[len(used) :]),
+            target_on=tuple(place.node for _, place in places[: len(ranks)]),
+            draft_on=tuple(place.node for _, place in places[len(ranks) :]),
             layout=layout,
             draft_layout=draft_layout,
             threads=tuple(threads),
             draft_threads=self.draft_threads if self.inside else None,
+            tensor_split=self.tensor_split if len(self.tensor_split) in sizes else (),
         )
         return replace(spec, links=links, threads=()), placement
 
     def _used(self, counts: Sequence[int]) -> list[int]:
         return [i for i, count in enumerate(counts) if count or (self.in_order and i == 0)]
+
+    def _ranks(self, counts: Sequence[int]) -> list[int]:
+        return [rank for i in self._used(counts) for rank in self.stages[i]]
 
 
 def arrangements(

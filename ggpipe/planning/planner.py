@@ -1,7 +1,8 @@
 """The fastest way to run a model on a cluster, and the best settings: a search that evaluates with the simulator.
 
-1. `placements` lists which machines can hold ranks in which order, and where the draft can run; `splits` finds for each
-   the splits that memory allows and that no other beats in both the time of all stages and that of the slowest.
+1. `placements` lists which machines can hold ranks in which order, and where the draft can run; `groups` which of them
+   can compute a stage together; `splits` finds for each the splits that memory allows and that no other beats in both
+   the time of all stages and that of the slowest.
 2. A formula in `candidates` picks the most promising ones, short simulations in `evaluate` the best of these.
 3. Layers move between its ranks as long as that helps. Where there are few splits, each is simulated.
 4. Speculation settings are tried one after the other.
@@ -98,6 +99,9 @@ class Plan:
     elsewhere: Mapping[Mode, tuple[Placement, Prediction]]
     """Modes that would be clearly faster with other ranks, or that need others, with those ranks."""
     n_simulations: int
+    alternative: tuple[Placement, Prediction] | None = None
+    """The fastest without groups where the plan has some, and with groups where it has none; None where that cannot
+    be."""
     users: int | None = None
     """As in the request."""
 
@@ -143,6 +147,8 @@ class _Search:
         )
         self._on_run = on_run
         self._expected = 0
+        self._simulated: dict[Mode, dict[Candidate, float]] = {}
+        """Speeds of candidates in short simulations."""
         self._agreement = request.tokens.agreement
         self._users = request.users or 1
 
@@ -175,6 +181,7 @@ class _Search:
             best=prediction,
             predictions=predictions,
             elsewhere=elsewhere,
+            alternative=self._alternative(estimates, modes, candidate),
             n_simulations=self._evaluator.n_runs,
             users=self._request.users,
         )
@@ -197,8 +204,12 @@ class _Search:
         if mode == "speculative" or (mode == "iterative" and self._request.users is None):
             return self._steady(own, mode)
         most = self._most_runs(own)
-        first = ranked(own, mode, self._agreement, max(round(most * 0.5), 2), users=self._users)
+        n_first = max(round(most * 0.5), 2)
+        kinds = [kind for has in (False, True) if (kind := [e for e in own if e.candidate.has_groups == has])]
+        n_each = -(-n_first // len(kinds))
+        first = [e for kind in kinds for e in ranked(kind, mode, self._agreement, n_each, users=self._users)]
         speeds = {e.candidate: self._speed(e.candidate, mode) for e in first}
+        self._simulated[mode] = dict(speeds)
         good = list(dict.fromkeys(c.arrangement for c in sorted(speeds, key=lambda c: -speeds[c])))[:2]
         known: set[Arrangement] = set()
         for arrangement in good:
@@ -226,13 +237,33 @@ class _Search:
         times_s = {e: e.token_s(mode, self._agreement, self._users) for e in estimates}
         good = [e for e in estimates if times_s[e] <= _WORTH * min(times_s.values())]
         in_order = self._request.constraints.in_order
-        n_used = {e: 0 if in_order else sum(count > 0 for count in e.candidate.counts) for e in good}
+        n_used = {e: 0 if in_order else e.candidate.n_ranks for e in good}
         return min(good, key=lambda e: (n_used[e], e.slowest_s[0])).candidate
 
     def _most_runs(self, estimates: Sequence[Estimate]) -> int:
         """Number of simulations that the search for one mode may take: the more ranks, the longer each takes."""
-        n_stages = max(sum(count > 0 for count in e.candidate.counts) for e in estimates)
-        return max(round(self._request.effort * min(max(400 / n_stages, 24), 48)), 2)
+        n_ranks = max(e.candidate.n_ranks for e in estimates)
+        return max(round(self._request.effort * min(max(400 / n_ranks, 24), 48)), 2)
+
+    def _alternative(
+        self, estimates: Sequence[Estimate], modes: Sequence[Mode], best: Candidate
+    ) -> tuple[Placement, Prediction] | None:
+        """With groups if `best` has none, and without if it has some: the best of those that were simulated, or by its
+        estimate, in the fastest mode."""
+        found = []
+        for mode in modes:
+            drafts = mode != "iterative"
+            others = [e for e in estimates if e.candidate.has_groups != best.has_groups]
+            own = [e for e in others if e.candidate.arrangement.drafts == drafts] or (others if not drafts else [])
+            if own:
+                speeds = self._simulated.get(mode, {})
+                simulated = [c for c in speeds if c.has_groups != best.has_groups]
+                candidate = max(simulated, key=speeds.__getitem__, default=None) or self._steady(own, mode)
+                found.append((candidate, self._predict(candidate, mode, self._request.speculation)))
+        if not found:
+            return None
+        candidate, prediction = max(found, key=lambda one: one[1].tokens_per_s)
+        return self._placement(candidate), prediction
 
     def _speed(self, candidate: Candidate, mode: Mode, *, carefully: bool = False) -> float:
         return self._evaluator.evaluate(candidate, mode, self._request.speculation, carefully=carefully).tokens_per_s

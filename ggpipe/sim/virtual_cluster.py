@@ -116,6 +116,11 @@ class Placement:
         return self.target_on + self.draft_on
 
     @property
+    def has_groups(self) -> bool:
+        """Some of the target's layers are on several ranks."""
+        return self.layout is not None and any(len(stage.ranks) > 1 for stage in self.layout.stages)
+
+    @property
     def group_sizes(self) -> frozenset[int]:
         """Ranks of its groups; empty where each stage has one rank."""
         return frozenset(size for own in (self.layout, self.draft_layout) if own for size in own.group_sizes)

@@ -310,6 +310,10 @@ class UseShares(ControlMessage, frozen=True):
 
     target: tuple[float, ...]
     draft: tuple[float, ...]
+    group_sizes: tuple[int, ...] = ()
+    """As `PipelineConfig.group_sizes`."""
+    tensor_split: tuple[float, ...] = ()
+    """As `PipelineConfig.tensor_split`."""
 
 
 # Failing

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import TARGET, on_ranks
+from support.sysfs import TWO, sysfs
 
 from ggpipe.config import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.launch import sockets
@@ -17,25 +18,6 @@ from ggpipe.launch.sockets import cpus_of, free_sockets, sharing
 from ggpipe.runtime.process import own_socket
 from ggpipe.transport.local import LocalWorld
 
-
-def sysfs(folder: Path, nodes: Mapping[str, Sequence[int]], has_memory: str | None = None) -> Path:
-    """A folder as the kernel's: for the CPUs of each node, as the kernel writes them, the package of each."""
-    system = folder / "devices/system"
-    (system / "node").mkdir(parents=True)
-    (system / "node/has_memory").write_text(has_memory or f"0-{len(nodes) - 1}\n")
-    for i, (cpus, packages) in enumerate(nodes.items()):
-        (system / f"node/node{i}").mkdir()
-        (system / f"node/node{i}/cpulist").write_text(f"{cpus}\n")
-        numbers = [n for part in cpus.split(",") for n in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)]
-        for cpu, package in zip(numbers, packages, strict=True):
-            topology = system / f"cpu/cpu{cpu}/topology"
-            topology.mkdir(parents=True)
-            (topology / "physical_package_id").write_text(f"{package}\n")
-    return folder
-
-
-TWO = {"0-3,8-11": [0] * 8, "4-7,12-15": [1] * 8}
-"""Two sockets of four cores, each with two hardware threads."""
 FIRST, SECOND = frozenset((0, 1, 2, 3, 8, 9, 10, 11)), frozenset((4, 5, 6, 7, 12, 13, 14, 15))
 ALL = range(16)
 

@@ -3,90 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planning import DRAFT, GB, SMALL, TARGET, check, cluster, layers_of, node, request
 
 from ggpipe.cluster.links import Link
-from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.recording import BUNDLED, read
-from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.cluster.spec import NodeSpec
 from ggpipe.config import Mode, SpeculationConfig
-from ggpipe.core.layout import lay_out, parse_shares, shares_text
 from ggpipe.errors import UsageError
-from ggpipe.planning.candidates import CandidateSearch, Constraints
+from ggpipe.planning.candidates import CandidateSearch
 from ggpipe.planning.evaluate import Candidate, Evaluator
 from ggpipe.planning.placements import Arrangement, Place, arrangements
-from ggpipe.planning.planner import Plan, PlanRequest, make_plan
+from ggpipe.planning.planner import make_plan
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes
-
-GB = 1e9
-TARGET = even_shape(
-    name="target", n_layer=24, weight_bytes=40 * GB, parameters=70e9, n_embd=8192, cell_bytes=320e3, n_vocab=32000
-)
-DRAFT = even_shape(
-    name="draft", n_layer=8, weight_bytes=1 * GB, parameters=1.8e9, n_embd=2048, cell_bytes=32e3, n_vocab=32000
-)
-SMALL = even_shape(
-    name="target", n_layer=4, weight_bytes=8 * GB, parameters=14e9, n_embd=4096, cell_bytes=120e3, n_vocab=32000
-)
-NETWORK, LOCAL = Link(80e-6, 1e8), Link(40e-6, 5e9)
-
-
-def node(name: str, speed: float = 1.0, memory_gb: float = 64, cores: int = 8) -> NodeSpec:
-    """A machine that is `speed` times as fast as any."""
-    return NodeSpec(
-        name=name,
-        cores=cores,
-        memory_bytes=memory_gb * GB,
-        bytes_per_s=speed * 40 * GB,
-        core_bytes_per_s=speed * 8 * GB,
-        core_flop_per_s=speed * 50e9,
-    )
-
-
-def cluster(*nodes: NodeSpec, ranks: Sequence[int] | None = None) -> ClusterSpec:
-    on = tuple(range(len(nodes)) if ranks is None else ranks)
-    return ClusterSpec(
-        title="test", nodes=nodes, target_on=on, draft_on=(), target=None, draft=None, network=NETWORK, local=LOCAL
-    )
-
-
-def request(effort: float = 0.2, tokens: SyntheticText | None = None, **needs: object) -> PlanRequest:
-    return PlanRequest(
-        constraints=Constraints(n_ctx=4096, n_ubatch=512, **needs),  # type: ignore[arg-type]
-        tokens=tokens or SyntheticText(agreement=0.7, n_prompt=32),
-        tunes=False,
-        effort=effort,
-    )
-
-
-def layers_of(plan: Plan) -> list[int]:
-    """Of the target's ranks."""
-    return [rank.layers[1] - rank.layers[0] for rank in plan.ranks if not rank.drafts]
-
-
-def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
-    """What holds of any plan."""
-    used: Counter[str] = Counter()
-    for rank in plan.ranks:
-        used[rank.node] += rank.memory.total  # type: ignore[assignment]
-        assert rank.threads >= 1
-    for machine in spec.nodes:
-        assert used[machine.name] <= machine.memory_bytes
-    layout = plan.placement.layout
-    assert layout is not None
-    assert sum(layers_of(plan)) == target.n_layer
-    shares, draft_shares, _, _ = parse_shares(shares_text(layout, plan.placement.draft_layout))
-    assert lay_out(target.n_layer, len(layout.layers), shares) == layout
-    assert len(draft_shares) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
-    assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)
-
 
 nodes_strategy = st.lists(
     st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([2, 6, 12, 24, 60]), st.sampled_from([1, 2, 8])),
@@ -96,15 +31,17 @@ nodes_strategy = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(nodes_strategy, st.booleans(), st.booleans())
-def test_memory_is_never_exceeded(machines: list[tuple[float, int, int]], in_order: bool, has_draft: bool) -> None:
+@given(nodes_strategy, st.booleans(), st.booleans(), st.booleans())
+def test_memory_is_never_exceeded(
+    machines: list[tuple[float, int, int]], in_order: bool, has_draft: bool, groups: bool
+) -> None:
     spec = cluster(*(node(f"node{i}", *machine) for i, machine in enumerate(machines)))
     try:
         plan = make_plan(
             spec,
             TARGET,
             DRAFT if has_draft else None,
-            request(0.05, in_order=in_order, must_draft=in_order and has_draft),
+            request(0.05, groups=groups, in_order=in_order, must_draft=in_order and has_draft),
         )
     except UsageError:
         # With half of the machines' memory it would fit, if it were in one place.
@@ -224,9 +161,7 @@ def test_better_settings_are_found() -> None:
 
 def test_plans_are_evaluated_with_a_recording() -> None:
     spec = cluster(node("a"), node("b"))
-    own = PlanRequest(
-        constraints=Constraints(n_ctx=4096, n_ubatch=512), tokens=read(BUNDLED), mode="async", tunes=False, effort=0.1
-    )
+    own = replace(request(0.1), tokens=read(BUNDLED), mode="async")
     assert make_plan(spec, SMALL, DRAFT, own).best.tokens_per_s > 0
 
 

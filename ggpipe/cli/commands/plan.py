@@ -91,6 +91,7 @@ class _Request:
             n_ranks=self.settings.n_ranks,
             threads=self._threads if self._threads > 0 else None,
             draft_threads=self._draft_threads if self._draft_threads > 0 else None,
+            groups=not self.context.exact and self.context.flash_attn != "off",
         )
         sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch)
         request = PlanRequest(
@@ -117,6 +118,7 @@ class _Request:
     def _command(self, n_ctx: int, hosts: list[str]) -> GenerateCommand:
         context, default = self.context, ContextConfig()
         extras: list[str] = ["-c", str(n_ctx)] if n_ctx else []
+        extras += ["--exact"] if context.exact else []
         for field in ("n_batch", "n_ubatch", "flash_attn", "cache_type_k", "cache_type_v"):
             if getattr(context, field) != getattr(default, field):
                 extras += [SPELLINGS[field].partition("/")[0], str(getattr(context, field))]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -21,6 +23,7 @@ from ggpipe.display.format import counted, harmless, human_bytes, human_seconds,
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.launch.hostfile import hostfile_lines
+from ggpipe.launch.placement import listed
 from ggpipe.planning.planner import Plan, Prediction
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.virtual_cluster import Placement
@@ -28,6 +31,8 @@ from ggpipe.sim.virtual_cluster import Placement
 _GAP = 2
 _HOSTS = Path("hosts")
 _MOST_NAMES = 4
+_MUCH_SOONER = 0.8  # a TTFT that is worth a word
+_LINK_BYTES = 32 << 10  # what links are compared by: a row of a model of 8,192 numbers
 _FLAGS = (("--draft", "n_draft"), ("-pa", "p_accept"), ("-np", "n_parallel"))
 
 
@@ -60,6 +65,7 @@ def print_plan(
         _ranks_table(plan, console.width),
         Text(),
         _modes_table(plan, console.width),
+        *map(Text, _reasons(spec, plan)),
         *map(Text, _remarks(spec, plan)),
         Text(),
     ]
@@ -79,6 +85,8 @@ def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tup
     if len(plan.ranks) > 1 or hostfile is not None:
         assert plan.placement.layout is not None
         words += ["--mpi-layer-split", shares_text(plan.placement.layout, plan.placement.draft_layout)]
+    if plan.placement.tensor_split:
+        words += ["--tensor-split", ",".join(f"{share:g}" for share in plan.placement.tensor_split)]
     words += [*threads_flags(plan.placement), *_speculation_flags(plan.best), *command.extras]
     if hostfile is not None:
         words += ["--hostfile", str(hostfile)]
@@ -115,12 +123,22 @@ def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateComma
             for i, rank in enumerate(plan.ranks)
         ],
         "draft_inside_threads": placement.draft_threads,
+        "group_sizes": [len(stage.ranks) for stage in placement.layout.stages] if placement.layout else [],
+        "tensor_split": list(placement.tensor_split),
+        "alternative": _alternative_object(plan),
         "best": plan.best.mode,
         "modes": {mode: asdict(prediction) for mode, prediction in plan.predictions.items()},
         "simulations": plan.n_simulations,
         **({"users": plan.users} if plan.users is not None else {}),
     }
     write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _alternative_object(plan: Plan) -> dict[str, Any] | None:
+    if plan.alternative is None:
+        return None
+    placement, prediction = plan.alternative
+    return {"stages": stages_text(placement), **asdict(prediction)}
 
 
 def _heading(
@@ -197,6 +215,44 @@ def _modes_table(plan: Plan, width: int) -> RenderableType:
         width,
         _GAP,
     )
+
+
+def _reasons(spec: ClusterSpec, plan: Plan) -> list[str]:
+    """A line on why there are groups, or none."""
+    if plan.alternative is None:
+        return []
+    other, slower = plan.alternative
+    unit = "t/s in total" if plan.users is not None else "t/s"
+    line = (
+        f"{stages_text(plan.placement)}, {_link_text(spec, plan)}: {three_digits(plan.best.tokens_per_s)} {unit} "
+        f"estimated, against {three_digits(slower.tokens_per_s)} for {stages_text(other)}"
+    )
+    if slower.ttft_s < _MUCH_SOONER * plan.best.ttft_s:
+        line += f" (TTFT {human_seconds(plan.best.ttft_s)} against {human_seconds(slower.ttft_s)})"
+    return ["", line]
+
+
+def stages_text(placement: Placement) -> str:
+    """How the target's ranks are stages: `4 stages`, `2 groups of 2`, `1 rank`, `3 stages of 2, 1 and 1 ranks`."""
+    assert placement.layout is not None
+    sizes = [len(stage.ranks) for stage in placement.layout.stages]
+    if set(sizes) == {1}:
+        return counted(len(sizes), "stage") if len(sizes) > 1 else "1 rank"
+    if len(set(sizes)) == 1:
+        return f"{counted(len(sizes), 'group')} of {sizes[0]}"
+    return f"{len(sizes)} stages of {listed([str(size) for size in sizes])} ranks"
+
+
+def _link_text(spec: ClusterSpec, plan: Plan) -> str:
+    """The slowest link between the target's ranks."""
+    nodes = plan.placement.target_on
+    if len(set(nodes)) == 1:
+        return "on one machine"
+    ranks = [place.rank for place in plan.places[: len(nodes)]]
+    pairs = [(a, b) for a, b in itertools.permutations(ranks, 2) if a is not None and b is not None]
+    links = [spec.links[pair] for pair in pairs if pair in spec.links] or [spec.network]
+    link = max(links, key=lambda own: own.latency_s + _LINK_BYTES / own.bytes_per_s)
+    return f"{link.bytes_per_s * 8 / 1e9:.3g} Gbit/s and {link.latency_s * 1e6:.3g} µs between machines"
 
 
 def _remarks(spec: ClusterSpec, plan: Plan) -> list[str]:

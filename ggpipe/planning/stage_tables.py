@@ -1,0 +1,110 @@
+"""How long stages of one rank or of a group take, and the memory of their ranks: for each range of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.cluster.memory import process_memory, stage_memory
+from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.sim.groups import group_cost
+from ggpipe.sim.virtual_cluster import stage_cost
+
+ROWS = (1, 2, 3, 4, 6, 8)
+"""Numbers of rows in a run that are estimated."""
+N_PAST = 160
+"""Tokens in the context of the estimated runs."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank of a stage."""
+
+    node: int
+    threads: int
+    share: float
+    """Of the tensors; 1 where the stage has no other rank."""
+
+
+Stage = tuple[Part, ...]
+
+
+class StageTables:
+    """For one cluster and one target. Tables are kept: many stages are alike."""
+
+    def __init__(self, spec: ClusterSpec, target: ModelShape, n_ctx: int, n_ubatch: int) -> None:
+        self._spec = spec
+        self._target = target
+        self._n_ctx, self._n_ubatch = n_ctx, n_ubatch
+        own_kinds = [replace(node, name="") for node in spec.nodes]
+        self._kind = [own_kinds.index(kind) for kind in own_kinds]
+        self._seconds: dict[object, NDArray[np.float64]] = {}
+        self._factors: dict[object, list[float]] = {}
+        self._memory: dict[float, NDArray[np.float64]] = {}
+
+    def seconds(self, stage: Stage) -> NDArray[np.float64]:
+        """[a, b]: seconds of a run of one row in layers [a, b), with the message to the next stage; else infinite."""
+        if (key := self._key(stage)) not in self._seconds:
+            spec, shape = self._spec, self._target
+            message_s = spec.overheads.run_s + spec.network.latency_s + shape.border_bytes / spec.network.bytes_per_s
+            known: dict[object, float] = {}
+
+            def seconds(a: int, b: int) -> float:
+                alike = shape.read_bytes((a, b)), shape.cell_bytes((a, b)), b - a, b == shape.n_layer
+                if alike not in known:
+                    known[alike] = message_s + self._run_s(stage, (a, b), (1,))[0]
+                return known[alike]
+
+            self._seconds[key] = _table(shape.n_layer, seconds)
+        return self._seconds[key]
+
+    def row_factors(self, stage: Stage) -> list[float]:
+        """Times of runs of `ROWS` rows, as multiples of one row's."""
+        if (key := self._key(stage)) not in self._factors:
+            times_s = self._run_s(stage, (0, max(self._target.n_layer // 2, 1)), ROWS)
+            self._factors[key] = [seconds / times_s[0] for seconds in times_s]
+        return self._factors[key]
+
+    def memory(self, share: float) -> NDArray[np.float64]:
+        """[a, b]: bytes that a rank with this share of layers [a, b) needs; else infinite."""
+        if share not in self._memory:
+            part = self._target.part(share)
+
+            def n_bytes(a: int, b: int) -> float:
+                own = stage_memory(part, (a, b), self._n_ctx, self._n_ubatch)
+                return (own + process_memory(part, a == 0)).total
+
+            self._memory[share] = _table(part.n_layer, n_bytes)
+        return self._memory[share]
+
+    def speed(self, node: int, threads: int) -> float:
+        """Of a node with so many threads, relative to others: layers a second."""
+        return 1 / self._run_s((Part(node, threads, 1.0),), (0, max(self._target.n_layer // 2, 1)), (1,))[0]
+
+    def _run_s(self, stage: Stage, layers: tuple[int, int], rows: Sequence[int]) -> list[float]:
+        """Seconds of runs of so many rows; with the sums of a group, whose slowest part the others wait for."""
+        spec, shape = self._spec, self._target
+        costs = [stage_cost(spec.nodes[p.node], shape.part(p.share), layers, p.threads) for p in stage]
+        own_s = [max(cost.seconds(n, N_PAST) for cost in costs) for n in rows]
+        if len(stage) == 1:
+            return own_s
+        group = group_cost(spec, shape, layers, [p.node for p in stage])
+        return [own + group.seconds(n, n) for n, own in zip(rows, own_s, strict=True)]
+
+    def _key(self, stage: Stage) -> object:
+        """Equal for stages that are alike: sums may have been measured for some nodes."""
+        nodes = [part.node for part in stage]
+        where = nodes if self._spec.sums and len(stage) > 1 else map(nodes.index, nodes)
+        return tuple((self._kind[p.node], p.threads, p.share) for p in stage), tuple(where)
+
+
+def _table(n: int, value: Callable[[int, int], float]) -> NDArray[np.float64]:
+    table = np.full((n + 1, n + 1), np.inf)
+    for a in range(n):
+        for b in range(a + 1, n + 1):
+            table[a, b] = value(a, b)
+    return table

@@ -1,0 +1,48 @@
+"""`auto`: what ranks that have started are used for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.commands import TARGET
+from support.sysfs import sysfs
+from support.virtual import measured
+
+from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.launch import sockets
+from ggpipe.planning import auto
+
+CONFIG = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024), PipelineConfig(auto=True, threads=(4,)))
+
+
+def test_ranks_of_one_machine_are_a_group() -> None:
+    plan = auto._plan(CONFIG, measured(("here", "here"), threads=4), in_order=True)
+    shares = auto._shares(plan)
+    assert (shares.target, shares.group_sizes, shares.draft) == ((1.0,), (2,), ())
+    settled = auto._with_shares(CONFIG, shares)
+    assert (settled.pipeline.n_ranks, settled.pipeline.auto) == (2, False)
+    line = auto._chosen(plan)
+    assert line.startswith("layer split 1.0*2: layers 0-7; ")
+    assert line.endswith(" without groups")
+
+
+@pytest.mark.parametrize("context", [{"exact": True}, {"flash_attn": "off"}], ids=str)
+def test_settings_that_exclude_groups(context: dict[str, object]) -> None:
+    config = replace(CONFIG, context=replace(CONFIG.context, **context))  # type: ignore[arg-type]
+    shares = auto._shares(auto._plan(config, measured(("here", "here"), threads=4), in_order=True))
+    assert (len(shares.target), shares.group_sizes) == (2, ())
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two sockets need two CPUs")
+def test_a_rank_for_each_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's CPUs as two sockets."""
+    own = sorted(os.sched_getaffinity(0))
+    nodes = {",".join(map(str, cpus)): [i] * len(cpus) for i, cpus in enumerate((own[:1], own[1:]))}
+    monkeypatch.setattr(sockets, "SYSFS", sysfs(tmp_path / "sys", nodes))
+    assert auto.ranks_here(CONFIG) == 2
+    assert auto.ranks_here(replace(CONFIG, draft=DraftConfig(model=CONFIG.model))) == 3
+    assert auto.ranks_here(replace(CONFIG, context=replace(CONFIG.context, exact=True))) == 1
+    assert auto.ranks_here(replace(CONFIG, model=replace(CONFIG.model, numa="isolate"))) == 1

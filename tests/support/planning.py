@@ -1,0 +1,80 @@
+"""Clusters and models to plan for, and what holds of any plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ggpipe.cluster.links import Link
+from ggpipe.cluster.model_shape import ModelShape, even_shape
+from ggpipe.cluster.spec import ClusterSpec, NodeSpec
+from ggpipe.core.layout import lay_out, parse_shares, shares_text
+from ggpipe.planning.candidates import Constraints
+from ggpipe.planning.planner import Plan, PlanRequest
+from ggpipe.sim.simulation_spec import SyntheticText
+
+GB = 1e9
+TARGET = even_shape(
+    name="target", n_layer=24, weight_bytes=40 * GB, parameters=70e9, n_embd=8192, cell_bytes=320e3, n_vocab=32000
+)
+DRAFT = even_shape(
+    name="draft", n_layer=8, weight_bytes=1 * GB, parameters=1.8e9, n_embd=2048, cell_bytes=32e3, n_vocab=32000
+)
+SMALL = even_shape(
+    name="target", n_layer=4, weight_bytes=8 * GB, parameters=14e9, n_embd=4096, cell_bytes=120e3, n_vocab=32000
+)
+NETWORK, LOCAL = Link(80e-6, 1e8), Link(40e-6, 5e9)
+
+
+def node(name: str, speed: float = 1.0, memory_gb: float = 64, cores: int = 8) -> NodeSpec:
+    """A machine that is `speed` times as fast as any."""
+    return NodeSpec(
+        name=name,
+        cores=cores,
+        memory_bytes=memory_gb * GB,
+        bytes_per_s=speed * 40 * GB,
+        core_bytes_per_s=speed * 8 * GB,
+        core_flop_per_s=speed * 50e9,
+    )
+
+
+def cluster(*nodes: NodeSpec, ranks: Sequence[int] | None = None) -> ClusterSpec:
+    on = tuple(range(len(nodes)) if ranks is None else ranks)
+    return ClusterSpec(
+        title="test", nodes=nodes, target_on=on, draft_on=(), target=None, draft=None, network=NETWORK, local=LOCAL
+    )
+
+
+def request(
+    effort: float = 0.2, tokens: SyntheticText | None = None, groups: bool = False, **needs: object
+) -> PlanRequest:
+    return PlanRequest(
+        constraints=Constraints(n_ctx=4096, n_ubatch=512, groups=groups, **needs),  # type: ignore[arg-type]
+        tokens=tokens or SyntheticText(agreement=0.7, n_prompt=32),
+        tunes=False,
+        effort=effort,
+    )
+
+
+def layers_of(plan: Plan) -> list[int]:
+    """Of the target's ranks."""
+    return [rank.layers[1] - rank.layers[0] for rank in plan.ranks if not rank.drafts]
+
+
+def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
+    """What holds of any plan."""
+    used: Counter[str] = Counter()
+    for rank in plan.ranks:
+        used[rank.node] += rank.memory.total  # type: ignore[assignment]
+        assert rank.threads >= 1
+    for machine in spec.nodes:
+        assert used[machine.name] <= machine.memory_bytes
+    layout = plan.placement.layout
+    assert layout is not None
+    assert sum(b - a for a, b in (stage.layers for stage in layout.stages)) == target.n_layer
+    shares, draft_shares, group_sizes, _ = parse_shares(shares_text(layout, plan.placement.draft_layout))
+    assert lay_out(target.n_layer, len(layout.layers), shares, 0, group_sizes) == layout
+    assert max(group_sizes, default=1) <= target.max_parts
+    assert not plan.placement.tensor_split or len(plan.placement.tensor_split) in group_sizes
+    assert len(draft_shares) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
+    assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)
