@@ -2,10 +2,10 @@
 
 For a random 0.75 B pair, or with --inflated for the bundled pair inflated to 0.4 B, on 2 and on 3 ranks of this
 machine, one thread each: asks `ggpipe plan` for a command line, then runs a small exhaustive search with `ggpipe
-bench`: splits of the layers in steps of an eighth, with the draft on a rank of its own and inside the head, in the
-modes of --modes; where there are more than --most splits, all with a draft rank and a random choice of the others.
-Splits take turns, --rounds times; then the best one and the plan take turns again, since the best of many noisy medians
-looks better than it is. Exit code 1 when the plan's speed is below 90 % of the best's.
+bench`: splits of the layers in steps of an eighth, and all target ranks as a group, with the draft on a rank of its own
+and inside the head, in the modes of --modes; where there are more than --most splits, all with a draft rank and a
+random choice of the others. Splits take turns, --rounds times; then the best one and the plan take turns again, since
+the best of many noisy medians looks better than it is. Exit code 1 when the plan's speed is below 90 % of the best's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.models.make_pair import Shape, make_pair
 
 N_CTX = 1024
 LEAST = 0.9
-FLAGS = ("--mpi-layer-split", "-t", "-td", "--draft", "-pa", "-np")
+FLAGS = ("--mpi-layer-split", "--tensor-split", "-t", "-td", "--draft", "-pa", "-np")
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,9 @@ def splits(n_layer: int, n_ranks: int) -> list[Setting]:
             starts = [sum(counts[:i]) for i in range(n_target)]
             layout = Layout.of_ranks([(a, a + n) for a, n in zip(starts, counts, strict=True)])
             found.append(Setting(("--mpi-layer-split", shares_text(layout, draft), "-t", "1")))
+        if n_target > 1:
+            group = Layout.of_ranks([(0, n_layer)], 0, (n_target,))
+            found.append(Setting(("--mpi-layer-split", shares_text(group, draft), "-t", "1")))
     return found
 
 

@@ -86,11 +86,16 @@ def test_a_plan_for_a_cluster(cluster: Path, tmp_path: Path) -> None:
     assert plan["command"] in done.stdout.splitlines()
     assert command[:2] == ["ggpipe", "generate"]
     assert value_of(command, "-c") == "8192"
-    assert plan["best"] == "async"
-    assert plan["modes"]["async"]["tokens_per_s"] > plan["modes"]["iterative"]["tokens_per_s"]
-    shares, draft_shares, _, _ = parse_shares(value_of(command, "--mpi-layer-split"))
-    layout = lay_out(32, len(shares), shares)
+    assert plan["best"] in ("async", "speculative")
+    assert plan["modes"][plan["best"]]["tokens_per_s"] > plan["modes"]["iterative"]["tokens_per_s"]
+    shares, draft_shares, group_sizes, _ = parse_shares(value_of(command, "--mpi-layer-split"))
     target = [rank for rank in plan["ranks"] if not rank["draft"]]
+    layout = lay_out(32, len(target), shares, 0, group_sizes)
+    assert list(layout.stages[0].ranks) == list(range(plan["group_sizes"][0]))
+    assert plan["alternative"]["tokens_per_s"] <= plan["modes"][plan["best"]]["tokens_per_s"]
+    assert " t/s estimated, against " in done.stdout
+    if plan["tensor_split"]:
+        assert value_of(command, "--tensor-split") == ",".join(f"{share:g}" for share in plan["tensor_split"])
     assert [tuple(rank["layers"]) for rank in target] == list(layout.layers)
     assert len(draft_shares) == len(plan["ranks"]) - len(target)
     for rank in plan["ranks"]:
@@ -116,7 +121,8 @@ def test_as_many_ranks_as_wanted_with_flags_of_the_user(cluster: Path) -> None:
     done = ggpipe("plan", cluster, "-r", 2, "-t", 6, "-ub", 128, "-ctk", "q8_0", "--acceptance", 0.9)
     assert done.returncode == 0, done.stderr
     command = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("ggpipe generate")))
-    assert len(re.split("[,/]", value_of(command, "--mpi-layer-split"))) == 2
+    _, draft_shares, group_sizes, _ = split = parse_shares(value_of(command, "--mpi-layer-split"))
+    assert (sum(split.sizes), draft_shares, group_sizes) in ((2, (), (2,)), (2, (), ()), (1, (1.0,), ()))
     assert (value_of(command, "-t"), value_of(command, "-ub"), value_of(command, "-ctk")) == ("6", "128", "q8_0")
 
 

@@ -12,6 +12,7 @@ from ggpipe.cli.parsing import Options
 from ggpipe.cli.settings import (
     Cluster,
     Log,
+    Loras,
     Models,
     PlanSettings,
     Ranks,
@@ -85,13 +86,14 @@ class _Request:
                 f"a context of {n_ctx or target.n_ctx} tokens cannot hold the {needed} of {users} users: "
                 "raise `n_ctx`, or lower `users` or `prompt_tokens`"
             )
+        loras = self.options[Loras]
         constraints = Constraints(
             n_ctx=n_ctx,
             n_ubatch=self.context.n_ubatch,
             n_ranks=self.settings.n_ranks,
             threads=self._threads if self._threads > 0 else None,
             draft_threads=self._draft_threads if self._draft_threads > 0 else None,
-            groups=not self.context.exact and self.context.flash_attn != "off",
+            groups=not (self.context.exact or self.context.flash_attn == "off" or loras.plain or loras.scaled),
         )
         sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch)
         request = PlanRequest(
