@@ -22,7 +22,7 @@ from ggpipe.sim.groups import GroupCost, group_cost
 
 _LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
 _ALL_EXPERTS = 1_000_000  # rows that use every expert
-_PART_GRAPH_S = 20e-6  # for a layer of a new graph, for each part of the group: ggml makes the graphs of all parts
+_GROUP_GRAPH_S = 170e-6  # for a layer of a new graph in a group, of any number of parts: ggml's meta device cuts it up
 _MOST_FIXED = 0.25  # of a draft's run, as in `stage_timing.intercept_s`
 
 
@@ -160,7 +160,7 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
                     threads=n_threads,
                     cost=stage_cost(nodes[rank], shape.part(share), stage.layers, n_threads, is_draft),
                     nice=is_draft and _shared(placement, rank),
-                    change_s=_change_s(nodes[rank], stage.layers, is_draft, len(stage.ranks)),
+                    change_s=_change_s(nodes[rank], stage.layers, is_draft, len(stage.ranks) > 1),
                 )
             if len(shares) > 1:
                 places = [node_of[rank] for rank in stage.ranks]
@@ -268,9 +268,9 @@ def _measured_draft(
     return MeasuredCost(points, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
 
 
-def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool, n_parts: int) -> float:
+def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool, is_group: bool) -> float:
     """`StageSpec.change_s`, by the number of layers: a graph has nodes for each of them."""
-    group_s = _PART_GRAPH_S * (layers[1] - layers[0]) * n_parts if n_parts > 1 else 0.0
+    group_s = _GROUP_GRAPH_S * (layers[1] - layers[0]) if is_group else 0.0
     if node.profile is None:
         return group_s
     measured: Part | RankProfile = node.profile
