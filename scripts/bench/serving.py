@@ -6,8 +6,9 @@ rounds; ratios are of one round.
 
 users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 tokens to generate: tokens a second of all
         together, from the first arrival to the last token. Beside it libllama driven directly: one process with two
-        threads that decodes all users in one batch, and the limit that the measured times of runs set: prompts as fast
-        as their fastest run, then the most rows a second with all stages busy, whichever number of rows gives it.
+        threads that decodes all users in one batch, and the limit that the times of the round's runs set: prompts one
+        behind the other through all stages, each row as fast as in the fastest run, then the most rows a second with
+        all stages busy, whichever number of rows gives it.
 again   the second question of a conversation of 1,000 tokens: its time to first token against the first one's.
 prompt  one user decodes while another's prompt of 2,000 tokens comes in: the first one's latencies between tokens
         against its usual ones, and the prompt's time to first token against what it takes alone.
@@ -297,7 +298,7 @@ def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool, n_stag
         bounds = []
         for r in rounds:
             rate, size = limit(times | run_times([r], _MANY), n, n_stages)
-            prompt_s = r[f"prompt row {n}"] * N_SHORT * max(n, n_stages)
+            prompt_s = r[f"prompt row {n}"] * N_SHORT * (n + n_stages - 1)
             bounds.append((n * n_tokens / (prompt_s + n * (n_tokens - 1) / rate), size))
         reached = middle(r[f"iterative {n}"] / bound for r, (bound, _) in zip(rounds, bounds, strict=True))
         bound, size = statistics.median_low(bounds)
