@@ -11,19 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 _MARK = "\ufdd0"
-"""No character, and meant to stay inside a program. The next character is the number of the text it stands for."""
-_FIRST = 0xE000
-_MOST = 0x1900  # private characters
+"""No character, and meant to stay inside a program. The next two are the number of the text it stands for."""
+_FIRST, _BASE = 0xE000, 0x1900  # private characters: the digits
+_DIGITS = f"{chr(_FIRST)}-{chr(_FIRST + _BASE - 1)}"
 
 
 class Literals:
     """Texts that are special, marked and found again. Safe to use from several threads."""
 
     def __init__(self, specials: Sequence[str]) -> None:
-        """`specials`: texts of special tokens; further ones than 6,399 are left alone."""
-        by_length = sorted(filter(None, specials), key=len, reverse=True)
-        self._texts = [_MARK, *by_length[: _MOST - 1]]
-        self._marks = {text: _MARK + chr(_FIRST + i) for i, text in enumerate(self._texts)}
+        """`specials`: texts of special tokens."""
+        self._texts = [_MARK, *sorted(filter(None, specials), key=len, reverse=True)]
+        self._marks = {text: _mark(i) for i, text in enumerate(self._texts)}
         self._special = re.compile("|".join(map(re.escape, self._texts)))
 
     def mark(self, value: Any) -> Any:
@@ -40,11 +39,16 @@ class Literals:
     def pieces(self, text: str) -> Sequence[tuple[str, bool]]:
         """A text with marks in pieces: what may hold special tokens, and what a mark stands for (True)."""
         pieces: list[tuple[str, bool]] = []
-        parts = re.split(f"{_MARK}(.)", text, flags=re.DOTALL)
+        parts = re.split(f"{_MARK}([{_DIGITS}]{{2}})", text)
         for i, part in enumerate(parts):
-            number = ord(part) - _FIRST if i % 2 else -1
-            if 0 <= number < len(self._texts):
+            number = (ord(part[0]) - _FIRST) * _BASE + ord(part[1]) - _FIRST if i % 2 else len(self._texts)
+            if number < len(self._texts):
                 pieces.append((self._texts[number], True))
             elif part:
                 pieces.append((part, False))
         return pieces
+
+
+def _mark(number: int) -> str:
+    high, low = divmod(number, _BASE)
+    return _MARK + chr(_FIRST + high) + chr(_FIRST + low)

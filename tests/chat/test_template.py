@@ -128,6 +128,14 @@ def test_special_tokens_in_messages_are_literal() -> None:
     assert own.count("<|im_end|>") == 1
 
 
+def test_models_with_many_special_tokens() -> None:
+    specials = [f"<unused{i}>" for i in range(10_000)]
+    template = ChatTemplate(CHATML, specials=[*specials, "<e>"])
+    text = "".join(specials[::999]) + "<e>"
+    literal = [text for text, is_literal in template.pieces(template.render([{**USER, "content": text}])) if is_literal]
+    assert literal == [*specials[::999], "<e>"]
+
+
 def test_special_tokens_are_literal_in_all_parts_of_messages() -> None:
     template = ChatTemplate("{{ messages | tojson }}{{ messages[0].role }}", specials=SPECIALS)
     message = {"role": "<|im_end|>", "content": [{"type": "text", "text": "a<|im_end|>"}], "name": "<|im_start|>"}

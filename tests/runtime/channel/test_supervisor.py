@@ -1,16 +1,15 @@
-"""Ranks that die and are started again, without processes: each engine writes 0, 1, 2, … and breaks when it is to."""
+"""Ranks that die and are started again, without processes."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
+from support.mortal_engines import GREEDY, FakeRanks, Rig
 
 from ggpipe.chat.conversation import Conversation
 from ggpipe.config import SamplingConfig
-from ggpipe.core.request import Finish, Token
+from ggpipe.core.request import Finish
 from ggpipe.errors import (
     GgpipeError,
     ModelError,
@@ -21,144 +20,8 @@ from ggpipe.errors import (
     Terminated,
     UsageError,
 )
-from ggpipe.metrics.stats import RankStats
-from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
-from ggpipe.runtime.channel.supervisor import Budget, Supervisor, Way
-
-GREEDY = SamplingConfig(temp=0)
-
-
-class Counting(EngineClient):
-    """Its text is the number of each token. It dies of an error instead of the token with a number."""
-
-    def __init__(self, ranks: FakeRanks, dies_at: int | None, error: GgpipeError) -> None:
-        super().__init__(ranks, ranks.ranks, 100, True, (f"warning of {ranks.name}", "another one"))
-        self.is_dead = False
-        self._dies_at = dies_at
-        self._error = error
-        self._stopped: set[int] = set()
-
-    is_open = True
-
-    def _alive(self) -> None:
-        if self.is_dead:
-            raise self._error
-
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        self._alive()
-        return tuple(map(ord, text))
-
-    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
-        return self.tokenize(str(conversation.messages[-1]["content"]))
-
-    def measure(self) -> None:
-        self._alive()
-
-    def align_clocks(self) -> None:
-        self._alive()
-
-    def idle(self, seconds: float) -> None:
-        self._alive()
-
-    def _submit(self, request: ClientRequest) -> None:
-        request.stats.seed = 7
-        request.stats.ranks = list(self.ranks)
-
-    def _cancel(self, request: ClientRequest) -> None:
-        self._stopped.add(request.id)
-
-    def _step(self) -> list[ClientEvent]:
-        self._alive()
-        events: list[ClientEvent] = []
-        for request in tuple(self._requests.values()):
-            number = len(request.tokens)
-            if number == self._dies_at:
-                self.is_dead = True
-            elif number == request.n_predict or request.id in self._stopped:
-                request.stats.finish = Finish.STOPPED if request.id in self._stopped else Finish.LENGTH
-                events.append(RequestEnded(request))
-            else:
-                request.stats.token_times.append(float(number))
-                events.append(TokenReady(request, Token(number, f"{number} ")))
-        return events
-
-
-@dataclass
-class FakeRanks:
-    """Started ranks; what loading them raises, or when their engine dies of what."""
-
-    name: str
-    load_error: GgpipeError | None = None
-    dies_at: int | None = None
-    error: GgpipeError = field(default_factory=lambda: RankError("rank 1 (there) is gone"))
-    ranks: list[RankStats] = field(default_factory=list)
-    stopping: bool = False
-    is_loading: bool = False
-    failure: GgpipeError | None = None
-    engine: Counting | None = None
-
-    def stop(self) -> None:
-        self.stopping = True
-
-    def fail(self, error: Callable[[], GgpipeError]) -> None:
-        self.failure = error()
-        if self.engine is not None:
-            self.engine.is_dead = True
-
-    def is_ending(self) -> bool:
-        return self.stopping
-
-    def load(self) -> EngineClient:
-        if self.stopping:
-            raise RunError("stopped while loading")
-        if self.load_error is not None:
-            raise self.load_error
-        self.ranks[:] = [RankStats(rank=0, host=self.name, load_s=1.0)]
-        self.engine = Counting(self, self.dies_at, self.error)
-        return self.engine
-
-
-class Rig:
-    """A supervisor whose starts follow a list: ranks, or the error that starting them raises."""
-
-    def __init__(self, *starts: FakeRanks | GgpipeError, n_restarts: int = 1) -> None:
-        self.lines: list[str] = []
-        self.started: list[str] = []
-        self.ended: list[BaseException | None] = []
-        self.now = 0.0
-        self.n_ways = 1
-        self.on_ways: Callable[[], None] = lambda: None
-        self._starts = list(starts)
-        self.supervisor = Supervisor(self._ways, n_restarts, self.lines.append, clock=lambda: self.now)
-
-    @contextlib.contextmanager
-    def _start(self, own: Supervisor) -> Iterator[FakeRanks]:
-        start = self._starts.pop(0)
-        if isinstance(start, GgpipeError):
-            raise start
-        assert not own.stopping
-        start.ranks = own.ranks
-        self.started.append(start.name)
-        try:
-            yield start
-        except BaseException as e:
-            self.ended.append(e)
-            raise
-        self.ended.append(None)
-
-    def _ways(self, attend: Callable[[], None]) -> Sequence[Way]:
-        self.on_ways()
-        attend()
-        return [Way(self._start, f"way {i}" if i else "") for i in range(self.n_ways)]
-
-    @contextlib.contextmanager
-    def engine(self) -> Iterator[EngineClient]:
-        with self.supervisor:
-            self.supervisor.start(Way(self._start))
-            yield self.supervisor.load()
-
-    def text(self, engine: EngineClient, n: int = 6) -> str:
-        return "".join(token.text for token in engine.generate((1, 2), GREEDY, n))
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEnded
+from ggpipe.runtime.channel.supervisor import Budget
 
 
 def step_until(engine: EngineClient, condition: Callable[[], bool]) -> None:
@@ -226,7 +89,7 @@ def test_a_request_that_was_cancelled_is_not_served_again() -> None:
     assert len(one.tokens) == 2
 
 
-@pytest.mark.parametrize("ask", ["measure", "align_clocks", "tokenize", "idle"])
+@pytest.mark.parametrize("ask", ["measure", "align_clocks", "tokenize", "tokenize_chat", "idle"])
 def test_questions_are_asked_again(ask: str) -> None:
     rig = Rig(first := FakeRanks("first"), FakeRanks("second"))
     with rig.engine() as engine:
@@ -236,9 +99,10 @@ def test_questions_are_asked_again(ask: str) -> None:
             "measure": engine.measure,
             "align_clocks": engine.align_clocks,
             "tokenize": lambda: engine.tokenize("ab"),
+            "tokenize_chat": lambda: engine.tokenize_chat(Conversation(messages=({"role": "user", "content": "ab"},))),
             "idle": lambda: engine.idle(0),
         }
-        assert asking[ask]() == ((97, 98) if ask == "tokenize" else None)
+        assert asking[ask]() == ((97, 98) if ask.startswith("tokenize") else None)
     assert rig.started == ["first", "second"]
 
 
