@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.core.layout import lay_out, parse_shares, shares_text
-from ggpipe.planning.candidates import Constraints
+from ggpipe.planning.candidates import CandidateSearch, Constraints
+from ggpipe.planning.evaluate import Candidate, Evaluator
+from ggpipe.planning.placements import Arrangement
 from ggpipe.planning.planner import Plan, PlanRequest
 from ggpipe.sim.simulation_spec import SyntheticText
+from ggpipe.sim.simulator import Sizes
 
 GB = 1e9
 TARGET = even_shape(
@@ -78,3 +82,17 @@ def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
     assert not plan.placement.tensor_split or len(plan.placement.tensor_split) in group_sizes
     assert len(draft_shares) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
     assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)
+
+
+def fastest(spec: ClusterSpec, own: PlanRequest, arrangements: Iterable[Arrangement]) -> float:
+    """Tokens/s of the best of all candidates of `SMALL` with its draft in `async`, each of them simulated."""
+    evaluator = Evaluator(spec, SMALL, DRAFT, own.tokens, Sizes())
+    possible = CandidateSearch(spec, SMALL, DRAFT, own.constraints)
+    best = 0.0
+    for arrangement in arrangements:
+        choices = [range(0 if skip else 1, SMALL.n_layer + 1) for skip in arrangement.skips]
+        for counts in itertools.product(*choices):
+            candidate = Candidate(arrangement, counts)
+            if sum(counts) == SMALL.n_layer and possible.fits(candidate):
+                best = max(best, evaluator.evaluate(candidate, "async", carefully=True).tokens_per_s)
+    return best
