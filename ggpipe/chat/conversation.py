@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ggpipe.chat.reasoning import ReasoningFormat
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -25,3 +27,13 @@ class Conversation:
     """In the Jinja language; None: the model's own, or ChatML where it has none."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Further names for the template, such as `enable_thinking`."""
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as a model reads it."""
+
+    tokens: tuple[int, ...]
+    """Up to where the model's answer begins."""
+    reasoning: ReasoningFormat
+    """How the model marks reasoning in its answer."""

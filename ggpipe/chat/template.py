@@ -58,6 +58,21 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
             raise UsageError(f"the model's chat template does not take this conversation: {e}") from e
 
+    def generation_prompt(
+        self,
+        rendered: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **further: object,
+    ) -> str:
+        """The end of what `render` gave, which is there for the model to go on behind it; all of it where that cannot
+        be told."""
+        try:
+            without = self.render(messages, tools, add_generation_prompt=False, **further)
+        except UsageError:
+            without = ""
+        return rendered.removeprefix(without) or rendered
+
     def pieces(self, rendered: str) -> Sequence[tuple[str, bool]]:
         """What `render` gave, in pieces: their texts, and whether they are text even where they look like special
         tokens."""

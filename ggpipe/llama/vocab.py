@@ -82,11 +82,11 @@ class Vocab:
             text = "".join(text for text, _ in pieces)
             return self.tokenize(text.removeprefix(self.text(bos)) if bos >= 0 else text)
         parts: list[str | int] = [""]  # plain text, and special tokens between
-        special = re.compile("(" + "|".join(re.escape(text) for text in self._control) + ")")
+        special = re.compile("(" + "|".join(re.escape(text) for text in self.special_tokens) + ")")
         for text, is_literal in pieces:
-            for i, part in enumerate([text] if is_literal or not self._control else special.split(text)):
+            for i, part in enumerate([text] if is_literal or not self.special_tokens else special.split(text)):
                 if i % 2:
-                    parts += [self._control[part], ""]
+                    parts += [self.special_tokens[part], ""]
                 else:
                     parts[-1] = f"{parts[-1]}{part}"
         tokens: list[int] = []
@@ -151,10 +151,12 @@ class Vocab:
     @property
     def special_texts(self) -> Sequence[str]:
         """Texts of the tokens that only templates write, the longest first."""
-        return tuple(self._control)
+        return tuple(self.special_tokens)
 
     @functools.cached_property
-    def _control(self) -> dict[str, int]:
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that only templates write, and that have no text when they are generated, by their names; the longest
+        first."""
         special = _CONTROL | _UNKNOWN
         tokens = [token for token in range(self.n_tokens) if self._attributes(token) & special and self.text(token)]
         return {self.text(token): token for token in sorted(tokens, key=lambda token: -len(self.text(token)))}

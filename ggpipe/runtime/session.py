@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.chat.conversation import CHATML, ChatPrompt, Conversation
+from ggpipe.chat.reasoning import reasoning_format
 from ggpipe.chat.template import ChatTemplate
 from ggpipe.errors import QueueFull, UsageError
 from ggpipe.metrics.stats import RankStats
@@ -53,12 +54,14 @@ class Session(EngineClient):
     def tokenize(self, text: str) -> tuple[int, ...]:
         return self.vocab.tokenize(text)
 
-    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
+    def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         vocab, tools = self.vocab, conversation.tools
         source = conversation.template or (vocab.template("tool_use") if tools else None) or vocab.template() or CHATML
         template = self._compiled(source)
         text = template.render(conversation.messages, tools or None, **conversation.further)
-        return vocab.tokenize_pieces(template.pieces(text))
+        begun = template.generation_prompt(text, conversation.messages, tools or None, **conversation.further)
+        marks = reasoning_format(source, begun, vocab.special_tokens)
+        return ChatPrompt(vocab.tokenize_pieces(template.pieces(text)), marks)
 
     def _compiled(self, source: str) -> ChatTemplate:
         if self._template is None or self._template.source != source:

@@ -181,3 +181,11 @@ def test_python_is_out_of_reach() -> None:
 def test_only_json_comes_in() -> None:
     with pytest.raises(UsageError, match="not PosixPath"):
         ChatTemplate(CHATML).render([{"role": "user", "content": Path()}])
+
+
+def test_what_is_there_for_the_model_to_go_on_behind() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{% if add_generation_prompt %}<a>{{ mood }}\n{% endif %}")
+    rendered = template.render([USER], mood="quick")
+    assert template.generation_prompt(rendered, [USER], mood="quick") == "<a>quick\n"
+    fixed = ChatTemplate("{{ messages[0].content }}<a>")
+    assert fixed.generation_prompt(fixed.render([USER]), [USER]) == fixed.render([USER])

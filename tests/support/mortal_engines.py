@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ggpipe.chat.conversation import Conversation
+from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.chat.reasoning import reasoning_format
 from ggpipe.config import SamplingConfig
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import (
@@ -41,8 +42,8 @@ class Counting(EngineClient):
         self._alive()
         return tuple(map(ord, text))
 
-    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
-        return self.tokenize(str(conversation.messages[-1]["content"]))
+    def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
+        return ChatPrompt(self.tokenize(str(conversation.messages[-1]["content"])), reasoning_format("", ""))
 
     def measure(self) -> None:
         self._alive()

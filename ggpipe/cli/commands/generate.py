@@ -101,7 +101,7 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         for warning in (*warnings, *engine.warnings):
             warn(warning)
         chat = request.conversation
-        prompt = engine.tokenize(request.text) if chat is None else engine.tokenize_chat(chat)
+        prompt = engine.tokenize(request.text) if chat is None else engine.tokenize_chat(chat).tokens
         engine.check_prompt(prompt)
         if display:
             display.request(stats)

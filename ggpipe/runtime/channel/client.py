@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ggpipe.chat.conversation import Conversation
+from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Token, check_prompt
 from ggpipe.errors import GgpipeError, UsageError
@@ -276,8 +276,8 @@ class EngineClient(abc.ABC):
         """A prompt's tokens. Bytes that are not UTF-8 are surrogates in `text`."""
 
     @abc.abstractmethod
-    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
-        """The tokens of a conversation, up to where the model's answer begins.
+    def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
+        """A conversation as the model reads it, and how the model will mark reasoning in its answer.
 
         Raises UsageError where the template does not take it.
         """

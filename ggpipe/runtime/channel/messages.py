@@ -8,7 +8,7 @@
 |          |                     | Refused instead                                   |
 |          | Cancel              |                                                   |
 |          | Tokenize            | Tokenized                                         |
-|          | TokenizeChat        | Tokenized                                         |
+|          | TokenizeChat        | ChatTokenized                                     |
 |          | Measure             | Measured                                          |
 | profiling| Stop                | Profiled                                          |
 | any time | Quit                | Line, Alive (when silent for a second), Failed    |
@@ -21,7 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from ggpipe import errors
-from ggpipe.chat.conversation import Conversation
+from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.cluster.profile import Profile
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.messages import RunRecord
@@ -29,7 +29,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 4
+VERSION = 5
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -66,7 +66,7 @@ class Tokenize(Message, frozen=True):
 
 
 class TokenizeChat(Message, frozen=True):
-    """Answer with Tokenized."""
+    """Answer with ChatTokenized."""
 
     conversation: Conversation
 
@@ -174,6 +174,12 @@ class Tokenized(Message, frozen=True):
     tokens: tuple[int, ...]
 
 
+class ChatTokenized(Message, frozen=True):
+    """The answer to TokenizeChat."""
+
+    prompt: ChatPrompt
+
+
 class Measured(Message, frozen=True):
     """The answer to Measure."""
 
@@ -209,8 +215,8 @@ class Failed(Message, frozen=True):
 
 
 FromHead = (
-    Ready | Loading | Loaded | Started | NewTokens | Figures | Ended | Refused | Tokenized | Measured | Profiled
-    | Line | Alive | Failed
+    Ready | Loading | Loaded | Started | NewTokens | Figures | Ended | Refused | Tokenized | ChatTokenized | Measured
+    | Profiled | Line | Alive | Failed
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ggpipe.chat.conversation import Conversation
+from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.cluster.profile import Profile
 from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError
 from ggpipe.metrics.stats import RankStats
@@ -18,6 +18,7 @@ from ggpipe.runtime.channel.link import Link
 from ggpipe.runtime.channel.messages import (
     Alive,
     Cancel,
+    ChatTokenized,
     Ended,
     Failed,
     Figures,
@@ -231,9 +232,9 @@ class RemoteEngine(EngineClient):
         self._own.send(Tokenize(text.encode("utf-8", "surrogateescape")))
         return self._own.wait_for(Tokenized, self._keep).tokens
 
-    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
+    def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         self._own.send(TokenizeChat(conversation))
-        return self._own.wait_for(Tokenized, self._keep).tokens
+        return self._own.wait_for(ChatTokenized, self._keep).prompt
 
     def measure(self) -> None:
         self._measure(clocks=False)

@@ -13,6 +13,7 @@ from ggpipe.runtime.channel.client import ClientRequest, RequestEnded, TokenRead
 from ggpipe.runtime.channel.front_end import FrontEnd
 from ggpipe.runtime.channel.messages import (
     Cancel,
+    ChatTokenized,
     Ended,
     Figures,
     FromFrontEnd,
@@ -110,9 +111,9 @@ class _Server:
                     self._session.cancel(self._requests[number])
             case Tokenize(text):
                 own = text.decode("utf-8", "surrogateescape")
-                return [_tokenized(lambda: self._session.tokenize(own))]
+                return [_answer(lambda: Tokenized(self._session.tokenize(own)))]
             case TokenizeChat(conversation):
-                return [_tokenized(lambda: self._session.tokenize_chat(conversation))]
+                return [_answer(lambda: ChatTokenized(self._session.tokenize_chat(conversation)))]
             case Measure(clocks):
                 self._session.measure()
                 if clocks:
@@ -180,9 +181,9 @@ class _Server:
         return tuple(self._session.ranks)
 
 
-def _tokenized(tokenize: Callable[[], tuple[int, ...]]) -> Tokenized | Refused:
+def _answer(answer: Callable[[], Message]) -> Message:
     try:
-        return Tokenized(tokenize())
+        return answer()
     except UsageError as e:
         return _refused(0, e)
 

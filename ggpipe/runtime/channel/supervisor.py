@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from ggpipe.chat.conversation import Conversation
+from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError, RankError, RunError, StartError, Terminated, UsageError
 from ggpipe.metrics.stats import RankStats
@@ -242,7 +242,7 @@ class SupervisedEngine(EngineClient):
     def tokenize(self, text: str) -> tuple[int, ...]:
         return self._ask(lambda engine: engine.tokenize(text))
 
-    def tokenize_chat(self, conversation: Conversation) -> tuple[int, ...]:
+    def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         return self._ask(lambda engine: engine.tokenize_chat(conversation))
 
     def measure(self) -> None:

@@ -95,11 +95,12 @@ def test_questions_are_asked_again(ask: str) -> None:
     with rig.engine() as engine:
         assert first.engine is not None
         first.engine.is_dead = True
+        said = Conversation(messages=({"role": "user", "content": "ab"},))
         asking: dict[str, Callable[[], object]] = {
             "measure": engine.measure,
             "align_clocks": engine.align_clocks,
             "tokenize": lambda: engine.tokenize("ab"),
-            "tokenize_chat": lambda: engine.tokenize_chat(Conversation(messages=({"role": "user", "content": "ab"},))),
+            "tokenize_chat": lambda: engine.tokenize_chat(said).tokens,
             "idle": lambda: engine.idle(0),
         }
         assert asking[ask]() == ((97, 98) if ask.startswith("tokenize") else None)
