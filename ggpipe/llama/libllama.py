@@ -22,21 +22,28 @@ import ggpipe._native as native
 
 __all__ = ["last_error", "lib", "logged_errors", "native", "set_log_level", "start"]
 
-_LEVELS = {1: "debug", 2: "info", 3: "warn", 4: "error"}
-_errors: collections.deque[str] = collections.deque(maxlen=20)
 _level = 5
-_last = 0
 _started = _numa_started = False
 _starting = threading.Lock()
 
 
+class _Log(threading.local):
+    """What libllama logged in one thread: stages of one process must not take each other's errors."""
+
+    def __init__(self) -> None:
+        self.errors: collections.deque[str] = collections.deque(maxlen=20)
+        self.last_level = 0
+
+
+_log = _Log()
+
+
 def _on_log(level: int, text: bytes, _data: object) -> None:
-    global _last
-    level = _last if level == 5 else level  # 5 continues the last line
-    _last = level
+    level = _log.last_level if level == 5 else level  # 5 continues the last line
+    _log.last_level = level
     line = text.decode("utf-8", "replace")
     if level == 4:
-        _errors.append(line.strip())
+        _log.errors.append(" ".join(line.split()))
     if level >= _level:
         sys.stderr.write(line)
 
@@ -51,9 +58,9 @@ def set_log_level(level: int) -> None:
 
 
 def logged_errors() -> list[str]:
-    """Error lines that libllama logged since the last call, oldest first."""
-    lines = list(_errors)
-    _errors.clear()
+    """Errors that libllama logged in this thread since the last call, oldest first."""
+    lines = list(_log.errors)
+    _log.errors.clear()
     return lines
 
 
