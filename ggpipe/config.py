@@ -1,6 +1,6 @@
 """Settings: frozen records that check themselves. Names and defaults are llama.cpp's.
 
-The command line makes its options of these fields (`cli/options.py`). A field's type, default and bounds are here only.
+Options are made of these fields (`options/table.py`). A field's type, default and bounds are here only.
 """
 
 from __future__ import annotations

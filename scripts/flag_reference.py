@@ -1,4 +1,4 @@
-"""Writes docs/flags.md, the reference of all flags, from the table in ggpipe/cli/options.py."""
+"""Writes docs/flags.md, the reference of all flags, from the table in ggpipe/options/table.py."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ggpipe.cli.options import COMMANDS, OPTIONS, PANELS
-from ggpipe.cli.parsing import Command, Option, paragraphs
+from ggpipe.cli.parsing import paragraphs
+from ggpipe.options.option import Command, Option
+from ggpipe.options.table import COMMANDS, OPTIONS, PANELS
 
 _FLAG = re.compile(r"(?<![\w/])(--?[a-z][a-z-]*)")
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 
 _HEAD = """# All flags
 
-This page is made by `scripts/flag_reference` from the table in `ggpipe/cli/options.py`; do not edit it.
+This page is made by `scripts/flag_reference` from the table in `ggpipe/options/table.py`; do not edit it.
 
 Names, meanings and defaults are llama.cpp's where llama.cpp has the flag, and PipeInfer's spellings work too. In long
 names `_` and `-` are the same. `--numa`, `-fa` and `--color` may stand without a value: `--numa distribute`, `-fa on`,

@@ -1,6 +1,6 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
-cli > display > planning > measure | sim > runtime > llama | transport
+cli > api > display > planning > measure | sim > runtime > llama | options | transport
     > cache | chat | cluster | launch | metrics > core > config > checks > errors
 """
 
@@ -25,11 +25,12 @@ LAYERS = (  # the lowest first
     {"config"},
     {"core"},
     {"cache", "chat", "cluster", "launch", "metrics"},
-    {"llama", "transport"},
+    {"llama", "options", "transport"},
     {"runtime"},
     {"measure", "sim"},
     {"planning"},
     {"display"},
+    {"api"},
     {"cli"},
     {"__main__"},
 )

@@ -10,10 +10,11 @@ import typer
 
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.messages import flush_stdout, reach_front_end, report, show
-from ggpipe.cli.options import COMMANDS, OPTIONS
-from ggpipe.cli.parsing import Command, Options, make_app
+from ggpipe.cli.parsing import make_app
 from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
 from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
+from ggpipe.options.option import Command, Options
+from ggpipe.options.table import COMMANDS, OPTIONS
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ggpipe.cli.messages import report, show, warn
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import Log, Ranks
 from ggpipe.cluster.profile import Profile
 from ggpipe.config import EngineConfig
 from ggpipe.errors import GgpipeError, RankError, StartError, Terminated, UsageError
@@ -22,6 +20,8 @@ from ggpipe.launch.hostfile import hosts_of
 from ggpipe.launch.job import Job, jobs_again
 from ggpipe.launch.mpirun import RankProcesses
 from ggpipe.metrics.stats import RankStats
+from ggpipe.options.option import Options
+from ggpipe.options.settings import Log, Ranks
 from ggpipe.runtime.channel.client import StartedRanks
 from ggpipe.runtime.channel.link import Link, Listener
 from ggpipe.runtime.channel.messages import FromHead, Profiled

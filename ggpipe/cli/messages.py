@@ -7,10 +7,10 @@ import os
 import re
 import sys
 
-from ggpipe.cli.options import OPTIONS
 from ggpipe.display.live.terminal import open_launcher_stderr
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
 from ggpipe.launch.environment import is_served, rank_in_environment
+from ggpipe.options.table import OPTIONS
 
 SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
 """How the command line calls a setting, by the name that messages have for it."""

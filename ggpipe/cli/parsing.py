@@ -1,167 +1,16 @@
-"""From rows of the options table (`cli/options.py`) to a command line, and from a command line to settings.
-
-A row names the field of a frozen record that an option sets. The field's type and default come from the record. typer
-reads the command line into `Options`, from which a command takes the records that it needs.
-"""
+"""From rows of the options table (`options/table.py`) to a command line's reader, typer, and back to settings."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
 
 import typer
 
 import ggpipe
-from ggpipe.errors import SettingError
-
-R = TypeVar("R")
-
-_TAKEN_AS_THEY_ARE = (bool, int, float, Path)
-"""Types of fields that typer reads; it reads any other one as text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A row of the table: an option of the command line, and the field of a record that it sets."""
-
-    record: type
-    field: str
-    flags: tuple[str, ...]
-    """As typer takes them: `-c`, `--ctx-size`, `--mmap/--no-mmap`. Empty: it is a positional argument."""
-    panel: str
-    help: str
-    metavar: str | None = None
-    parse: Callable[[Any], Any] | None = None
-    """Turns the text into the field's value. Raises ValueError with what to write instead, or a SettingError."""
-    many: bool = False
-    """The option may be repeated. `parse` gets a list of all texts; without `parse` the field is a tuple of them."""
-    optional: bool = False
-    """A command tells apart whether it was given: if not, the field has no value, and --help shows no default."""
-    setting: str = ""
-    """How the library's messages name it. Default: the field."""
-
-    @property
-    def name(self) -> str:
-        """How messages name it, see `GgpipeError`."""
-        return self.setting or self.field
-
-    @property
-    def default(self) -> Any:
-        """The field's default; None where it has none."""
-        own = next(f for f in dataclasses.fields(self.record) if f.name == self.field)
-        return None if own.default is dataclasses.MISSING else own.default
-
-    @property
-    def default_text(self) -> Any:
-        """The default as typer gets it: of the type that it reads, a list's values separated by commas."""
-        if self.many or self.optional:
-            return None
-        return ",".join(map(str, self.default)) or None if isinstance(self.default, tuple) else self.default
-
-    @property
-    def spelling(self) -> str:
-        """The option in a message: its short and its first long flag, `-c/--ctx-size`."""
-        if not self.flags:
-            return self.metavar or self.name.upper()
-        flags = [flag for text in self.flags for flag in text.strip().split("/")[:1] if flag]
-        short = [flag for flag in flags if not flag.startswith("--")]
-        return "/".join([*short[:1], *[flag for flag in flags if flag.startswith("--")][:1]])
-
-    @property
-    def reads(self) -> Any:
-        """The type that typer reads."""
-        hint = _hints(self.record)[self.field]
-        found = [kind for kind in _TAKEN_AS_THEY_ARE if kind is hint or kind in get_args(hint)]
-        kind = found[0] if found and self.parse is None else str
-        return list[kind] if self.many else kind  # type: ignore[valid-type]
-
-    def words(self, given: Any) -> list[str]:
-        """The option with a value, as on a command line."""
-        if not self.flags:
-            return [str(given)]
-        *_, (on, _, off) = (text.strip().partition("/") for text in self.flags if "--" in text)
-        if isinstance(given, bool):
-            return [on if given else off]
-        return [f"{on}={value}" for value in (given if self.many else [given])]
-
-    def value(self, given: Any) -> Any:
-        """The field's value. Raises SettingError."""
-        if given is None and not self.many:
-            return None
-        if self.parse is None:
-            return tuple(given or ()) if self.many else given
-        try:
-            return self.parse(list(given or ()) if self.many else given)
-        except ValueError as e:
-            text = " ".join(given) if self.many else given
-            raise SettingError(f"`{self.name}` {text}: {e}") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command: its help, and the options that it takes."""
-
-    name: str
-    help: str
-    records: tuple[type, ...]
-    """It takes the options that set fields of these records."""
-    leave_out: frozenset[str] = frozenset()
-    """It does not take the options of these names."""
-    required: frozenset[str] = frozenset()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Other defaults than the fields', by the options' names."""
-
-    def options(self, table: Iterable[Option]) -> list[Option]:
-        """Rows of a table that this command takes."""
-        return [row for row in table if row.record in self.records and row.name not in self.leave_out]
-
-    def default_of(self, row: Option) -> Any:
-        """What typer gets as an option's default."""
-        return self.defaults.get(row.name, row.default_text)
-
-
-class Options:
-    """The options of a command line, as the frozen records whose fields they set."""
-
-    def __init__(self, command: Command, given: Mapping[Option, Any]) -> None:
-        """Raises SettingError for a text that is no value of its field."""
-        self._command = command
-        self._given = dict(given)
-        self._values: dict[type, dict[str, Any]] = {}
-        for row, value in given.items():
-            self._values.setdefault(row.record, {})[row.field] = row.value(value)
-
-    def fields(self, record: type) -> dict[str, Any]:
-        """The fields of a record that have an option with a value, and their values."""
-        return {name: value for name, value in self._values.get(record, {}).items() if value is not None}
-
-    def having(self, record: Any) -> Options:
-        """These settings with another record of its kind."""
-        options = Options(self._command, self._given)
-        options._values = {**self._values, type(record): dict(vars(record))}
-        return options
-
-    def arguments(self, changes: Mapping[str, Any]) -> list[str]:
-        """The command and its options as arguments of a command line, some of them with other texts; None leaves an
-        option out.
-
-        `changes`: by the options' names.
-        """
-        words = [self._command.name]
-        for row, given in self._given.items():
-            value = changes.get(row.name, given)
-            if value != self._command.default_of(row) and value is not None:
-                words += row.words(value)
-        return words
-
-    def __getitem__(self, record: type[R]) -> R:
-        """A record; fields without a value have their default. Raises SettingError for values out of bounds."""
-        return record(**self.fields(record))
+from ggpipe.options.option import Command, Option, Options
 
 
 def parse(command: Command, table: Sequence[Option], arguments: Sequence[str]) -> Options:
@@ -237,8 +86,3 @@ def _parameter(name: str, row: Option, command: Command) -> inspect.Parameter:
         default=inspect.Parameter.empty if is_required else default,
         annotation=Annotated[kind, info],
     )
-
-
-@functools.cache
-def _hints(record: type) -> dict[str, Any]:
-    return get_type_hints(record)

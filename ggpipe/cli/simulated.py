@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    Models,
-    SimulatedText,
-    SimulatedTraffic,
-)
 from ggpipe.cluster import recording
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config import MAX_PREFIXES, ContextConfig
 from ggpipe.errors import UsageError
+from ggpipe.options.option import Options
+from ggpipe.options.settings import (
+    Models,
+    SimulatedText,
+    SimulatedTraffic,
+)
 from ggpipe.sim.arrivals import Traffic, read_arrivals
 from ggpipe.sim.simulation_spec import SyntheticText
 

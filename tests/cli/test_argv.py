@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.cli.argv import normalise, unescape
+from ggpipe.cli.argv import normalise
+from ggpipe.options.escapes import unescape
 
 
 @pytest.mark.parametrize(

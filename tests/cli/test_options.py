@@ -12,19 +12,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from ggpipe.cli import engine_config, launching, run, settings
+from ggpipe.cli import launching, run
 from ggpipe.cli.messages import SPELLINGS, in_flags
-from ggpipe.cli.options import COMMANDS, OPTIONS, PANELS
-from ggpipe.cli.parsing import Command, Option, Options, parse
-from ggpipe.cli.settings import (
-    BenchSettings,
-    Loading,
-    PlanSettings,
-    ProfileSettings,
-    Prompt,
-    Ranks,
-    SimulatedText,
-)
+from ggpipe.cli.parsing import parse
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -36,6 +26,18 @@ from ggpipe.config import (
 )
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.launch import environment
+from ggpipe.options import engine_config, settings
+from ggpipe.options.option import Command, Option, Options
+from ggpipe.options.settings import (
+    BenchSettings,
+    Loading,
+    PlanSettings,
+    ProfileSettings,
+    Prompt,
+    Ranks,
+    SimulatedText,
+)
+from ggpipe.options.table import COMMANDS, OPTIONS, PANELS
 
 CONFIGS = (ModelConfig, ContextConfig, SamplingConfig, SpeculationConfig, PipelineConfig, DraftConfig)
 ELSEWHERE = {  # fields that no row sets: the command line has them in another form, or finds them out

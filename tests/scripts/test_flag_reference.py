@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ggpipe.cli.options import OPTIONS
+from ggpipe.options.table import OPTIONS
 from scripts.flag_reference import PAGE, page
 
 

@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ggpipe.cli.engine_config import engine_config, speculation_config
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import report
-from ggpipe.cli.options import COMMANDS, OPTIONS
 from ggpipe.cli.parsing import parse
-from ggpipe.cli.settings import Prompt
 from ggpipe.config import ContextConfig, SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import leave_status
+from ggpipe.options.engine_config import engine_config, speculation_config
+from ggpipe.options.settings import Prompt
+from ggpipe.options.table import COMMANDS, OPTIONS
 from ggpipe.runtime.channel.client import RequestEnded, StartedRanks, TokenReady
 
 PROMPTS = Path(__file__).parents[2] / "prompts"

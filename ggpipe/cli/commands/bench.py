@@ -11,20 +11,8 @@ from pathlib import Path
 from typing import cast
 
 import ggpipe
-from ggpipe.cli.engine_config import (
-    check_draft,
-    engine_config,
-    speculation_config,
-    warnings_of,
-)
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    BenchSettings,
-    Log,
-    Prompt,
-)
 from ggpipe.config import SamplingConfig
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.files import check_writable, make_folder
@@ -54,6 +42,18 @@ from ggpipe.measure.bench import (
     work_of,
 )
 from ggpipe.metrics.summary import BenchRun
+from ggpipe.options.engine_config import (
+    check_draft,
+    engine_config,
+    speculation_config,
+    warnings_of,
+)
+from ggpipe.options.option import Options
+from ggpipe.options.settings import (
+    BenchSettings,
+    Log,
+    Prompt,
+)
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 from ggpipe.runtime.session import LocalRanks
 

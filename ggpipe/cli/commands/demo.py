@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ggpipe.cli.commands.generate import Answer, Request, answer, request_of
-from ggpipe.cli.engine_config import engine_config, warnings_of
 from ggpipe.cli.launching import run_command
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    DemoSettings,
-    GenerateOutput,
-    Models,
-    Prompt,
-)
 from ggpipe.core.request import Finish
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Color, open_terminal
@@ -22,6 +14,14 @@ from ggpipe.display.tables.comparison import comparison, print_sentences
 from ggpipe.launch.environment import has_user
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.options.engine_config import engine_config, warnings_of
+from ggpipe.options.option import Options
+from ggpipe.options.settings import (
+    DemoSettings,
+    GenerateOutput,
+    Models,
+    Prompt,
+)
 from ggpipe.runtime.channel.client import StartedRanks
 
 _OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."

@@ -9,12 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggpipe.chat.conversation import Conversation
-from ggpipe.cli.chat import Chat
-from ggpipe.cli.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import GenerateOutput, Prompt
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.display.figures.trace import write_trace
@@ -26,6 +22,10 @@ from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.summary import append_csv, print_summary, write_json
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.options.chat import Chat
+from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
+from ggpipe.options.option import Options
+from ggpipe.options.settings import GenerateOutput, Prompt
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
 

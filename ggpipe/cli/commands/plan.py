@@ -5,19 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ggpipe.cli.engine_config import check_draft, draft_threads, engine_config
 from ggpipe.cli.launching import run_profile
 from ggpipe.cli.messages import SPELLINGS
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    Cluster,
-    Log,
-    Loras,
-    Models,
-    PlanSettings,
-    Ranks,
-    SimulatedText,
-)
 from ggpipe.cli.simulated import shapes_of, text_of
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
@@ -32,6 +21,17 @@ from ggpipe.errors import LaunchError, SettingError, UsageError
 from ggpipe.launch.environment import has_user
 from ggpipe.launch.hostfile import hosts_of
 from ggpipe.measure.profile import profile_ranks
+from ggpipe.options.engine_config import check_draft, draft_threads, engine_config
+from ggpipe.options.option import Options
+from ggpipe.options.settings import (
+    Cluster,
+    Log,
+    Loras,
+    Models,
+    PlanSettings,
+    Ranks,
+    SimulatedText,
+)
 from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.evaluate import tokens_of_users
 from ggpipe.planning.planner import PlanRequest, make_plan

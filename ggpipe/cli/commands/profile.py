@@ -8,14 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ggpipe.cli.engine_config import engine_config
 from ggpipe.cli.launching import run_profile
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    Log,
-    ProfileSettings,
-    Ranks,
-)
 from ggpipe.cluster.profile import Profile, as_text, write
 from ggpipe.display.files import check_writable
 from ggpipe.display.live.terminal import open_terminal
@@ -25,6 +18,13 @@ from ggpipe.errors import LaunchError
 from ggpipe.launch.environment import has_user, is_rank
 from ggpipe.launch.hostfile import hosts_of
 from ggpipe.measure.profile import profile_ranks
+from ggpipe.options.engine_config import engine_config
+from ggpipe.options.option import Options
+from ggpipe.options.settings import (
+    Log,
+    ProfileSettings,
+    Ranks,
+)
 from ggpipe.runtime.process import Attend, Say
 from ggpipe.transport.base import Transport
 

@@ -7,15 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ggpipe.cli.engine_config import engine_config
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    Log,
-    Prompt,
-    RecordSettings,
-)
 from ggpipe.cluster.recording import dump
 from ggpipe.config import SamplingConfig
 from ggpipe.display.files import check_writable, write_text
@@ -26,6 +19,13 @@ from ggpipe.display.tables.recording import recording_text
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.llama import libllama
 from ggpipe.measure.record import RecordSpec, WrittenText, check_pair, record_draft, write_texts
+from ggpipe.options.engine_config import engine_config
+from ggpipe.options.option import Options
+from ggpipe.options.settings import (
+    Log,
+    Prompt,
+    RecordSettings,
+)
 from ggpipe.runtime.channel.client import StartedRanks
 
 

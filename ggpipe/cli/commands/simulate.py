@@ -7,21 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from ggpipe.cli.engine_config import (
-    check_draft,
-    draft_threads,
-    given_mode,
-    speculation_config,
-)
 from ggpipe.cli.messages import show
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import (
-    Cluster,
-    Ranks,
-    SimulatedText,
-    SimulatedTraffic,
-    SimulateSettings,
-)
 from ggpipe.cli.simulated import shapes_of, text_of, traffic_of
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
@@ -39,6 +25,20 @@ from ggpipe.display.tables.simulation import (
     write_requests_csv,
 )
 from ggpipe.errors import SettingError, UsageError
+from ggpipe.options.engine_config import (
+    check_draft,
+    draft_threads,
+    given_mode,
+    speculation_config,
+)
+from ggpipe.options.option import Options
+from ggpipe.options.settings import (
+    Cluster,
+    Ranks,
+    SimulatedText,
+    SimulatedTraffic,
+    SimulateSettings,
+)
 from ggpipe.sim.simulation_spec import TRAFFIC_NAMES, SimulationSpec
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.sweep import Combination, parse_axis, sweep

@@ -1,4 +1,4 @@
-"""Settings that only the command line has, as records like those of `config.py`.
+"""Settings beside the engine's, as records like those of `config.py`.
 
 A record raises SettingError for a value that is out of bounds.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.checks import check_choice
-from ggpipe.cli.argv import unescape
 from ggpipe.config import LoadMode, Mode, PromptCacheConfig
 from ggpipe.core.layout import parse_shares
 from ggpipe.errors import SettingError, UsageError
+from ggpipe.options.escapes import unescape
 
 Color = Literal["auto", "on", "off"]
 PlotFormat = Literal["svg", "png", "pdf"]

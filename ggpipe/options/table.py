@@ -1,4 +1,4 @@
-"""All options and all commands, as a table over the records that hold settings (`config.py`, `cli/settings.py`).
+"""All options and all commands, as a table over the records that hold settings (`config.py`, `options/settings.py`).
 
 A row is the field that an option sets, its flags, and its help. The field's type and default are the record's. The
 table has the order of --help; `docs/flags.md` is made from it.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ggpipe.cli import settings
-from ggpipe.cli.chat import Chat, json_object
-from ggpipe.cli.parsing import Command, Option
-from ggpipe.cli.settings import (
+from ggpipe.config import ContextConfig, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig, SpeculationConfig
+from ggpipe.options import settings
+from ggpipe.options.chat import Chat, json_object
+from ggpipe.options.option import Command, Option
+from ggpipe.options.settings import (
     BenchSettings,
     Cluster,
     DemoSettings,
@@ -32,7 +33,6 @@ from ggpipe.cli.settings import (
     SimulateSettings,
     Split,
 )
-from ggpipe.config import ContextConfig, DraftConfig, ModelConfig, PipelineConfig, SamplingConfig, SpeculationConfig
 
 MODEL, PROMPT, COMPUTE, RANKS, SPECULATION, SAMPLING, ROPE, OUTPUT = PANELS = (
     "Model", "Prompt", "Compute", "Ranks", "Speculation", "Sampling", "RoPE and YaRN", "Output",

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ggpipe.cli.parsing import Options
-from ggpipe.cli.settings import Loading, Loras, Models, PromptCacheFile, Ranks
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -20,6 +18,8 @@ from ggpipe.config import (
     SpeculationConfig,
 )
 from ggpipe.errors import UsageError
+from ggpipe.options.option import Options
+from ggpipe.options.settings import Loading, Loras, Models, PromptCacheFile, Ranks
 
 
 def engine_config(options: Options) -> EngineConfig:
