@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,11 +57,52 @@ def run_command(
         prepare()
         n_ranks = _ranks_to_start(config, options[Ranks].hostfile)
         if n_ranks is not None:
-            with _supervised(config, options, n_ranks) as ranks:
-                return front_end(ranks)
+            with _signals() as signals:
+
+                def follow(supervisor: Supervisor) -> None:
+                    signals.follow(supervisor.stop, supervisor.fail)
+
+                with _supervised(sys.argv[1:], n_ranks, config, options, follow) as ranks:
+                    return front_end(ranks)
     if options[Ranks].restart and environment.has_user():
         warn("`restart` does nothing here: ggpipe starts only ranks again that it has started itself, with `shares`")
     return _run_this_rank(config, front_end, options[Log].verbose)
+
+
+def run_side_by_side(
+    layouts: Sequence[tuple[EngineConfig, Options, Sequence[str]]],
+    front_end: Callable[[Iterator[StartedRanks]], int],
+) -> int:
+    """Run a command on the ranks of several layouts, and return the exit code.
+
+    `layouts`: the config, options and arguments of ggpipe for the ranks of each. `front_end` gets the ranks of each
+    in turn; they are started when it asks for them. All end with it. Raises as `run_command` does, and UsageError
+    where the user has started ranks.
+    """
+    if environment.is_rank():
+        raise UsageError("`layouts` names several, of which ggpipe starts the ranks itself: leave out mpirun or srun")
+    n_ranks = [_ranks_to_start(config, options[Ranks].hostfile) or 1 for config, options, _ in layouts]
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(_signals())
+        supervisors: list[Supervisor] = []
+
+        def stop() -> None:
+            for supervisor in supervisors:
+                supervisor.stop()
+
+        def fail(error: Callable[[], GgpipeError]) -> None:
+            for supervisor in supervisors:
+                supervisor.fail(error)
+
+        def follow(supervisor: Supervisor) -> None:
+            supervisors.append(supervisor)
+            signals.follow(stop, fail)
+
+        def started() -> Iterator[StartedRanks]:
+            for (config, options, arguments), n in zip(layouts, n_ranks, strict=True):
+                yield stack.enter_context(_supervised(arguments, n, config, options, follow))
+
+        return front_end(started())
 
 
 def run_profile(
@@ -96,16 +137,22 @@ def run_profile(
 
 
 @contextlib.contextmanager
-def _supervised(config: EngineConfig, options: Options, n_ranks: int) -> Iterator[Supervisor]:
-    """This command line as ranks, again and again where they die. They leave when the context is left, and errors are
+def _supervised(
+    arguments: Sequence[str],
+    n_ranks: int,
+    config: EngineConfig,
+    options: Options,
+    follow: Callable[[Supervisor], None],
+) -> Iterator[Supervisor]:
+    """A command line as ranks, again and again where they die. They leave when the context is left, and errors are
     reported before.
 
-    Only for a process that is no rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start
-    for.
+    `follow` is called before they start: from then on the supervisor is to learn of signals. Only for a process that
+    is no rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start for.
     """
     hostfile, n_restarts = options[Ranks].hostfile, options[Ranks].restart
     timeout_s = config.pipeline.rank_timeout_s
-    first = Job(sys.argv[1:], n_ranks, hostfile)
+    first = Job(arguments, n_ranks, hostfile)
 
     def way(job: Job, is_first: bool = False) -> Way:
         limit_s = math.inf if is_first or not timeout_s else max(_STARTS_WITHIN * timeout_s, _STARTS_WITHIN_S)
@@ -123,8 +170,8 @@ def _supervised(config: EngineConfig, options: Options, n_ranks: int) -> Iterato
         jobs = [first] if hostfile is None else jobs_again(first, hostfile, config, options.arguments, attend)
         return [way(job) for job in jobs]
 
-    with _signals() as signals, Supervisor(again, n_restarts, show) as supervisor:
-        signals.follow(supervisor.stop, supervisor.fail)
+    with Supervisor(again, n_restarts, show) as supervisor:
+        follow(supervisor)
         supervisor.start(way(first, is_first=True))
         yield supervisor
 

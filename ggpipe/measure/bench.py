@@ -1,4 +1,5 @@
-"""A bench: the same prompts in several modes, which take turns, so that each round compares them at the same time."""
+"""A bench: the same prompts in several modes, on one or several layouts, which take turns, so that each round compares
+them at the same time."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from typing import Literal, cast, get_args
 
 from ggpipe.cluster.memory import stage_memory
 from ggpipe.config import EngineConfig, Mode, SamplingConfig, SpeculationConfig
+from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.errors import UsageError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.group import context_of_group
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.metrics.summary import BenchRun
+from ggpipe.metrics.summary import BenchRun, case_name
 from ggpipe.runtime import handshake
 from ggpipe.runtime.channel.client import EngineClient
 from ggpipe.runtime.head import Head
@@ -37,12 +40,15 @@ class BenchSpec:
     """What the user wants to have measured."""
 
     config: EngineConfig
+    """Where layouts are compared: the first one's."""
+    layouts: tuple[str, ...] = ("",)
+    """The layer splits that are compared; one without a name, where it is the only one."""
     texts: Mapping[str, str]
     """Prompts by name."""
     may_skip_texts: bool
     """Leave out a prompt that does not fit, instead of refusing it."""
     modes: tuple[BenchMode, ...] | None
-    """None: all that are possible."""
+    """None: all that are possible; where layouts are compared, the fastest one that is possible."""
     rounds: int
     n_predict: int
     sampling: SamplingConfig
@@ -56,11 +62,17 @@ class Work:
     prompts: Mapping[str, tuple[int, ...]]
     """Tokens by name, in the order in which prompts take turns."""
     modes: tuple[BenchMode, ...]
+    layouts: tuple[str, ...] = ("",)
     rounds: int
     n_predict: int
     sampling: SamplingConfig
     speculation: SpeculationConfig
     """The settings of both speculative modes; its own mode is not used."""
+
+    @property
+    def cases(self) -> list[str]:
+        """Names of what is compared, in order."""
+        return [case_name(layout, mode) for layout, mode in _cases(self.modes, self.layouts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,12 @@ class Turn:
     round: int
     """0 warms up, and is not counted."""
     prompt: str
+    layout: str = ""
+
+    @property
+    def case(self) -> str:
+        """See `case_name`."""
+        return case_name(self.layout, self.mode)
 
 
 def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -> Work:
@@ -96,6 +114,8 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -
     modes = spec.modes or tuple(mode for mode in MODES if mode not in SPECULATIVE_MODES or spec.config.draft)
     if not engine.can_speculate:
         modes = tuple(mode for mode in modes if mode not in SPECULATIVE_MODES)
+    if len(spec.layouts) > 1 and spec.modes is None:
+        modes = ("async",) if "async" in modes else ("iterative",)
     if "single" in modes and (why := why_not_single(spec.config, engine)):
         say(f"mode single is left out: {why}")
         modes = tuple(mode for mode in modes if mode != "single")
@@ -104,6 +124,7 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -
     return Work(
         prompts=prompts,
         modes=modes,
+        layouts=spec.layouts,
         rounds=spec.rounds,
         n_predict=spec.n_predict,
         sampling=spec.sampling,
@@ -111,25 +132,37 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -
     )
 
 
-def turns(prompts: Sequence[str], modes: Sequence[BenchMode], rounds: int) -> list[Turn]:
-    """Each mode once to warm up; then round by round, and in each prompt by prompt, another mode first every time."""
-    order = [Turn(mode, 0, prompts[0]) for mode in modes]
+def turns(
+    prompts: Sequence[str], modes: Sequence[BenchMode], rounds: int, layouts: Sequence[str] = ("",)
+) -> list[Turn]:
+    """Each case once to warm up; then round by round, and in each prompt by prompt, another case first every time."""
+    cases = _cases(modes, layouts)
+    order = [Turn(mode, 0, prompts[0], layout) for layout, mode in cases]
     for i in range(rounds):
         for j, prompt in enumerate(prompts):
-            first = (i + j) % len(modes)
-            order += [Turn(mode, i + 1, prompt) for mode in (*modes[first:], *modes[:first])]
+            first = (i + j) % len(cases)
+            order += [Turn(mode, i + 1, prompt, layout) for layout, mode in (*cases[first:], *cases[:first])]
     return order
 
 
+def _cases(modes: Sequence[BenchMode], layouts: Sequence[str]) -> list[tuple[str, BenchMode]]:
+    return [(layout, mode) for mode in modes for layout in layouts]
+
+
 def measure(
-    engine: EngineClient, single: EngineClient | None, work: Work, on_turn: Callable[[Turn], None] = lambda _: None
+    engines: Mapping[str, EngineClient],
+    single: EngineClient | None,
+    work: Work,
+    on_turn: Callable[[Turn], None] = lambda _: None,
 ) -> Iterator[BenchRun]:
-    """Serve all turns; those of mode `single` by an engine of its own. Ends early when an engine is stopped.
+    """Serve all turns by the layouts' engines; those of mode `single` by an engine of its own. Ends early when an
+    engine is stopped.
 
     `on_turn` is called before each. Raises RunError when a rank breaks.
     """
-    for turn in turns(list(work.prompts), work.modes, work.rounds):
-        own, mode = engine, cast(Mode, turn.mode)
+    for turn in turns(list(work.prompts), work.modes, work.rounds, work.layouts):
+        engine, mode = engines[turn.layout], cast(Mode, turn.mode)
+        own = engine
         if turn.mode == "single":
             assert single is not None
             own, mode = single, "iterative"
@@ -143,8 +176,33 @@ def measure(
             return
         if turn.round > 0:
             yield BenchRun(
-                mode=turn.mode, round=turn.round, prompt=turn.prompt, tokens=ids, stats=stats, ranks=own.ranks
+                mode=turn.mode,
+                layout=turn.layout,
+                round=turn.round,
+                prompt=turn.prompt,
+                tokens=ids,
+                stats=stats,
+                ranks=own.ranks,
             )
+
+
+def check_layout(config: EngineConfig) -> None:
+    """A layout against the models, as far as this machine has their files, before anything is started for it.
+
+    Raises the UsageError that its ranks would fail with.
+    """
+    pipeline, draft = config.pipeline, config.draft
+    if pipeline.auto or pipeline.n_ranks is None:
+        return
+    handshake.check_ranks(config, pipeline.n_ranks + config.n_draft_ranks)
+    halves = [(config.model.path, config.context, pipeline.n_ranks, pipeline.shares, pipeline.group_sizes)]
+    if draft is not None and draft.shares:
+        halves.append((draft.model.path, draft.context, draft.n_ranks, draft.shares, draft.group_sizes))
+    for path, context, n_ranks, shares, group_sizes in halves:
+        if path.exists():
+            file = ModelFile.open(path)
+            if lay_out(file.n_layer, n_ranks, shares, group_sizes=group_sizes).group_sizes:
+                context_of_group(file, context)
 
 
 def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -> None:

@@ -78,6 +78,8 @@ class BenchRun:
 
     mode: str
     """`iterative`, `speculative`, `async`, or `single`: the whole model in one process."""
+    layout: str = ""
+    """Its layer split, where several are compared."""
     round: int
     prompt: str
     """The prompt's name."""
@@ -86,56 +88,68 @@ class BenchRun:
     ranks: Sequence[RankStats]
     """The ranks that worked on it."""
 
+    @property
+    def case(self) -> str:
+        """What it is a run of, see `case_name`."""
+        return case_name(self.layout, self.mode)
+
+
+def case_name(layout: str, mode: str) -> str:
+    """A case is what a bench compares: a mode; where it compares layouts, a mode on a layout."""
+    return f"{layout} {mode}" if layout else mode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSummary:
-    """One mode of a bench: its runs pooled, and how its runs differ."""
+    """One case of a bench: its runs pooled, and how its runs differ."""
 
+    case: str
     mode: str
+    layout: str
     pooled: Summary
     tokens_per_s: Spread | None
     """Decode speed of each run."""
     gain: Spread | None
-    """Decode speed relative to the base mode's in the same round and after the same prompt."""
+    """Decode speed relative to the base's in the same round and after the same prompt."""
+    prefill_tokens_per_s: Spread | None
     ttft_s: Spread | None
     itl_s: Spread | None
     """Mean inter-token latency of each run."""
     n_differ: int
-    """Texts that are not the base mode's of the same round."""
+    """Texts that are not the base's of the same round."""
 
 
-def base_mode(modes: Sequence[str]) -> str:
-    """The mode that the others are compared with."""
-    return BASE_MODE if BASE_MODE in modes else modes[0]
+def base_case(cases: Sequence[str]) -> str:
+    """The case that the others are compared with, the base: iterative decoding, else the first one."""
+    return BASE_MODE if BASE_MODE in cases else cases[0]
 
 
-def summarise(runs: Sequence[BenchRun], modes: Sequence[str]) -> list[BenchSummary]:
-    """One summary for each mode that has runs."""
-    base = {(run.round, run.prompt): run for run in runs if run.mode == base_mode(modes)}
-    of = {mode: [run for run in runs if run.mode == mode] for mode in modes}
+def summarise(runs: Sequence[BenchRun], cases: Sequence[str]) -> list[BenchSummary]:
+    """One summary for each case that has runs."""
+    base = {(run.round, run.prompt): run for run in runs if run.case == base_case(cases)}
+    of = {case: [run for run in runs if run.case == case] for case in cases}
     return [
-        _bench_summary(mode, own, [(run, base.get((run.round, run.prompt))) for run in own])
-        for mode, own in of.items()
-        if own
+        _bench_summary(own, [(run, base.get((run.round, run.prompt))) for run in own]) for own in of.values() if own
     ]
 
 
-def median_run(runs: Sequence[BenchRun], mode: str) -> BenchRun | None:
-    """The mode's run of median speed."""
-    own = sorted((run for run in runs if run.mode == mode), key=lambda run: run.stats.decode_tps or 0.0)
+def median_run(runs: Sequence[BenchRun], case: str) -> BenchRun | None:
+    """The case's run of median speed."""
+    own = sorted((run for run in runs if run.case == case), key=lambda run: run.stats.decode_tps or 0.0)
     return own[len(own) // 2] if own else None
 
 
-def _bench_summary(
-    mode: str, runs: Sequence[BenchRun], pairs: Sequence[tuple[BenchRun, BenchRun | None]]
-) -> BenchSummary:
+def _bench_summary(runs: Sequence[BenchRun], pairs: Sequence[tuple[BenchRun, BenchRun | None]]) -> BenchSummary:
     stats = [run.stats for run in runs]
     gains = [_gain(run, base) for run, base in pairs if base is not None]
     return BenchSummary(
-        mode=mode,
+        case=runs[0].case,
+        mode=runs[0].mode,
+        layout=runs[0].layout,
         pooled=summary_of(stats),
         tokens_per_s=quartiles(s.decode_tps for s in stats if s.decode_tps is not None),
         gain=quartiles(gain for gain in gains if gain is not None),
+        prefill_tokens_per_s=quartiles(s.prefill_tps for s in stats if s.prefill_tps is not None),
         ttft_s=quartiles(s.ttft_s for s in stats if s.ttft_s is not None),
         itl_s=quartiles(sum(s.itl_s) / len(s.itl_s) for s in stats if s.itl_s),
         n_differ=sum(run.tokens != base.tokens for run, base in pairs if base is not None),

@@ -187,7 +187,10 @@ class BenchSettings:
     full_length: bool = True
     """The model's end of text is never sampled: all texts have the same length."""
     modes: tuple[str, ...] = ()
-    """Empty: all that are possible."""
+    """Empty: all that are possible; where layouts are compared, the fastest one."""
+    layouts: tuple[str, ...] = ()
+    """Splits as of `Ranks`, to be compared where there are several. Empty: the layers are spread evenly over the
+    ranks."""
     color: Color = "auto"
     csv: Path | None = None
     json: Path | None = None
@@ -202,6 +205,11 @@ class BenchSettings:
             raise SettingError(f"`rounds` must be 1 or more, got {self.rounds}")
         for mode in self.modes:
             check_choice("modes", mode, BENCH_MODES)
+        for i, text in enumerate(self.layouts):
+            if text in self.layouts[:i]:
+                raise SettingError(f"`layouts` names {text} twice: give each layout once")
+        if len(self.layouts) > 1 and "single" in self.modes:
+            raise SettingError("`modes` single is not for several `layouts`: name 1.0, one rank, as one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(ContextConfig, COMPUTE, "exact", "--exact", help="Reference kernels: the same bits for every split, mode and number of threads. Slower."),
 
     _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
+    _option(BenchSettings, RANKS, "layouts", "--mpi-layer-split", metavar="LIST", many=True, help="As above. May be repeated: the layouts are compared. Each is loaded on ranks of its own, and they take turns."),
     _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=settings.weights, help="In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others divide evenly."),
     _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="What the machines of a group send each other of their sums; f16: half the bytes, rounded."),
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="End the job when a rank sends nothing for so many seconds; 0: never."),
@@ -265,10 +266,10 @@ COMMANDS: tuple[Command, ...] = (
         help="""Measure all modes side by side: they take turns in one job, with the same prompts and the same seed.
 
         Models are loaded once. Each mode warms up, then the rounds follow. Ctrl-C ends the bench and shows the results
-        so far.
+        so far. With several --mpi-layer-split, layouts are compared in the fastest mode, or in those of --modes.
         """,
         records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, BenchSettings),
-        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart"}),
+        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares"}),
         required=frozenset({"model"}),
         defaults={"n_predict": 128, "seed": 1},
     ),

@@ -323,7 +323,9 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = 7, 8
 
     @contextlib.contextmanager
-    def supervised(_config: EngineConfig, options: Options, n: int) -> Iterator[None]:
+    def supervised(
+        _arguments: list[str], n: int, _config: EngineConfig, options: Options, _follow: object
+    ) -> Iterator[None]:
         started.append((n, options[Ranks].hostfile))
         yield
 

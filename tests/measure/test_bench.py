@@ -75,6 +75,15 @@ def test_modes_take_turns_in_another_order_each_time() -> None:
     assert firsts == dict.fromkeys(MODES, 2)
 
 
+def test_layouts_take_turns_in_each_mode() -> None:
+    layouts = ("1.0", "1.0*2", "0.5,0.5")
+    order = bench.turns(["a"], ("iterative", "async"), 2, layouts)
+    cases = replace(WORK, modes=("iterative", "async"), layouts=layouts).cases
+    assert cases == [f"{layout} {mode}" for mode in ("iterative", "async") for layout in layouts]
+    assert [turn.case for turn in order] == [*cases, *cases, *cases[1:], cases[0]]
+    assert [turn.round for turn in order] == [0] * 6 + [1] * 6 + [2] * 6
+
+
 def test_a_context_without_room() -> None:
     bench.check_room("a", (1, 2, 3), 5, 8)
     with pytest.raises(UsageError, match=r"a has 3 tokens, `n_predict` is 6, .* room for 8: raise `n_ctx` to 9$"):
@@ -93,7 +102,7 @@ def session() -> Iterator[Session]:
 def test_a_bench_inside_one_process(session: Session) -> None:
     seen: list[bench.Turn] = []
     with bench.open_single(CONFIG) as single:
-        runs = list(bench.measure(session, Session.load(single), WORK, seen.append))
+        runs = list(bench.measure({"": session}, Session.load(single), WORK, seen.append))
     assert seen == bench.turns(["a", "b"], MODES, 2)
     assert [(run.mode, run.round, run.prompt) for run in runs] == [(t.mode, t.round, t.prompt) for t in seen if t.round]
     assert all(run.stats.n_generated == len(run.tokens) == 6 for run in runs)
@@ -111,7 +120,7 @@ def test_a_stop_ends_it(session: Session) -> None:
             session.stop()
 
     work = replace(WORK, modes=("iterative", "async"))
-    runs = list(bench.measure(session, None, work, stop))
+    runs = list(bench.measure({"": session}, None, work, stop))
     assert [(run.round, run.prompt) for run in runs] == [(1, "a"), (1, "a"), (1, "b"), (1, "b")]
     assert list(session.generate((5, 6), WORK.sampling, 2)), "it still serves"
 
@@ -125,7 +134,7 @@ def test_what_stops_the_process_stops_its_single_session(session: Session, numbe
             alone = Session.load(single)
             work = replace(WORK, modes=("single",))
             turns = bench.measure(
-                session, alone, work, lambda t: os.kill(os.getpid(), number) if t.round == 2 else None
+                {"": session}, alone, work, lambda t: os.kill(os.getpid(), number) if t.round == 2 else None
             )
             assert [run.round for run in turns] == [1, 1]
         assert received == [number]
@@ -283,6 +292,7 @@ def test_plots_are_drawn(modes: list[str], names: list[str], tmp_path: Path) -> 
 
 # As its users start it
 
+LAYOUT = ("--mpi-layer-split",)
 PAIR = ("bench", "-m", TARGET, "-md", DRAFT, "-t", 1)
 
 
@@ -304,6 +314,28 @@ def test_a_bench_over_mpi(tmp_path: Path) -> None:
     assert all(run["n_generated_tokens"] == 8 for run in read["runs"])
     assert sorted(path.stem for path in (tmp_path / "traces").iterdir()) == sorted(MODES)
     assert len(list((tmp_path / "new" / "plots").glob("*.svg"))) == 5
+
+
+def test_layouts_side_by_side(tmp_path: Path) -> None:
+    layouts = ("0.5,0.5/1.0", "1.0*2")
+    result = ggpipe(
+        *PAIR, "-n", 8, "--rounds", 1, "-c", 256, "-f", "prompts/tale.txt", "--temp", 0,
+        "--mpi-layer-split", layouts[0], "--mpi-layer-split", layouts[1],
+        "--csv", tmp_path / "r.csv", "--json", tmp_path / "r.json", "--trace", tmp_path / "traces",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    titles, *lines, _, verdict = result.stdout.splitlines()
+    assert titles.split()[:8] == ["layout", "mode", "t/s", "x", "first", "prefill", "t/s", "TTFT"]
+    assert [line.split()[:2] for line in lines] == [[layout, "async"] for layout in layouts]
+    assert verdict.startswith("Medians [quartiles] of 1 round, 1 prompt, 8 tokens each.")
+    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    assert [(row["layout"], row["mode"]) for row in rows] == [(layout, "async") for layout in layouts]
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert [(own["layout"], len(run["ranks"])) for own, run in zip(read["summary"], read["runs"], strict=True)] == [
+        (layouts[0], 3),
+        (layouts[1], 3),  # the draft is in the head's process
+    ]
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {"0.5,0.5_1.0_async.json", "1.0_2_async.json"}
 
 
 def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
@@ -377,6 +409,10 @@ def test_a_model_that_cannot_roll_back_is_not_speculated_for(tmp_path: Path) -> 
         (("--csv", "/nowhere/runs.csv"), ("/nowhere",)),
         (("--mpi-layer-split", "0.5,0.5/1.0"), ("-md",)),
         (("--mode", "async"), ("--mode",)),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0/1.0"), ("a split with ranks behind the /", "-md")),
+        ((*LAYOUT, "1.0", *LAYOUT, "0.05,0.05,0.9"), ("layout 0.05,0.05,0.9: rank 1 would get no layer",)),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0"), ("--mpi-layer-split names 1.0 twice",)),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0*2", "--modes", "single"), ("--modes single is not for several",)),
     ],
 )  # fmt: skip
 def test_flags_that_make_no_sense(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -1,17 +1,17 @@
-"""`ggpipe bench`: the modes of `generate`, and one process alone, measured side by side."""
+"""`ggpipe bench`: the modes of `generate`, one process alone, and layouts, measured side by side."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import ggpipe
-from ggpipe.cli.launching import run_command
+from ggpipe.cli.launching import run_command, run_side_by_side
 from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.config import SamplingConfig
 from ggpipe.display.figures.canvas import check_plottable
@@ -36,6 +36,7 @@ from ggpipe.measure.bench import (
     BenchSpec,
     Turn,
     Work,
+    check_layout,
     measure,
     open_single,
     turns,
@@ -53,6 +54,8 @@ from ggpipe.options.settings import (
     BenchSettings,
     Log,
     Prompt,
+    Ranks,
+    Split,
 )
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 from ggpipe.runtime.session import LocalRanks
@@ -60,7 +63,10 @@ from ggpipe.runtime.session import LocalRanks
 
 def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
-    config, prompt, settings = engine_config(options), options[Prompt], options[BenchSettings]
+    prompt, settings = options[Prompt], options[BenchSettings]
+    layouts = {text: _with_layout(options, text) for text in settings.layouts} or {"": options}
+    configs = {text: engine_config(own) for text, own in layouts.items()}
+    config = next(iter(configs.values()))
     for mode in settings.modes:
         if mode in SPECULATIVE_MODES:
             check_draft(options, f"`modes` {mode}")
@@ -71,9 +77,10 @@ def run(options: Options) -> int:
     texts = functools.cache(lambda: _texts(settings.files, prompt))
     log_level = 2 if options[Log].verbose else 5
 
-    def front_end(ranks: StartedRanks) -> int:
+    def front_end(ranks: Iterable[StartedRanks]) -> int:
         spec = BenchSpec(
             config=config,
+            layouts=tuple(layouts) if len(layouts) > 1 else ("",),
             texts=texts(),
             may_skip_texts=not settings.files,
             modes=cast("tuple[BenchMode, ...]", settings.modes) or None,
@@ -85,7 +92,21 @@ def run(options: Options) -> int:
         libllama.set_log_level(log_level)  # for a model in this process
         return _bench(ranks, spec, settings, warnings_of(options))
 
-    return run_command(config, options, front_end, prepare=texts)
+    if len(layouts) == 1:
+        only = next(iter(layouts.values()))
+        return run_command(config, only, lambda ranks: front_end((ranks,)), prepare=texts)
+    texts()
+    for text, own in configs.items():
+        try:
+            check_layout(own)
+        except UsageError as e:
+            raise UsageError(f"layout {text}: {e}") from None
+    all_arguments = [options.arguments({"layouts": [text]}) for text in layouts]
+    return run_side_by_side(list(zip(configs.values(), layouts.values(), all_arguments, strict=True)), front_end)
+
+
+def _with_layout(options: Options, layout: str) -> Options:
+    return options.having(replace(options[Ranks], split=Split.parse(layout)))
 
 
 def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
@@ -101,7 +122,7 @@ def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
     return {name: replace(prompt, file=path).read() for name, path in zip(unique, files, strict=True)}
 
 
-def _bench(ranks: StartedRanks, spec: BenchSpec, settings: BenchSettings, warnings: Sequence[str]) -> int:
+def _bench(ranks: Iterable[StartedRanks], spec: BenchSpec, settings: BenchSettings, warnings: Sequence[str]) -> int:
     for path in (settings.csv, settings.json):
         if path is not None:
             check_writable(path)
@@ -112,30 +133,37 @@ def _bench(ranks: StartedRanks, spec: BenchSpec, settings: BenchSettings, warnin
     runs: list[BenchRun] = []
     failure: GgpipeError | None = None
     with contextlib.ExitStack() as stack:
-        engine = _load(ranks, terminal)
-        for warning in (*warnings, *engine.warnings):
+        for warning in warnings:
             warn(warning)
-        work = work_of(spec, engine, show)
+        engines = {}
+        all_ranks = []
+        for layout, own in zip(spec.layouts, ranks, strict=True):
+            all_ranks.append(own)
+            engines[layout] = _load(own, terminal)
+            for warning in engines[layout].warnings:
+                warn(f"{layout}: {warning}" if layout else warning)
+        work = work_of(spec, engines[spec.layouts[0]], show)
         single = None
         if "single" in work.modes:
             single = _load(LocalRanks(stack.enter_context(open_single(spec.config))), terminal)
         try:
-            _measure(engine, single, work, terminal, settings.csv, runs)
+            _measure(engines, single, work, terminal, settings.csv, runs)
         except GgpipeError as e:
             if not runs:
                 raise
             failure = e  # what was measured stays, and is summed up
             print_past_mpirun(e)
         if failure is None and (settings.trace is not None or settings.plots is not None):
-            engine.align_clocks()
+            for engine in engines.values():
+                engine.align_clocks()
     if not runs:
         raise RunError("stopped before anything was measured")
     try:
         stdout = Stdout(sys.stdout)
-        print_bench(terminal, lambda text: stdout.write(text, ranks.is_ending), runs, work.modes)
+        print_bench(terminal, lambda text: stdout.write(text, all_ranks[0].is_ending), runs, work.cases)
     except RunError as e:
         failure = failure or e
-    _write_files(spec, settings, runs, work.modes)
+    _write_files(spec, settings, runs, work.cases)
     if failure is not None:
         raise failure
     return 0
@@ -153,7 +181,7 @@ def _load(ranks: StartedRanks, terminal: Terminal | None) -> EngineClient:
 
 
 def _measure(
-    engine: EngineClient,
+    engines: Mapping[str, EngineClient],
     single: EngineClient | None,
     work: Work,
     terminal: Terminal | None,
@@ -161,34 +189,35 @@ def _measure(
     runs: list[BenchRun],
 ) -> None:
     """Fills `runs`, and the file."""
-    n_turns = len(turns(list(work.prompts), work.modes, work.rounds))
+    n_turns = len(turns(list(work.prompts), work.modes, work.rounds, work.layouts))
     if csv is not None:
-        begin_bench_csv(csv)
+        begin_bench_csv(csv, len(engines) > 1)
     with BenchProgress(terminal, n_turns) as progress:
 
         def on_turn(turn: Turn) -> None:
             when = f"round {turn.round} of {work.rounds}" if turn.round else "warm-up"
-            progress.turn(f"{when}, {turn.prompt}, {turn.mode}")
+            progress.turn(f"{when}, {turn.prompt}, {turn.case}")
 
-        for run in measure(engine, single, work, on_turn):
+        for run in measure(engines, single, work, on_turn):
             runs.append(run)
             if csv is not None:
                 append_bench_csv(csv, run)
-    if runs and len(runs) < n_turns - len(work.modes):
+    if runs and len(runs) < n_turns - len(work.cases):
         show("stopped; these are the results so far:")
 
 
-def _write_files(spec: BenchSpec, settings: BenchSettings, runs: Sequence[BenchRun], modes: Sequence[str]) -> None:
+def _write_files(spec: BenchSpec, settings: BenchSettings, runs: Sequence[BenchRun], cases: Sequence[str]) -> None:
     if settings.json is not None:
         facts = {
             "model": spec.config.model.path.name,
             "draft_model": spec.config.draft.model.path.name if spec.config.draft else None,
+            **({"layouts": spec.layouts} if len(spec.layouts) > 1 else {}),
             "rounds": spec.rounds,
             "n_predict_tokens": spec.n_predict,
             "sampling": vars(spec.sampling),
         }
-        write_bench_json(settings.json, runs, modes, facts)
+        write_bench_json(settings.json, runs, cases, facts)
     if settings.plots is not None:
-        write_plots(settings.plots, settings.plot_format, runs, modes)
+        write_plots(settings.plots, settings.plot_format, runs, cases)
     if settings.trace is not None:
-        write_traces(settings.trace, runs, modes)
+        write_traces(settings.trace, runs, cases)

@@ -1,10 +1,11 @@
-"""Show and write a bench: medians with their spread, modes side by side; tables, CSV, JSON, plots and timelines."""
+"""Show and write a bench: medians with their spread, cases side by side; tables, CSV, JSON, plots and timelines."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.display.tables.summary import csv_numbers, request_object
 from ggpipe.metrics.stats import Spread
-from ggpipe.metrics.summary import BenchRun, BenchSummary, base_mode, median_run, summarise
+from ggpipe.metrics.summary import BenchRun, BenchSummary, base_case, median_run, summarise
 
 CSV_COLUMNS = ("prefill_tokens_per_s", "decode_tokens_per_s", "itl_s", "ttft_s", "mode", "round", "prompt")
 """The first four are PipeInfer's columns, in its order."""
@@ -33,38 +34,38 @@ _LOG_WIDTH = 120
 
 
 def print_bench(
-    terminal: Terminal | None, write: Callable[[str], object], runs: Sequence[BenchRun], modes: Sequence[str]
+    terminal: Terminal | None, write: Callable[[str], object], runs: Sequence[BenchRun], cases: Sequence[str]
 ) -> None:
     """Print the tables: on the terminal where stdout shows up there too, else `write` them as plain text."""
     if terminal is not None and terminal.stdout_shared:
         terminal.measure()
-        terminal.console.print(bench_tables(runs, modes, terminal.console.width))
+        terminal.console.print(bench_tables(runs, cases, terminal.console.width))
         return
     plain = io.StringIO()
     Console(file=plain, width=_LOG_WIDTH, color_system=None, force_terminal=False, markup=False).print(
-        bench_tables(runs, modes, _LOG_WIDTH)
+        bench_tables(runs, cases, _LOG_WIDTH)
     )
     write("\n".join(line.rstrip() for line in plain.getvalue().splitlines()) + "\n")
 
 
-def bench_tables(runs: Sequence[BenchRun], modes: Sequence[str], width: int) -> Group:
-    """All modes side by side; below, the speed after each prompt, and a line on the texts."""
-    summaries = summarise(runs, modes)
-    base = base_mode(modes)
+def bench_tables(runs: Sequence[BenchRun], cases: Sequence[str], width: int) -> Group:
+    """All cases side by side; below, the speed after each prompt, and a line on the texts."""
+    summaries = summarise(runs, cases)
+    base = base_case(cases)
     parts: list[RenderableType] = []
     if summaries:
         parts.append(columns_table(_columns(summaries, base), width, _GAP))
     prompts = {run.prompt: run.stats.n_prompt for run in runs}
     if len(prompts) > 1:
-        table = columns_table(_prompt_columns(runs, modes, base, prompts), width, _GAP)
+        table = columns_table(_prompt_columns(runs, cases, base, prompts), width, _GAP)
         parts.append(Padding(table, (1, 0, 0, 0)))
     parts.append(Padding(Text(_verdict(runs, summaries, base)), (1, 0, 0, 0)))
     return Group(*parts)
 
 
-def begin_bench_csv(path: Path) -> None:
+def begin_bench_csv(path: Path, compares_layouts: bool = False) -> None:
     """Write a new file with the columns' names. Raises UsageError when it cannot be written."""
-    write_text(path, _line(CSV_COLUMNS))
+    write_text(path, _line((*CSV_COLUMNS, "layout") if compares_layouts else CSV_COLUMNS))
 
 
 def append_bench_csv(path: Path, run: BenchRun) -> None:
@@ -72,7 +73,8 @@ def append_bench_csv(path: Path, run: BenchRun) -> None:
 
     Raises UsageError when the file cannot be written.
     """
-    write_text(path, _line([*csv_numbers(run.stats), run.mode, run.round, run.prompt]), "a")
+    layout = [run.layout] if run.layout else []
+    write_text(path, _line([*csv_numbers(run.stats), run.mode, run.round, run.prompt, *layout]), "a")
 
 
 def _line(cells: Iterable[object]) -> str:
@@ -81,29 +83,34 @@ def _line(cells: Iterable[object]) -> str:
     return text.getvalue()
 
 
-def write_bench_json(path: Path, runs: Sequence[BenchRun], modes: Sequence[str], extra: Mapping[str, Any]) -> None:
-    """Write one object: `extra`, `summary` with an object for each mode, `runs` with each run as in `generate --json`.
+def write_bench_json(path: Path, runs: Sequence[BenchRun], cases: Sequence[str], extra: Mapping[str, Any]) -> None:
+    """Write one object: `extra`, `summary` with an object for each case, `runs` with each run as in `generate --json`.
 
     Spreads are objects with `low`, `middle` and `high`: quartiles and median. Raises UsageError when the file cannot be
     written.
     """
-    summaries = [_summary_object(summary) for summary in summarise(runs, modes)]
+    summaries = [_summary_object(summary) for summary in summarise(runs, cases)]
     objects = [
-        {**request_object(run.stats, run.ranks), "mode": run.mode, "round": run.round, "prompt": run.prompt}
+        {
+            **request_object(run.stats, run.ranks),
+            **_case_object(run),
+            "round": run.round,
+            "prompt": run.prompt,
+        }
         for run in runs
     ]
     everything = {**extra, "summary": summaries, "runs": objects}
     write_text(path, json.dumps(everything, indent=2, default=str) + "\n")
 
 
-def write_plots(folder: Path, ending: str, runs: Sequence[BenchRun], modes: Sequence[str]) -> list[Path]:
+def write_plots(folder: Path, ending: str, runs: Sequence[BenchRun], cases: Sequence[str]) -> list[Path]:
     """Plot t/s, TTFT and ITL as bars, the median run's timeline, and acceptance by position. Returns the files."""
     prompts = list(dict.fromkeys(run.prompt for run in runs))
     of = {
-        prompt: {s.mode: s for s in summarise([run for run in runs if run.prompt == prompt], modes)}
+        prompt: {s.case: s for s in summarise([run for run in runs if run.prompt == prompt], cases)}
         for prompt in prompts
     }
-    shown = [mode for mode in modes if any(mode in by_mode for by_mode in of.values())]
+    shown = {case: run.mode for case in cases for run in runs if run.case == case}
     written = []
     for name, field, scale, title, unit in (
         ("speed", "tokens_per_s", 1, "Generation speed", "tokens/s"),
@@ -111,33 +118,34 @@ def write_plots(folder: Path, ending: str, runs: Sequence[BenchRun], modes: Sequ
         ("itl", "itl_s", 1e3, "Inter-token latency, mean", "ms"),
     ):
         series = {
-            mode: [_scaled(getattr(of[prompt].get(mode), field, None), scale) for prompt in prompts] for mode in shown
+            case: [_scaled(getattr(of[prompt].get(case), field, None), scale) for prompt in prompts] for case in shown
         }
         written.append(folder / f"{name}.{ending}")
         plots.bars(written[-1], prompts, series, title=title, unit=unit)
-    speculative = [mode for mode in shown if mode in ("async", "speculative")]
-    run = median_run(runs, "async" if "async" in shown else (speculative or shown)[-1])
+    speculative = [case for case, mode in shown.items() if mode in ("async", "speculative")]
+    asynchronous = [case for case, mode in shown.items() if mode == "async"]
+    run = median_run(runs, asynchronous[0] if asynchronous else (speculative or list(shown))[-1])
     if run is not None and run.stats.token_times:
         times = run.stats.token_times
         first, last = (times[i] - run.stats.arrived for i in (0, min(_SHOWN_TOKENS, len(times)) - 1))
         window = max(first - 0.1 * (last - first), 0.0), last
         written.append(folder / f"occupancy.{ending}")
-        title = f"{run.mode}, after {run.prompt}: {human_rate(run.stats.decode_tps)}"
+        title = f"{run.case}, after {run.prompt}: {human_rate(run.stats.decode_tps)}"
         plots.occupancy_timeline(written[-1], run.stats, run.ranks, title=title, window_s=window)
     if speculative:
         written.append(folder / f"acceptance.{ending}")
-        by_lead = {mode: _by_lead([run for run in runs if run.mode == mode]) for mode in speculative}
+        by_lead = {case: _by_lead([run for run in runs if run.case == case]) for case in speculative}
         plots.acceptance_by_position(written[-1], by_lead, title="Acceptance")
     return written
 
 
-def write_traces(folder: Path, runs: Sequence[BenchRun], modes: Sequence[str]) -> list[Path]:
-    """Write each mode's median run as a timeline for Perfetto. Returns the files."""
+def write_traces(folder: Path, runs: Sequence[BenchRun], cases: Sequence[str]) -> list[Path]:
+    """Write each case's median run as a timeline for Perfetto. Returns the files."""
     written = []
-    for mode in modes:
-        run = median_run(runs, mode)
+    for case in cases:
+        run = median_run(runs, case)
         if run is not None:
-            written.append(folder / f"{mode}.json")
+            written.append(folder / f"{re.sub(r'[^-.,a-z0-9]', '_', case)}.json")
             write_trace(written[-1], run.stats, run.ranks)
     return written
 
@@ -146,10 +154,16 @@ def _columns(summaries: Sequence[BenchSummary], base: str) -> list[Column]:
     def column(title: str, cells: list[str], need: int) -> list[Column]:
         return [Column(title, cells, need)] if any(cell != "-" for cell in cells) else []
 
+    layouts = [s.layout for s in summaries if s.layout]
+    prefills = column("prefill t/s", [_spread(s.prefill_tokens_per_s) for s in summaries], 1) if layouts else []
     return [
+        *([Column("layout", layouts, 0, "left")] if layouts else []),
         Column("mode", [s.mode for s in summaries], 0, "left"),
         *column("t/s", [_spread(s.tokens_per_s) for s in summaries], 0),
-        *column(f"x {base}", [_spread(s.gain) if s.mode != base else "-" for s in summaries], 0),
+        *column(
+            "x first" if layouts else f"x {base}", [_spread(s.gain) if s.case != base else "-" for s in summaries], 0
+        ),
+        *prefills,
         *column("TTFT", [human_seconds(s.ttft_s.middle if s.ttft_s else None) for s in summaries], 1),
         *column("ITL p50", [human_seconds(s.pooled.itl_p50_s) for s in summaries], 3),
         *column("ITL p99", [human_seconds(s.pooled.itl_p99_s) for s in summaries], 4),
@@ -160,21 +174,21 @@ def _columns(summaries: Sequence[BenchSummary], base: str) -> list[Column]:
     ]
 
 
-def _prompt_columns(runs: Sequence[BenchRun], modes: Sequence[str], base: str, prompts: dict[str, int]) -> list[Column]:
+def _prompt_columns(runs: Sequence[BenchRun], cases: Sequence[str], base: str, prompts: dict[str, int]) -> list[Column]:
     names = list(prompts)
-    of = {name: {s.mode: s for s in summarise([run for run in runs if run.prompt == name], modes)} for name in names}
+    of = {name: {s.case: s for s in summarise([run for run in runs if run.prompt == name], cases)} for name in names}
     columns = [
         Column("t/s after", [harmless(name) for name in names], 0, "left"),
         Column("tokens", [f"{prompts[name]}" for name in names], 1),
     ]
-    for need, mode in enumerate(modes, start=2):
+    for need, case in enumerate(cases, start=2):
         cells = []
         for name in names:
-            summary = of[name].get(mode)
+            summary = of[name].get(case)
             speed = _middle(summary.tokens_per_s if summary else None)
-            ratio = f" ({_middle(summary.gain)}x)" if summary and summary.gain and mode != base else ""
+            ratio = f" ({_middle(summary.gain)}x)" if summary and summary.gain and case != base else ""
             cells.append(speed + ratio)
-        columns.append(Column(mode, cells, need))
+        columns.append(Column(case, cells, need))
     return columns
 
 
@@ -187,7 +201,7 @@ def _verdict(runs: Sequence[BenchRun], summaries: Sequence[BenchSummary], base: 
     n_prompts = len({run.prompt for run in runs})
     first = f"Medians [quartiles] of {counted(n_rounds, 'round')}, {counted(n_prompts, 'prompt')}, {length} each."
     n_differ = sum(s.n_differ for s in summaries)
-    others = sum(s.pooled.n_requests for s in summaries if s.mode != base)
+    others = sum(s.pooled.n_requests for s in summaries if s.case != base)
     if not others:
         return first
     if n_differ == 0:
@@ -211,10 +225,19 @@ def _share(share: float | None) -> str:
 
 def _summary_object(summary: BenchSummary) -> dict[str, Any]:
     """The pooled numbers, and the spread of those that have one."""
-    spreads = {"tokens_per_s": summary.tokens_per_s, "gain": summary.gain, "ttft_s": summary.ttft_s}
-    spreads["itl_s"] = summary.itl_s
+    spreads = {
+        "tokens_per_s": summary.tokens_per_s,
+        "prefill_tokens_per_s": summary.prefill_tokens_per_s,
+        "gain": summary.gain,
+        "ttft_s": summary.ttft_s,
+        "itl_s": summary.itl_s,
+    }
     named = {name: None if spread is None else spread._asdict() for name, spread in spreads.items()}
-    return {"mode": summary.mode, **asdict(summary.pooled), **named, "n_differ": summary.n_differ}
+    return {**_case_object(summary), **asdict(summary.pooled), **named, "n_differ": summary.n_differ}
+
+
+def _case_object(own: BenchRun | BenchSummary) -> dict[str, str]:
+    return {"layout": own.layout, "mode": own.mode} if own.layout else {"mode": own.mode}
 
 
 def _scaled(spread: Spread | None, scale: float) -> plots.Value:
