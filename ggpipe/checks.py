@@ -1,10 +1,14 @@
-"""Checks of single settings, in the words of all error messages."""
+"""Checks of single settings, in the words of all error messages, and a bound that many share."""
 
 from __future__ import annotations
 
 import math
 
 from ggpipe.errors import SettingError
+
+MAX_TOKENS = 2**31 - 256
+"""The largest context, batch or draft, in tokens: positions are 32-bit, and libllama rounds a context up to a multiple
+of 256."""
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from ggpipe.checks import check_choice, check_finite, check_range
+from ggpipe.checks import MAX_TOKENS, check_choice, check_finite, check_range
 from ggpipe.errors import SettingError
+from ggpipe.sampling import SamplingConfig as SamplingConfig
 
 LoadMode = Literal["mmap", "none", "mlock", "mmap+mlock", "dio"]
 Numa = Literal["distribute", "isolate", "numactl"]
@@ -22,9 +23,6 @@ Mode = Literal["iterative", "speculative", "async"]
 TensorWire = Literal["f32", "f16"]
 Saves = Literal["nothing", "prompt", "text"]
 
-MAX_TOKENS = 2**31 - 256
-"""The largest context, batch or draft, in tokens: positions are 32-bit, and libllama rounds a context up to a multiple
-of 256."""
 MAX_SEQUENCES = 256
 """Sequence ids that libllama has."""
 MAX_PREFIXES = 16
@@ -119,55 +117,6 @@ class ContextConfig:
             check_finite(name, getattr(self, name))
         if self.flash_attn == "off" and self.cache_type_v in _QUANTIZED:
             raise SettingError(f"`cache_type_v` {self.cache_type_v} needs flash attention: set `flash_attn` to on")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """llama.cpp's sampler chain: penalties, top-k, top-p, min-p, temperature, draw."""
-
-    temp: float = 0.8
-    """Temperature; at or below 0 sampling is greedy."""
-    top_k: int = 40
-    """Most probable tokens that are kept; at or below 0 all tokens are kept."""
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_last_n: int = 64
-    """Tokens that penalties look back on; 0 turns penalties off, -1 takes the whole context."""
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = -1
-    """-1 draws a new seed for each request."""
-    ignore_eos: bool = False
-    """The model's end of text is never sampled."""
-
-    def __post_init__(self) -> None:
-        for name in ("temp", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
-            check_finite(name, getattr(self, name))
-        if self.repeat_penalty <= 0:
-            raise SettingError(f"`repeat_penalty` must be above 0, got {self.repeat_penalty:g}")
-        check_range(
-            "repeat_last_n", self.repeat_last_n, 0, MAX_TOKENS, "a number of tokens", special="-1 (the whole context)"
-        )
-        if abs(self.top_k) > MAX_TOKENS:
-            raise SettingError(f"`top_k` must be 0 (all tokens) or a number up to {MAX_TOKENS}, got {self.top_k}")
-        check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
-
-    @property
-    def greedy(self) -> bool:
-        """The most probable token is always taken."""
-        return self.temp <= 0
-
-    @property
-    def penalizes(self) -> bool:
-        """Past tokens change the logits."""
-        on = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return on and self.repeat_last_n != 0
-
-    @property
-    def only_lowers(self) -> bool:
-        """No penalty can raise a token, so the best tokens after penalties are among the best before them."""
-        return self.repeat_penalty >= 1 and self.presence_penalty >= 0 and self.frequency_penalty >= 0
 
 
 @dataclass(frozen=True, kw_only=True)

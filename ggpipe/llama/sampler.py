@@ -4,80 +4,95 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ggpipe.config import SamplingConfig
 from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.errors import UsageError
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.vocab import Vocab
+from ggpipe.sampling import SamplingConfig
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
+_MIROSTAT_M = 100  # as llama.cpp: tokens from which version 1 estimates how probabilities fall
 
 
 class Sampler:
-    """Draws one request's tokens: penalties, top-k, top-p, min-p, temperature, draw; llama.cpp's order."""
+    """Draws one request's tokens as llama.cpp's `common_sampler` does."""
 
     def __init__(self, config: SamplingConfig, vocab: Vocab, n_ctx: int) -> None:
+        """Raises UsageError for a bias of a token that the model does not have."""
         self._config = config
         self._n_vocab = vocab.n_tokens
-        ends = vocab.end_tokens if config.ignore_eos else ()
-        self.banned = tuple(sorted({*vocab.suppressed_tokens, *ends}))
+        self._biases: dict[int, float] = {}
+        for token, bias in config.logit_bias:
+            if token >= vocab.n_tokens:
+                raise UsageError(f"`logit_bias` names token {token}: the model has tokens up to {vocab.n_tokens - 1}")
+            self._biases[token] = self._biases.get(token, 0.0) + bias
+        never = {token for token, bias in self._biases.items() if bias == -math.inf}
+        never.update(vocab.suppressed_tokens, vocab.end_tokens if config.ignore_eos else ())
+        self.banned = tuple(sorted(never))
         """Tokens that are never drawn."""
+        self._biases = {token: bias for token, bias in self._biases.items() if token not in never and bias}
+        self._n_best = None if any(bias > 0 for bias in self._biases.values()) else config.n_best
         self.seed = config.seed if config.seed >= 0 else secrets.randbelow(2**32 - 1)
-        last_n = config.repeat_last_n if config.repeat_last_n >= 0 else n_ctx
-        self._window: collections.deque[int] = collections.deque(maxlen=last_n)
+        windows = {"penalties": config.repeat_last_n, "dry": config.dry_penalty_last_n}
+        windows = {name: n_ctx if n < 0 else min(n, n_ctx) for name, n in windows.items()}
+        n_seen = max((windows[name] for name in config.active_samplers if name in windows), default=0)
+        self._window: collections.deque[int] = collections.deque(maxlen=n_seen)
         self._chain: Any = None
-        if not (config.greedy and not config.penalizes):
+        if not config.greedy or config.penalizes:
             self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-            for sampler in (
-                lib.llama_sampler_init_penalties(
-                    self._n_vocab,
-                    last_n,
-                    config.repeat_penalty,
-                    config.frequency_penalty,
-                    config.presence_penalty,
-                ),
-                lib.llama_sampler_init_top_k(config.top_k),
-                lib.llama_sampler_init_top_p(config.top_p, 0),
-                lib.llama_sampler_init_min_p(config.min_p, 0),
-                lib.llama_sampler_init_temp_ext(config.temp, 0.0, 1.0),
-                lib.llama_sampler_init_dist(self.seed),
-            ):
+            self._draw = _drawing(config, vocab, self.seed)
+            for sampler in (*_filters(config, vocab, windows, self.seed), self._draw):
                 lib.llama_sampler_chain_add(self._chain, sampler)
 
     def want(self) -> Want:
         """What drawing the next token takes.
 
-        A penalty that only lowers leaves the best k among the best k + (tokens it may lower).
+        A penalty or a bias that only lowers leaves the best k among the best k + (tokens that it may lower).
         """
-        config = self._config
-        lowered = len(set(self._window)) if config.penalizes else 0
-        n = lowered + (1 if config.greedy else config.top_k)
-        if (config.penalizes and not config.only_lowers) or (not config.greedy and config.top_k <= 0):
-            n = self._n_vocab
-        if n >= self._n_vocab:
+        n = self._n_vocab
+        if self._n_best is not None:
+            n = self._n_best + len(self._biases) + len(set(self._window))
+        if n + len(self.banned) >= self._n_vocab:
             return Want(WantKind.FULL, banned=self.banned)
         return Want(WantKind.TOP, n, self.banned)
 
+    @property
+    def want_grows(self) -> bool:
+        """`want` takes one more of the best logits for each further token of the text, at most."""
+        return bool(self._window.maxlen)
+
     def sample(self, row: RowLogits) -> int:
         """Draw from a row that was asked for by `want`."""
-        if self._chain is None and row.ids is not None:
-            return row.ids[0]
-        logits = np.asarray(row.logits, np.float32)
+        ids, logits = row.ids, np.asarray(row.logits, np.float32)
+        if self._biases:
+            logits = self._biased(ids, logits)
         if self._chain is None:
-            return int(logits.argmax())
+            best = int(logits.argmax())
+            return best if ids is None else ids[best]
         candidates = np.zeros(len(logits), _CANDIDATE)
-        candidates["id"] = np.arange(len(logits)) if row.ids is None else row.ids
+        candidates["id"] = np.arange(len(logits)) if ids is None else ids
         candidates["logit"] = logits
         array = lib.llama_token_data_array(
             ctypes.cast(candidates.ctypes.data, ctypes.POINTER(lib.llama_token_data)), len(logits), -1, False
         )
         lib.llama_sampler_apply(self._chain, ctypes.byref(array))
         return int(array.data[array.selected].id)
+
+    def _biased(self, ids: tuple[int, ...] | None, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        logits = logits.copy()
+        if ids is None:
+            logits[list(self._biases)] += np.fromiter(self._biases.values(), np.float32)
+        else:
+            logits += np.fromiter((self._biases.get(id, 0.0) for id in ids), np.float32)
+        return logits
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Tokens of the prompt, or drawn ones: penalties look back on them."""
@@ -93,7 +108,10 @@ class Sampler:
         whatever the logits are.
         """
         for token in tokens:
-            self.sample(RowLogits(0, (token,), (0.0,), 0.0))
+            if self._chain is not None:
+                candidate = lib.llama_token_data(token, 0.0, 0.0)
+                array = lib.llama_token_data_array(ctypes.pointer(candidate), 1, -1, False)
+                lib.llama_sampler_apply(self._draw, ctypes.byref(array))
             self.accept((token,))
 
     def close(self) -> None:
@@ -101,3 +119,59 @@ class Sampler:
         if self._chain is not None:
             lib.llama_sampler_free(self._chain)
         self._chain = None
+
+
+def _filters(config: SamplingConfig, vocab: Vocab, windows: Mapping[str, int], seed: int) -> Iterator[Any]:
+    """The samplers in front of the draw, as `common_sampler_init` has them."""
+    if config.mirostat:
+        yield lib.llama_sampler_init_temp(config.temp)
+    for name in config.active_samplers:
+        match name:
+            case "penalties":
+                yield lib.llama_sampler_init_penalties(
+                    vocab.n_tokens,
+                    windows[name],
+                    config.repeat_penalty,
+                    config.frequency_penalty,
+                    config.presence_penalty,
+                )
+            case "dry":
+                breakers = [text.encode("utf-8", "surrogateescape") for text in config.dry_sequence_breakers]
+                yield lib.llama_sampler_init_dry(
+                    vocab.pointer,
+                    config.dry_multiplier,
+                    config.dry_base,
+                    config.dry_allowed_length,
+                    windows[name],
+                    (ctypes.c_char_p * len(breakers))(*breakers),
+                    len(breakers),
+                )
+            case "top_n_sigma":
+                yield lib.llama_sampler_init_top_n_sigma(config.top_n_sigma)
+            case "top_k":
+                yield lib.llama_sampler_init_top_k(config.top_k)
+            case "typ_p":
+                yield lib.llama_sampler_init_typical(config.typical_p, config.min_keep)
+            case "top_p":
+                yield lib.llama_sampler_init_top_p(config.top_p, config.min_keep)
+            case "min_p":
+                yield lib.llama_sampler_init_min_p(config.min_p, config.min_keep)
+            case "xtc":
+                yield lib.llama_sampler_init_xtc(config.xtc_probability, config.xtc_threshold, config.min_keep, seed)
+            case "temperature":
+                yield lib.llama_sampler_init_temp_ext(config.temp, config.dynatemp_range, config.dynatemp_exponent)
+            case "infill":
+                yield lib.llama_sampler_init_infill(vocab.pointer)
+
+
+def _drawing(config: SamplingConfig, vocab: Vocab, seed: int) -> Any:
+    """The sampler that draws, at the end of the chain."""
+    match config.mirostat:
+        case 1:
+            tau, eta = config.mirostat_tau, config.mirostat_eta
+            return lib.llama_sampler_init_mirostat(vocab.n_tokens, seed, tau, eta, _MIROSTAT_M)
+        case 2:
+            return lib.llama_sampler_init_mirostat_v2(seed, config.mirostat_tau, config.mirostat_eta)
+    if "adaptive_p" in config.samplers:
+        return lib.llama_sampler_init_adaptive_p(config.adaptive_target, config.adaptive_decay, seed)
+    return lib.llama_sampler_init_dist(seed)

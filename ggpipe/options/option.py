@@ -129,7 +129,9 @@ class Options:
         self._given = dict(given)
         self._values: dict[type, dict[str, Any]] = {}
         for row, value in given.items():
-            self._values.setdefault(row.record, {})[row.field] = row.value(value)
+            values = self._values.setdefault(row.record, {})
+            if (own := row.value(value)) is not None or row.field not in values:  # a later row for it wins
+                values[row.field] = own
 
     def fields(self, record: type) -> dict[str, Any]:
         """The fields of a record that have an option with a value, and their values."""

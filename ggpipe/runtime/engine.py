@@ -166,7 +166,7 @@ class Engine:
             speculation=self._possible(speculation or SpeculationConfig()),
             ends=self._ends,
             banned=sampler.banned,
-            want_grows=sampling.penalizes,
+            want_grows=sampler.want_grows,
             cache_prompt=cache_prompt,
             saves=self._saves,
         ).after(tokens)

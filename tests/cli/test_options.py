@@ -45,6 +45,7 @@ ELSEWHERE = {  # fields that no row sets: the command line has them in another f
     ContextConfig: {"n_seq"},
     PipelineConfig: {"shares", "group_sizes", "auto"},
     DraftConfig: {"model", "context", "shares", "group_sizes"},
+    SamplingConfig: {"min_keep"},
 }
 
 
@@ -155,7 +156,8 @@ def test_any_option_as_a_command_line(row: Option) -> None:
     needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"]}
     required = [word for name in sorted(command.required - {row.name}) for word in needed[name]]
     values: list[object] = ["3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg",
-                            "none", "f16", "distribute", "yarn", "overconfident", "3-4", "{}"]  # fmt: skip
+                            "none", "f16", "distribute", "yarn", "overconfident", "3-4", "{}", "top_k",
+                            "kt", "5+1"]  # fmt: skip
     if row.reads is bool:
         values = [not row.default]
     read: Options | None = None

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.config import SamplingConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 from ggpipe.llama import libllama
 from ggpipe.llama.libllama import lib, start
+from ggpipe.sampling import SamplingConfig
+from support.common_sampler import common_chain
 
 Logits = NDArray[np.float32]
 Fields = Mapping[str, object]
@@ -135,7 +136,7 @@ class Reference:
         `seen` gets the row of logits that each token was drawn from.
         """
         lib.llama_memory_clear(self._memory, True)
-        chain = self._chain(sampling)
+        chain = common_chain(sampling, self._vocab, lib.llama_n_ctx(self._context))
         for token in prompt:
             lib.llama_sampler_accept(chain, token)
         for at in range(0, len(prompt), self.n_batch):  # libllama cuts each batch into pieces of n_ubatch
@@ -160,28 +161,6 @@ class Reference:
 
     def _row(self, i: int) -> Logits:
         return np.ctypeslib.as_array(lib.llama_get_logits_ith(self._context, i), (self.n_vocab,)).copy()
-
-    def _chain(self, sampling: SamplingConfig) -> Any:
-        """common_sampler_init() in llama.cpp's common/sampling.cpp, with what is off by default left in."""
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        add = lib.llama_sampler_chain_add
-        if sampling.ignore_eos:
-            ends = [t for t in range(self.n_vocab) if lib.llama_vocab_is_eog(self._vocab, t)]
-            biases = (lib.llama_logit_bias * len(ends))(*(lib.llama_logit_bias(token, -np.inf) for token in ends))
-            add(chain, lib.llama_sampler_init_logit_bias(self.n_vocab, len(ends), biases))
-        penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        add(chain, lib.llama_sampler_init_penalties(self.n_vocab, sampling.repeat_last_n, *penalties))
-        breakers = (ctypes.c_char_p * 4)(b"\n", b":", b'"', b"*")
-        add(chain, lib.llama_sampler_init_dry(self._vocab, 0.0, 1.75, 2, 64, breakers, 4))
-        add(chain, lib.llama_sampler_init_top_n_sigma(-1.0))
-        add(chain, lib.llama_sampler_init_top_k(sampling.top_k))
-        add(chain, lib.llama_sampler_init_typical(1.0, 0))
-        add(chain, lib.llama_sampler_init_top_p(sampling.top_p, 0))
-        add(chain, lib.llama_sampler_init_min_p(sampling.min_p, 0))
-        add(chain, lib.llama_sampler_init_xtc(0.0, 0.1, 0, sampling.seed))
-        add(chain, lib.llama_sampler_init_temp_ext(sampling.temp, 0.0, 1.0))
-        add(chain, lib.llama_sampler_init_dist(max(sampling.seed, 0)))
-        return chain
 
     def close(self) -> None:
         """Free it. A second call does nothing."""

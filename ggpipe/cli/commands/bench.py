@@ -13,7 +13,6 @@ from typing import cast
 import ggpipe
 from ggpipe.cli.launching import run_command, run_side_by_side
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.config import SamplingConfig
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.files import check_writable, make_folder
 from ggpipe.display.live.live import LiveDisplay
@@ -50,6 +49,7 @@ from ggpipe.options.engine_config import (
     warnings_of,
 )
 from ggpipe.options.option import Options
+from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
     Log,
@@ -86,7 +86,7 @@ def run(options: Options) -> int:
             modes=cast("tuple[BenchMode, ...]", settings.modes) or None,
             rounds=settings.rounds,
             n_predict=prompt.n_predict,
-            sampling=replace(options[SamplingConfig], ignore_eos=settings.full_length),
+            sampling=replace(sampling_config(options), ignore_eos=settings.full_length),
             speculation=speculation_config(options),
         )
         libllama.set_log_level(log_level)  # for a model in this process

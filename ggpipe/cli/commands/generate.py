@@ -25,6 +25,7 @@ from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
+from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import GenerateOutput, Prompt
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
@@ -65,7 +66,7 @@ def request_of(options: Options) -> Request:
     """The request that a command line describes. Raises UsageError and SettingError."""
     prompt = options[Prompt]
     text, speculation = prompt.read(), speculation_config(options)
-    return Request(text, options[SamplingConfig], prompt.n_predict, speculation, options[Chat].conversation(text))
+    return Request(text, sampling_config(options), prompt.n_predict, speculation, options[Chat].conversation(text))
 
 
 def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:

@@ -10,7 +10,6 @@ from pathlib import Path
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
 from ggpipe.cluster.recording import dump
-from ggpipe.config import SamplingConfig
 from ggpipe.display.files import check_writable, write_text
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import open_terminal
@@ -21,6 +20,7 @@ from ggpipe.llama import libllama
 from ggpipe.measure.record import RecordSpec, WrittenText, check_pair, record_draft, write_texts
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
+from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import (
     Log,
     Prompt,
@@ -49,7 +49,7 @@ def run(options: Options) -> int:
             target=target,
             draft=draft,
             prompts=[("-p" if prompt.file is None else prompt.file.name, prompt.read()) for prompt in prompts],
-            sampling=options[SamplingConfig],
+            sampling=sampling_config(options),
             n_predict=prompt.n_predict,
             n_candidates=settings.candidates,
         )

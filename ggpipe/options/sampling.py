@@ -1,0 +1,45 @@
+"""Sampling settings as a command line writes them."""
+
+from __future__ import annotations
+
+import re
+
+from ggpipe.options.escapes import unescape
+from ggpipe.options.option import Options
+from ggpipe.options.settings import Prompt
+from ggpipe.sampling import SamplingConfig, samplers_by_name
+
+_BIAS = re.compile(r"(?P<token>\d+)(?P<bias>[+-].+)")
+
+
+def sampling_config(options: Options) -> SamplingConfig:
+    """How tokens are drawn. Raises SettingError."""
+    fields = options.fields(SamplingConfig)
+    breakers = fields.get("dry_sequence_breakers")
+    if breakers and options[Prompt].escape:
+        fields["dry_sequence_breakers"] = tuple(unescape(text) for text in breakers)
+    return SamplingConfig(**fields)
+
+
+def samplers(text: str) -> tuple[str, ...]:
+    """Names between semicolons or commas. Raises SettingError."""
+    return samplers_by_name(name.strip() for name in re.split("[;,]", text) if name.strip())
+
+
+def breakers(texts: list[str]) -> tuple[str, ...] | None:
+    """Texts as they are given; `none` forgets those before it. None where there are none."""
+    last = max((i for i, text in enumerate(texts) if text == "none"), default=-1)
+    return tuple(texts[last + 1 :]) if texts else None
+
+
+def logit_bias(texts: list[str]) -> tuple[tuple[int, float], ...]:
+    """`15043+1`, `15043-inf`. Raises ValueError with what to write instead."""
+    return tuple(_bias(text) for text in texts)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    match = _BIAS.fullmatch(text)
+    try:
+        return int(match["token"]), float(match["bias"])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise ValueError("write a token's number and a bias with its sign, as in 15043+1 or 15043-inf") from None
