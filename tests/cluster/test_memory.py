@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 from support.commands import TARGET, ggpipe
-from support.reference import listen
 from support.zoo import ZOO, ZooModel, make, pair_script
 
 from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
@@ -74,7 +73,6 @@ def compute_bytes(
     path: Path, layers: tuple[int, int], context: ContextConfig, capsys: pytest.CaptureFixture[str]
 ) -> float:
     """What libllama says that it takes to compute in, on this rank."""
-    listen()
     libllama.set_log_level(2)
     capsys.readouterr()
     try:

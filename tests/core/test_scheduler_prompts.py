@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.heads import cut_as_libllama, opened
-from support.zoo import ggml_base, make, quiet
+from support.zoo import ggml_base, make
 
 from ggpipe.core.messages import Row
 from ggpipe.core.request import Request
@@ -37,7 +37,6 @@ def test_chunk_borders_are_libllamas(n_tokens: int, n_batch: int, n_ubatch: int)
 @pytest.mark.parametrize(("n_tokens", "n_batch", "n_ubatch"), [(70, 32, 12), (70, 64, 64), (33, 512, 16), (20, 8, 16)])
 def test_libllama_cuts_there_itself(n_tokens: int, n_batch: int, n_ubatch: int, tmp_path: Path) -> None:
     """Seen from inside: how many rows enter the first layer, each time."""
-    quiet()
     path = make("llama-tied", tmp_path / "model.gguf")
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
     assert model is not None

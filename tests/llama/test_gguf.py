@@ -8,7 +8,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from support.reference import listen
 from support.zoo import make, split
 
 from ggpipe.config import ContextConfig, ModelConfig
@@ -21,7 +20,6 @@ from ggpipe.llama.vocab import Vocab
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make("llama-tied", tmp_path_factory.mktemp("model") / "whole.gguf")
-    listen()
     return path
 
 

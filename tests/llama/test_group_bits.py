@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.devices import tensor_parallel
 from support.pipeline import Pipeline
-from support.reference import Logits, Reference, listen, run_of
+from support.reference import Logits, Reference, run_of
 from support.runs import TREE
 from support.zoo import make
 
@@ -36,7 +36,6 @@ def test_one_process_with_as_many_devices(
 ) -> None:
     """libllama's kernels on the same slices, and its own sum, which has another order from three devices on."""
     path = make(name, tmp_path / "model.gguf", n_ff=512, weight_type=weight_type)
-    listen()
     with Reference(path, 256, model=tensor_parallel(shares), context=FIELDS) as reference:
         expected = []
         for run in TREE:

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from support.commands import TARGET
-from support.reference import Reference, listen, run_of
+from support.reference import Reference, run_of
 from support.zoo import ZOO, make, pair_script, quantize, split
 
 from ggpipe.cluster.model_shape import ModelShape
@@ -46,7 +46,6 @@ def buffer_bytes(
     kind: str, path: Path, layers: tuple[int, int], context: ContextConfig, capsys: pytest.CaptureFixture[str]
 ) -> float:
     """What libllama says that a stage takes for KV cells (KV) or recurrent states (RS), to 0.01 MB."""
-    listen()
     libllama.set_log_level(2)
     capsys.readouterr()
     try:

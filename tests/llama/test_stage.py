@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from support.pipeline import Pipeline, even_cuts, random_cuts
-from support.reference import Fields, Logits, Reference, listen, overrides, run_of
+from support.reference import Fields, Logits, Reference, overrides, run_of
 from support.zoo import ZOO, make, quantize, split
 
 from ggpipe.config import ContextConfig, LoadMode, ModelConfig
@@ -285,7 +285,6 @@ def test_bad_lora(folder: Path) -> None:
     path, other = model_of(folder, "llama"), model_of(folder, "qwen2")
     lora = write_lora(folder / "qwen2-lora.gguf", other, ("blk.0.attn_q.weight",))
     missing = folder / "missing.gguf"
-    listen()
     for file, why in ((lora, "model arch and LoRA arch mismatch"), (missing, "no such file"), (path, "general.type")):
         with pytest.raises(ModelError, match=f"`loras` {file}: .*{why}"):
             Pipeline(path, (1,), model=ModelConfig(path=path, loras=((file, 1.0),)))
@@ -352,6 +351,5 @@ def test_refuses_more_sequences_than_the_models_own_context_has_tokens(folder: P
 
 def test_refuses_a_context_that_cannot_be(folder: Path) -> None:
     path = model_of(folder, "deepseek2")  # its keys have 80 elements, q8_0's blocks 32
-    listen()
     with pytest.raises(UsageError, match=r"cannot make a context of 256 tokens: .*80"):
         Pipeline(path, (1,), ContextConfig(n_ctx=256, cache_type_k="q8_0", cache_type_v="q8_0"))

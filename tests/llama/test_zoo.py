@@ -12,14 +12,16 @@ import llama_cpp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.zoo import ZOO, make, pair_script, quantize, quiet, split
+from support.zoo import ZOO, make, pair_script, quantize, split
+
+from ggpipe.llama.libllama import start
 
 TOKENS = (5, 17, 3, 90, 44, 8, 121, 60)
 
 
 def logits(path: Path, tokens: Sequence[int] = TOKENS) -> NDArray[np.float32]:
     """Logits of every token, (tokens, vocabulary), decoded in one batch on one thread."""
-    quiet()
+    start()
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
     assert model is not None
     params = llama_cpp.llama_context_default_params()

@@ -16,7 +16,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from support.zoo import N_VOCAB_TEST, Value, ggml_base, quiet, set_value, weights_of
+from ggpipe.llama.libllama import start
+from support.zoo import N_VOCAB_TEST, Value, ggml_base, set_value, weights_of
 
 WIDTH, N_HEAD, N_FF = 768, 6, 768
 HEAD = WIDTH // N_HEAD
@@ -83,7 +84,7 @@ def write(name: str, path: Path, seed: int = 1) -> Path:
     """
     if path.exists():
         return path
-    quiet()
+    start()
     base = ggml_base()
     meta, file = base.gguf_init_empty(), base.gguf_init_empty()
     for key, value in metadata(name).items():

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
-from ggpipe.llama import libllama
 from ggpipe.llama.libllama import lib, start
 from ggpipe.sampling import SamplingConfig
 from support.common_sampler import common_chain
@@ -191,12 +190,6 @@ def overrides(*items: tuple[str, int | float | bool | str]) -> Any:
         else:
             entry.tag, entry.value.val_str = 3, value.encode()
     return array
-
-
-def listen() -> None:
-    """Let ggpipe hear what libllama logs, again: the zoo silences it for the whole process."""
-    start()
-    lib.llama_log_set(libllama._log_callback, ctypes.c_void_p(0))
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from ggpipe.llama.libllama import start
+
 N_CTX_TRAIN = 2048
 N_VOCAB_TEST = 128
 N_VOCAB_SPM = 384
@@ -160,7 +162,7 @@ def quantize(src: Path, dst: Path, ftype_name: str) -> Path:
 
     In a K-quant, libllama gives matrices whose rows are no multiple of 256 a type with smaller blocks.
     """
-    quiet()
+    start()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{ftype_name.upper()}")
     params.nthread = 1
@@ -179,7 +181,7 @@ def split(src: Path, dst_prefix: Path, n: int) -> list[Path]:
 
 def _build(model: ZooModel, path: Path, seed: int, n_layer: int, tokenizer: str) -> None:
     """Let libllama write the model with all its optional tensors."""
-    quiet()
+    start()
     base = ggml_base()
     meta = base.gguf_init_empty()
     for key, value in _metadata(model, n_layer, tokenizer).items():
@@ -337,12 +339,3 @@ def pair_script() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def quiet() -> None:
-    """Silence libllama in this process."""
-    llama_cpp.llama_log_set(_no_log, None)
-
-
-# at module level: must outlive every call of libllama
-_no_log = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
