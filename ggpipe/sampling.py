@@ -107,6 +107,8 @@ class SamplingConfig:
     """How slowly `adaptive_p` adapts to what it has drawn."""
     min_keep: int = 0
     """Tokens that top-p, min-p, typical and XTC leave at least."""
+    stop: tuple[str, ...] = ()
+    """Stop strings: where one of them is generated, the text ends in front of it."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, and what is added to their logits; minus infinity: never drawn."""
     seed: int = -1
@@ -146,6 +148,10 @@ class SamplingConfig:
         check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
         if len(self.logit_bias) > _MOST_BIASES:
             raise SettingError(f"`logit_bias` must have at most {_MOST_BIASES} tokens, got {len(self.logit_bias)}")
+        for name in ("stop", "dry_sequence_breakers"):
+            for text in getattr(self, name):
+                if not text or any("\ud800" <= c <= "\udfff" for c in text):
+                    raise SettingError(f"`{name}` must be texts in UTF-8 that are not empty, got {text!r}")
         for token, bias in self.logit_bias:
             if token < 0 or math.isnan(bias) or bias == math.inf:
                 raise SettingError(

@@ -20,6 +20,9 @@ _FREE_TEXT = (
     "--model",
     "-md",
     "--model-draft",
+    "-r",
+    "--reverse-prompt",
+    "--dry-sequence-breaker",
 )  # their values may look like options
 
 

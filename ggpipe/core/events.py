@@ -29,12 +29,14 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was sampled as asked. `end`: it ends the text. `want`: what sampling the one after it takes."""
+    """A token was sampled as asked. `end`: it ends the text. `want`: what sampling the one after it takes. `stop`: the
+    text ends behind it, with a stop string."""
 
     request: int
     token: int
     end: bool
     want: Want
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

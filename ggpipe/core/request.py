@@ -16,12 +16,14 @@ class Finish(enum.Enum):
     END_OF_TEXT = "end of text"
     LENGTH = "length"
     CONTEXT_FULL = "context full"
+    STOP_STRING = "stop string"
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token and the text that became whole with it (empty inside a character)."""
+    """A generated token and the text that can be shown with it: none inside a character, or while a stop string may
+    have begun."""
 
     id: int
     text: str
@@ -87,6 +89,8 @@ class Request:
     """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
     n_resumed: int = 0
     """The last tokens of `prompt` are text that other ranks generated before this request was resumed."""
+    is_stopped: bool = False
+    """There is a stop string in the text that other ranks generated: nothing is left to do."""
     saves: Saves = "nothing"
     """What is written to disk: the prompt but its last token when that is computed, or at the end all that is."""
 
@@ -94,6 +98,14 @@ class Request:
     def drafts(self) -> bool:
         """Drafters work for it."""
         return self.speculation.mode != "iterative" and bool(self.drafters)
+
+    def is_over(self, n_ctx: int) -> Finish | None:
+        """Why there is nothing left to do for a resumed request in a context of that size; None where there is."""
+        if self.is_stopped:
+            return Finish.STOP_STRING
+        if self.n_predict == 0:
+            return Finish.LENGTH
+        return Finish.CONTEXT_FULL if len(self.prompt) > n_ctx else None
 
     def after(self, tokens: Sequence[int]) -> Request:
         """What is left of it behind these tokens of its text, which are computed as its prompt is."""

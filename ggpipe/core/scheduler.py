@@ -134,8 +134,8 @@ class Scheduler:
 
     def _arrived(self, arrived: Arrived, request: Request, actions: list[Action]) -> None:
         n_ctx, n_prompt = self._limits.n_ctx, len(request.prompt)
-        if request.n_resumed and (request.n_predict == 0 or n_prompt > n_ctx):  # the ranks died before they said so
-            actions.append(Finished(request.id, Finish.CONTEXT_FULL if request.n_predict else Finish.LENGTH))
+        if request.n_resumed and (reason := request.is_over(n_ctx)):  # the ranks died before they said so
+            actions.append(Finished(request.id, reason))
             return
         if not 0 < n_prompt - request.n_resumed < n_ctx:
             raise ValueError(f"a prompt of {n_prompt - request.n_resumed} tokens in {n_ctx} cells")
@@ -331,7 +331,9 @@ class Scheduler:
         state.root_since = self._now
         root = state.tree.root
         actions.append(Emit(event.request, event.token, root.submitted))
-        if state.epoch == state.request.n_predict:
+        if event.stop:
+            self._end(state, Finish.STOP_STRING, actions)
+        elif state.epoch == state.request.n_predict:
             self._end(state, Finish.LENGTH, actions)
         elif root.pos >= self._admission.extended(state):
             self._end(state, Finish.CONTEXT_FULL, actions)

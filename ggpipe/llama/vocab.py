@@ -218,16 +218,33 @@ def _added(token: int | None) -> str:
 
 
 class TextDecoder:
-    """Turns tokens into text as they come; a character cut by a token border waits for its rest."""
+    """Turns tokens into text as they come, up to a stop string. What may be the beginning of one waits, and so does a
+    character that is cut by a token border."""
 
-    def __init__(self, vocab: Vocab) -> None:
+    def __init__(self, vocab: Vocab, stops: Sequence[str] = ()) -> None:
         self._vocab = vocab
+        self._stops = stops
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waiting = ""
+        self.is_stopped = False
+        """The text has come to a stop string, and ends in front of it."""
 
     def push(self, token: int) -> str:
-        """The text that is whole now."""
-        return self._utf8.decode(self._vocab.piece(token))
+        """The text that can be shown now."""
+        text = self._waiting + self._utf8.decode(self._vocab.piece(token))
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped, self._waiting = True, ""
+            return text[: min(found)]
+        n = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._waiting = text[len(text) - n :]
+        return text[: len(text) - n]
 
     def finish(self) -> str:
-        """What is left: a replacement character when the text ends inside a character."""
-        return self._utf8.decode(b"", final=True)
+        """What is left when the text ends: of a character that is cut, a replacement character."""
+        return "" if self.is_stopped else self._waiting + self._utf8.decode(b"", final=True)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the beginning of a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

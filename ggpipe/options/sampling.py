@@ -15,9 +15,9 @@ _BIAS = re.compile(r"(?P<token>\d+)(?P<bias>[+-].+)")
 def sampling_config(options: Options) -> SamplingConfig:
     """How tokens are drawn. Raises SettingError."""
     fields = options.fields(SamplingConfig)
-    breakers = fields.get("dry_sequence_breakers")
-    if breakers and options[Prompt].escape:
-        fields["dry_sequence_breakers"] = tuple(unescape(text) for text in breakers)
+    for name in ("dry_sequence_breakers", "stop"):
+        if name in fields and options[Prompt].escape:
+            fields[name] = tuple(unescape(text) for text in fields[name])
     return SamplingConfig(**fields)
 
 

@@ -171,6 +171,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(SamplingConfig, SAMPLING, "mirostat_tau", "--mirostat-ent", metavar="X", help="Target entropy of Mirostat."),
     _option(SamplingConfig, SAMPLING, "adaptive_target", "--adaptive-target", metavar="P", help="Probability near which adaptive_p prefers tokens, where --samplers names it; below 0: off."),
     _option(SamplingConfig, SAMPLING, "adaptive_decay", "--adaptive-decay", metavar="X", help="How slowly adaptive_p adapts to what it has drawn, 0 to 0.99."),
+    _option(SamplingConfig, SAMPLING, "stop", "-r", "--reverse-prompt", setting="stop", metavar="TEXT", many=True, help="End the text in front of this stop string, where the model writes it. May be repeated."),
     _option(SamplingConfig, SAMPLING, "logit_bias", "-l", "--logit-bias", metavar="TOKEN(+/-)BIAS", many=True, parse=sampling.logit_bias, help="Add a bias to the logit of a token, by its number: 15043+1, or 15043-inf for never. May be repeated."),
     _option(SamplingConfig, SAMPLING, "seed", "-s", "--seed", metavar="N", help="Seed; -1: random."),
     _option(SamplingConfig, SAMPLING, "ignore_eos", "--ignore-eos", help="Never end the text before -n tokens."),
@@ -289,7 +290,7 @@ COMMANDS: tuple[Command, ...] = (
         so far. With several --mpi-layer-split, layouts are compared in the fastest mode, or in those of --modes.
         """,
         records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, BenchSettings),
-        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares"}),
+        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares", "stop"}),
         required=frozenset({"model"}),
         defaults={"n_predict": 128, "seed": 1},
     ),

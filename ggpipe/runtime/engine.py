@@ -59,6 +59,8 @@ class ActiveRequest:
         """Filled in while the request is served."""
         self.sampler = sampler
         self.decoder = decoder
+        self.texts: collections.deque[str] = collections.deque()
+        """Of tokens that are sampled and not given out yet."""
         self.not_saved: list[str] = []
         """Why parts of the prompt cache are not written, a line each."""
 
@@ -82,7 +84,8 @@ class RequestEnded:
 
     request: ActiveRequest
     rest: str
-    """Text of a character whose last bytes never came, as a replacement character; mostly empty."""
+    """Text behind the last token's: what may have begun a stop string, a character whose last bytes never came, as a
+    replacement character; mostly empty."""
 
 
 EngineEvent = TokenReady | RequestEnded
@@ -137,9 +140,10 @@ class Engine:
     ) -> ActiveRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
-        A token that ends the text is not given out. `speculation` needs a draft model. `stats` is filled in while the
-        request is served. With `cache_prompt`, what earlier requests computed of the prompt is not computed again, and
-        this one's cells are kept for later ones. Requests beyond those that fit wait.
+        A token that ends the text is not given out; with a stop string, the text ends in front of it and the tokens
+        behind it. `speculation` needs a draft model. `stats` is filled in while the request is served. With
+        `cache_prompt`, what earlier requests computed of the prompt is not computed again, and this one's cells are kept
+        for later ones. Requests beyond those that fit wait.
 
         `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
         behind them, and `n_predict` counts them; `stats` may have their times already.
@@ -156,7 +160,7 @@ class Engine:
         sampler = Sampler(sampling, self.vocab, self.n_ctx)
         sampler.accept(prompt)
         sampler.resume(tokens)
-        decoder = TextDecoder(self.vocab)
+        decoder = TextDecoder(self.vocab, sampling.stop)
         for token in tokens:
             decoder.push(token)
         request = Request(
@@ -168,6 +172,7 @@ class Engine:
             banned=sampler.banned,
             want_grows=sampler.want_grows,
             cache_prompt=cache_prompt,
+            is_stopped=decoder.is_stopped,
             saves=self._saves,
         ).after(tokens)
         stats.seed, stats.n_prompt = sampler.seed, len(prompt)
@@ -278,12 +283,15 @@ class Engine:
     def _sample(self, active: ActiveRequest, row: RowLogits) -> Sampled:
         token = active.sampler.sample(row)
         active.sampler.accept((token,))
-        return Sampled(active.id, token, token in self._ends, active.sampler.want())
+        if is_end := token in self._ends:
+            return Sampled(active.id, token, is_end, active.sampler.want())
+        active.texts.append(active.decoder.push(token))
+        return Sampled(active.id, token, is_end, active.sampler.want(), active.decoder.is_stopped)
 
     def _emit(self, active: ActiveRequest, token: int, drafted: bool) -> None:
         active.stats.token_times.append(time.monotonic())
         active.stats.drafted.append(drafted)
-        self._events.append(TokenReady(active, Token(token, active.decoder.push(token), drafted)))
+        self._events.append(TokenReady(active, Token(token, active.texts.popleft(), drafted)))
 
     def _saved(self, request: int, problem: str) -> None:
         self._n_unsaved[request] -= 1

@@ -48,6 +48,11 @@ def test_breakers() -> None:
     assert config("--dry-sequence-breaker", "x", "--dry-sequence-breaker", "none").dry_sequence_breakers == ()
 
 
+def test_stop_strings() -> None:
+    assert config("-r", "a\\n", "--reverse-prompt", "-x").stop == ("a\n", "-x")
+    assert config("-r", "a\\n", "--no-escape").stop == ("a\\n",)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -57,6 +62,8 @@ def test_breakers() -> None:
         (lambda: config("-l", "5"), "`logit_bias` 5: write a token's number and a bias with its sign"),
         (lambda: config("-l", "5+x"), "`logit_bias` 5.x: write a token's number and a bias with its sign"),
         (lambda: config("-l", "5+inf"), "`logit_bias` must be tokens, .*, got 5 and inf"),
+        (lambda: config("-r", ""), "`stop` must be texts in UTF-8 that are not empty, got ''"),
+        (lambda: config("-r", "a\udcff"), "`stop` must be texts in UTF-8 that are not empty, got 'a.+dcff'"),
         (lambda: config("--mirostat", "3"), "`mirostat` must be a number from 0 to 2, got 3"),
         (lambda: config("--dry-base", "0.5"), "`dry_base` must be 1 or more, got 0.5"),
         (lambda: config("--adaptive-target", "1.5"), "`adaptive_target` must be below 0 .*, got 1.5"),

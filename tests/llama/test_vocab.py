@@ -172,6 +172,26 @@ def test_a_text_that_ends_inside_a_character(byte_tokens: Vocab) -> None:
     assert decoded(byte_tokens, tokens)[-4:] == ["", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab🙂", max_size=30), st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3), st.integers(1, 4))
+def test_stop_strings_are_never_shown(byte_tokens: Vocab, text: str, stops: list[str], n: int) -> None:
+    """Tokens come one at a time; what is shown is looked at after each `n` of them."""
+    decoder, whole = TextDecoder(byte_tokens, stops), TextDecoder(byte_tokens)
+    shown, so_far = "", ""
+    for i, token in enumerate(byte_tokens.tokenize(text)):
+        shown += decoder.push(token)
+        so_far += whole.push(token)
+        if found := [so_far.find(stop) for stop in stops if stop in so_far]:
+            assert decoder.is_stopped
+            assert shown + decoder.finish() == so_far[: min(found)]
+            return
+        if i % n == 0:
+            begun = max(k for stop in stops or [" "] for k in range(len(stop)) if so_far.endswith(stop[:k]))
+            assert shown == so_far[: len(so_far) - begun]
+    assert not decoder.is_stopped
+    assert shown + decoder.finish() == so_far + whole.finish()
+
+
 def test_a_byte_that_no_character_has(byte_tokens: Vocab) -> None:
     assert decoded(byte_tokens, (3 + 0xFF, 3 + ord("a"))) == ["\N{REPLACEMENT CHARACTER}", "a", ""]
 

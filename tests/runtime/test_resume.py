@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from support.commands import TARGET
@@ -104,6 +105,36 @@ def test_the_end_of_a_resumed_text() -> None:
         assert rest(-1, (5,) * (n_most + 1)) == (0, Finish.CONTEXT_FULL)
         assert rest(-1, (5,) * n_most) == (1, Finish.CONTEXT_FULL)
         assert rest(-1, (5,) * (n_most - 1)) == (2, Finish.CONTEXT_FULL)
+
+
+def test_a_stop_string() -> None:
+    """However the text is interrupted, it ends in front of the stop string."""
+    prompt, greedy = "Once upon a time", SamplingConfig(temp=0, ignore_eos=True)
+    with loaded(2, 1, 64) as engine:
+
+        def answer(sampling: SamplingConfig, tokens: Sequence[int] = ()) -> tuple[list[tuple[int, str]], str, object]:
+            speculation = TREES if len(tokens) % 2 else None
+            request = engine.submit(engine.vocab.tokenize(prompt), sampling, 30, speculation, tokens=tokens)
+            text, rest = [], ""
+            while request.is_active:
+                for event in engine.step():
+                    if isinstance(event, TokenReady):
+                        text.append((event.token.id, event.token.text))
+                    else:
+                        rest = event.rest
+            return text, rest, request.stats.finish
+
+        whole = "".join(text for _, text in answer(greedy)[0])
+        stop = whole[40:60]
+        assert whole.index(stop) == 40
+        stopping = replace(greedy, stop=("nowhere", stop))
+        tokens, rest, why = answer(stopping)
+        assert ("".join(text for _, text in tokens) + rest, why) == (whole[:40], Finish.STOP_STRING)
+        for cut in range(1, len(tokens) + 1):
+            assert answer(stopping, [token for token, _ in tokens[:cut]]) == (tokens[cut:], rest, why)
+        begun = replace(greedy, stop=(whole + "!",))  # nothing is shown before the end
+        tokens, rest, why = answer(begun)
+        assert (["".join(text for _, text in tokens), rest, why]) == ["", whole, Finish.LENGTH]
 
 
 def test_a_character_that_was_cut() -> None:

@@ -45,7 +45,8 @@ class ClientRequest:
     n_resumed: int = 0
     """Tokens of its text that were known when the ranks that serve it now took it."""
     rest: str = ""
-    """Text of a character whose last bytes never came, as a replacement character; mostly empty."""
+    """Text behind the last token's: what may have begun a stop string, and a replacement character for one whose last
+    bytes never came; mostly empty."""
     not_saved: tuple[str, ...] = ()
     """Why parts of the prompt cache are not written, a line each."""
     error: GgpipeError | None = None
@@ -126,7 +127,7 @@ class EngineClient(abc.ABC):
         self.can_speculate = can_speculate
         self.warnings = warnings
         self.rest = ""
-        """Of the last `generate`: text of a character whose last bytes never came, mostly none."""
+        """Of the last `generate`, as `ClientRequest.rest`."""
         self.not_saved: tuple[str, ...] = ()
         """Of the last `generate`, as `ClientRequest.not_saved`."""
         self._owner = owner

@@ -29,7 +29,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 5
+VERSION = 6
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -155,7 +155,7 @@ class Ended(Message, frozen=True, kw_only=True):
     finish: Finish
     ended_s: float
     rest: str
-    """Text of a character whose last bytes never came."""
+    """As `ClientRequest.rest`."""
     not_saved: tuple[str, ...]
     """Why parts of the prompt cache are not written, a line each."""
 
