@@ -142,8 +142,8 @@ class Engine:
 
         A token that ends the text is not given out; with a stop string, the text ends in front of it and the tokens
         behind it. `speculation` needs a draft model. `stats` is filled in while the request is served. With
-        `cache_prompt`, what earlier requests computed of the prompt is not computed again, and this one's cells are kept
-        for later ones. Requests beyond those that fit wait.
+        `cache_prompt`, what earlier requests computed of the prompt is not computed again, and its cells are kept for
+        later ones. Requests beyond those that fit wait.
 
         `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
         behind them, and `n_predict` counts them; `stats` may have their times already.
