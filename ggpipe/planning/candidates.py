@@ -38,6 +38,8 @@ class Constraints:
     """Only plans with a draft count."""
     groups: bool = True
     """Several ranks may compute a stage together, where the model allows it."""
+    halves: bool = False
+    """The machines of a group may send each other sums as 16-bit floats, where that pays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,20 @@ class Candidate:
         """Some layers are on several ranks."""
         return any(size > 1 and count for size, count in zip(self.arrangement.sizes, self.counts, strict=True))
 
+    @property
+    def has_groups_of_machines(self) -> bool:
+        """Some of these are on different machines."""
+        arrangement = self.arrangement
+        return any(
+            count and len({arrangement.target[i].node for i in stage}) > 1
+            for stage, count in zip(arrangement.stages, self.counts, strict=True)
+        )
+
+    @property
+    def with_halves(self) -> Candidate:
+        """With sums that travel as 16-bit floats."""
+        return replace(self, arrangement=replace(self.arrangement, tensor_wire="f16"))
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:

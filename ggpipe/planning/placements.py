@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.cluster.spec import ClusterSpec
+from ggpipe.config import TensorWire
 from ggpipe.core.layout import Layout
 from ggpipe.errors import UsageError
 from ggpipe.sim.virtual_cluster import Placement
@@ -37,6 +38,8 @@ class Arrangement:
     group_sizes: tuple[int, ...] = ()
     """Ranks of each of the target's stages; empty: one each."""
     tensor_split: tuple[float, ...] = ()
+    """As of `PipelineConfig`."""
+    tensor_wire: TensorWire = "f32"
     """As of `PipelineConfig`."""
     draft: Place | None = None
     inside: bool = False
@@ -91,6 +94,7 @@ class Arrangement:
             threads=tuple(threads),
             draft_threads=self.draft_threads if self.inside else None,
             tensor_split=self.tensor_split if len(self.tensor_split) in sizes else (),
+            tensor_wire=self.tensor_wire,
         )
         return replace(spec, links=links, threads=()), placement
 

@@ -5,7 +5,7 @@
    the time of all stages and that of the slowest.
 2. A formula in `candidates` picks the most promising ones, short simulations in `evaluate` the best of these.
 3. Layers move between its ranks as long as that helps. Where there are few splits, each is simulated.
-4. Speculation settings are tried one after the other.
+4. Speculation settings are tried one after the other, and 16-bit sums where a group has several machines.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from ggpipe.sim.virtual_cluster import Placement
 
 _WORTH = 1.03  # another setting than the default, or another placement, has to be this much faster
 _NOISE = 1.04  # noise of careful simulations: an even split that is this much slower may be as good
+_WIRE_WORTH = 1.05  # 16-bit sums, which are rounded, have to be this much faster
+_FEW_WIRES = 2  # other groups that are tried with 16-bit sums
 _FEW_SPLITS = 24
 _FINALISTS = 4  # candidates that are evaluated carefully
 _MOST_SHIFTS = 3  # layers that move at once
@@ -102,6 +104,8 @@ class Plan:
     alternative: tuple[Placement, Prediction] | None = None
     """The fastest without groups where the plan has some, and with groups where it has none; None where that cannot
     be."""
+    with_floats: Prediction | None = None
+    """With 32-bit sums, where the plan has 16-bit ones."""
     users: int | None = None
     """As in the request."""
 
@@ -160,7 +164,8 @@ class _Search:
         for mode in modes:
             candidate = self._best_candidate(estimates, mode)
             if candidate is not None:
-                found[mode] = candidate, self._predict(candidate, mode, self._tuned(candidate, mode))
+                candidate, speculation = self._with_best_wire(candidate, mode, self._tuned(candidate, mode))
+                found[mode] = candidate, self._predict(candidate, mode, speculation)
         best = max(found, key=lambda mode: self._worth(*found[mode]))
         candidate, prediction = found[best]
         predictions = {best: prediction}
@@ -182,6 +187,7 @@ class _Search:
             predictions=predictions,
             elsewhere=elsewhere,
             alternative=self._alternative(estimates, modes, candidate),
+            with_floats=self._with_floats(candidate, prediction),
             n_simulations=self._evaluator.n_runs,
             users=self._request.users,
         )
@@ -326,6 +332,30 @@ class _Search:
                 if speed > most * _WORTH:
                     best, most = other, speed
         return best
+
+    def _with_best_wire(
+        self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig
+    ) -> tuple[Candidate, SpeculationConfig]:
+        """With 16-bit sums where they pay: on its own groups, or on the best of other groups that were simulated."""
+        if not self._request.constraints.halves:
+            return candidate, speculation
+        simulated = self._simulated.get(mode, {})
+        best_of = {c.arrangement: c for c in sorted(simulated, key=simulated.__getitem__) if c.has_groups_of_machines}
+        groups = {candidate: speculation} if candidate.has_groups_of_machines else {}
+        usual = replace(self._request.speculation, mode=mode)
+        groups |= {c: usual for c in list(best_of.values())[-_FEW_WIRES:] if c.arrangement != candidate.arrangement}
+        speeds = {c: self._predict(c.with_halves, mode, own).tokens_per_s for c, own in groups.items()}
+        best = max(speeds, key=speeds.__getitem__, default=candidate)
+        speed = self._predict(candidate, mode, speculation).tokens_per_s
+        if speeds.get(best, 0.0) > _WIRE_WORTH * speed:
+            return best.with_halves, groups[best]
+        return candidate, speculation
+
+    def _with_floats(self, candidate: Candidate, prediction: Prediction) -> Prediction | None:
+        if candidate.arrangement.tensor_wire == "f32":
+            return None
+        floats = replace(candidate, arrangement=replace(candidate.arrangement, tensor_wire="f32"))
+        return self._predict(floats, prediction.mode, prediction.speculation)
 
     def _predict(self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig) -> Prediction:
         evaluation = self._evaluator.evaluate(candidate, mode, speculation, carefully=True)

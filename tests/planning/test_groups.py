@@ -68,6 +68,21 @@ def test_faster_machines_of_a_group_get_more_of_each_tensor() -> None:
         assert share == pytest.approx(speeds[rank.node], abs=0.3)
 
 
+def test_sums_are_sent_as_halves_where_that_pays() -> None:
+    usual, quick = nodes(1, 1, link=Link(80e-6, 1.5e7)), nodes(1, 1)
+    sockets = replace(cluster(node("n"), ranks=(0, 0)), local=Link(80e-6, 1.5e7))
+    wires = []
+    for spec in (usual, quick, sockets):
+        plan = make_plan(spec, TARGET, None, request(0.1, groups=True, halves=True, n_ranks=2))
+        check(plan, spec, TARGET)
+        wires.append((sizes_of(plan), plan.placement.tensor_wire))
+        assert (plan.with_floats is None) == (plan.placement.tensor_wire == "f32")
+        if plan.with_floats is not None:
+            assert plan.best.tokens_per_s > 1.05 * plan.with_floats.tokens_per_s
+    assert wires == [([2], "f16"), ([2], "f32"), ([2], "f32")]
+    assert planned(usual).placement.tensor_wire == "f32", "it rounds, so it is not for `auto`"
+
+
 def test_what_cannot_be_divided_is_not() -> None:
     spec = nodes(1, 1, 1, 1)
     assert max(sizes_of(planned(spec, replace(TARGET, max_parts=1)))) == 1

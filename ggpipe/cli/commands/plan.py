@@ -94,6 +94,7 @@ class _Request:
             threads=self._threads if self._threads > 0 else None,
             draft_threads=self._draft_threads if self._draft_threads > 0 else None,
             groups=not (self.context.exact or self.context.flash_attn == "off" or loras.plain or loras.scaled),
+            halves=True,
         )
         sizes = Sizes(n_ctx, self.context.n_batch, self.context.n_ubatch)
         request = PlanRequest(

@@ -87,6 +87,8 @@ def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tup
         words += ["--mpi-layer-split", shares_text(plan.placement.layout, plan.placement.draft_layout)]
     if plan.placement.tensor_split:
         words += ["--tensor-split", ",".join(f"{share:g}" for share in plan.placement.tensor_split)]
+    if plan.placement.tensor_wire != "f32":
+        words += ["--tensor-wire", plan.placement.tensor_wire]
     words += [*threads_flags(plan.placement), *_speculation_flags(plan.best), *command.extras]
     if hostfile is not None:
         words += ["--hostfile", str(hostfile)]
@@ -125,6 +127,8 @@ def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateComma
         "draft_inside_threads": placement.draft_threads,
         "group_sizes": [len(stage.ranks) for stage in placement.layout.stages] if placement.layout else [],
         "tensor_split": list(placement.tensor_split),
+        "tensor_wire": placement.tensor_wire,
+        "with_floats": asdict(plan.with_floats) if plan.with_floats is not None else None,
         "alternative": _alternative_object(plan),
         "best": plan.best.mode,
         "modes": {mode: asdict(prediction) for mode, prediction in plan.predictions.items()},
@@ -229,7 +233,18 @@ def _reasons(spec: ClusterSpec, plan: Plan) -> list[str]:
     )
     if slower.ttft_s < _MUCH_SOONER * plan.best.ttft_s:
         line += f" (TTFT {human_seconds(plan.best.ttft_s)} against {human_seconds(slower.ttft_s)})"
-    return ["", line]
+    return ["", line, *_wire_line(plan, unit)]
+
+
+def _wire_line(plan: Plan, unit: str) -> list[str]:
+    """What 16-bit sums gain, and what they do to the text."""
+    if plan.with_floats is None:
+        return []
+    return [
+        f"--tensor-wire f16 sends sums as 16-bit floats: without it {three_digits(plan.with_floats.tokens_per_s)} "
+        f"{unit}, TTFT {human_seconds(plan.with_floats.ttft_s)}",
+        "(they are rounded, so near-ties can be decided differently)",
+    ]
 
 
 def stages_text(placement: Placement) -> str:
