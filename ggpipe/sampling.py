@@ -5,9 +5,11 @@ Names and defaults are those of llama.cpp's server where its JSON has them.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ggpipe.checks import MAX_TOKENS, check_finite, check_range
 from ggpipe.errors import SettingError
@@ -26,6 +28,21 @@ SAMPLERS = {
     "infill": "i",
 }
 """All samplers that may be named, with their letters."""
+MODEL_KEYS = {
+    "general.sampling.sequence": "samplers",
+    "general.sampling.temp": "temp",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.xtc_probability": "xtc_probability",
+    "general.sampling.xtc_threshold": "xtc_threshold",
+    "general.sampling.penalty_last_n": "repeat_last_n",
+    "general.sampling.penalty_repeat": "repeat_penalty",
+    "general.sampling.mirostat": "mirostat",
+    "general.sampling.mirostat_tau": "mirostat_tau",
+    "general.sampling.mirostat_eta": "mirostat_eta",
+}
+"""Settings that a model's file may recommend, by their keys in it."""
 _ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
 _DEFAULT_SAMPLERS = tuple(SAMPLERS)[:9]
 _MOST_BIASES = 10_000
@@ -51,6 +68,17 @@ def samplers_by_letter(letters: str) -> tuple[str, ...]:
             known = ", ".join(f"{letter} ({name})" for letter, name in named.items())
             raise SettingError(f"`sampling_seq` has no {letter}: write some of {known}")
     return tuple(named[letter] for letter in letters)
+
+
+def _known(names: Iterable[str]) -> tuple[str, ...]:
+    """As `samplers_by_name`, without those that are not known."""
+
+    def found() -> Iterator[str]:
+        for name in names:
+            with contextlib.suppress(SettingError):
+                yield from samplers_by_name([name])
+
+    return tuple(found())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +186,19 @@ class SamplingConfig:
                     "`logit_bias` must be tokens, from 0 on, with finite numbers or minus infinity, "
                     f"got {token} and {bias:g}"
                 )
+
+    @classmethod
+    def of_model(cls, metadata: Mapping[str, str]) -> SamplingConfig:
+        """The defaults for a model whose file says this of `MODEL_KEYS`. What cannot be read, or is out of bounds, is
+        left out."""
+        config = cls()
+        for key, text in metadata.items():
+            field = MODEL_KEYS[key]
+            with contextlib.suppress(ValueError, OverflowError, SettingError):
+                value: Any = _known(text.split(";")) if field == "samplers" else float(text)
+                value = int(value) if isinstance(getattr(cls, field), int) else value
+                config = replace(config, **{field: value})
+        return config
 
     def is_on(self, sampler: str) -> bool:
         """A sampler of `samplers` does something."""

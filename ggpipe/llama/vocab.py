@@ -18,6 +18,7 @@ from ggpipe.errors import ModelError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, logged_errors, start
 from ggpipe.llama.params import model_params
+from ggpipe.sampling import MODEL_KEYS, SamplingConfig
 
 _UNKNOWN, _CONTROL, _LSTRIP, _RSTRIP = 1, 8, 128, 256  # LLAMA_TOKEN_ATTR_*
 _MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding
@@ -142,6 +143,15 @@ class Vocab:
     def eos_text(self) -> str:
         """The text of the token that ends a text; nothing where there is none."""
         return self.text(lib.llama_vocab_eos(self.pointer))
+
+    def sampling(self) -> SamplingConfig:
+        """llama.cpp's settings, or those that the model's file recommends."""
+        found: dict[str, str] = {}
+        for key in MODEL_KEYS:
+            value = ctypes.create_string_buffer(512)
+            if lib.llama_model_meta_val_str(self._model, key.encode(), value, len(value)) > 0:
+                found[key] = value.value.decode("utf-8", "replace")
+        return SamplingConfig.of_model(found)
 
     def template(self, name: str | None = None) -> str | None:
         """The chat template of the model's file: the usual one, or the one of this name (`tool_use`)."""

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 
 from ggpipe.options.escapes import unescape
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Prompt
 from ggpipe.sampling import SamplingConfig, samplers_by_name
 
+SamplingOf = Callable[[SamplingConfig], SamplingConfig]
+"""How tokens are drawn, by what is to be taken where nothing is given (`EngineClient.sampling`)."""
 _BIAS = re.compile(r"(?P<token>\d+)(?P<bias>[+-].+)")
 
 
-def sampling_config(options: Options) -> SamplingConfig:
-    """How tokens are drawn. Raises SettingError."""
+def sampling_config(options: Options, of_model: SamplingConfig | None = None) -> SamplingConfig:
+    """How tokens are drawn. `of_model`: for what is not given. Raises SettingError."""
     fields = options.fields(SamplingConfig)
     for name in ("dry_sequence_breakers", "stop"):
         if name in fields and options[Prompt].escape:
             fields[name] = tuple(unescape(text) for text in fields[name])
-    return SamplingConfig(**fields)
+    return replace(of_model or SamplingConfig(), **fields)
 
 
 def samplers(text: str) -> tuple[str, ...]:

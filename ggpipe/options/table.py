@@ -59,6 +59,13 @@ def _option(
     )  # fmt: skip
 
 
+def of_model(field: str, help: str) -> str:
+    """The help of a setting that the model's file may recommend."""
+    default = getattr(SamplingConfig, field)
+    text = ";".join(default) if isinstance(default, tuple) else f"{default:g}"
+    return f"{help} Default: the model's own, else {text}."
+
+
 # One option a line reads better than five.
 # fmt: off
 OPTIONS: tuple[Option, ...] = (
@@ -145,20 +152,20 @@ OPTIONS: tuple[Option, ...] = (
     _option(SpeculationConfig, SPECULATION, "continuous", "--continuous/--no-continuous", help="Keep drafting while earlier draft tokens are verified."),
     _option(BenchSettings, SPECULATION, "modes", "--modes", metavar="LIST", parse=settings.words, help="Modes to measure: iterative, speculative, async, single (the whole model in one process). Default: all that are possible."),
 
-    _option(SamplingConfig, SAMPLING, "samplers", "--samplers", metavar="LIST", parse=sampling.samplers, help="Samplers in their order, separated by semicolons or commas; those that are not named are not applied. There are adaptive_p and infill as well."),
+    _option(SamplingConfig, SAMPLING, "samplers", "--samplers", metavar="LIST", parse=sampling.samplers, optional=True, help=of_model("samplers", "Samplers in their order, separated by semicolons or commas; those that are not named are not applied. There are adaptive_p and infill as well.")),
     _option(SamplingConfig, SAMPLING, "samplers", "--sampling-seq", "--sampler-seq", setting="sampling_seq", metavar="LETTERS", optional=True, parse=samplers_by_letter, help="The same in letters, in place of --samplers: edskypmxt is the default."),
-    _option(SamplingConfig, SAMPLING, "temp", "--temp", "--temperature", metavar="T", help="Temperature; 0 or less: greedy."),
-    _option(SamplingConfig, SAMPLING, "top_k", "--top-k", metavar="N", help="Keep the N most probable tokens; 0: all."),
-    _option(SamplingConfig, SAMPLING, "top_p", "--top-p", metavar="P", help="Keep the most probable tokens that add up to P."),
-    _option(SamplingConfig, SAMPLING, "min_p", "--min-p", metavar="P", help="Keep tokens with at least P times the probability of the most probable one."),
+    _option(SamplingConfig, SAMPLING, "temp", "--temp", "--temperature", metavar="T", optional=True, help=of_model("temp", "Temperature; 0 or less: greedy.")),
+    _option(SamplingConfig, SAMPLING, "top_k", "--top-k", metavar="N", optional=True, help=of_model("top_k", "Keep the N most probable tokens; 0: all.")),
+    _option(SamplingConfig, SAMPLING, "top_p", "--top-p", metavar="P", optional=True, help=of_model("top_p", "Keep the most probable tokens that add up to P.")),
+    _option(SamplingConfig, SAMPLING, "min_p", "--min-p", metavar="P", optional=True, help=of_model("min_p", "Keep tokens with at least P times the probability of the most probable one.")),
     _option(SamplingConfig, SAMPLING, "top_n_sigma", "--top-n-sigma", "--top-nsigma", metavar="X", help="Keep tokens whose logit is within X standard deviations of the best one's; 0 or less: all."),
     _option(SamplingConfig, SAMPLING, "typical_p", "--typical", "--typical-p", metavar="P", help="Keep the most typical tokens that add up to P; 1: all."),
-    _option(SamplingConfig, SAMPLING, "xtc_probability", "--xtc-probability", metavar="P", help="How often XTC leaves out the most probable tokens; 0: never."),
-    _option(SamplingConfig, SAMPLING, "xtc_threshold", "--xtc-threshold", metavar="P", help="XTC leaves out tokens that are at least so probable, but for the last of them; above 0.5: none."),
+    _option(SamplingConfig, SAMPLING, "xtc_probability", "--xtc-probability", metavar="P", optional=True, help=of_model("xtc_probability", "How often XTC leaves out the most probable tokens; 0: never.")),
+    _option(SamplingConfig, SAMPLING, "xtc_threshold", "--xtc-threshold", metavar="P", optional=True, help=of_model("xtc_threshold", "XTC leaves out tokens that are at least so probable, but for the last of them; above 0.5: none.")),
     _option(SamplingConfig, SAMPLING, "dynatemp_range", "--dynatemp-range", metavar="X", help="Dynamic temperature: between --temp minus and plus X, by the entropy of the candidates; 0: off."),
     _option(SamplingConfig, SAMPLING, "dynatemp_exponent", "--dynatemp-exp", metavar="X", help="Exponent of the dynamic temperature."),
-    _option(SamplingConfig, SAMPLING, "repeat_last_n", "--repeat-last-n", metavar="N", help="Tokens that penalties look back on; 0: off, -1: the whole context."),
-    _option(SamplingConfig, SAMPLING, "repeat_penalty", "--repeat-penalty", metavar="X", help="Penalise repeated tokens; 1: off."),
+    _option(SamplingConfig, SAMPLING, "repeat_last_n", "--repeat-last-n", metavar="N", optional=True, help=of_model("repeat_last_n", "Tokens that penalties look back on; 0: off, -1: the whole context.")),
+    _option(SamplingConfig, SAMPLING, "repeat_penalty", "--repeat-penalty", metavar="X", optional=True, help=of_model("repeat_penalty", "Penalise repeated tokens; 1: off.")),
     _option(SamplingConfig, SAMPLING, "presence_penalty", "--presence-penalty", metavar="X", help="Penalise tokens that occurred; 0: off."),
     _option(SamplingConfig, SAMPLING, "frequency_penalty", "--frequency-penalty", metavar="X", help="Penalise tokens by how often they occurred; 0: off."),
     _option(SamplingConfig, SAMPLING, "dry_multiplier", "--dry-multiplier", metavar="X", help="DRY: penalise tokens that go on with a repetition; 0: off."),
@@ -166,9 +173,9 @@ OPTIONS: tuple[Option, ...] = (
     _option(SamplingConfig, SAMPLING, "dry_allowed_length", "--dry-allowed-length", metavar="N", help="DRY: tokens that may be repeated without penalty."),
     _option(SamplingConfig, SAMPLING, "dry_penalty_last_n", "--dry-penalty-last-n", metavar="N", help="DRY: tokens in which repetitions are searched; 0: off, -1: the whole context."),
     _option(SamplingConfig, SAMPLING, "dry_sequence_breakers", "--dry-sequence-breaker", metavar="TEXT", many=True, parse=sampling.breakers, help=r"DRY: a text over which no repetition goes on. May be repeated; none: there is no such text. Default: \\n, a colon, a double quote and a star."),
-    _option(SamplingConfig, SAMPLING, "mirostat", "--mirostat", metavar="N", help="Mirostat 1 or 2, after --temp, in place of all samplers; 0: off."),
-    _option(SamplingConfig, SAMPLING, "mirostat_eta", "--mirostat-lr", metavar="X", help="Learning rate of Mirostat."),
-    _option(SamplingConfig, SAMPLING, "mirostat_tau", "--mirostat-ent", metavar="X", help="Target entropy of Mirostat."),
+    _option(SamplingConfig, SAMPLING, "mirostat", "--mirostat", metavar="N", optional=True, help=of_model("mirostat", "Mirostat 1 or 2, after --temp, in place of all samplers; 0: off.")),
+    _option(SamplingConfig, SAMPLING, "mirostat_eta", "--mirostat-lr", metavar="X", optional=True, help=of_model("mirostat_eta", "Learning rate of Mirostat.")),
+    _option(SamplingConfig, SAMPLING, "mirostat_tau", "--mirostat-ent", metavar="X", optional=True, help=of_model("mirostat_tau", "Target entropy of Mirostat.")),
     _option(SamplingConfig, SAMPLING, "adaptive_target", "--adaptive-target", metavar="P", help="Probability near which adaptive_p prefers tokens, where --samplers names it; below 0: off."),
     _option(SamplingConfig, SAMPLING, "adaptive_decay", "--adaptive-decay", metavar="X", help="How slowly adaptive_p adapts to what it has drawn, 0 to 0.99."),
     _option(SamplingConfig, SAMPLING, "stop", "-r", "--reverse-prompt", setting="stop", metavar="TEXT", many=True, help="End the text in front of this stop string, where the model writes it. May be repeated."),

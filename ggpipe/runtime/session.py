@@ -27,7 +27,7 @@ class Session(EngineClient):
 
     def __init__(self, head: Head, engine: Engine, warnings: tuple[str, ...] = ()) -> None:
         """`head`: the one that the engine was loaded with; it says when the user wants an end."""
-        super().__init__(head, head.ranks, engine.n_ctx, engine.can_speculate, warnings)
+        super().__init__(head, head.ranks, engine.n_ctx, engine.can_speculate, warnings, engine.vocab.sampling())
         self.engine = engine
         self.vocab = engine.vocab
         self._head = head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,13 @@ def config(*arguments: str) -> SamplingConfig:
 
 def test_nothing_given() -> None:
     assert config() == SamplingConfig()
+
+
+def test_what_the_model_recommends() -> None:
+    of_model = SamplingConfig(temp=0.6, top_k=20, samplers=("top_k",), seed=5)
+    assert sampling_config(given(), of_model) == replace(of_model, seed=-1)
+    own = sampling_config(given("--temp", "0.8", "--sampling-seq", "kt"), of_model)
+    assert (own.temp, own.top_k, own.samplers) == (0.8, 20, ("top_k", "temperature"))
 
 
 def test_the_order_of_samplers() -> None:

@@ -10,12 +10,14 @@ import llama_cpp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat_model import recommend
 from support.zoo import N_VOCAB_SPM, make
 
 from ggpipe.config import ModelConfig
 from ggpipe.errors import ModelError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import TextDecoder, Vocab, VocabOutline
+from ggpipe.sampling import SamplingConfig
 
 TALES = Path(__file__).parents[2] / "ggpipe" / "models" / "tales-target.gguf"
 TEXTS = (
@@ -135,6 +137,28 @@ def test_special_tokens_have_no_text(tales: Vocab, byte_tokens: Vocab) -> None:
     assert tales.piece(0) == b""
     assert [byte_tokens.piece(token) for token in (0, 1, 2)] == [b""] * 3
     assert tales.tokenize("a<|endoftext|>")[-1] == 0
+
+
+# What a model's file recommends
+
+
+def test_sampling_that_the_file_recommends(tales: Vocab, tmp_path: Path) -> None:
+    assert tales.sampling() == SamplingConfig()
+    values: dict[str, float | str] = {
+        "sequence": "top_k;unheard_of;temp", "temp": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.0,
+        "xtc_probability": 0.1, "xtc_threshold": 0.2, "penalty_last_n": 5, "penalty_repeat": 1.1, "mirostat": 7,
+        "mirostat_tau": 4.0, "mirostat_eta": "a word",
+    }  # fmt: skip
+    path = recommend(TALES, tmp_path / "recommends.gguf", values)
+    vocab = Vocab(ModelFile.open(path), ModelConfig(path=path))
+    found = vocab.sampling()
+    vocab.close()
+    others = {name: value for name, value in vars(found).items() if value != getattr(SamplingConfig, name)}
+    assert others.pop("samplers") == ("top_k", "temperature")
+    assert others == {
+        "temp": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.0, "xtc_probability": 0.1, "xtc_threshold": 0.2,
+        "repeat_last_n": 5, "repeat_penalty": 1.1, "mirostat_tau": 4.0,
+    }  # fmt: skip
 
 
 # TextDecoder

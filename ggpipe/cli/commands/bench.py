@@ -49,7 +49,7 @@ from ggpipe.options.engine_config import (
     warnings_of,
 )
 from ggpipe.options.option import Options
-from ggpipe.options.sampling import sampling_config
+from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
     Log,
@@ -90,7 +90,7 @@ def run(options: Options) -> int:
             speculation=speculation_config(options),
         )
         libllama.set_log_level(log_level)  # for a model in this process
-        return _bench(ranks, spec, settings, warnings_of(options))
+        return _bench(ranks, spec, settings, warnings_of(options), functools.partial(sampling_config, options))
 
     if len(layouts) == 1:
         only = next(iter(layouts.values()))
@@ -122,7 +122,13 @@ def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
     return {name: replace(prompt, file=path).read() for name, path in zip(unique, files, strict=True)}
 
 
-def _bench(ranks: Iterable[StartedRanks], spec: BenchSpec, settings: BenchSettings, warnings: Sequence[str]) -> int:
+def _bench(
+    ranks: Iterable[StartedRanks],
+    spec: BenchSpec,
+    settings: BenchSettings,
+    warnings: Sequence[str],
+    sampling: SamplingOf,
+) -> int:
     for path in (settings.csv, settings.json):
         if path is not None:
             check_writable(path)
@@ -142,7 +148,9 @@ def _bench(ranks: Iterable[StartedRanks], spec: BenchSpec, settings: BenchSettin
             engines[layout] = _load(own, terminal)
             for warning in engines[layout].warnings:
                 warn(f"{layout}: {warning}" if layout else warning)
-        work = work_of(spec, engines[spec.layouts[0]], show)
+        first = engines[spec.layouts[0]]
+        spec = replace(spec, sampling=replace(sampling(first.sampling), ignore_eos=settings.full_length))
+        work = work_of(spec, first, show)
         single = None
         if "single" in work.modes:
             single = _load(LocalRanks(stack.enter_context(open_single(spec.config))), terminal)

@@ -76,7 +76,7 @@ def _without_draft(drafted: Answer, request: Request, color: Color) -> RequestSt
             display.request(stats)
         prompt = engine.tokenize(request.text)
         iterative = replace(request.speculation, mode="iterative")
-        for token in engine.generate(prompt, request.sampling, n_tokens, stats, iterative):
+        for token in engine.generate(prompt, request.sampling(engine.sampling), n_tokens, stats, iterative):
             if display:
                 display.text(token.text)
     finally:

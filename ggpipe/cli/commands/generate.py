@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ggpipe.chat.conversation import Conversation
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable
@@ -25,7 +25,7 @@ from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
-from ggpipe.options.sampling import sampling_config
+from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import GenerateOutput, Prompt
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
@@ -47,7 +47,7 @@ class Request:
     """A prompt to continue, and how."""
 
     text: str
-    sampling: SamplingConfig
+    sampling: SamplingOf
     n_predict: int
     speculation: SpeculationConfig
     conversation: Conversation | None = None
@@ -66,7 +66,9 @@ def request_of(options: Options) -> Request:
     """The request that a command line describes. Raises UsageError and SettingError."""
     prompt = options[Prompt]
     text, speculation = prompt.read(), speculation_config(options)
-    return Request(text, sampling_config(options), prompt.n_predict, speculation, options[Chat].conversation(text))
+    sampling_config(options)  # which raises now what it would raise later
+    sampling = functools.partial(sampling_config, options)
+    return Request(text, sampling, prompt.n_predict, speculation, options[Chat].conversation(text))
 
 
 def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:
@@ -108,7 +110,8 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
             display.request(stats)
             if output.display_prompt:
                 display.prompt(request.text)
-        for token in engine.generate(prompt, request.sampling, request.n_predict, stats, request.speculation):
+        sampling = request.sampling(engine.sampling)
+        for token in engine.generate(prompt, sampling, request.n_predict, stats, request.speculation):
             write(token.text, origin_style(token.drafted))
         write(engine.rest)
         for line in engine.not_saved:

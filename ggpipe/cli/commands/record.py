@@ -20,7 +20,7 @@ from ggpipe.llama import libllama
 from ggpipe.measure.record import RecordSpec, WrittenText, check_pair, record_draft, write_texts
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
-from ggpipe.options.sampling import sampling_config
+from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
     Log,
     Prompt,
@@ -55,24 +55,26 @@ def run(options: Options) -> int:
         )
 
     def front_end(ranks: StartedRanks) -> int:
-        return _record(ranks, spec(), settings.output)
+        return _record(ranks, spec(), functools.partial(sampling_config, options), settings.output)
 
     libllama.set_log_level(2 if options[Log].verbose else 5)
     return run_command(target, options, front_end, prepare=spec)
 
 
-def _record(ranks: StartedRanks, spec: RecordSpec, output: Path) -> int:
+def _record(ranks: StartedRanks, spec: RecordSpec, sampling: SamplingOf, output: Path) -> int:
     check_writable(output)
     pair = check_pair(spec.target.model, spec.draft.model, spec.sampling)
-    written, seed = _write_texts(ranks, spec)
+    spec, written, seed = _write_texts(ranks, spec, sampling)
     recording = record_draft(spec, written, seed, pair)
     write_text(output, dump(recording))
     Stdout(sys.stdout).write(recording_text(recording), ranks.is_ending)
     return 0
 
 
-def _write_texts(ranks: StartedRanks, spec: RecordSpec) -> tuple[list[WrittenText], int]:
-    """Load, and have the target write, on the live display. Returns the texts and their seed."""
+def _write_texts(
+    ranks: StartedRanks, spec: RecordSpec, sampling: SamplingOf
+) -> tuple[RecordSpec, list[WrittenText], int]:
+    """Load, and have the target write, on the live display. Returns how they were drawn, the texts, their seed."""
     terminal = open_terminal("auto")
     display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading) if terminal is not None else None
     try:
@@ -81,9 +83,10 @@ def _write_texts(ranks: StartedRanks, spec: RecordSpec) -> tuple[list[WrittenTex
         engine = ranks.load()
         for warning in engine.warnings:
             warn(warning)
+        spec = replace(spec, sampling=sampling(engine.sampling))
         if display is not None:
-            return write_texts(engine, spec, display.request, display.text, warn)
-        return write_texts(engine, spec, warn=warn)
+            return spec, *write_texts(engine, spec, display.request, display.text, warn)
+        return spec, *write_texts(engine, spec, warn=warn)
     finally:
         if display is not None:
             display.stop()

@@ -119,6 +119,7 @@ class EngineClient(abc.ABC):
         n_ctx: int,
         can_speculate: bool,
         warnings: tuple[str, ...] = (),
+        sampling: SamplingConfig | None = None,
     ) -> None:
         self.ranks = ranks
         """All ranks in order; behind them the draft inside the head's process, if there is one."""
@@ -126,6 +127,9 @@ class EngineClient(abc.ABC):
         """KV cells, for all requests together."""
         self.can_speculate = can_speculate
         self.warnings = warnings
+        self.sampling = sampling or SamplingConfig()
+        """What the model's file recommends, and llama.cpp's defaults for the rest: for settings that the user leaves
+        out."""
         self.rest = ""
         """Of the last `generate`, as `ClientRequest.rest`."""
         self.not_saved: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 6
+VERSION = 7
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -113,6 +113,8 @@ class Loaded(Message, frozen=True, kw_only=True):
     n_ctx: int
     can_speculate: bool
     warnings: tuple[str, ...]
+    sampling: SamplingConfig
+    """As `EngineClient.sampling`."""
 
 
 class Started(Message, frozen=True, kw_only=True):

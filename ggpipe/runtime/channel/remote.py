@@ -218,7 +218,7 @@ class RemoteEngine(EngineClient):
 
     def __init__(self, ranks: RemoteRanks, loaded: Loaded, offset_s: float) -> None:
         """`offset_s`: this process's clock minus the head's."""
-        super().__init__(ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings)
+        super().__init__(ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings, loaded.sampling)
         self._own = ranks
         self._offset_s = offset_s
         self._kept: list[FromHead] = []

@@ -53,6 +53,7 @@ def serve(front_end: FrontEnd, head: Head) -> None:
             n_ctx=session.n_ctx,
             can_speculate=session.can_speculate,
             warnings=session.warnings,
+            sampling=session.sampling,
         )
     )
     server = _Server(front_end, session)

@@ -227,7 +227,7 @@ class SupervisedEngine(EngineClient):
     """The engine of ranks that may be other ones than before. All methods but `stop` belong to the main thread."""
 
     def __init__(self, own: Supervisor, engine: EngineClient, on_line: Callable[[str], None]) -> None:
-        super().__init__(own, own.ranks, engine.n_ctx, engine.can_speculate, engine.warnings)
+        super().__init__(own, own.ranks, engine.n_ctx, engine.can_speculate, engine.warnings, engine.sampling)
         self._own = own
         self._engine = engine
         self._on_line = on_line
