@@ -160,7 +160,8 @@ def fails(*arguments: object, words: tuple[str, ...]) -> None:
     done = ggpipe("record", *arguments)
     assert done.returncode == 2, done
     assert done.stdout == ""
-    (line,) = done.stderr.strip().splitlines()
+    line, *more = done.stderr.strip().splitlines()
+    assert not more, done.stderr
     assert line.startswith("ggpipe: error: ")
     assert all(word in line for word in words), line
 
