@@ -18,7 +18,11 @@ from ggpipe.planning.groups import grouped
 from ggpipe.planning.placements import Arrangement, arrangements
 from ggpipe.planning.splits import good_splits
 from ggpipe.planning.stage_tables import N_PAST, ROWS, Part, Stage, StageTables
+from ggpipe.sim.groups import group_cost
 from ggpipe.sim.virtual_cluster import stage_cost
+
+_SMALL_DRAFT = 4  # draft tokens for each of the target's runs, about
+_DRAFT_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,7 @@ class CandidateSearch:
             in_order=constraints.in_order,
             threads=constraints.threads,
             draft_threads=constraints.draft_threads,
+            draft_parts=self._draft_parts(),
         )
         possible = [arrangement for arrangement in possible if arrangement.drafts or not constraints.must_draft]
         if constraints.groups and self._target.max_parts > 1:
@@ -156,9 +161,9 @@ class CandidateSearch:
 
     def _of(self, arrangement: Arrangement) -> Iterator[Estimate]:
         rooms = [self._usable(node) for node in range(len(self._spec.nodes))]
-        if arrangement.draft is not None:
-            rooms[arrangement.draft.node] -= self._draft_memory(True)
-        inside = self._draft_memory(False) if arrangement.inside else 0.0
+        for place in arrangement.draft:
+            rooms[place.node] -= self._draft_memory(len(arrangement.draft))
+        inside = self._draft_memory(0) if arrangement.inside else 0.0
         on = [place.node for place in arrangement.target]
         if min(rooms) < 0:
             return
@@ -180,20 +185,30 @@ class CandidateSearch:
     def _usable(self, node: int) -> float:
         return self._spec.nodes[node].memory_bytes * USABLE
 
-    def _draft_memory(self, own_rank: bool) -> float:
+    def _draft_parts(self) -> int:
+        """Ranks that may compute the draft together. A draft that is small beside a machine's part of the target gains
+        nothing."""
+        draft, constraints = self._draft, self._constraints
+        if draft is None or not constraints.groups or constraints.in_order:
+            return 1
+        is_small = _SMALL_DRAFT * len(self._spec.nodes) * draft.weight_bytes < self._target.weight_bytes
+        return 1 if is_small else min(draft.max_parts, _DRAFT_PARTS)
+
+    def _draft_memory(self, n_ranks: int) -> float:
+        """Of one of the draft's ranks; without any it is inside the head."""
         assert self._draft is not None
-        memory = stage_memory(
-            self._draft, (0, self._draft.n_layer), self._constraints.n_ctx, self._constraints.n_ubatch
-        )
-        return (memory + process_memory(self._draft, True)).total if own_rank else memory.total
+        part = self._draft.part(1 / max(n_ranks, 1))
+        memory = stage_memory(part, (0, part.n_layer), self._constraints.n_ctx, self._constraints.n_ubatch)
+        return (memory + process_memory(part, True)).total if n_ranks else memory.total
 
     def _draft_s(self, arrangement: Arrangement) -> float:
         if self._draft is None or not arrangement.drafts:
             return 0.0
-        node = arrangement.draft.node if arrangement.draft is not None else arrangement.target[0].node
-        layers = (0, self._draft.n_layer)
-        cost = stage_cost(self._spec.nodes[node], self._draft, layers, arrangement.draft_threads, is_draft=True)
-        return self._spec.overheads.run_s + cost.seconds(1, N_PAST)
+        on = [place.node for place in arrangement.draft or arrangement.target[:1]]
+        part, layers = self._draft.part(1 / len(on)), (0, self._draft.n_layer)
+        cost = stage_cost(self._spec.nodes[on[0]], part, layers, arrangement.draft_threads, is_draft=True)
+        sums_s = group_cost(self._spec, self._draft, layers, on).seconds(1, 1) if len(on) > 1 else 0.0
+        return self._spec.overheads.run_s + cost.seconds(1, N_PAST) + sums_s
 
     def _missing(self) -> UsageError:
         """Fill machine after machine, and name what is left over."""
@@ -202,7 +217,7 @@ class CandidateSearch:
         what = f"weights of {_gb(whole.weights)}, a KV cache of {_gb(whole.kv)}"
         draft_bytes = 0.0
         if self._draft is not None:
-            draft_bytes = self._draft_memory(False)
+            draft_bytes = self._draft_memory(0)
             what += f", a draft of {_gb(draft_bytes)}"
         nodes, start, left = range(len(self._spec.nodes)), 0, 0.0
         order = sorted(nodes, key=lambda node: -self._usable(node))

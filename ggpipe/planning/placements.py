@@ -41,7 +41,8 @@ class Arrangement:
     """As of `PipelineConfig`."""
     tensor_wire: TensorWire = "f32"
     """As of `PipelineConfig`."""
-    draft: Place | None = None
+    draft: tuple[Place, ...] = ()
+    """Of its ranks, which compute it together."""
     inside: bool = False
     """The draft is inside the head."""
     draft_threads: int = 1
@@ -53,7 +54,7 @@ class Arrangement:
     @property
     def drafts(self) -> bool:
         """There is a draft."""
-        return self.inside or self.draft is not None
+        return self.inside or bool(self.draft)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -67,7 +68,7 @@ class Arrangement:
 
     def places(self, counts: Sequence[int]) -> tuple[Place, ...]:
         """The place of each rank. `counts`: layers of each stage."""
-        return (*(self.target[i] for i in self._ranks(counts)), *([self.draft] if self.draft is not None else []))
+        return (*(self.target[i] for i in self._ranks(counts)), *self.draft)
 
     def placed(
         self, spec: ClusterSpec, counts: Sequence[int], draft_layers: int | None
@@ -77,9 +78,9 @@ class Arrangement:
         starts, sizes = [sum(counts[:i]) for i in used], tuple(self.sizes[i] for i in used)
         layout = Layout.of_ranks([(a, a + counts[i]) for a, i in zip(starts, used, strict=True)], 0, sizes)
         threads, draft_layout = [self.threads[i] for i in ranks], None
-        if self.draft is not None and draft_layers is not None:
-            draft_layout = Layout.of_ranks([(0, draft_layers)], len(ranks))
-            threads.append(self.draft_threads)
+        if self.draft and draft_layers is not None:
+            draft_layout = Layout.of_ranks([(0, draft_layers)], len(ranks), (len(self.draft),))
+            threads += [self.draft_threads] * len(self.draft)
         places = list(enumerate(self.places(counts)))
         links = {
             (i, j): spec.links[a.rank, b.rank]
@@ -114,14 +115,16 @@ def arrangements(
     in_order: bool = False,
     threads: int | None = None,
     draft_threads: int | None = None,
+    draft_parts: int = 1,
 ) -> list[Arrangement]:
     """All arrangements that are worth an estimate. `speed`: a node's, in any unit.
 
     `n_ranks`: exactly this number of ranks. `in_order`: the cluster's ranks as they are, the last one for the draft.
-    `threads`: those of each rank, instead of a part of its machine's cores; `draft_threads`: those of the draft. Raises
-    UsageError for more ranks than there is room for.
+    `threads`: those of each rank, instead of a part of its machine's cores; `draft_threads`: those of the draft.
+    `draft_parts`: ranks that may compute the draft together, at most. Raises UsageError for more ranks than there is
+    room for.
     """
-    maker = _Maker(spec, speed, n_ranks is not None or in_order, in_order, threads, draft_threads)
+    maker = _Maker(spec, speed, n_ranks is not None or in_order, in_order, threads, draft_threads, draft_parts)
     places = _places(spec)
     if n_ranks is not None and n_ranks > len(places):
         raise UsageError(
@@ -157,6 +160,7 @@ class _Maker:
         in_order: bool,
         threads: int | None,
         draft_threads: int | None,
+        draft_parts: int,
     ) -> None:
         self._spec = spec
         self._speed = speed
@@ -164,6 +168,7 @@ class _Maker:
         self._in_order = in_order
         self._threads = threads
         self._draft_threads = draft_threads
+        self._draft_parts = draft_parts
 
     def without_draft(self, base: list[Place]) -> Iterator[Arrangement]:
         for order in self._orders(base):
@@ -175,32 +180,40 @@ class _Maker:
                 yield self._made(order, inside=True, draft_cores=share)
         if len(base) > 1:
             for place in [base[-1]] if self._in_order else self._kinds(base):
-                others = [p for p in base if p != place]
-                for order in self._orders(others):
-                    yield self._made(order, place)
+                for drafting in self._draft_groups(base, place):
+                    others = [p for p in base if p not in drafting]
+                    for order in self._orders(others):
+                        yield self._made(order, drafting)
         if self._all_used:
             return
         for place in self._kinds(base):  # on the machine of the target's last rank: mpirun fills machine after machine
             if self._spec.nodes[place.node].cores > 1:
                 order = [*(p for p in base if p.node != place.node), place]
                 for share in self._draft_shares(place.node):
-                    yield self._made(order, Place(place.node), draft_cores=share)
+                    yield self._made(order, (Place(place.node),), draft_cores=share)
+
+    def _draft_groups(self, base: list[Place], place: Place) -> Iterator[tuple[Place, ...]]:
+        """Places for the draft: this one, and groups of machines of its kind that end with it."""
+        nodes = self._spec.nodes
+        alike = [p for p in base if replace(nodes[p.node], name="") == replace(nodes[place.node], name="")]
+        for size in range(1, min(self._draft_parts, len(alike), len(base) - 1) + 1):
+            yield (*[p for p in alike if p != place][len(alike) - size :], place)
 
     def _made(
-        self, target: list[Place], draft: Place | None = None, *, inside: bool = False, draft_cores: int = 0
+        self, target: list[Place], draft: tuple[Place, ...] = (), *, inside: bool = False, draft_cores: int = 0
     ) -> Arrangement:
         """`draft_cores`: the draft's cores on a machine that it shares; 0: as many as any rank there."""
-        on = [place.node for place in target] + ([draft.node] if draft else [])
-        shared = target[0].node if inside else draft.node if draft and draft_cores else None
+        on = [place.node for place in (*target, *draft)]
+        shared = target[0].node if inside else draft[0].node if draft and draft_cores else None
         threads = []
         for place in target:
             cores, n_ranks = self._spec.nodes[place.node].cores, on.count(place.node)
             if place.node == shared and draft_cores:
-                cores, n_ranks = cores - draft_cores, n_ranks - (draft is not None)
+                cores, n_ranks = cores - draft_cores, n_ranks - len(draft)
             threads.append(self._threads_of(place, max(cores // n_ranks, 1)))
-        if draft is not None:
-            own = draft_cores or max(self._spec.nodes[draft.node].cores // on.count(draft.node), 1)
-            draft_threads = self._threads_of(draft, own)
+        if draft:
+            own = draft_cores or max(self._spec.nodes[draft[0].node].cores // on.count(draft[0].node), 1)
+            draft_threads = self._threads_of(draft[0], own)
         else:
             draft_threads = self._threads or draft_cores or threads[0]
         if self._draft_threads is not None:
@@ -208,7 +221,7 @@ class _Maker:
         skips = [not self._all_used] * len(target)
         if inside:
             skips[0] = False  # else another one would be the head, with all its threads for the target
-        elif draft is not None and draft_cores:
+        elif draft and draft_cores:
             skips[-1] = False  # else no target rank would share the draft's machine
         if self._in_order and len(target) > 1:
             skips[0] = True

@@ -8,7 +8,7 @@ import pytest
 from support.planning import DRAFT, SMALL, TARGET, check, cluster, fastest, node, request
 
 from ggpipe.cluster.links import Link
-from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config import Mode
 from ggpipe.planning.groups import group_sizes, grouped
@@ -58,6 +58,18 @@ def test_a_draft_beside_a_group() -> None:
     plan = planned(nodes(1, 1, 1, 1, 1), draft=DRAFT, mode="async")
     assert max(sizes_of(plan)) > 1
     assert plan.draft_inside or len(plan.placement.draft_on) == 1
+
+
+def test_a_large_draft_on_a_group() -> None:
+    large = even_shape(
+        name="draft", n_layer=16, weight_bytes=10e9, parameters=18e9, n_embd=4096, cell_bytes=64e3, n_vocab=32000
+    )
+    counts = []
+    for draft, link in ((large, QUICK), (large, SLOW), (replace(large, max_parts=1), QUICK)):
+        plan = planned(nodes(1, 1, 1, 1, 1, 1, link=link), draft=draft, mode="async")
+        counts.append(sum(rank.drafts for rank in plan.ranks))
+    assert counts[0] > 1
+    assert max(counts[1:]) <= 1
 
 
 def test_faster_machines_of_a_group_get_more_of_each_tensor() -> None:

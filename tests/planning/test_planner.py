@@ -120,7 +120,9 @@ def test_the_number_of_ranks_is_as_asked() -> None:
 def test_measured_links_stay_with_their_ranks() -> None:
     links = {(a, b): Link((10 * a + b) * 1e-6, 1e9) for a, b in itertools.permutations(range(3), 2)}
     spec = replace(cluster(node("a"), node("b"), node("c")), links=links)
-    arrangement = Arrangement(target=(Place(2, 2), Place(0, 0)), threads=(8, 8), draft=Place(1, 1), skips=(True, True))
+    arrangement = Arrangement(
+        target=(Place(2, 2), Place(0, 0)), threads=(8, 8), draft=(Place(1, 1),), skips=(True, True)
+    )
     placed, placement = arrangement.placed(spec, (20, 4), 8)
     assert placement.node_of == (2, 0, 1)
     assert {pair: round(link.latency_s * 1e6) for pair, link in placed.links.items()} == {

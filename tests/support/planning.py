@@ -76,11 +76,12 @@ def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
     layout = plan.placement.layout
     assert layout is not None
     assert sum(b - a for a, b in (stage.layers for stage in layout.stages)) == target.n_layer
-    shares, draft_shares, group_sizes, _ = parse_shares(shares_text(layout, plan.placement.draft_layout))
+    split = parse_shares(shares_text(layout, plan.placement.draft_layout))
+    shares, group_sizes = split.shares, split.group_sizes
     assert lay_out(target.n_layer, len(layout.layers), shares, 0, group_sizes) == layout
     assert max(group_sizes, default=1) <= target.max_parts
     assert not plan.placement.tensor_split or len(plan.placement.tensor_split) in group_sizes
-    assert len(draft_shares) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
+    assert sum(split.draft_sizes) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
     assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)
 
 
