@@ -25,10 +25,11 @@ names `_` and `-` are the same. `--numa`, `-fa` and `--color` may stand without 
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD, *(_command(command) for command in COMMANDS)]
+    commands = [command for command in COMMANDS if not command.hidden]
+    parts = [_HEAD, *(_command(command) for command in commands)]
     for panel in PANELS:
         rows = [row for row in OPTIONS if row.panel == panel]
-        parts.append("\n".join([f"## {panel}\n", *_table(rows, COMMANDS)]) + "\n")
+        parts.append("\n".join([f"## {panel}\n", *_table(rows, commands)]) + "\n")
     return "\n".join(parts)
 
 

@@ -63,7 +63,7 @@ def _add(
     parameters = [_parameter(name, row, command) for name, row in rows.items()]
     read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     read.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(command.name, help=paragraphs(command.help))(read)
+    app.command(command.name, help=paragraphs(command.help), hidden=command.hidden)(read)
 
 
 def paragraphs(text: str) -> str:

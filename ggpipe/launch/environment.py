@@ -24,6 +24,7 @@ CHANNEL_VARIABLES = ("GGPIPE_CHANNEL", "GGPIPE_CHANNEL_SECRET")
 _OTHERS_LEAVE_S = 0.3
 _FIRST_RANK_ENDS_S = 5.0  # which makes mpirun end this one
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded before a fork: other threads may hold the loader's lock then
 
 
 def rank_in_environment() -> int | None:
@@ -105,4 +106,4 @@ def end_job(exit_code: int) -> int:
 
 def die_with_parent() -> None:
     """Have the kernel end this process when its parent is gone: for a rank its mpirun, or mpirun's daemon."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -90,11 +90,15 @@ class RankProcesses:
     def __init__(
         self, arguments: Sequence[str], n_ranks: int, hostfile: Path | None, environment: Mapping[str, str]
     ) -> None:
-        """Start `ggpipe ARGUMENTS` as `n_ranks` ranks with these variables. Raises LaunchError."""
+        """Start `ggpipe ARGUMENTS` as `n_ranks` ranks with these variables. Raises LaunchError.
+
+        One rank without a hostfile needs no mpirun.
+        """
         if hostfile is not None and not hostfile.is_file():
             raise LaunchError(f"`hostfile` {hostfile}: no such file")
-        command = mpirun_command(find_mpirun(), n_ranks, hostfile, sorted(environment))
-        command += rank_command(arguments)
+        self._is_alone = n_ranks == 1 and hostfile is None
+        start = [] if self._is_alone else mpirun_command(find_mpirun(), n_ranks, hostfile, sorted(environment))
+        command = [*start, *rank_command(arguments)]
         read, write = os.pipe()
         # In a session of its own: the terminal's Ctrl-C is for us, and the ranks get it as a message.
         self._process = subprocess.Popen(
@@ -126,6 +130,8 @@ class RankProcesses:
         deadline = time.monotonic() + _REPORTS_S
         while time.monotonic() < deadline:
             is_complete = not self._reader.is_alive()
+            if self._is_alone and (code := self._process.poll()) is not None:
+                return f"the rank ended: signal {-code}" if code < 0 else f"the rank ended with exit code {code}"
             text = " ".join("".join(self._kept).split())
             if match := _OPEN_MPI_REPORT.search(text):
                 return f"rank {match[1]} ({match[2]}) ended: {match[3]}"

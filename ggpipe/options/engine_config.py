@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ggpipe.checks import check_range
 from ggpipe.config import (
+    MAX_SEQUENCES,
     ContextConfig,
     DraftConfig,
     EngineConfig,
@@ -25,18 +27,26 @@ from ggpipe.options.settings import Loading, Loras, Models, PromptCacheFile, Ran
 def engine_config(options: Options) -> EngineConfig:
     """All that a session is opened with. What a command has no options for has its default.
 
-    No command has a use for what earlier requests of the same job computed, and `bench` must not.
+    Most commands have no use for what earlier requests of the same job computed, and `bench` must not.
     """
     speculation, split = speculation_config(options), options[Ranks].split
     if given_mode(options) in ("async", "speculative"):
         check_draft(options, f"`mode` {speculation.mode}")
     if split.draft_shares:
         check_draft(options, "a split with ranks behind the /")
-    draft = draft_config(options, speculation.sequences)
-    context = replace(options[ContextConfig], n_seq=speculation.sequences if draft else 1)
+    serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
+    n_seq = _sequences(speculation.sequences, serving["n_requests"])
+    draft = draft_config(options, n_seq)
+    context = replace(options[ContextConfig], n_seq=n_seq if draft else serving["n_requests"])
     pipeline = replace(options[PipelineConfig], shares=split.shares, group_sizes=split.group_sizes, auto=split.auto)
     prompt_cache = options[PromptCacheFile].config
-    return EngineConfig(model_config(options), context, pipeline, draft, cache_prompt=False, prompt_cache=prompt_cache)
+    return EngineConfig(model_config(options), context, pipeline, draft, prompt_cache=prompt_cache, **serving)
+
+
+def _sequences(n_each: int, n_requests: int) -> int:
+    """Sequence ids of a context. Raises SettingError."""
+    check_range("n_requests", n_requests, 1, MAX_SEQUENCES)
+    return max(min(n_each * n_requests, MAX_SEQUENCES), n_requests)
 
 
 def check_draft(options: Options, what: str) -> None:

@@ -108,6 +108,8 @@ class Command:
     leave_out: frozenset[str] = frozenset()
     """It does not take the options of these names."""
     required: frozenset[str] = frozenset()
+    hidden: bool = False
+    """It is not for users, and no page shows it."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Other defaults than the fields', by the options' names."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ggpipe.config import ContextConfig, DraftConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
 from ggpipe.options import sampling, settings
 from ggpipe.options.chat import Chat, json_object
 from ggpipe.options.option import Command, Option
@@ -95,6 +95,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PromptCacheFile, PROMPT, "path", "--prompt-cache", setting="prompt_cache", metavar="FILE", help="Keep what is computed of the prompt in a file, and take from it what the prompt begins with. Each rank has its own, with its own layers: FILE, FILE.rank1, ..."),
     _option(PromptCacheFile, PROMPT, "all", "--prompt-cache-all", setting="prompt_cache_all", help="Keep the generated text as well; the file is written at the end."),
     _option(PromptCacheFile, PROMPT, "read_only", "--prompt-cache-ro", setting="prompt_cache_ro", help="Read the prompt cache, and do not write it."),
+    _option(EngineConfig, PROMPT, "cache_prompt", "--cache-prompt/--no-cache-prompt", help="Keep what ended requests computed, for prompts that begin alike."),
     _option(SimulatedText, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate; -1: 256, or as many as were recorded."),
     _option(SimulatedText, PROMPT, "prompt_tokens", "--prompt-tokens", metavar="N", help="Tokens of the prompt."),
     _option(SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
@@ -112,6 +113,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(RecordSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. May be repeated."),
 
     _option(ContextConfig, COMPUTE, "n_ctx", "-c", "--ctx-size", metavar="N", help="Context size in tokens; 0: the model's own."),
+    _option(EngineConfig, COMPUTE, "n_requests", "--concurrent", metavar="N", help="Requests that are served at the same time; further ones wait. They share the context."),
     _option(ContextConfig, COMPUTE, "n_batch", "-b", "--batch-size", metavar="N", help="Prompt tokens in a batch, at most."),
     _option(ContextConfig, COMPUTE, "n_ubatch", "-ub", "--ubatch-size", metavar="N", help="Prompt tokens in a run, at most. Each stage computes one run at a time."),
     _option(PipelineConfig, COMPUTE, "threads", "-t", "--threads", metavar="LIST", parse=settings.numbers, help="Threads; one value, or one for each rank (6,32,20). -1: the machine's cores."),
@@ -313,5 +315,14 @@ COMMANDS: tuple[Command, ...] = (
                  DemoSettings),
         leave_out=frozenset({"override_kv", "restart"}),
         defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
+    ),
+    Command(
+        name="rank",
+        help="""Be a rank of a Python program's engine, which starts it (`ggpipe/api/`).""",
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, PromptCacheFile, EngineConfig, SpeculationConfig, SamplingConfig),
+        leave_out=frozenset({"prompt", "file", "escape"}),
+        required=frozenset({"model"}),
+        defaults={"n_requests": 4},
+        hidden=True,
     ),
 )  # fmt: skip

@@ -26,6 +26,7 @@ from ggpipe.config import (
 )
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.launch import environment
+from ggpipe.launch.job import Job
 from ggpipe.options import engine_config, settings
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.settings import (
@@ -325,17 +326,15 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here, elsewhere = 7, 8
 
     @contextlib.contextmanager
-    def supervised(
-        _arguments: list[str], n: int, _config: EngineConfig, options: Options, _follow: object
-    ) -> Iterator[None]:
-        started.append((n, options[Ranks].hostfile))
+    def supervised(job: Job, *_: object) -> Iterator[None]:
+        started.append((job.n_ranks, job.hostfile))
         yield
 
     def started_by(config: EngineConfig, hostfile: Path | None) -> int:
         options = given(f"--hostfile {hostfile}" if hostfile else "")
         return launching.run_command(config, options, lambda _: elsewhere)
 
-    monkeypatch.setattr(launching, "_supervised", supervised)
+    monkeypatch.setattr(launching, "supervised", supervised)
     monkeypatch.setattr(launching, "_run_this_rank", lambda *_: here)
     monkeypatch.setattr(environment, "is_rank", lambda: False)
     one = engine_config.engine_config(given(""))

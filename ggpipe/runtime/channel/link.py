@@ -34,6 +34,35 @@ _TICK_S = 0.1
 _ADDRESS, _SECRET = CHANNEL_VARIABLES
 
 
+class Waker:
+    """Lets other threads end a wait for messages."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._open = True
+        self._lock = threading.Lock()
+
+    def wake(self) -> None:
+        """From any thread. Calls while nobody waits count once."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.fd, 1)
+
+    def take(self) -> bool:
+        """`wake` was called since the last time."""
+        try:
+            return os.eventfd_read(self.fd) > 0
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                os.close(self.fd)
+
+
 class Link(Generic[M]):
     """A connection; M is what comes in. Any thread may send; one at a time may receive."""
 
@@ -88,15 +117,18 @@ class Link(Generic[M]):
                 return False
         return True
 
-    def receive(self, timeout_s: float) -> list[M] | None:
-        """The messages that have arrived; none when `timeout_s` seconds passed, None when the other side has gone.
+    def receive(self, timeout_s: float, waker: Waker | None = None) -> list[M] | None:
+        """The messages that have arrived; none when `timeout_s` seconds passed or it was woken, None when the other
+        side has gone.
 
         Raises RunError for what is no message.
         """
         found = self._take()
         deadline = time.monotonic() + timeout_s
         while not found:
-            if not self._wait(select.POLLIN, max(deadline - time.monotonic(), 0.0)):
+            if not self._wait(select.POLLIN, max(deadline - time.monotonic(), 0.0), waker):
+                break
+            if waker is not None and waker.take():
                 break
             try:
                 data = self._connection.recv(1 << 18)
@@ -110,10 +142,12 @@ class Link(Generic[M]):
             found = self._take()
         return found
 
-    def _wait(self, events: int, timeout_s: float) -> bool:
+    def _wait(self, events: int, timeout_s: float, waker: Waker | None = None) -> bool:
         """Wait for room, or for what has arrived."""
         poll = select.poll()
         poll.register(self._connection, events)
+        if waker is not None:
+            poll.register(waker.fd, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
     def _take(self) -> list[M]:

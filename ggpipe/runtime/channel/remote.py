@@ -14,7 +14,7 @@ from ggpipe.cluster.profile import Profile
 from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
-from ggpipe.runtime.channel.link import Link
+from ggpipe.runtime.channel.link import Link, Waker
 from ggpipe.runtime.channel.messages import (
     Alive,
     Cancel,
@@ -63,11 +63,12 @@ class RemoteRanks:
         more_links: Callable[[], Link[FromHead] | None] = lambda: None,
         rank_timeout_s: float = 30.0,
         ranks: list[RankStats] | None = None,
+        waker: Waker | None = None,
     ) -> None:
         """`on_line` gets lines for the user. `cause`: why the ranks ended, for a head that could not say it.
         `more_links`: what else has connected, which may be another rank that reports a failure. A head that sends
         nothing for `rank_timeout_s` seconds is lost (0: never); it sends something every second, whatever it does.
-        `ranks`: the list to keep all ranks in.
+        `ranks`: the list to keep all ranks in. `waker`: ends a wait for messages.
 
         Raises what the rank at the other end cannot start for.
         """
@@ -82,6 +83,7 @@ class RemoteRanks:
         self._cause = cause
         self._more_links = more_links
         self._rank_timeout_s = rank_timeout_s
+        self._waker = waker
         self._silent_s = 0.0
         self._failure: Callable[[], GgpipeError] | None = None
         self._place = "the first rank"
@@ -111,18 +113,19 @@ class RemoteRanks:
         self._link.send(*messages, attend=self._go_on)
 
     def receive(self) -> FromHead | None:
-        """The head's next message; None after 0.1 s without one.
+        """The head's next message; None after 0.1 s without one, or when it was woken.
 
         Raises what the ranks failed with, RankError when the head is lost, and the error of `fail`.
         """
         self._go_on()
         if not self._arrived:
-            received = self._link.receive(_TICK_S)
+            began = time.monotonic()
+            received = self._link.receive(_TICK_S, self._waker)
             if received is None:
                 self._take_last_reports()
                 raise RankError(self._cause() or f"{self._place} is gone: killed, or crashed")
             # By our own waits, not by the clock: this process may have been stopped for a while.
-            self._silent_s = 0.0 if received else self._silent_s + _TICK_S
+            self._silent_s = 0.0 if received else self._silent_s + min(time.monotonic() - began, _TICK_S)
             if self._silent_s > (self._rank_timeout_s or math.inf):
                 raise SilentRankError(
                     f"{self._place} sent nothing for {self._rank_timeout_s:g} s: stopped, or cut off from the network "

@@ -1,0 +1,28 @@
+"""How many ranks a front end starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ggpipe.config import EngineConfig
+from ggpipe.errors import UsageError
+from ggpipe.launch.hostfile import hosts_of
+
+
+def ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
+    """None: one rank is enough, and it needs no MPI. Raises UsageError for a hostfile without shares."""
+    n_target = config.pipeline.n_ranks
+    n_ranks = (n_target or 0) + config.n_draft_ranks
+    if config.pipeline.auto:
+        n_ranks = len(hosts_of(hostfile)) if hostfile is not None else _ranks_here(config)
+    if hostfile is None and n_ranks <= 1:
+        return None
+    if n_target is None and not config.pipeline.auto:
+        raise UsageError("`hostfile` needs `shares`: the number of ranks to start and the share of each")
+    return n_ranks
+
+
+def _ranks_here(config: EngineConfig) -> int:
+    from ggpipe.planning.auto import ranks_here
+
+    return ranks_here(config)
