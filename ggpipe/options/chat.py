@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,19 @@ class Chat:
         if not self.single_turn:
             return None
         texts = [("system", self.system)] if self.system is not None else []
-        messages = [{"role": role, "content": text} for role, text in (*texts, ("user", _utf8(prompt)))]
-        return Conversation(messages=tuple(messages), template=self._source(), further=self.template_kwargs or {})
+        return self.of_messages([{"role": role, "content": text} for role, text in (*texts, ("user", _utf8(prompt)))])
+
+    def of_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Conversation:
+        """A conversation whose messages and tools are as in OpenAI's API. Raises SettingError, UsageError."""
+        for one in (*messages, *tools):
+            if not isinstance(one, Mapping):
+                raise UsageError(f"messages and tools must be objects, as in OpenAI's API, got {one!r}")
+        return Conversation(
+            messages=tuple(map(dict, messages)), tools=tuple(map(dict, tools)), template=self._source(),
+            further=self.template_kwargs or {},
+        )  # fmt: skip
 
     def _source(self) -> str | None:
         template = self.template

@@ -1,0 +1,142 @@
+"""The answer to a prompt, while it is written and afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator
+from types import TracebackType
+from typing import Any, Self
+
+from ggpipe.api.feed import Feed
+from ggpipe.chat.reasoning import ReasoningParser
+from ggpipe.core.request import Finish, Token
+from ggpipe.errors import GgpipeError
+from ggpipe.metrics.stats import RequestStats
+
+
+class Answer:
+    """The tokens of one request, as they come: `for token in answer`, `async for token in answer`.
+
+    A loop that is left early cancels the request, as does leaving a `with` block of the answer, `cancel`, and dropping
+    the answer. `wait()` and `await answer` take all of it. Methods may be called from any thread.
+    """
+
+    def __init__(self, feed: Feed, on_cancel: Callable[[], None], prompt: object) -> None:
+        self.prompt = prompt
+        """The text, the tokens or the messages that it answers."""
+        self._feed = feed
+        self._on_cancel = on_cancel
+
+    @property
+    def stats(self) -> RequestStats:
+        """What was measured: `ttft_s`, `decode_tps`, `counters.acceptance`, ...; whole when the answer is."""
+        return self._feed.stats
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        """Those that have come."""
+        return tuple(self._feed.tokens)
+
+    @property
+    def text(self) -> str:
+        """As much as has come."""
+        return "".join(token.text for token in self.tokens) + self._feed.rest
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning, where it answers a conversation."""
+        return self._part(is_reasoning=False)
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered a conversation."""
+        return self._part(is_reasoning=True)
+
+    def _part(self, is_reasoning: bool) -> str:
+        marks = self._feed.marks
+        if marks is None:
+            return "" if is_reasoning else self.text
+        parser = ReasoningParser(marks)
+        pieces = [piece for token in self.tokens for piece in parser.feed(marks.text_of(token.id, token.text))]
+        pieces += [*parser.feed(self._feed.rest), *parser.finish()]
+        return "".join(piece.text for piece in pieces if piece.is_reasoning == is_reasoning)
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why it ended; None while it is written, and where there is an `error`."""
+        return self._feed.stats.finish if self._feed.has_ended and self._feed.error is None else None
+
+    @property
+    def error(self) -> GgpipeError | None:
+        """Why it did not end. Loops and `wait` raise it."""
+        return self._feed.error
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing follows."""
+        return self._feed.has_ended
+
+    def cancel(self) -> None:
+        """End it soon; tokens that were generated already still come."""
+        if not self._feed.has_ended:
+            self._on_cancel()
+
+    def wait(self) -> Self:
+        """Wait until it is whole. Raises UsageError for a bad prompt, RunError when ranks break."""
+        try:
+            self._feed.wait(None)
+        except BaseException:  # Ctrl-C
+            self.cancel()
+            raise
+        return self._whole()
+
+    def __iter__(self) -> Generator[Token, None, None]:
+        """The tokens from the first one on. Raises as `wait`."""
+        at = 0
+        try:
+            while self._feed.wait(at):
+                yield self._feed.tokens[at]
+                at += 1
+        finally:
+            self.cancel()
+        self._whole()
+
+    async def __aiter__(self) -> AsyncGenerator[Token, None]:
+        """The tokens from the first one on. Raises as `wait`."""
+        at = 0
+        try:
+            while await self._feed.wait_async(at):
+                yield self._feed.tokens[at]
+                at += 1
+        finally:
+            self.cancel()
+        self._whole()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Self:
+        try:
+            await self._feed.wait_async(None)
+        finally:
+            self.cancel()
+        return self._whole()
+
+    def _whole(self) -> Self:
+        if self._feed.error is not None:
+            raise self._feed.error
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error is not None else "done" if self.is_done else "being written"
+        return f"<Answer, {state}: {self.text!r}>"

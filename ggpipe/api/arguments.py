@@ -1,0 +1,108 @@
+"""Keyword arguments as options: the same table as the command line's, with names for Python.
+
+A keyword has the name that messages have for the setting (`n_ctx`, `top_k`), but for those in `NAMES`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.errors import GgpipeError, SettingError
+from ggpipe.options.option import Command, Option, Options
+from ggpipe.options.settings import Prompt
+from ggpipe.options.table import COMMANDS, OPTIONS
+
+NAMES = {
+    "shares": "layer_split",
+    "draft.model": "draft",
+    "draft.threads": "threads_draft",
+    "draft.threads_batch": "threads_batch_draft",
+}
+"""Keywords for settings that have other names in messages."""
+
+_OF_REQUESTS = (Prompt, SpeculationConfig, SamplingConfig)
+_COMMAND: Command = next(command for command in COMMANDS if command.name == "rank")
+
+ROWS: Mapping[str, Option] = {NAMES.get(row.name, row.name): row for row in _COMMAND.options(OPTIONS)}
+"""The options of an engine, by keyword."""
+REQUEST_ROWS: Mapping[str, Option] = {name: row for name, row in ROWS.items() if row.record in _OF_REQUESTS}
+"""Those of them that each request may have in its own way."""
+
+
+def options_of(keywords: Mapping[str, object]) -> Options:
+    """The options that an engine, and its ranks, are made of. Raises SettingError that names the keyword."""
+    _check_names(keywords, ROWS)
+    given: dict[Option, Any] = {row: _COMMAND.default_of(row) for row in ROWS.values()}
+    for name, value in keywords.items():
+        if value is not None:
+            given[ROWS[name]] = _given(name, ROWS[name], value)
+    return Options(_COMMAND, given)
+
+
+def check_request(keywords: Mapping[str, object]) -> None:
+    """Raises SettingError for what is no option of a request."""
+    _check_names(keywords, REQUEST_ROWS)
+
+
+def in_keywords(message: str) -> str:
+    """A message of the library with keywords in the place of settings."""
+    return re.sub(r"`([\w.]+)`", lambda match: f"`{NAMES.get(match[1], match[1])}`", message)
+
+
+def named(error: GgpipeError) -> GgpipeError:
+    """The same error, in keywords."""
+    own = type(error)(in_keywords(str(error)))
+    own.__cause__ = error.__cause__
+    return own
+
+
+def _check_names(keywords: Iterable[str], rows: Mapping[str, Option]) -> None:
+    for name in keywords:
+        if name in rows:
+            continue
+        if name in ROWS:
+            raise SettingError(f"`{name}` is a setting of the engine, not of one request: give it to `Engine`")
+        flag = "--" + name.replace("_", "-")
+        right = next((own for own, row in rows.items() if flag in re.split(r"[ /]", " ".join(row.flags))), None)
+        if right is None:
+            right = next(iter(difflib.get_close_matches(name, rows, 1)), None)
+        hint = f": did you mean `{right}`?" if right is not None else ""
+        raise SettingError(f"`{name}` is not an option{hint}")
+
+
+def _given(name: str, row: Option, value: object) -> object:
+    """A value as the command line has it. Raises SettingError."""
+    reads = row.reads
+    if row.many:
+        values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        return [_single(name, row, get_args(reads)[0], one) for one in values]
+    return _single(name, row, reads, value)
+
+
+def _single(name: str, row: Option, reads: type, value: object) -> object:
+    if reads is bool:
+        if isinstance(value, bool):
+            return value
+        raise SettingError(f"`{name}` must be True or False, got {value!r}")
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if reads is int or reads is float:
+        if number is not None and (reads is float or isinstance(number, int)):
+            return reads(number)
+        raise SettingError(f"`{name}` must be {'a number' if reads is float else 'a whole number'}, got {value!r}")
+    if isinstance(value, str | os.PathLike):
+        return Path(value) if reads is Path else os.fspath(value)
+    if row.parse is not None:
+        if number is not None:
+            return str(number)
+        if isinstance(value, Sequence):
+            return ",".join(map(str, value))
+        if isinstance(value, Mapping):
+            return json.dumps(value)
+    raise SettingError(f"`{name}` must be a {'path' if reads is Path else 'text'}, got {value!r}")

@@ -1,0 +1,192 @@
+"""The thread that starts the ranks, waits for them, and ends them. All that happens to their engine happens in it.
+
+The kernel ends mpirun with the thread that has started it, so no rank is left when this process dies.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from ggpipe.api.arguments import in_keywords, named
+from ggpipe.api.feed import Feed
+from ggpipe.chat.conversation import Conversation
+from ggpipe.config import EngineConfig, SamplingConfig, SpeculationConfig
+from ggpipe.core.request import Finish
+from ggpipe.errors import GgpipeError, RunError, UsageError
+from ggpipe.launch.job import Job
+from ggpipe.metrics.stats import RankStats
+from ggpipe.options.option import Options
+from ggpipe.options.settings import Ranks
+from ggpipe.planning.n_ranks import ranks_to_start
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.runtime.channel.link import Waker
+from ggpipe.runtime.channel.started import User, supervised
+from ggpipe.runtime.channel.supervisor import Supervisor
+
+_LOG = logging.getLogger("ggpipe")
+
+Prompt = str | Sequence[int] | Conversation
+
+
+class EngineThread:
+    """All methods may be called from any thread. None refers to the program's own objects but feeds."""
+
+    def __init__(self, config: EngineConfig, options: Options) -> None:
+        """Starts at once; `loaded` says how that went."""
+        self.ranks: Sequence[RankStats] = ()
+        """All ranks in order; nothing before the first has loaded."""
+        self.loaded = Feed()
+        """Ends when the models are loaded, or with why they are not."""
+        self._config = config
+        self._options = options
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._calls: collections.deque[Callable[[EngineClient], None]] = collections.deque()
+        self._feeds: dict[Feed, ClientRequest | None] = {}
+        """Those of requests that have not ended. None: it has not reached the engine."""
+        self._of_request: dict[int, Feed] = {}
+        self._error: GgpipeError | None = None
+        """Why nothing is served any more."""
+        self._supervisor: Supervisor | None = None
+        self._is_closing = False
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, name="ggpipe engine", daemon=True)
+        self._thread.start()
+
+    # For other threads
+
+    def submit(
+        self,
+        feed: Feed,
+        prompt: Prompt,
+        sampling: SamplingConfig,
+        n_predict: int,
+        speculation: SpeculationConfig,
+    ) -> None:
+        """Have a prompt continued; what comes of it goes to the feed."""
+
+        def call(engine: EngineClient) -> None:
+            if feed not in self._feeds:  # cancelled before
+                return
+            try:
+                tokens = _tokens(engine, prompt, feed)
+                engine.check_prompt(tokens)
+            except UsageError as e:
+                self._end(feed, error=named(e))
+                return
+            request = engine.submit(tokens, sampling, n_predict, speculation, feed.stats)
+            self._feeds[feed], self._of_request[request.id] = request, feed
+
+        with self._lock:
+            if self._error is None:
+                self._feeds[feed] = None
+                self._calls.append(call)
+        if self._error is not None:
+            feed.end(error=self._error)
+        self._waker.wake()
+
+    def cancel(self, feed: Feed) -> None:
+        """End a request soon."""
+
+        def call(engine: EngineClient) -> None:
+            request = self._feeds.get(feed)
+            if request is not None:
+                engine.cancel(request)
+            elif feed in self._feeds:
+                feed.stats.finish = Finish.STOPPED
+                self._end(feed)
+
+        with self._lock:
+            self._calls.append(call)
+        self._waker.wake()
+
+    def close(self) -> None:
+        """End what is going on and all ranks, and wait until they have left. A second call does nothing."""
+        if os.getpid() != self._process:  # a fork of this process, which has no such thread
+            return
+        with self._lock:
+            self._is_closing = True
+            supervisor = self._supervisor
+        if supervisor is not None:
+            supervisor.stop()
+        self._waker.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # In the thread
+
+    def _run(self) -> None:
+        error: GgpipeError = RunError("the engine is closed")
+        try:
+            n_ranks = ranks_to_start(self._config, self._options[Ranks].hostfile) or 1
+            job = Job(self._options.arguments({}), n_ranks, self._options[Ranks].hostfile)
+            user = User(show=_show, report=lambda _: None, waker=self._waker)
+            n_restarts = self._options[Ranks].restart
+            with supervised(job, self._config, n_restarts, self._options.arguments, user, self._begin) as ranks:
+                self._serve(ranks.load())
+        except GgpipeError as e:
+            error = error if self._is_closing and self.loaded.has_ended else named(e)
+        except BaseException as e:
+            error = RunError(f"the engine broke: {e!r}")
+            raise
+        finally:
+            self._fail(error)
+
+    def _begin(self, supervisor: Supervisor) -> None:
+        with self._lock:
+            self._supervisor, self.ranks = supervisor, supervisor.ranks
+        if self._is_closing:
+            supervisor.stop()
+
+    def _serve(self, engine: EngineClient) -> None:
+        for warning in engine.warnings:
+            _LOG.warning("%s", in_keywords(warning))
+        self.loaded.end()
+        while not self._is_closing:
+            while self._calls:
+                self._calls.popleft()(engine)
+            for event in engine.step():
+                feed = self._of_request.get(event.request.id)
+                match event:
+                    case TokenReady(_, token) if feed is not None:
+                        feed.add(token)
+                    case RequestEnded(request) if feed is not None:
+                        del self._of_request[request.id]
+                        for line in request.not_saved:
+                            _LOG.warning("%s", in_keywords(line))
+                        self._end(feed, request.rest, named(request.error) if request.error is not None else None)
+
+    def _end(self, feed: Feed, rest: str = "", error: GgpipeError | None = None) -> None:
+        with self._lock:
+            self._feeds.pop(feed, None)
+        feed.end(rest, error)
+        feed.on_end()
+
+    def _fail(self, error: GgpipeError) -> None:
+        with self._lock:
+            self._error = error
+            feeds = list(self._feeds)
+            self._feeds.clear()
+            self._calls.clear()
+        for feed in (self.loaded, *feeds):
+            feed.end(error=error)
+        self._waker.close()
+
+
+def _tokens(engine: EngineClient, prompt: Prompt, feed: Feed) -> tuple[int, ...]:
+    match prompt:
+        case str():
+            return engine.tokenize(prompt)
+        case Conversation():
+            chat = engine.tokenize_chat(prompt)
+            feed.marks = chat.reasoning
+            return chat.tokens
+    return tuple(prompt)
+
+
+def _show(line: str) -> None:
+    _LOG.warning("%s", in_keywords(line))

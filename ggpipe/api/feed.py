@@ -1,0 +1,86 @@
+"""What comes of a request, between the engine's thread and those that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from ggpipe.chat.reasoning import ReasoningFormat
+from ggpipe.core.request import Token
+from ggpipe.errors import GgpipeError
+from ggpipe.metrics.stats import RequestStats
+
+
+class Feed:
+    """The engine's thread writes, any number of other threads and event loops read."""
+
+    def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called in the thread that ends it, unless the engine itself has ended."""
+        self.stats = RequestStats()
+        self.on_end = on_end
+        self.tokens: list[Token] = []
+        """They only grow."""
+        self.rest = ""
+        """Text of a character whose last bytes never came."""
+        self.marks: ReasoningFormat | None = None
+        """How reasoning is marked in an answer to a conversation."""
+        self.error: GgpipeError | None = None
+        self.has_ended = False
+        self._changed = threading.Condition()
+        self._waiting: list[Callable[[], None]] = []
+
+    # For the engine's thread
+
+    def add(self, token: Token) -> None:
+        """The text goes on."""
+        with self._changed:
+            self.tokens.append(token)
+            self._ring()
+
+    def end(self, rest: str = "", error: GgpipeError | None = None) -> None:
+        """Nothing follows. A second call does nothing."""
+        with self._changed:
+            if not self.has_ended:
+                self.has_ended, self.rest, self.error = True, rest, error
+                self._ring()
+
+    def _ring(self) -> None:
+        self._changed.notify_all()
+        for wake in self._waiting:
+            wake()
+        self._waiting.clear()
+
+    # For those that wait
+
+    def wait(self, n_tokens: int | None) -> bool:
+        """Wait until there are more than `n_tokens` tokens, or nothing follows; None waits for the end.
+
+        Returns whether there are more.
+        """
+        with self._changed:
+            while not self._has(n_tokens):
+                self._changed.wait()
+        return n_tokens is not None and len(self.tokens) > n_tokens
+
+    async def wait_async(self, n_tokens: int | None) -> bool:
+        """As `wait`, for an event loop."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                if self._has(n_tokens):
+                    return n_tokens is not None and len(self.tokens) > n_tokens
+                changed = asyncio.Event()
+                self._waiting.append(_waker(loop, changed))
+            await changed.wait()
+
+    def _has(self, n_tokens: int | None) -> bool:
+        return self.has_ended or (n_tokens is not None and len(self.tokens) > n_tokens)
+
+
+def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[[], None]:
+    def wake() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(changed.set)
+
+    return wake

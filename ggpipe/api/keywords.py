@@ -1,0 +1,162 @@
+"""The keyword arguments of `Engine` and its requests. `scripts/keywords` makes this file; do not edit it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+File = str | os.PathLike[str]
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request."""
+
+    n_predict: int
+    """Tokens to generate; -1: until the text ends or the context is full. Default: -1."""
+    mode: Literal["iterative", "speculative", "async"]
+    """async: drafting and verifying overlap (default with `draft`). speculative: draft, verify, repeat. iterative:
+    no draft tokens."""
+    n_draft: int
+    """Draft tokens in a micro-batch, at most. Default: 8."""
+    n_min: int
+    """Draft tokens in a micro-batch, at least: smaller ones are not sent. Default: 0."""
+    p_accept: float
+    """End a branch where the draft's best candidate is less probable than this. Default: 0.0."""
+    p_split: float
+    """Split a branch where a further candidate is at least this probable. Default: 0.1."""
+    p_recovery: float
+    """Raise `p_accept` and `p_split` by this for each micro-batch since the last accepted token. Default: 0.0."""
+    p_decay: float
+    """Lower `p_accept` and `p_split` by this for each attempt since the last accepted token that drafted nothing.
+    Default: 0.0."""
+    n_parallel: int
+    """Branches that are drafted side by side. Default: 1."""
+    n_draft_rows: int
+    """Rows in a run of the draft, at most. Default: as `n_parallel`."""
+    n_seq: int
+    """Sequence ids for branches in flight, the text's included: more than `n_parallel` lets new branches go in while
+    older ones are verified. Default: as `n_parallel`."""
+    cancel: bool
+    """Stop runs in flight when all their draft tokens are rejected. Default: True."""
+    continuous: bool
+    """Keep drafting while earlier draft tokens are verified. Default: True."""
+    temp: float
+    """Temperature; 0 or less: greedy. Default: 0.8."""
+    top_k: int
+    """Keep the N most probable tokens; 0: all. Default: 40."""
+    top_p: float
+    """Keep the most probable tokens that add up to P. Default: 0.95."""
+    min_p: float
+    """Keep tokens with at least P times the probability of the most probable one. Default: 0.05."""
+    repeat_last_n: int
+    """Tokens that penalties look back on; 0: off, -1: the whole context. Default: 64."""
+    repeat_penalty: float
+    """Penalise repeated tokens; 1: off. Default: 1.0."""
+    presence_penalty: float
+    """Penalise tokens that occurred; 0: off. Default: 0.0."""
+    frequency_penalty: float
+    """Penalise tokens by how often they occurred; 0: off. Default: 0.0."""
+    seed: int
+    """Seed; -1: random. Default: -1."""
+    ignore_eos: bool
+    """Never end the text before `n_predict` tokens. Default: False."""
+
+
+class EngineOptions(RequestOptions, total=False):
+    """Options of an engine."""
+
+    load_mode: Literal["auto", "mmap", "none", "mlock", "mmap+mlock", "dio"]
+    """How weights are loaded: auto, none, mmap, mlock, mmap+mlock or dio. Default: 'auto'."""
+    mmap: bool
+    """Map weights from the file, or read this rank's layers into memory. Default: True."""
+    mlock: bool
+    """Lock weights in RAM. Default: False."""
+    repack: bool
+    """Let ggml repack weights for this CPU. Default: True."""
+    numa: Literal["distribute", "isolate", "numactl"]
+    """NUMA strategy: distribute (also without a value), isolate or numactl."""
+    override_kv: str | Sequence[str]
+    """Override a metadata value of the model. May be repeated."""
+    loras: File | Sequence[File]
+    """Apply a LoRA adapter. May be repeated."""
+    lora_scaled: str | Sequence[str]
+    """Apply a LoRA adapter with a scale. May be repeated."""
+    prompt_cache: File
+    """Keep what is computed of the prompt in a file, and take from it what the prompt begins with. Each rank has its
+    own, with its own layers: FILE, FILE.rank1, ..."""
+    prompt_cache_all: bool
+    """Keep the generated text as well; the file is written at the end. Default: False."""
+    prompt_cache_ro: bool
+    """Read the prompt cache, and do not write it. Default: False."""
+    cache_prompt: bool
+    """Keep what ended requests computed, for prompts that begin alike. Default: True."""
+    n_ctx: int
+    """Context size in tokens; 0: the model's own. Default: 0."""
+    n_requests: int
+    """Requests that are served at the same time; further ones wait. They share the context. Default: 1."""
+    n_batch: int
+    """Prompt tokens in a batch, at most. Default: 2048."""
+    n_ubatch: int
+    """Prompt tokens in a run, at most. Each stage computes one run at a time. Default: 512."""
+    threads: str | int | Sequence[int]
+    """Threads; one value, or one for each rank (6,32,20). -1: the machine's cores. Default: '-1'."""
+    threads_batch: str | int | Sequence[int]
+    """Threads for prompts; one value, or one for each rank. -1: as `threads`. Default: '-1'."""
+    flash_attn: Literal["on", "off", "auto"]
+    """Flash attention. Default: 'on'."""
+    fast_attention: bool
+    """Flash attention of ggpipe's own: faster than ggml's, equal but for rounding. Needs AVX2 and f16 KV cells;
+    elsewhere, and with `exact`, ggml's. Default: True."""
+    cache_type_k: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+    """KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1. Default: 'f16'."""
+    cache_type_v: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+    """KV cache type of V, as `cache_type_k`. Default: 'f16'."""
+    check_memory: bool
+    """Load nothing when a machine's available memory is less than its ranks need. `restart` does so for layers that
+    go to other machines. Default: False."""
+    exact: bool
+    """Reference kernels: the same bits for every split, mode and number of threads. Slower. Default: False."""
+    layer_split: str
+    """Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together,
+    as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are
+    started. auto: planned after a quick measurement. Default: even."""
+    tensor_split: str | float | Sequence[float]
+    """In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others
+    divide evenly."""
+    tensor_wire: Literal["f32", "f16"]
+    """What the machines of a group send each other of their sums; f16: half the bytes, rounded. Default: 'f32'."""
+    rank_timeout_s: float
+    """End the job when a rank sends nothing for so many seconds; 0: never. Default: 30.0."""
+    restart: int
+    """Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a
+    machine that cannot be reached go to the others. Default: 0."""
+    hostfile: File
+    """Machines to start ranks on, in mpirun's format."""
+    draft: File
+    """GGUF file of the draft model: a smaller one of the same family. It runs on the ranks behind the / of
+    `layer_split`, else inside the first rank."""
+    threads_draft: int
+    """Threads of the draft; -1: as `threads`. Default: -1."""
+    threads_batch_draft: int
+    """Threads of the draft for prompts; -1: as `threads_draft`. Default: -1."""
+    rope_scaling: Literal["none", "linear", "yarn"]
+    """RoPE scaling: none, linear or yarn. Default: the model's."""
+    rope_scale: float
+    """Factor that stretches the context; 0: the model's. Default: 0.0."""
+    rope_freq_base: float
+    """RoPE base frequency; 0: the model's. Default: 0.0."""
+    rope_freq_scale: float
+    """RoPE frequency scale, 1 / `rope_scale`; 0: the model's. Default: 0.0."""
+    yarn_orig_ctx: int
+    """Context in tokens that the model was trained with; 0: the model's. Default: 0."""
+    yarn_ext_factor: float
+    """YaRN extrapolation mix; -1: the model's. Default: -1.0."""
+    yarn_attn_factor: float
+    """YaRN magnitude scale; -1: the model's. Default: -1.0."""
+    yarn_beta_slow: float
+    """YaRN high correction dimension; -1: the model's. Default: -1.0."""
+    yarn_beta_fast: float
+    """YaRN low correction dimension; -1: the model's. Default: -1.0."""
+    verbose: bool
+    """Show libllama's messages. Default: False."""
