@@ -10,6 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ggpipe.api.answer import Answer as Answer
+    from ggpipe.api.batch import Batch as Batch
+    from ggpipe.api.engine import Engine as Engine
+    from ggpipe.api.keywords import EngineOptions as EngineOptions
+    from ggpipe.api.keywords import RequestOptions as RequestOptions
     from ggpipe.config import ContextConfig as ContextConfig
     from ggpipe.config import DraftConfig as DraftConfig
     from ggpipe.config import EngineConfig as EngineConfig
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     from ggpipe.config import PromptCacheConfig as PromptCacheConfig
     from ggpipe.config import SamplingConfig as SamplingConfig
     from ggpipe.config import SpeculationConfig as SpeculationConfig
+    from ggpipe.core.request import Finish as Finish
     from ggpipe.core.request import Token as Token
     from ggpipe.errors import GgpipeError as GgpipeError
     from ggpipe.errors import LaunchError as LaunchError
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
     from ggpipe.errors import RunError as RunError
     from ggpipe.errors import SettingError as SettingError
     from ggpipe.errors import UsageError as UsageError
-    from ggpipe.runtime.engine import Engine as Engine
+    from ggpipe.metrics.stats import RequestStats as RequestStats
     from ggpipe.runtime.head import Head as Head
     from ggpipe.runtime.process import run_rank as run_rank
     from ggpipe.runtime.session import Session as Session
@@ -35,15 +41,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ggpipe.api.answer": ("Answer",),
+    "ggpipe.api.batch": ("Batch",),
+    "ggpipe.api.engine": ("Engine",),
+    "ggpipe.api.keywords": ("EngineOptions", "RequestOptions"),
     "ggpipe.config": (
         "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
         "SamplingConfig", "SpeculationConfig",
     ),
-    "ggpipe.core.request": ("Token",),
+    "ggpipe.core.request": ("Finish", "Token"),
     "ggpipe.errors": (
         "GgpipeError", "LaunchError", "ModelError", "QueueFull", "RankError", "RunError", "SettingError", "UsageError",
     ),
-    "ggpipe.runtime.engine": ("Engine",),
+    "ggpipe.metrics.stats": ("RequestStats",),
     "ggpipe.runtime.head": ("Head",),
     "ggpipe.runtime.process": ("run_rank",),
     "ggpipe.runtime.session": ("Session",),

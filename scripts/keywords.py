@@ -13,13 +13,16 @@ from ggpipe.options.option import Option
 
 MODULE = Path(__file__).parents[1] / "ggpipe" / "api" / "keywords.py"
 
-_HEAD = '''"""The keyword arguments of `Engine` and its requests. `scripts/keywords` makes this file; do not edit it."""
+_HEAD = '''"""The keyword arguments of `Engine` and of its requests.
+
+`scripts/flag_reference` makes this file; do not edit it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Sequence
+from typing import Literal, TypedDict
 
 File = str | os.PathLike[str]
 '''
@@ -54,7 +57,7 @@ def _type(row: Option) -> str:
     if typing.get_origin(hint) is tuple:
         kind = typing.get_args(hint)[0].__name__
         return f"str | {kind} | Sequence[{kind}]"
-    return "str | Mapping[str, Any]" if any(typing.get_origin(part) is dict for part in _parts(hint)) else "str"
+    return "str"
 
 
 def _parts(hint: object) -> Iterable[object]:

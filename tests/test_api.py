@@ -29,11 +29,12 @@ ERRORS = {
     "SettingError",
     "UsageError",
 }
-ENGINE = {"Engine", "Head", "Session", "Token", "run_rank"}
+ENGINE = {"Answer", "Batch", "Engine", "EngineOptions", "Finish", "RequestOptions", "RequestStats", "Token"}
+RANKS = {"Head", "Session", "run_rank"}
 
 
 def test_the_names() -> None:
-    assert set(ggpipe.__all__) == CONFIGS | ERRORS | ENGINE | {"__version__"}
+    assert set(ggpipe.__all__) == CONFIGS | ERRORS | ENGINE | RANKS | {"__version__"}
     assert set(ggpipe.__all__) <= set(dir(ggpipe))
 
 
@@ -50,7 +51,7 @@ def test_type_checkers_see_the_same_names() -> None:
     assert imported == {(home, name, name) for home, names in ggpipe._HOMES.items() for name in names}
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS | ERRORS | ENGINE))
+@pytest.mark.parametrize("name", sorted(CONFIGS | ERRORS | ENGINE | RANKS))
 def test_each_name_has_a_docstring(name: str) -> None:
     assert inspect.getdoc(getattr(ggpipe, name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import shlex
 import subprocess
@@ -231,15 +232,30 @@ def test_the_cluster_file(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_python_example(tmp_path: Path) -> None:
-    """It is a whole program."""
-    (program,) = [block for block in blocks("docs/python.md") if "import ggpipe" in block]
-    (tmp_path / "tale.py").write_text(program.replace("ggpipe/models/", f"{TARGET.parent}/"))
-    result = subprocess.run(
-        [sys.executable, tmp_path / "tale.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert len(result.stdout) > 10
+def test_the_python_examples(tmp_path: Path) -> None:
+    """They are whole programs."""
+    programs = [
+        block for block in blocks("docs/python.md") if block.startswith(("import", "from")) and ">>>" not in block
+    ]
+    assert len(programs) == 2
+    for program in programs:
+        (tmp_path / "tale.py").write_text(program.replace("ggpipe/models/", f"{TARGET.parent}/"))
+        result = subprocess.run(
+            [sys.executable, tmp_path / "tale.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        assert len(result.stdout) > 10
+
+
+def test_the_python_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    failed, tried = doctest.testfile(str(ROOT / "docs" / "python.md"), module_relative=False)
+    assert (failed, tried > 10) == (0, True)
 
 
 def test_the_workflow_and_the_hooks_run_what_is_here() -> None:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config import SpeculationConfig
 from ggpipe.errors import GgpipeError, SettingError
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.settings import Prompt
 from ggpipe.options.table import COMMANDS, OPTIONS
+from ggpipe.sampling import SamplingConfig
 
 NAMES = {
     "shares": "layer_split",

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from ggpipe.api.answer import Answer
-from ggpipe.api.arguments import check_request, named, options_of
+from ggpipe.api.arguments import ROWS, check_request, named, options_of
 from ggpipe.api.batch import Batch
 from ggpipe.api.engine_thread import EngineThread, Prompt
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import EngineOptions, RequestOptions
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config import SpeculationConfig
 from ggpipe.errors import GgpipeError, LaunchError, UsageError
 from ggpipe.launch import environment
 from ggpipe.metrics.stats import RankStats
 from ggpipe.options import settings
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
+from ggpipe.options.sampling import sampling_config
+from ggpipe.sampling import SamplingConfig
+
+_NOT_FOR_RANKS = (SamplingConfig, settings.Prompt)
 
 
 class Engine:
@@ -53,7 +58,8 @@ class Engine:
         self.warnings: list[str] = warnings_of(given)
         """Settings that are not used as they were given."""
         self._n_at_a_time = 2 * config.n_requests
-        self._thread = EngineThread(config, given)
+        of_ranks = {name: value for name, value in self._keywords.items() if ROWS[name].record not in _NOT_FOR_RANKS}
+        self._thread = EngineThread(config, options_of(of_ranks))
         self._finalizer = weakref.finalize(self, self._thread.close)
 
     # The ranks
@@ -158,7 +164,8 @@ class Engine:
         try:
             check_request(options)
             given = options_of({**self._keywords, **options})
-            return given[SamplingConfig], given[settings.Prompt].n_predict, speculation_config(given)
+            prompt = replace(given[settings.Prompt], escape=False)
+            return sampling_config(given.having(prompt)), prompt.n_predict, speculation_config(given)
         except GgpipeError as e:
             raise named(e) from None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ggpipe.api.arguments import in_keywords, named
 from ggpipe.api.feed import Feed
 from ggpipe.chat.conversation import Conversation
-from ggpipe.config import EngineConfig, SamplingConfig, SpeculationConfig
+from ggpipe.config import EngineConfig, SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError, RunError, UsageError
 from ggpipe.launch.job import Job
@@ -26,6 +26,7 @@ from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEn
 from ggpipe.runtime.channel.link import Waker
 from ggpipe.runtime.channel.started import User, supervised
 from ggpipe.runtime.channel.supervisor import Supervisor
+from ggpipe.sampling import SamplingConfig
 
 _LOG = logging.getLogger("ggpipe")
 

@@ -1,4 +1,7 @@
-"""The keyword arguments of `Engine` and its requests. `scripts/keywords` makes this file; do not edit it."""
+"""The keyword arguments of `Engine` and of its requests.
+
+`scripts/flag_reference` makes this file; do not edit it.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,12 @@ class RequestOptions(TypedDict, total=False):
     """Stop runs in flight when all their draft tokens are rejected. Default: True."""
     continuous: bool
     """Keep drafting while earlier draft tokens are verified. Default: True."""
+    samplers: str | str | Sequence[str]
+    """Samplers in their order, separated by semicolons or commas; those that are not named are not applied. There
+    are adaptive_p and infill as well. Default:
+    'penalties,dry,top_n_sigma,top_k,typ_p,top_p,min_p,xtc,temperature'."""
+    sampling_seq: str | str | Sequence[str]
+    """The same in letters, in place of `samplers`: edskypmxt is the default."""
     temp: float
     """Temperature; 0 or less: greedy. Default: 0.8."""
     top_k: int
@@ -49,6 +58,18 @@ class RequestOptions(TypedDict, total=False):
     """Keep the most probable tokens that add up to P. Default: 0.95."""
     min_p: float
     """Keep tokens with at least P times the probability of the most probable one. Default: 0.05."""
+    top_n_sigma: float
+    """Keep tokens whose logit is within X standard deviations of the best one's; 0 or less: all. Default: -1.0."""
+    typical_p: float
+    """Keep the most typical tokens that add up to P; 1: all. Default: 1.0."""
+    xtc_probability: float
+    """How often XTC leaves out the most probable tokens; 0: never. Default: 0.0."""
+    xtc_threshold: float
+    """XTC leaves out tokens that are at least so probable, but for the last of them; above 0.5: none. Default: 0.1."""
+    dynatemp_range: float
+    """Dynamic temperature: between `temp` minus and plus X, by the entropy of the candidates; 0: off. Default: 0.0."""
+    dynatemp_exponent: float
+    """Exponent of the dynamic temperature. Default: 1.0."""
     repeat_last_n: int
     """Tokens that penalties look back on; 0: off, -1: the whole context. Default: 64."""
     repeat_penalty: float
@@ -57,6 +78,31 @@ class RequestOptions(TypedDict, total=False):
     """Penalise tokens that occurred; 0: off. Default: 0.0."""
     frequency_penalty: float
     """Penalise tokens by how often they occurred; 0: off. Default: 0.0."""
+    dry_multiplier: float
+    """DRY: penalise tokens that go on with a repetition; 0: off. Default: 0.0."""
+    dry_base: float
+    """DRY: the penalty grows by this factor with each repeated token. Default: 1.75."""
+    dry_allowed_length: int
+    """DRY: tokens that may be repeated without penalty. Default: 2."""
+    dry_penalty_last_n: int
+    """DRY: tokens in which repetitions are searched; 0: off, -1: the whole context. Default: 64."""
+    dry_sequence_breakers: str | Sequence[str]
+    r"""DRY: a text over which no repetition goes on. May be repeated; none: there is no such text. Default: \n, a
+    colon, a double quote and a star."""
+    mirostat: int
+    """Mirostat 1 or 2, after `temp`, in place of all samplers; 0: off. Default: 0."""
+    mirostat_eta: float
+    """Learning rate of Mirostat. Default: 0.1."""
+    mirostat_tau: float
+    """Target entropy of Mirostat. Default: 5.0."""
+    adaptive_target: float
+    """Probability near which adaptive_p prefers tokens, where `samplers` names it; below 0: off. Default: -1.0."""
+    adaptive_decay: float
+    """How slowly adaptive_p adapts to what it has drawn, 0 to 0.99. Default: 0.9."""
+    stop: str | Sequence[str]
+    """End the text in front of this stop string, where the model writes it. May be repeated."""
+    logit_bias: str | Sequence[str]
+    """Add a bias to the logit of a token, by its number: 15043+1, or 15043-inf for never. May be repeated."""
     seed: int
     """Seed; -1: random. Default: -1."""
     ignore_eos: bool

@@ -1,13 +1,18 @@
-"""docs/flags.md is what the table of options says."""
+"""docs/flags.md and ggpipe/api/keywords.py are what the table of options says."""
 
 from __future__ import annotations
 
 from ggpipe.options.table import OPTIONS
+from scripts import keywords
 from scripts.flag_reference import PAGE, page
 
 
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run scripts/flag_reference"
+
+
+def test_the_keywords_are_up_to_date() -> None:
+    assert keywords.MODULE.read_text() == keywords.module(), "run scripts/flag_reference"
 
 
 def test_each_flag_is_on_the_page() -> None:

@@ -1,0 +1,212 @@
+"""`ggpipe.Engine`: requests from threads and event loops, early ends, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.commands import TARGET, processes_with, wait_for
+
+import ggpipe
+from ggpipe import Engine, Finish
+from ggpipe.api.arguments import NAMES, ROWS
+from ggpipe.options.table import COMMANDS, OPTIONS
+
+PROMPT = "Once upon a time"
+SIGNALS = set(signal.Signals) - {signal.SIGALRM}  # pytest-timeout's
+OPTIONS_OF_ALL: dict[str, Any] = {"n_ctx": 2048, "threads": 1, "temp": 0.0, "n_predict": 12}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    with Engine(TARGET, n_requests=8, **OPTIONS_OF_ALL) as engine:
+        yield engine
+    assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
+
+
+def text_of(engine: Engine, prompt: str = PROMPT) -> str:
+    return engine.generate(prompt).wait().text
+
+
+# Requests
+
+
+def test_an_answer_is_its_tokens(engine: Engine) -> None:
+    answer = engine.generate(PROMPT)
+    assert "".join(token.text for token in answer) == answer.text
+    assert (answer.finish, answer.error, answer.is_done) == (Finish.LENGTH, None, True)
+    assert [token.id for token in answer] == [token.id for token in answer.tokens]  # from the first one again
+    assert answer.stats.n_prompt == 6
+    assert answer.stats.n_generated == len(answer.tokens) == 12
+
+
+def test_options_of_one_request(engine: Engine) -> None:
+    answer = engine.generate(PROMPT, n_predict=3, stop="\\n", temp=1, seed=5).wait()
+    assert (len(answer.tokens), answer.stats.seed) == (3, 5)
+
+
+def test_tokens_are_a_prompt(engine: Engine) -> None:
+    first = engine.generate(PROMPT, n_predict=5).wait()
+    ids = [token.id for token in first.tokens]
+    assert engine.generate(ids, n_predict=2).wait().stats.n_prompt == 5
+
+
+def test_several_threads(engine: Engine) -> None:
+    prompts = [PROMPT, "There was a king", "A wolf", "In the forest"]
+    alone = [text_of(engine, prompt) for prompt in prompts]
+    found: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        found[i] = "".join(token.text for token in engine.generate(prompts[i]))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(found[i]) > 0 for i in range(4)] == [True] * 4
+    assert found[0][:3] == alone[0][:3]  # near-ties may fall in another way in company
+
+
+def test_eight_on_an_event_loop(engine: Engine) -> None:
+    async def text() -> str:
+        return "".join([token.text async for token in engine.generate(PROMPT)])
+
+    async def texts() -> list[str]:
+        return await asyncio.gather(*(text() for _ in range(8)))
+
+    found = asyncio.run(texts())
+    assert len(found) == 8
+    assert all(found)
+
+
+def test_a_cancelled_task_cancels_its_request(engine: Engine) -> None:
+    async def late() -> ggpipe.Answer:
+        answer = engine.generate(PROMPT, n_predict=-1, ignore_eos=True)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(answer, 0.05)
+        return await answer
+
+    assert asyncio.run(late()).finish is Finish.STOPPED
+
+
+def test_a_left_loop_cancels(engine: Engine) -> None:
+    answer = engine.generate(PROMPT, n_predict=-1, ignore_eos=True)
+    for _ in answer:
+        break
+    assert answer.wait().finish is Finish.STOPPED
+
+
+def test_a_left_with_block_cancels(engine: Engine) -> None:
+    with engine.generate(PROMPT, n_predict=-1, ignore_eos=True) as answer:
+        next(iter(answer))
+    assert answer.wait().finish is Finish.STOPPED
+
+
+def test_a_dropped_answer_is_cancelled(engine: Engine) -> None:
+    answer = engine.generate(PROMPT, n_predict=-1, ignore_eos=True)
+    feed = answer._feed
+    del answer
+    gc.collect()
+    feed.wait(None)
+    assert feed.stats.finish is Finish.STOPPED
+
+
+def test_a_conversation(engine: Engine) -> None:
+    answer = engine.chat([{"role": "user", "content": "Tell me a tale."}]).wait()
+    assert answer.content.strip() == answer.text.strip()
+    assert answer.reasoning == ""
+    with pytest.raises(ggpipe.UsageError, match="must be objects"):
+        engine.chat(["hello"])  # type: ignore[list-item]
+
+
+def test_a_batch_keeps_the_order(engine: Engine) -> None:
+    prompts = [PROMPT, "word " * 3000, "There was a king"] * 8
+    answers = list(engine.batch(prompts, n_predict=2))
+    assert [answer.prompt for answer in answers] == prompts
+    assert [answer.error is None for answer in answers] == [True, False, True] * 8
+
+    async def first() -> str:
+        async for answer in engine.batch(prompts, n_predict=2):
+            return answer.text
+        raise AssertionError
+
+    assert asyncio.run(first()) == answers[0].text
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ctx_size": 5}, "`ctx_size` is not an option: did you mean `n_ctx`?"),
+        ({"no_such": 5}, "`no_such` is not an option"),
+        ({"n_ctx": "big"}, "`n_ctx` must be a whole number, got 'big'"),
+        ({"n_ctx": -5}, "`n_ctx` must be"),
+        ({"exact": 1}, "`exact` must be True or False, got 1"),
+        ({"temp": float("nan")}, "`temp` must be a finite number, got nan"),
+        ({"layer_split": "half"}, "`layer_split` half: write a share for each rank"),
+        ({"flash_attn": "no"}, "`flash_attn` must be on, off or auto, got no"),
+        ({"layer_split": "0.5/0.5"}, "needs a draft model: name one with `draft`"),
+        ({"n_requests": 0}, "`n_requests` must be"),
+        ({"draft": 3}, "`draft` must be a path, got 3"),
+    ],
+)
+def test_a_bad_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ggpipe.UsageError) as caught:
+        Engine(TARGET, **options)
+    assert message in str(caught.value)
+
+
+def test_bad_requests(engine: Engine) -> None:
+    with pytest.raises(ggpipe.SettingError, match="`n_ctx` is a setting of the engine"):
+        engine.generate(PROMPT, n_ctx=5)  # type: ignore[call-arg]
+    with pytest.raises(ggpipe.UsageError, match="must be a text or a sequence of tokens, got 5"):
+        engine.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(ggpipe.UsageError, match="raise `n_ctx`"):
+        engine.generate("word " * 3000).wait()
+    assert text_of(engine)
+
+
+def test_no_model() -> None:
+    with pytest.raises(ggpipe.ModelError, match=r"no-such-model\.gguf: No such file"):
+        Engine("no-such-model.gguf").load()
+    wait_for(lambda: not processes_with("no-such-model.gguf"))
+
+
+def test_not_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    with pytest.raises(ggpipe.LaunchError, match="started by mpirun"):
+        Engine(TARGET)
+
+
+def test_a_closed_engine() -> None:
+    engine = Engine(TARGET, **OPTIONS_OF_ALL)
+    running = engine.generate(PROMPT, n_predict=-1, ignore_eos=True)
+    next(iter(engine.generate(PROMPT)))
+    engine.close()
+    for answer in (running, engine.generate(PROMPT)):
+        with pytest.raises(ggpipe.RunError, match="the engine is closed"):
+            answer.wait()
+    engine.close()
+
+
+# Options
+
+
+def test_all_flags_of_generate_are_keywords() -> None:
+    generate = next(command for command in COMMANDS if command.name == "generate")
+    names = {NAMES.get(row.name, row.name) for row in generate.options(OPTIONS)}
+    of_chat = {"single_turn", "system", "chat_template", "chat_template_file", "chat_template_kwargs"}
+    of_the_terminal = {"prompt", "file", "escape", "color", "display_prompt", "csv", "json", "trace"}
+    assert names - set(ROWS) - of_chat - of_the_terminal == set()
+    parameters = inspect.signature(Engine.chat).parameters
+    assert {"chat_template", "chat_template_kwargs"} <= set(parameters)
