@@ -56,7 +56,7 @@ def _type(row: Option) -> str:
         return {bool: "bool", int: "int", float: "float", Path: "File"}.get(row.reads, "str")
     if typing.get_origin(hint) is tuple:
         kind = typing.get_args(hint)[0].__name__
-        return f"str | {kind} | Sequence[{kind}]"
+        return "str | Sequence[str]" if kind == "str" else f"str | {kind} | Sequence[{kind}]"
     return "str"
 
 

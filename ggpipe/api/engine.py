@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from ggpipe.metrics.stats import RankStats
 from ggpipe.options import settings
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
-from ggpipe.options.sampling import sampling_config
+from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.sampling import SamplingConfig
 
 _NOT_FOR_RANKS = (SamplingConfig, settings.Prompt)
@@ -160,12 +161,14 @@ class Engine:
         thread.submit(feed, text, *request)
         return Answer(feed, lambda: thread.cancel(feed), prompt)
 
-    def _request(self, options: RequestOptions) -> tuple[SamplingConfig, int, SpeculationConfig]:
+    def _request(self, options: RequestOptions) -> tuple[SamplingOf, int, SpeculationConfig]:
         try:
             check_request(options)
             given = options_of({**self._keywords, **options})
             prompt = replace(given[settings.Prompt], escape=False)
-            return sampling_config(given.having(prompt)), prompt.n_predict, speculation_config(given)
+            sampling = functools.partial(sampling_config, given.having(prompt))
+            sampling(SamplingConfig())
+            return sampling, prompt.n_predict, speculation_config(given)
         except GgpipeError as e:
             raise named(e) from None
 

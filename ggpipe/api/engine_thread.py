@@ -20,13 +20,13 @@ from ggpipe.errors import GgpipeError, RunError, UsageError
 from ggpipe.launch.job import Job
 from ggpipe.metrics.stats import RankStats
 from ggpipe.options.option import Options
+from ggpipe.options.sampling import SamplingOf
 from ggpipe.options.settings import Ranks
 from ggpipe.planning.n_ranks import ranks_to_start
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEnded, TokenReady
 from ggpipe.runtime.channel.link import Waker
 from ggpipe.runtime.channel.started import User, supervised
 from ggpipe.runtime.channel.supervisor import Supervisor
-from ggpipe.sampling import SamplingConfig
 
 _LOG = logging.getLogger("ggpipe")
 
@@ -64,7 +64,7 @@ class EngineThread:
         self,
         feed: Feed,
         prompt: Prompt,
-        sampling: SamplingConfig,
+        sampling: SamplingOf,
         n_predict: int,
         speculation: SpeculationConfig,
     ) -> None:
@@ -76,10 +76,11 @@ class EngineThread:
             try:
                 tokens = _tokens(engine, prompt, feed)
                 engine.check_prompt(tokens)
+                drawn = sampling(engine.sampling)
             except UsageError as e:
                 self._end(feed, error=named(e))
                 return
-            request = engine.submit(tokens, sampling, n_predict, speculation, feed.stats)
+            request = engine.submit(tokens, drawn, n_predict, speculation, feed.stats)
             self._feeds[feed], self._of_request[request.id] = request, feed
 
         with self._lock:

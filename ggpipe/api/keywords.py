@@ -44,36 +44,38 @@ class RequestOptions(TypedDict, total=False):
     """Stop runs in flight when all their draft tokens are rejected. Default: True."""
     continuous: bool
     """Keep drafting while earlier draft tokens are verified. Default: True."""
-    samplers: str | str | Sequence[str]
+    samplers: str | Sequence[str]
     """Samplers in their order, separated by semicolons or commas; those that are not named are not applied. There
-    are adaptive_p and infill as well. Default:
-    'penalties,dry,top_n_sigma,top_k,typ_p,top_p,min_p,xtc,temperature'."""
-    sampling_seq: str | str | Sequence[str]
+    are adaptive_p and infill as well. Default: the model's own, else
+    penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature."""
+    sampling_seq: str | Sequence[str]
     """The same in letters, in place of `samplers`: edskypmxt is the default."""
     temp: float
-    """Temperature; 0 or less: greedy. Default: 0.8."""
+    """Temperature; 0 or less: greedy. Default: the model's own, else 0.8."""
     top_k: int
-    """Keep the N most probable tokens; 0: all. Default: 40."""
+    """Keep the N most probable tokens; 0: all. Default: the model's own, else 40."""
     top_p: float
-    """Keep the most probable tokens that add up to P. Default: 0.95."""
+    """Keep the most probable tokens that add up to P. Default: the model's own, else 0.95."""
     min_p: float
-    """Keep tokens with at least P times the probability of the most probable one. Default: 0.05."""
+    """Keep tokens with at least P times the probability of the most probable one. Default: the model's own, else
+    0.05."""
     top_n_sigma: float
     """Keep tokens whose logit is within X standard deviations of the best one's; 0 or less: all. Default: -1.0."""
     typical_p: float
     """Keep the most typical tokens that add up to P; 1: all. Default: 1.0."""
     xtc_probability: float
-    """How often XTC leaves out the most probable tokens; 0: never. Default: 0.0."""
+    """How often XTC leaves out the most probable tokens; 0: never. Default: the model's own, else 0."""
     xtc_threshold: float
-    """XTC leaves out tokens that are at least so probable, but for the last of them; above 0.5: none. Default: 0.1."""
+    """XTC leaves out tokens that are at least so probable, but for the last of them; above 0.5: none. Default: the
+    model's own, else 0.1."""
     dynatemp_range: float
     """Dynamic temperature: between `temp` minus and plus X, by the entropy of the candidates; 0: off. Default: 0.0."""
     dynatemp_exponent: float
     """Exponent of the dynamic temperature. Default: 1.0."""
     repeat_last_n: int
-    """Tokens that penalties look back on; 0: off, -1: the whole context. Default: 64."""
+    """Tokens that penalties look back on; 0: off, -1: the whole context. Default: the model's own, else 64."""
     repeat_penalty: float
-    """Penalise repeated tokens; 1: off. Default: 1.0."""
+    """Penalise repeated tokens; 1: off. Default: the model's own, else 1."""
     presence_penalty: float
     """Penalise tokens that occurred; 0: off. Default: 0.0."""
     frequency_penalty: float
@@ -90,11 +92,11 @@ class RequestOptions(TypedDict, total=False):
     r"""DRY: a text over which no repetition goes on. May be repeated; none: there is no such text. Default: \n, a
     colon, a double quote and a star."""
     mirostat: int
-    """Mirostat 1 or 2, after `temp`, in place of all samplers; 0: off. Default: 0."""
+    """Mirostat 1 or 2, after `temp`, in place of all samplers; 0: off. Default: the model's own, else 0."""
     mirostat_eta: float
-    """Learning rate of Mirostat. Default: 0.1."""
+    """Learning rate of Mirostat. Default: the model's own, else 0.1."""
     mirostat_tau: float
-    """Target entropy of Mirostat. Default: 5.0."""
+    """Target entropy of Mirostat. Default: the model's own, else 5."""
     adaptive_target: float
     """Probability near which adaptive_p prefers tokens, where `samplers` names it; below 0: off. Default: -1.0."""
     adaptive_decay: float
