@@ -1,6 +1,6 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
-cli > api > display > planning > measure | sim > runtime > llama | options | transport
+cli > api > display > planning > measure | sim > runtime > batch | llama | options | transport
     > cache | chat | cluster | launch | metrics > core > config > sampling > checks > errors
 """
 
@@ -26,7 +26,7 @@ LAYERS = (  # the lowest first
     {"config"},
     {"core"},
     {"cache", "chat", "cluster", "launch", "metrics"},
-    {"llama", "options", "transport"},
+    {"batch", "llama", "options", "transport"},
     {"runtime"},
     {"measure", "sim"},
     {"planning"},

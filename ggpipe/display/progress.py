@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ggpipe.display.format import harmless, human_bytes
+from ggpipe.display.format import harmless, human_bytes, human_rate
 from ggpipe.display.live.terminal import Terminal
 
 _QUIET_S = 1.0
@@ -103,6 +103,34 @@ class BenchProgress:
         self._n_begun += 1
 
     def __enter__(self) -> BenchProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the bar."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+class BatchProgress:
+    """A bar for prompts that are answered, with their tokens a second and the time left."""
+
+    def __init__(self, terminal: Terminal | None, n_prompts: int) -> None:
+        """Without a terminal nothing is drawn."""
+        self._progress: Progress | None = None
+        if terminal is not None:
+            terminal.measure()
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=terminal.console, transient=True, refresh_per_second=4)
+            self._task = self._progress.add_task("loading", total=n_prompts)
+            self._progress.start()
+
+    def show(self, n_done: int, tokens_per_s: float) -> None:
+        """Show the number of prompts that are done."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=n_done, description=human_rate(tokens_per_s))
+
+    def __enter__(self) -> BatchProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

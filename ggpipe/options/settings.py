@@ -17,6 +17,8 @@ from ggpipe.errors import SettingError, UsageError
 from ggpipe.options.escapes import unescape
 
 Color = Literal["auto", "on", "off"]
+BatchFormat = Literal["lines", "specinfer", "openai"]  # as batch.tasks.Format
+BatchOutput = Literal["openai", "specinfer"]  # as batch.results.OutputFormat
 PlotFormat = Literal["svg", "png", "pdf"]
 Confidence = Literal["calibrated", "overconfident", "underconfident"]  # as sim.text.Confidence
 BENCH_MODES = ("iterative", "speculative", "async", "single")
@@ -167,6 +169,24 @@ class GenerateOutput:
 
     def __post_init__(self) -> None:
         check_choice("color", self.color, get_args(Color))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """The files of `batch`."""
+
+    input: Path = Path()
+    output: Path = Path()
+    format: BatchFormat | None = None
+    """None: what the file looks like."""
+    output_format: BatchOutput = "openai"
+    color: Color = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("color", self.color, get_args(Color))
+        if self.format is not None:
+            check_choice("format", self.format, get_args(BatchFormat))
+        check_choice("output_format", self.output_format, get_args(BatchOutput))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ggpipe.options import sampling, settings
 from ggpipe.options.chat import Chat, json_object
 from ggpipe.options.option import Command, Option
 from ggpipe.options.settings import (
+    BatchSettings,
     BenchSettings,
     Cluster,
     DemoSettings,
@@ -70,6 +71,9 @@ def of_model(field: str, help: str) -> str:
 # fmt: off
 OPTIONS: tuple[Option, ...] = (
     _option(Cluster, MODEL, "path", metavar="CLUSTER", setting="cluster", help="Cluster file, the name of a bundled one, or a profile."),
+
+    _option(BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: a line for each; a list of texts in JSON, as SpecInfer takes it; or lines in JSON of OpenAI's batch format."),
+    _option(BatchSettings, PROMPT, "format", "--format", metavar="KIND", help="Format of IN: lines, specinfer or openai. Default: what it looks like."),
 
     _option(Models, MODEL, "target", "-m", "--model", setting="model", metavar="FILE", help="GGUF file of the target model; of a split file, its first part."),
     _option(Loading, MODEL, "load_mode", "-lm", "--load-mode", metavar="MODE", help="How weights are loaded: auto, none, mmap, mlock, mmap+mlock or dio."),
@@ -213,6 +217,9 @@ OPTIONS: tuple[Option, ...] = (
     _option(ProfileSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the profile, JSON; - is stdout."),
     _option(PlanSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure, where no cluster is given."),
     _option(PlanSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write the plan."),
+    _option(BatchSettings, OUTPUT, "output", "-o", "--output", metavar="OUT", help="Write the answers as they come. What is answered there is not answered again."),
+    _option(BatchSettings, OUTPUT, "output_format", "--output-format", metavar="KIND", help="Format of OUT: openai, or specinfer, which is written when all is answered."),
+    _option(BatchSettings, OUTPUT, "color", "--color", metavar="on|off|auto", help="Progress and colour; off: no colour."),
     _option(BenchSettings, OUTPUT, "color", "--color", metavar="on|off|auto", help="Progress and colour; off: no colour."),
     _option(BenchSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write a line for each run: prefill t/s, decode t/s, ITL s, TTFT s, mode, round, prompt."),
     _option(BenchSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements."),
@@ -236,6 +243,19 @@ COMMANDS: tuple[Command, ...] = (
         records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, PromptCacheFile, SpeculationConfig, SamplingConfig,
                  GenerateOutput),
         required=frozenset({"model"}),
+    ),
+    Command(
+        name="batch",
+        help="""Answer a file of prompts, several at a time.
+
+        An interrupted job goes on when it is started again with the same OUT. A prompt that cannot be answered has an
+        error there; the others are answered, and the exit code is 1. Settings in a prompt's own body come before those
+        of the command line.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, EngineConfig, Prompt, Chat, SpeculationConfig, SamplingConfig, BatchSettings),
+        leave_out=frozenset({"prompt", "file", "escape"}),
+        required=frozenset({"model", "input", "output"}),
+        defaults={"n_requests": 4},
     ),
     Command(
         name="record",

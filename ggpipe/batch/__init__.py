@@ -1,0 +1,1 @@
+"""Files of many prompts, and of their answers. (Not llama.cpp's batches, which are parts of a prompt.)"""

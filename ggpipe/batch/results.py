@@ -1,0 +1,148 @@
+"""The file of answers, one line of JSON for each task, in OpenAI's batch output format. It is written as they come.
+
+A job that was interrupted goes on with the same file: tasks that are answered there are not answered again, a last line
+that was cut is dropped, and tasks that failed are tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ggpipe.batch.bodies import Answered, body_of
+from ggpipe.batch.tasks import Task
+from ggpipe.errors import RunError, UsageError
+
+OutputFormat = Literal["openai", "specinfer"]
+
+_PART = ".part"
+
+
+class Results:
+    """A context manager; when it is left, SpecInfer's file is made if that is wanted and all is answered."""
+
+    def __init__(self, path: Path, format: OutputFormat, tasks: Sequence[Task], model: str) -> None:
+        """`model`: its name in responses. Raises UsageError for a file that cannot be gone on with, or written."""
+        self._path, self._format, self._tasks, self._model = path, format, tasks, model
+        self._lines_path = path if format == "openai" else path.with_name(path.name + _PART)
+        if format == "specinfer" and path.exists() and not self._lines_path.exists():
+            raise UsageError(f"{path} exists: name another file for the answers, or remove it")
+        self._check_names()
+        self._answered: dict[str, dict[str, Any]] = {}
+        """What the file has, by the tasks' ids."""
+        try:
+            self._take_up()
+            self._file = self._lines_path.open("ab")
+        except OSError as e:
+            raise UsageError(f"{self._lines_path}: cannot write the answers: {e.strerror}") from e
+        self.n_failed = 0
+        """Tasks that have an error instead of an answer."""
+
+    def _check_names(self) -> None:
+        if self._path.is_dir():
+            raise UsageError(f"{self._path} is a folder: name a file for the answers")
+
+    @property
+    def left(self) -> list[Task]:
+        """Tasks without an answer, in the order of their keys: prompts that begin alike follow each other."""
+        return sorted((task for task in self._tasks if task.id not in self._answered), key=lambda task: task.key)
+
+    @property
+    def n_answered(self) -> int:
+        """Tasks that have an answer."""
+        return len(self._answered)
+
+    def answer(self, task: Task, answered: Answered) -> None:
+        """Write an answer. Raises RunError."""
+        response = {"status_code": 200, "request_id": task.id, "body": body_of(task.id, self._model, answered)}
+        entry: dict[str, Any] = {"id": task.id, "custom_id": task.custom_id, "response": response, "error": None}
+        if self._format == "specinfer":
+            entry["token_ids"] = [*answered.prompt, *(token.id for token in answered.tokens)]
+        self._write(entry)
+        self._answered[task.id] = entry
+
+    def fail(self, task: Task, message: str) -> None:
+        """Write why there is no answer. Raises RunError."""
+        error = {"code": "invalid_request", "message": message}
+        self._write({"id": task.id, "custom_id": task.custom_id, "response": None, "error": error})
+        self.n_failed += 1
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+        except OSError as e:
+            raise RunError(f"{self._lines_path}: cannot write the answers: {e.strerror}") from e
+
+    def _take_up(self) -> None:
+        """Read what is there, and leave out what is no answer. Raises UsageError for answers to other prompts."""
+        if not self._lines_path.exists():
+            return
+        data = self._lines_path.read_bytes()
+        known, kept = {task.id for task in self._tasks}, []
+        for line in data.split(b"\n"):
+            entry = _entry(line)
+            if entry is None or entry["id"] in self._answered:
+                continue
+            if entry["id"] not in known:
+                raise UsageError(
+                    f"{self._lines_path} has an answer to another prompt (custom_id {entry.get('custom_id')}): "
+                    "name another file, or remove it"
+                )
+            self._answered[entry["id"]] = entry
+            kept.append(line + b"\n")
+        if (whole := b"".join(kept)) != data:
+            if data and not kept and b'"batch_req_' not in data:
+                raise UsageError(f"{self._lines_path} exists, and has no answers in it: name another file")
+            own = self._lines_path.with_name(self._lines_path.name + ".new")
+            own.write_bytes(whole)
+            os.replace(own, self._lines_path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # all was flushed
+            self._file.close()
+        if kind is None and self._format == "specinfer" and self.n_answered + self.n_failed == len(self._tasks):
+            self._write_specinfer()
+
+    def _write_specinfer(self) -> None:
+        """As SpecInfer writes them: latency in microseconds, runs of the target, tokens, prompt and text."""
+        parts = []
+        for task in self._tasks:
+            if (entry := self._answered.get(task.id)) is None or task.ask is None:
+                continue
+            body, prompt = entry["response"]["body"], task.ask.prompt
+            choice, timings = body["choices"][0], body["timings"]
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            n_steps = body["usage"]["completion_tokens"] - timings["draft_n_accepted"]
+            parts += [
+                f"end-to-end latency: {(timings['prompt_ms'] + timings['predicted_ms']) * 1000:.3f}",
+                f"num decoding steps: {n_steps}",
+                f"token IDs: {','.join(map(str, entry['token_ids']))}",
+                (prompt if isinstance(prompt, str) else "") + text,
+            ]
+        try:
+            self._path.write_bytes("".join(part + "\n" for part in parts).encode("utf-8", "surrogateescape"))
+            if not self.n_failed:
+                self._lines_path.unlink()
+        except OSError as e:
+            raise RunError(f"{self._path}: cannot write the answers: {e.strerror}") from e
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """An answer; None for what is none."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_answer = isinstance(entry, dict) and isinstance(entry.get("id"), str) and isinstance(entry.get("response"), dict)
+    return entry if is_answer else None

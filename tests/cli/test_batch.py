@@ -1,0 +1,81 @@
+"""`ggpipe batch`: all prompts are answered once, however often the job is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from support.commands import ROOT, SPLITS, TARGET, ggpipe, processes_with, ranks_of, wait_for
+
+N_PROMPTS = 16
+OPTIONS = ("-m", TARGET, "-t", 1, "-c", 4096, "-n", 300, "--temp", 0, "--ignore-eos", *SPLITS[2])
+
+
+def answers(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Job:
+    """A batch that something happens to when some more answers are written."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.out = folder / f"out-{os.getpid()}-{folder.name}.jsonl"
+        command = [sys.executable, "-P", "-m", "ggpipe", "batch", folder / "in.txt", "-o", self.out, *OPTIONS]
+        n_before = self.n_lines()
+        self.process = subprocess.Popen(
+            [*map(str, command), *map(str, arguments)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        wait_for(lambda: self.n_lines() >= n_before + 2, 120)
+
+    def n_lines(self) -> int:
+        return self.out.read_bytes().count(b"\n") if self.out.exists() else 0
+
+    def ends(self) -> tuple[int, str]:
+        _, error = self.process.communicate(timeout=120)
+        wait_for(lambda: not processes_with(self.out.name))
+        assert "Traceback" not in error
+        return self.process.returncode, error
+
+
+def test_each_prompt_is_answered_once(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("".join(f"Tale number {i} begins:\n" for i in range(N_PROMPTS)))
+    job = Job(tmp_path)
+    job.process.send_signal(signal.SIGINT)
+    code, error = job.ends()
+    assert (code, "the same command goes on with them" in error) == (130, True), error
+    first = answers(job.out)
+    assert 2 <= len(first) < N_PROMPTS
+
+    job = Job(tmp_path)
+    job.process.kill()
+    job.ends()
+    with job.out.open("ab") as file:
+        file.write(b'{"id": "batch_req_')
+
+    job = Job(tmp_path, "--restart", 2)
+    os.kill(ranks_of(job.out.name)[1], signal.SIGKILL)
+    code, error = job.ends()
+    assert (code, "starting the ranks again (1 of 2)" in error) == (0, True), error
+    whole = answers(job.out)
+    assert whole[: len(first)] == first
+    assert sorted(int(str(entry["custom_id"])) for entry in whole) == list(range(1, N_PROMPTS + 1))
+    assert all(entry["error"] is None for entry in whole)
+
+
+def test_a_bad_line_does_not_stop_the_others(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    good = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    long = {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": {"prompt": "word " * 3000}}
+    lines = [json.dumps(long), "{bad", json.dumps(good)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    done = ggpipe("batch", tmp_path / "in.jsonl", "-o", tmp_path / "out", "-m", TARGET, "-t", 1, "-c", 512)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "2 of 3 prompts have an error instead of an answer" in done.stderr
+    found = {entry["custom_id"]: entry for entry in answers(tmp_path / "out")}
+    assert found["good"]["response"]["body"]["usage"]["completion_tokens"] == 3  # type: ignore[index]
+    assert "raise -c/--ctx-size" in found["long"]["error"]["message"]  # type: ignore[index]
+    assert found[None]["error"]["message"].startswith("line 2: ")  # type: ignore[index]
