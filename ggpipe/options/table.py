@@ -72,9 +72,6 @@ def of_model(field: str, help: str) -> str:
 OPTIONS: tuple[Option, ...] = (
     _option(Cluster, MODEL, "path", metavar="CLUSTER", setting="cluster", help="Cluster file, the name of a bundled one, or a profile."),
 
-    _option(BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: a line for each; a list of texts in JSON, as SpecInfer takes it; or lines in JSON of OpenAI's batch format."),
-    _option(BatchSettings, PROMPT, "format", "--format", metavar="KIND", help="Format of IN: lines, specinfer or openai. Default: what it looks like."),
-
     _option(Models, MODEL, "target", "-m", "--model", setting="model", metavar="FILE", help="GGUF file of the target model; of a split file, its first part."),
     _option(Loading, MODEL, "load_mode", "-lm", "--load-mode", metavar="MODE", help="How weights are loaded: auto, none, mmap, mlock, mmap+mlock or dio."),
     _option(Loading, MODEL, "mmap", "--mmap/--no-mmap", help="Map weights from the file, or read this rank's layers into memory."),
@@ -87,6 +84,8 @@ OPTIONS: tuple[Option, ...] = (
     _option(ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=settings.layers, help="Layers to measure, both included. Default: some of them."),
     _option(DemoSettings, MODEL, "tiny", "--tiny", help="Take the bundled models as they are: messages take longer than computing, and nothing is written to the cache."),
 
+    _option(BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: a line for each; a list of texts in JSON, as SpecInfer takes it; or lines in JSON of OpenAI's batch format."),
+    _option(BatchSettings, PROMPT, "format", "--format", metavar="KIND", help="Format of IN: lines, specinfer or openai. Default: what it looks like."),
     _option(Prompt, PROMPT, "text", "-p", "--prompt", setting="prompt", metavar="TEXT", help="Text to continue."),
     _option(Prompt, PROMPT, "file", "-f", "--file", metavar="FILE", help="Read the prompt from a file."),
     _option(Prompt, PROMPT, "escape", "-e/ ", "--escape/--no-escape", help=r"Process \\n, \\t, \\xHH … in the prompt."),

@@ -112,7 +112,7 @@ def test_defaults_are_the_records_own() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_each_record_of_each_command_has_its_defaults(command: Command) -> None:
-    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"]}
+    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"], "input": ["i"]}
     arguments = [word for name in sorted(command.required) for word in needed[name]]
     read = parse(command, OPTIONS, arguments)
     for row in command.options(OPTIONS):
@@ -154,7 +154,7 @@ def test_options_as_a_command_line() -> None:
 @pytest.mark.parametrize("row", [row for row in OPTIONS if row.flags], ids=lambda row: row.spelling)
 def test_any_option_as_a_command_line(row: Option) -> None:
     command = next(c for c in COMMANDS if row in c.options(OPTIONS))
-    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"]}
+    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"], "input": ["i"]}
     required = [word for name in sorted(command.required - {row.name}) for word in needed[name]]
     values: list[object] = ["3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg",
                             "none", "f16", "distribute", "yarn", "overconfident", "3-4", "{}", "top_k",
