@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ggpipe.config import SpeculationConfig as SpeculationConfig
     from ggpipe.core.request import Finish as Finish
     from ggpipe.core.request import Token as Token
+    from ggpipe.core.request import TokenProb as TokenProb
     from ggpipe.errors import GgpipeError as GgpipeError
     from ggpipe.errors import LaunchError as LaunchError
     from ggpipe.errors import ModelError as ModelError
@@ -49,7 +50,7 @@ _HOMES = {
         "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
         "SamplingConfig", "SpeculationConfig",
     ),
-    "ggpipe.core.request": ("Finish", "Token"),
+    "ggpipe.core.request": ("Finish", "Token", "TokenProb"),
     "ggpipe.errors": (
         "GgpipeError", "LaunchError", "ModelError", "QueueFull", "RankError", "RunError", "SettingError", "UsageError",
     ),

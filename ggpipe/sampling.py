@@ -46,6 +46,7 @@ MODEL_KEYS = {
 _ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
 _DEFAULT_SAMPLERS = tuple(SAMPLERS)[:9]
 _MOST_BIASES = 10_000
+_MOST_PROBS = 1000
 
 
 def samplers_by_name(names: Iterable[str]) -> tuple[str, ...]:
@@ -137,6 +138,10 @@ class SamplingConfig:
     """Tokens that top-p, min-p, typical and XTC leave at least."""
     stop: tuple[str, ...] = ()
     """Stop strings: where one of them is generated, the text ends in front of it."""
+    n_probs: int = 0
+    """Tokens whose log-probabilities come with each token, beside its own: the most probable ones; 0: none come."""
+    post_sampling_probs: bool = False
+    """They are those that the draw had, and not those of the model."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, and what is added to their logits; minus infinity: never drawn."""
     seed: int = -1
@@ -176,6 +181,7 @@ class SamplingConfig:
         check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
         if len(self.logit_bias) > _MOST_BIASES:
             raise SettingError(f"`logit_bias` must have at most {_MOST_BIASES} tokens, got {len(self.logit_bias)}")
+        check_range("n_probs", self.n_probs, 0, _MOST_PROBS, "a number of tokens")
         for name in ("stop", "dry_sequence_breakers"):
             for text in getattr(self, name):
                 if not text or any("\ud800" <= c <= "\udfff" for c in text):

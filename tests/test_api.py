@@ -29,7 +29,17 @@ ERRORS = {
     "SettingError",
     "UsageError",
 }
-ENGINE = {"Answer", "Batch", "Engine", "EngineOptions", "Finish", "RequestOptions", "RequestStats", "Token"}
+ENGINE = {
+    "Answer",
+    "Batch",
+    "Engine",
+    "EngineOptions",
+    "Finish",
+    "RequestOptions",
+    "RequestStats",
+    "Token",
+    "TokenProb",
+}
 RANKS = {"Head", "Session", "run_rank"}
 
 

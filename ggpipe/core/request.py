@@ -21,6 +21,15 @@ class Finish(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenProb:
+    """A token, its text (which may be a part of a character), and the logarithm of its probability."""
+
+    id: int
+    text: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """A generated token and the text that can be shown with it: none inside a character, or while a stop string may
     have begun."""
@@ -29,6 +38,8 @@ class Token:
     text: str
     drafted: bool = False
     """A drafter had named it: it was in the pipeline before it was sampled."""
+    probs: tuple[TokenProb, ...] = ()
+    """Its own, then those of the most probable tokens, where `SamplingConfig.n_probs` asks for them."""
 
 
 def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:

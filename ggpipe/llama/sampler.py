@@ -19,6 +19,7 @@ from ggpipe.llama.vocab import Vocab
 from ggpipe.sampling import SamplingConfig
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
+_LEAST_FOR_SUM = 2  # the best token alone comes without the log-sum-exp
 _MIROSTAT_M = 100  # as llama.cpp: tokens from which version 1 estimates how probabilities fall
 
 
@@ -40,6 +41,11 @@ class Sampler:
         """Tokens that are never drawn."""
         self._biases = {token: bias for token, bias in self._biases.items() if token not in never and bias}
         self._n_best = None if any(bias > 0 for bias in self._biases.values()) else config.n_best
+        self.probs: tuple[tuple[int, float], ...] = ()
+        """The sampled token with its log-probability, and the best ones with theirs, where the config asks for them."""
+        self._shows_model = config.n_probs > 0 and not config.post_sampling_probs
+        if self._shows_model:  # it bans nothing, so the last rank does not either
+            self._biases |= dict.fromkeys(never, -math.inf)
         self.seed = config.seed if config.seed >= 0 else secrets.randbelow(2**32 - 1)
         windows = {"penalties": config.repeat_last_n, "dry": config.dry_penalty_last_n}
         windows = {name: n_ctx if n < 0 else min(n, n_ctx) for name, n in windows.items()}
@@ -57,12 +63,14 @@ class Sampler:
 
         A penalty or a bias that only lowers leaves the best k among the best k + (tokens that it may lower).
         """
-        n = self._n_vocab
+        n, banned = self._n_vocab, () if self._shows_model else self.banned
         if self._n_best is not None:
             n = self._n_best + len(self._biases) + len(set(self._window))
-        if n + len(self.banned) >= self._n_vocab:
-            return Want(WantKind.FULL, banned=self.banned)
-        return Want(WantKind.TOP, n, self.banned)
+        if self._shows_model:
+            n = max(n, self._config.n_probs, _LEAST_FOR_SUM)
+        if n + len(banned) >= self._n_vocab:
+            return Want(WantKind.FULL, banned=banned)
+        return Want(WantKind.TOP, n, banned)
 
     @property
     def want_grows(self) -> bool:
@@ -71,12 +79,21 @@ class Sampler:
 
     def sample(self, row: RowLogits) -> int:
         """Draw from a row that was asked for by `want`."""
+        token = self._sample(row)
+        if self._shows_model:
+            self.probs = _model_probs(row, token, self._config.n_probs)
+        return token
+
+    def _sample(self, row: RowLogits) -> int:
         ids, logits = row.ids, np.asarray(row.logits, np.float32)
         if self._biases:
             logits = self._biased(ids, logits)
         if self._chain is None:
             best = int(logits.argmax())
-            return best if ids is None else ids[best]
+            token = best if ids is None else ids[best]
+            if self._config.n_probs:
+                self.probs = ((token, 0.0),) * 2
+            return token
         candidates = np.zeros(len(logits), _CANDIDATE)
         candidates["id"] = np.arange(len(logits)) if ids is None else ids
         candidates["logit"] = logits
@@ -84,7 +101,11 @@ class Sampler:
             ctypes.cast(candidates.ctypes.data, ctypes.POINTER(lib.llama_token_data)), len(logits), -1, False
         )
         lib.llama_sampler_apply(self._chain, ctypes.byref(array))
-        return int(array.data[array.selected].id)
+        token = int(array.data[array.selected].id)
+        if self._config.n_probs and not self._shows_model:
+            left = (ctypes.addressof(array.data[0]) - candidates.ctypes.data) // _CANDIDATE.itemsize
+            self.probs = _draws_probs(candidates[left : left + array.size], array.selected, self._config.n_probs)
+        return token
 
     def _biased(self, ids: tuple[int, ...] | None, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         logits = logits.copy()
@@ -119,6 +140,25 @@ class Sampler:
         if self._chain is not None:
             lib.llama_sampler_free(self._chain)
         self._chain = None
+
+
+def _model_probs(row: RowLogits, token: int, n: int) -> tuple[tuple[int, float], ...]:
+    """The log-probabilities of a token and of the `n` best, before anything changes them."""
+    if row.ids is not None:
+        found = [(id, logit - row.log_sum_exp) for id, logit in zip(row.ids, row.logits, strict=True)]
+        return next(pair for pair in found if pair[0] == token), *found[:n]
+    logits = np.asarray(row.logits, np.float64)
+    logits -= np.logaddexp.reduce(logits)
+    best = np.argpartition(-logits, min(n, len(logits) - 1))[:n]
+    best = best[np.argsort(-logits[best], kind="stable")]
+    return tuple((int(id), float(logits[id])) for id in (token, *best))
+
+
+def _draws_probs(candidates: NDArray[Any], selected: int, n: int) -> tuple[tuple[int, float], ...]:
+    """The log-probabilities of the token that was drawn, and of the `n` best among those that could be."""
+    best = np.argsort(-candidates["p"], kind="stable")[:n]
+    pairs = ((int(candidates["id"][i]), float(candidates["p"][i])) for i in (selected, *best))
+    return tuple((id, math.log(p)) for id, p in pairs if p > 0)
 
 
 def _filters(config: SamplingConfig, vocab: Vocab, windows: Mapping[str, int], seed: int) -> Iterator[Any]:

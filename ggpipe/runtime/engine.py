@@ -37,7 +37,7 @@ from ggpipe.core.events import (
     Tick,
 )
 from ggpipe.core.messages import RowLogits, Run, RunResult
-from ggpipe.core.request import Finish, Request, Token, check_prompt
+from ggpipe.core.request import Finish, Request, Token, TokenProb, check_prompt
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.errors import QueueFull
@@ -59,8 +59,8 @@ class ActiveRequest:
         """Filled in while the request is served."""
         self.sampler = sampler
         self.decoder = decoder
-        self.texts: collections.deque[str] = collections.deque()
-        """Of tokens that are sampled and not given out yet."""
+        self.sampled: collections.deque[tuple[str, tuple[TokenProb, ...]]] = collections.deque()
+        """Texts and log-probabilities of tokens that are sampled and not given out yet."""
         self.not_saved: list[str] = []
         """Why parts of the prompt cache are not written, a line each."""
 
@@ -285,13 +285,15 @@ class Engine:
         active.sampler.accept((token,))
         if is_end := token in self._ends:
             return Sampled(active.id, token, is_end, active.sampler.want())
-        active.texts.append(active.decoder.push(token))
+        probs = [TokenProb(id, self.vocab.piece(id), logprob) for id, logprob in active.sampler.probs]
+        active.sampled.append((active.decoder.push(token), tuple(probs)))
         return Sampled(active.id, token, is_end, active.sampler.want(), active.decoder.is_stopped)
 
     def _emit(self, active: ActiveRequest, token: int, drafted: bool) -> None:
         active.stats.token_times.append(time.monotonic())
         active.stats.drafted.append(drafted)
-        self._events.append(TokenReady(active, Token(token, active.texts.popleft(), drafted)))
+        text, probs = active.sampled.popleft()
+        self._events.append(TokenReady(active, Token(token, text, drafted, probs)))
 
     def _saved(self, request: int, problem: str) -> None:
         self._n_unsaved[request] -= 1

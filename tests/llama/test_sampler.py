@@ -3,7 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,13 @@ class Reference:
             data[i].id, data[i].logit = i, logit
         array = lib.llama_token_data_array(data, len(row), -1, False)
         lib.llama_sampler_apply(self.chain, ctypes.byref(array))
+        self._drawn_from, self._data = array, data
         return int(array.data[array.selected].id)
+
+    def left(self) -> list[tuple[int, float]]:
+        """Candidates of the last draw, and their probabilities."""
+        array = self._drawn_from
+        return [(int(array.data[i].id), float(array.data[i].p)) for i in range(array.size)]
 
     def accept(self, token: int) -> None:
         lib.llama_sampler_accept(self.chain, token)
@@ -249,6 +255,54 @@ def test_a_fresh_seed_can_be_given_again(vocab: Vocab) -> None:
     sampler.close()
     again.close()
     again.close()  # a second call does nothing
+
+
+PROBS = {
+    "default": SamplingConfig(seed=2, n_probs=5),
+    "greedy": SamplingConfig(temp=0, n_probs=3),
+    "more than top_k": SamplingConfig(seed=2, top_k=4, n_probs=50),
+    "banned": SamplingConfig(temp=0, n_probs=1, ignore_eos=True, logit_bias=((7, -math.inf), (9, -1.0))),
+    "whole rows": SamplingConfig(seed=2, top_k=0, n_probs=5, ignore_eos=True),
+    "bias up": SamplingConfig(seed=2, n_probs=5, logit_bias=((7, 3.0),)),
+    "penalties": SamplingConfig(seed=2, top_k=5, n_probs=5, repeat_penalty=1.5),
+}
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_log_probabilities_of_the_model(name: str, vocab: Vocab) -> None:
+    config = PROBS[name]
+    ours, theirs = Sampler(config, vocab, N_CTX), Reference(config, vocab)
+    for _, row in zip(range(50), rows(vocab.n_tokens, seed=1), strict=False):
+        want = ours.want()
+        assert want.kind is (FULL if name in ("whole rows", "bias up") else TOP)
+        token = ours.sample(extract(row, want))
+        assert token == theirs.sample(row)
+        logprobs = row.astype(np.float64) - np.logaddexp.reduce(row.astype(np.float64))
+        best = np.argsort(-row, kind="stable")[: config.n_probs].tolist()
+        assert [id for id, _ in ours.probs] == [token, *best]
+        assert [p for _, p in ours.probs] == pytest.approx([logprobs[id] for id in (token, *best)], rel=1e-5)
+        ours.accept((token,))
+        theirs.accept(token)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("name", ["default", "greedy", "xtc", "mirostat 2", "typical", "adaptive_p", "greedy, dry"])
+def test_log_probabilities_of_the_draw(name: str, vocab: Vocab) -> None:
+    config = replace(CASES[name].config, n_probs=4, post_sampling_probs=True)
+    ours, theirs = Sampler(config, vocab, N_CTX), Reference(config, vocab)
+    for _, row in zip(range(50), rows(vocab.n_tokens, seed=1), strict=False):
+        token = ours.sample(extract(row, ours.want()))
+        assert token == theirs.sample(row)
+        left = sorted(((p, id) for id, p in theirs.left() if p > 0), reverse=True)
+        own = next(p for p, id in left if id == token)
+        expected = [(token, math.log(own)), *((id, math.log(p)) for p, id in left[:4])]
+        assert [p for _, p in ours.probs] == pytest.approx([p for _, p in expected], abs=1e-5)
+        assert [id for id, _ in ours.probs] == [id for id, _ in expected]
+        ours.accept((token,))
+        theirs.accept(token)
+    ours.close()
+    theirs.close()
 
 
 def test_names_of_samplers() -> None:

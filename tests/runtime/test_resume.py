@@ -23,6 +23,7 @@ from ggpipe.config import (
 from ggpipe.core.request import Finish
 from ggpipe.llama.vocab import TextDecoder
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.runtime.channel.messages import NewTokens, encode, from_head
 from ggpipe.runtime.engine import ActiveRequest, Engine, TokenReady
 from ggpipe.runtime.loading import load_all
 
@@ -105,6 +106,28 @@ def test_the_end_of_a_resumed_text() -> None:
         assert rest(-1, (5,) * (n_most + 1)) == (0, Finish.CONTEXT_FULL)
         assert rest(-1, (5,) * n_most) == (1, Finish.CONTEXT_FULL)
         assert rest(-1, (5,) * (n_most - 1)) == (2, Finish.CONTEXT_FULL)
+
+
+def test_log_probabilities_come_with_the_tokens() -> None:
+    """With draft tokens as without, and through the channel."""
+    sampling = SamplingConfig(seed=4, n_probs=3, ignore_eos=True)
+    with loaded(2, 1, 64) as engine:
+        texts = []
+        for speculation in (None, TREES):
+            request = engine.submit(engine.vocab.tokenize("The wolf"), sampling, 12, speculation)
+            tokens = []
+            while request.is_active:
+                tokens += [event.token for event in engine.step() if isinstance(event, TokenReady)]
+            texts.append([(token.id, token.text, token.probs) for token in tokens])
+            for token in tokens:
+                own, *best = token.probs
+                assert (own.id, own.text) == (token.id, engine.vocab.piece(token.id))
+                assert len(best) == 3
+                assert max(best, key=lambda prob: prob.logprob) == best[0]
+                assert own in best or own.logprob <= best[-1].logprob < 0
+            message = NewTokens(1, tuple(tokens), (0.0,) * len(tokens))
+            assert from_head(encode(message)) == message
+        assert texts[0] == texts[1]
 
 
 def test_a_stop_string() -> None:

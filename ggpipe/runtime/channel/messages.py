@@ -29,7 +29,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 7
+VERSION = 8
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
