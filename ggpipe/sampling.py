@@ -148,6 +148,8 @@ class SamplingConfig:
     """-1 draws a new seed for each request."""
     ignore_eos: bool = False
     """The model's end of text is never sampled."""
+    grammar: str = ""
+    """What the text must be, in GBNF; empty: any text."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,7 +1,7 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
 cli > api > display > planning > measure | sim > runtime > batch | llama | options | transport
-    > cache | chat | cluster | launch | metrics > core > config > sampling > checks > errors
+    > cache | chat | cluster | grammar | launch | metrics > core > config > sampling > checks > errors
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYERS = (  # the lowest first
     {"sampling"},
     {"config"},
     {"core"},
-    {"cache", "chat", "cluster", "launch", "metrics"},
+    {"cache", "chat", "cluster", "grammar", "launch", "metrics"},
     {"batch", "llama", "options", "transport"},
     {"runtime"},
     {"measure", "sim"},

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.errors import GgpipeError, SettingError
+from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.settings import Prompt
 from ggpipe.options.table import COMMANDS, OPTIONS
@@ -28,7 +29,7 @@ NAMES = {
 }
 """Keywords for settings that have other names in messages."""
 
-_OF_REQUESTS = (Prompt, SpeculationConfig, SamplingConfig)
+_OF_REQUESTS = (Prompt, SpeculationConfig, SamplingConfig, Constraint)
 _COMMAND: Command = next(command for command in COMMANDS if command.name == "rank")
 
 ROWS: Mapping[str, Option] = {NAMES.get(row.name, row.name): row for row in _COMMAND.options(OPTIONS)}

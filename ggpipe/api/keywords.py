@@ -105,6 +105,14 @@ class RequestOptions(TypedDict, total=False):
     """End the text in front of this stop string, where the model writes it. May be repeated."""
     logit_bias: str | Sequence[str]
     """Add a bias to the logit of a token, by its number: 15043+1, or 15043-inf for never. May be repeated."""
+    grammar: str
+    """Hold the text to a grammar, in GBNF."""
+    grammar_file: File
+    """Read the grammar from a file."""
+    json_schema: str
+    """Hold the text to a JSON schema; {}: any JSON object."""
+    json_schema_file: File
+    """Read the JSON schema from a file."""
     seed: int
     """Seed; -1: random. Default: -1."""
     ignore_eos: bool

@@ -53,6 +53,7 @@ class Admission:
                 request=request,
                 want=arrived.want,
                 counters=arrived.counters,
+                draft_check=arrived.draft_check,
                 prefix=prefix,
                 reserve=reserve,
                 n_past=prefix.n_tokens,

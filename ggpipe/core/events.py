@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ggpipe.core.draft_messages import MicroBatch, Steering
 from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Want
-from ggpipe.core.request import Counters, Finish, Request
+from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 
 # Events
 
@@ -18,6 +18,8 @@ class Arrived:
     request: Request
     want: Want
     counters: Counters = field(default_factory=Counters)
+    draft_check: DraftCheck | None = None
+    """Says which draft tokens may be sampled; None: all may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,28 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class RowNeeded:
+    """Sampling a request's next token takes the whole row."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFetched:
+    """The whole row came back that was fetched for a request."""
+
+    request: int
+    row: RowLogits
+
+
+@dataclass(frozen=True, slots=True)
+class NoToken:
+    """No token can be sampled for a request: its grammar allows none."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drafted:
     """A drafter sent draft tokens."""
 
@@ -58,7 +82,7 @@ class Tick:
     """The time has come that `wake_at` named: the scheduler's, or a drafter's."""
 
 
-Event = Arrived | RunEnded | Sampled | Drafted | Stop | Tick
+Event = Arrived | RunEnded | Sampled | RowNeeded | RowFetched | NoToken | Drafted | Stop | Tick
 
 
 # Actions
@@ -73,10 +97,19 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Sample a request's next token from a row that came back, then answer with `Sampled`."""
+    """Sample a request's next token from a row that came back, then answer with `Sampled`, `RowNeeded` or `NoToken`."""
 
     request: int
     row: RowLogits
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Have the last stage send the whole row of a run that it kept; `RowFetched` follows."""
+
+    request: int
+    run: int
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +150,4 @@ class Finished:
     reason: Finish
 
 
-Action = Submit | Sample | Emit | Cancel | Steer | RunDone | Finished
+Action = Submit | Sample | Fetch | Emit | Cancel | Steer | RunDone | Finished

@@ -103,15 +103,18 @@ class InFlight(Generic[Owner]):
         """It is in flight and not cancelled."""
         return run in self._runs and not self._runs[run].cancelled
 
-    def submit(self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float) -> Submit:
-        """Put a run of these parts, one for each owner, into the pipeline."""
+    def submit(
+        self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float, kept_from: int | None = None
+    ) -> Submit:
+        """Put a run of these parts, one for each owner, into the pipeline. `kept_from`: as of Run; None: this one."""
         for part in parts:
             own = self._of.setdefault(part.owner, {})
             part.run, part.n_live = self.next_run, len(part.rows)
             part.after = next((before.run for before in reversed(own.values()) if before.n_text), -1)
             own[part.run] = part
         self.n_computed += 1
-        return Submit(self._enter(parts, wants, now))
+        run = self._enter(parts, wants, now, kept_from=kept_from)
+        return Submit(run)
 
     def submit_ops(self, now: float) -> Submit:
         """Put the waiting operations into the pipeline by themselves."""
@@ -125,10 +128,16 @@ class InFlight(Generic[Owner]):
         return Submit(run)
 
     def _enter(
-        self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float, save: Save | None = None
+        self,
+        parts: Sequence[Part[Owner]],
+        wants: tuple[Want, ...],
+        now: float,
+        save: Save | None = None,
+        kept_from: int | None = 0,
     ) -> Run:
         rows = tuple(row for part in parts for row in part.rows)
-        run = Run(id=self.next_run, rows=rows, ops=tuple(self.ops), wants=wants, save=save)
+        kept_from = self.next_run if kept_from is None else kept_from
+        run = Run(id=self.next_run, rows=rows, ops=tuple(self.ops), wants=wants, save=save, kept_from=kept_from)
         self.next_run += 1
         self.ops.clear()
         self._runs[run.id] = RunInFlight(run=run, parts=parts, submitted_at=now)

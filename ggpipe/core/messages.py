@@ -39,6 +39,8 @@ class Want:
     kind: WantKind
     n: int = 1
     banned: tuple[int, ...] = ()
+    keeps: bool = False
+    """The last rank keeps the whole row, until a run says that it is not needed any more (`Run.kept_from`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,8 @@ class Run:
     cancelled: bool = False
     save: Save | None = None
     """Of a run without rows: what to save behind its operations."""
+    kept_from: int = 0
+    """Rows that are kept of runs before this one are not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from ggpipe.config import Saves, SpeculationConfig
 from ggpipe.errors import UsageError
@@ -18,6 +19,7 @@ class Finish(enum.Enum):
     CONTEXT_FULL = "context full"
     STOP_STRING = "stop string"
     STOPPED = "stopped"
+    NO_TOKEN = "no token fits the grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Token:
     """A drafter had named it: it was in the pipeline before it was sampled."""
     probs: tuple[TokenProb, ...] = ()
     """Its own, then those of the most probable tokens, where `SamplingConfig.n_probs` asks for them."""
+    redrawn: bool = False
+    """Sampling it took two draws: the first one's token did not fit the grammar."""
 
 
 def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
@@ -50,6 +54,13 @@ def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
         raise UsageError(
             f"the prompt has {len(prompt)} tokens and the context {n_ctx}: raise `n_ctx` above the prompt's length"
         )
+
+
+class DraftCheck(Protocol):
+    """Says which draft tokens may be sampled. Takes microseconds."""
+
+    def fits(self, path: tuple[int, ...], token: int) -> bool:
+        """Whether a token may be behind these draft tokens, which are behind the last accepted token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

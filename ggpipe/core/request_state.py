@@ -21,7 +21,7 @@ from ggpipe.core.draft_messages import ROOT, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.messages import Want
 from ggpipe.core.radix_tree import Prefix
-from ggpipe.core.request import Counters, Finish, Request
+from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 from ggpipe.core.tree import Node, Tree
 
 
@@ -86,6 +86,9 @@ class RequestState:
     """A fresh root waits so long for draft tokens that go into its run."""
     root_since: float = 0.0
     """When the root was accepted."""
+    draft_check: DraftCheck | None = None
+    is_fetching: bool = False
+    """The root's whole row is on its way."""
     is_saved: bool = False
     """All that is to be saved of its prompt is."""
 
@@ -223,8 +226,20 @@ class RequestState:
                     self.drafters[drafter].accepted[number] = at + 1
                 return
             parent = self.tree.root
-        if parent is not None and parent.within(self.tree.root) and token not in self.request.ends:
+        if parent is not None and parent.within(self.tree.root) and self._may_follow(parent, token):
             self.drafters[drafter].nodes[number] = self.tree.add(parent, token, prob, number, drafter)
+
+    def _may_follow(self, parent: Node, token: int) -> bool:
+        """Nothing is drafted behind the end of a text, and nothing that cannot be sampled."""
+        if token in self.request.ends:
+            return False
+        return self.draft_check is None or self.draft_check.fits(parent.path, token)
+
+    @property
+    def oldest_run(self) -> int | None:
+        """The first of the runs that carry its root and what hangs on it; None: none does."""
+        nodes = (self.tree.root, *self.tree.root.below())
+        return min((node.run for node in nodes if node.submitted), default=None)
 
     def validate(self) -> frozenset[int]:
         """Check what must hold between events; returns the ids of its tree. Raises AssertionError."""
@@ -235,6 +250,7 @@ class RequestState:
             assert self.n_past < len(self.request.prompt)
             assert not self.tree.root.submitted
         assert self.phase is not Phase.SAMPLING or self.tree.root.answer is not None
+        assert not self.is_fetching or (self.phase is Phase.DECODING and self.tree.root.answer is not None)
         assert 0 <= self.n_sent <= self.epoch
         for number, drafter in self.drafters.items():
             for node in drafter.nodes.values():

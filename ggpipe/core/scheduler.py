@@ -36,7 +36,11 @@ from ggpipe.core.events import (
     Drafted,
     Emit,
     Event,
+    Fetch,
     Finished,
+    NoToken,
+    RowFetched,
+    RowNeeded,
     RunDone,
     RunEnded,
     Sample,
@@ -46,7 +50,7 @@ from ggpipe.core.events import (
     Tick,
 )
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
-from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
+from ggpipe.core.messages import Row, RowLogits, RunResult, Save, Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import Phase, RequestState
@@ -81,6 +85,13 @@ class Scheduler:
                 self._run_ended(result, actions)
             case Sampled():
                 self._sampled(event, actions)
+            case RowNeeded(request_id):
+                self._row_needed(request_id, actions)
+            case RowFetched(request_id, row):
+                self._row_fetched(request_id, row, actions)
+            case NoToken(request_id):
+                if (state := self._states.get(request_id)) is not None and state.is_open:
+                    self._end(state, Finish.NO_TOKEN, actions)
             case Drafted(batch):
                 self._drafted(batch)
             case Stop(request_id):
@@ -245,7 +256,9 @@ class Scheduler:
             return False
         self._admission.make_room()
         self._load.submitted(parts, only_one=len(parts) == len(self._states) == 1)
-        actions.append(self._in_flight.submit(parts, tuple(wants), self._now))
+        kept = [state.oldest_run for state in self._states.values() if state.is_open and state.want.keeps]
+        kept_from = min((run for run in kept if run is not None), default=None)
+        actions.append(self._in_flight.submit(parts, tuple(wants), self._now, kept_from))
         return True
 
     def _part(self, take: Take, wants: dict[Want, int]) -> Part[RequestState] | None:
@@ -310,13 +323,30 @@ class Scheduler:
     def _sample(self, state: RequestState, actions: list[Action]) -> None:
         """Have the next token sampled as soon as the root's logits are there."""
         root = state.tree.root
-        if root.answer is None or state.phase is not Phase.DECODING:
+        if root.answer is None or state.phase is not Phase.DECODING or state.is_fetching:
             return
         if state.request.n_predict == 0:
             self._end(state, Finish.LENGTH, actions)
             return
         state.enter(Phase.SAMPLING)
         actions.append(Sample(state.request.id, root.answer))
+
+    def _row_needed(self, request_id: int, actions: list[Action]) -> None:
+        state = self._states.get(request_id)
+        if state is None or not state.is_open:
+            return  # stopped meanwhile
+        state.enter(Phase.DECODING)
+        state.is_fetching = True
+        root = state.tree.root
+        actions.append(Fetch(request_id, root.run, root.answer.row))
+
+    def _row_fetched(self, request_id: int, row: RowLogits, actions: list[Action]) -> None:
+        state = self._states.get(request_id)
+        if state is None or not state.is_open:
+            return
+        state.is_fetching = False
+        state.tree.root.answer = row
+        self._sample(state, actions)
 
     def _sampled(self, event: Sampled, actions: list[Action]) -> None:
         state = self._states.get(event.request)

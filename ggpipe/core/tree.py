@@ -62,6 +62,15 @@ class Node:
         """The first drafter's number for it. It must be a draft token."""
         return self.names[0][1]
 
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Its token and those between it and the root, the root's own left out, in order."""
+        tokens, node = [], self
+        while node.parent is not None:
+            tokens.append(node.token)
+            node = node.parent
+        return tuple(reversed(tokens))
+
     def within(self, root: Node) -> bool:
         """It is that root, or hangs on it: not dead, and not an earlier root."""
         return not self.dead and (self is root or self.parent is not None)

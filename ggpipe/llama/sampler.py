@@ -77,11 +77,11 @@ class Sampler:
         """`want` takes one more of the best logits for each further token of the text, at most."""
         return bool(self._window.maxlen)
 
-    def sample(self, row: RowLogits) -> int:
-        """Draw from a row that was asked for by `want`."""
+    def sample(self, row: RowLogits, of_model: RowLogits | None = None) -> int:
+        """Draw from a row that was asked for by `want`. `of_model`: the row before tokens were left out."""
         token = self._sample(row)
         if self._shows_model:
-            self.probs = _model_probs(row, token, self._config.n_probs)
+            self.probs = _model_probs(of_model or row, token, self._config.n_probs)
         return token
 
     def _sample(self, row: RowLogits) -> int:
@@ -129,11 +129,15 @@ class Sampler:
         whatever the logits are.
         """
         for token in tokens:
-            if self._chain is not None:
-                candidate = lib.llama_token_data(token, 0.0, 0.0)
-                array = lib.llama_token_data_array(ctypes.pointer(candidate), 1, -1, False)
-                lib.llama_sampler_apply(self._draw, ctypes.byref(array))
+            self.skip(token)
             self.accept((token,))
+
+    def skip(self, token: int) -> None:
+        """This token was drawn by another process."""
+        if self._chain is not None:
+            candidate = lib.llama_token_data(token, 0.0, 0.0)
+            array = lib.llama_token_data_array(ctypes.pointer(candidate), 1, -1, False)
+            lib.llama_sampler_apply(self._draw, ctypes.byref(array))
 
     def close(self) -> None:
         """Free the chain. A second call does nothing."""

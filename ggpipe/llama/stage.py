@@ -7,14 +7,15 @@ import ctypes
 import struct
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.config import ContextConfig, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, WantKind
+from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, Want, WantKind
 from ggpipe.errors import IndivisibleModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group, context_of_group, joined, together
@@ -53,6 +54,8 @@ class Outcome:
     compute_s: float
     """In `llama_decode`."""
     cancelled: bool
+    kept: Mapping[int, RowLogits] = field(default_factory=dict)
+    """The whole rows of those of `rows` that are to be kept, by the row's number in its run."""
 
 
 class Stage:
@@ -224,8 +227,8 @@ class Stage:
             raise RunError(f"libllama cannot decode run {run.id} (status {status}): {last_error()}")
         if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
-        rows = self._extract(run) if self.is_last else ()
-        return Outcome(outgoing, rows, compute_s, False)
+        rows, kept = self._extract(run) if self.is_last else ((), {})
+        return Outcome(outgoing, rows, compute_s, False, kept)
 
     def _noise(self, run: Run) -> bytes:
         """What could come in for a run: numbers that differ from row to row, so that the rows' experts do too.
@@ -319,17 +322,22 @@ class Stage:
             for id in self._ids(seq):
                 lib.llama_memory_seq_rm(self._memory, id, pos, -1)
 
-    def _extract(self, run: Run) -> tuple[RowLogits, ...]:
-        """What the run's rows ask for. In a group, each part looks at its own columns, and part 0 gets the result."""
+    def _extract(self, run: Run) -> tuple[tuple[RowLogits, ...], dict[int, RowLogits]]:
+        """What the run's rows ask for, and the rows that are to be kept. In a group, each part looks at its own
+        columns, and part 0 gets the result."""
         columns = self._native.columns if self.group else [self._n_vocab]
         part = self.group.part if self.group else 0
         first = sum(columns[:part])
         end = first + columns[part]
-        found = []
+        found: list[RowLogits] = []
+        wants: list[Want] = []
         for i, row in enumerate(run.rows):
             if row.want < 0:
                 continue
             want = run.wants[row.want]
+            if want.keeps:
+                want = replace(want, kind=WantKind.FULL)
+            wants.append(want)
             banned = [token - first for token in want.banned if first <= token < end]
             pointer = lib.llama_get_logits_ith(self._context, i)
             if want.kind is WantKind.FULL:
@@ -341,9 +349,15 @@ class Stage:
                 ids, logits, log_sum_exp = native.top(address, end - first, want.n, banned)
                 found.append(RowLogits(i, tuple(first + id for id in ids), tuple(logits), log_sum_exp))
         if self.group:
-            found = together(self.group, columns, [run.wants[row.want] for row in run.rows if row.want >= 0], found)
+            found = together(self.group, columns, wants, found)
             self._check_group()
-        return tuple(found)
+        kept = {row.row: row for row in found if run.wants[run.rows[row.row].want].keeps}
+        return tuple(self._best_of(row, run) if row.row in kept else row for row in found), kept
+
+    def _best_of(self, row: RowLogits, run: Run) -> RowLogits:
+        want = run.wants[run.rows[row.row].want]
+        ids, logits, log_sum_exp = native.top(row.logits.ctypes.data, self._n_vocab, want.n, list(want.banned))
+        return RowLogits(row.row, tuple(ids), tuple(logits), log_sum_exp)
 
     def close(self) -> None:
         """Free the context and the model. A second call does nothing."""

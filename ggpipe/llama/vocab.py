@@ -118,12 +118,12 @@ class Vocab:
                 raise UsageError("this model's vocabulary cannot tokenize the prompt")
             size = -n
 
-    def piece(self, token: int) -> bytes:
-        """A token's text, which may be part of a UTF-8 character; special tokens have none."""
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """A token's text, which may be part of a UTF-8 character; special tokens have none, but with `special`."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = lib.llama_token_to_piece(self.pointer, token, buffer, size, 0, False)
+            n = lib.llama_token_to_piece(self.pointer, token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n

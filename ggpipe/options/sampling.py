@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ggpipe.options.escapes import unescape
+from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Prompt
 from ggpipe.sampling import SamplingConfig, samplers_by_name
@@ -22,7 +23,7 @@ def sampling_config(options: Options, of_model: SamplingConfig | None = None) ->
     for name in ("dry_sequence_breakers", "stop"):
         if name in fields and options[Prompt].escape:
             fields[name] = tuple(unescape(text) for text in fields[name])
-    return replace(of_model or SamplingConfig(), **fields)
+    return replace(of_model or SamplingConfig(), **fields, grammar=options[Constraint].gbnf())
 
 
 def samplers(text: str) -> tuple[str, ...]:

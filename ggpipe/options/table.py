@@ -12,6 +12,7 @@ from typing import Any
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
 from ggpipe.options import sampling, settings
 from ggpipe.options.chat import Chat, json_object
+from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option
 from ggpipe.options.settings import (
     BatchSettings,
@@ -185,6 +186,10 @@ OPTIONS: tuple[Option, ...] = (
     _option(SamplingConfig, SAMPLING, "adaptive_decay", "--adaptive-decay", metavar="X", help="How slowly adaptive_p adapts to what it has drawn, 0 to 0.99."),
     _option(SamplingConfig, SAMPLING, "stop", "-r", "--reverse-prompt", setting="stop", metavar="TEXT", many=True, help="End the text in front of this stop string, where the model writes it. May be repeated."),
     _option(SamplingConfig, SAMPLING, "logit_bias", "-l", "--logit-bias", metavar="TOKEN(+/-)BIAS", many=True, parse=sampling.logit_bias, help="Add a bias to the logit of a token, by its number: 15043+1, or 15043-inf for never. May be repeated."),
+    _option(Constraint, SAMPLING, "grammar", "--grammar", metavar="GBNF", help="Hold the text to a grammar, in GBNF."),
+    _option(Constraint, SAMPLING, "grammar_file", "--grammar-file", metavar="FILE", help="Read the grammar from a file."),
+    _option(Constraint, SAMPLING, "json_schema", "-j", "--json-schema", metavar="SCHEMA", help='Hold the text to a JSON schema; {}: any JSON object.'),
+    _option(Constraint, SAMPLING, "json_schema_file", "-jf", "--json-schema-file", metavar="FILE", help="Read the JSON schema from a file."),
     _option(SamplingConfig, SAMPLING, "seed", "-s", "--seed", metavar="N", help="Seed; -1: random."),
     _option(SamplingConfig, SAMPLING, "ignore_eos", "--ignore-eos", help="Never end the text before -n tokens."),
 
@@ -239,7 +244,7 @@ COMMANDS: tuple[Command, ...] = (
         Works under mpirun or srun, alone with --mpi-layer-split (mpirun is started for you), and on one rank without
         MPI. The text goes to stdout, everything else to stderr.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, PromptCacheFile, SpeculationConfig, SamplingConfig,
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, PromptCacheFile, SpeculationConfig, SamplingConfig, Constraint,
                  GenerateOutput),
         required=frozenset({"model"}),
     ),
@@ -251,7 +256,8 @@ COMMANDS: tuple[Command, ...] = (
         error there; the others are answered, and the exit code is 1. Settings in a prompt's own body come before those
         of the command line.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, EngineConfig, Prompt, Chat, SpeculationConfig, SamplingConfig, BatchSettings),
+        records=(*_WEIGHTS, *_COMPUTING, EngineConfig, Prompt, Chat, SpeculationConfig, SamplingConfig, Constraint,
+                 BatchSettings),
         leave_out=frozenset({"prompt", "file", "escape"}),
         required=frozenset({"model", "input", "output"}),
         defaults={"n_requests": 4},
@@ -338,7 +344,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="rank",
         help="""Be a rank of a Python program's engine, which starts it (`ggpipe/api/`).""",
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, PromptCacheFile, EngineConfig, SpeculationConfig, SamplingConfig),
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, PromptCacheFile, EngineConfig, SpeculationConfig, SamplingConfig,
+                 Constraint),
         leave_out=frozenset({"prompt", "file", "escape"}),
         required=frozenset({"model"}),
         defaults={"n_requests": 4},

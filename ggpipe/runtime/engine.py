@@ -15,7 +15,7 @@ import collections
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.config import SamplingConfig, Saves, SpeculationConfig
@@ -26,7 +26,11 @@ from ggpipe.core.events import (
     Drafted,
     Emit,
     Event,
+    Fetch,
     Finished,
+    NoToken,
+    RowFetched,
+    RowNeeded,
     RunDone,
     RunEnded,
     Sample,
@@ -40,27 +44,32 @@ from ggpipe.core.messages import RowLogits, Run, RunResult
 from ggpipe.core.request import Finish, Request, Token, TokenProb, check_prompt
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.errors import QueueFull
+from ggpipe.errors import QueueFull, UsageError
+from ggpipe.llama.grammars.constrained_sampler import ConstrainedSampler, Drawn, NoTokenFits
+from ggpipe.llama.grammars.grammar import Grammar
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.metrics.run_counter import RunCounter
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.runtime.control_channel import Received
 from ggpipe.runtime.head import DraftUpdate, LoadedHead, News, PartSpan
+from ggpipe.runtime.stage_thread import Fetched
 from ggpipe.transport.control import PrefixSaved
 
 
 class ActiveRequest:
     """A request that was submitted."""
 
-    def __init__(self, request: Request, sampler: Sampler, decoder: TextDecoder, stats: RequestStats) -> None:
+    def __init__(
+        self, request: Request, sampler: Sampler | ConstrainedSampler, decoder: TextDecoder, stats: RequestStats
+    ) -> None:
         self.id = request.id
         self.stats = stats
         """Filled in while the request is served."""
         self.sampler = sampler
         self.decoder = decoder
-        self.sampled: collections.deque[tuple[str, tuple[TokenProb, ...]]] = collections.deque()
-        """Texts and log-probabilities of tokens that are sampled and not given out yet."""
+        self.sampled: collections.deque[tuple[str, tuple[TokenProb, ...], bool]] = collections.deque()
+        """Of tokens that are sampled and not given out yet: `Token.text`, `probs` and `redrawn`."""
         self.not_saved: list[str] = []
         """Why parts of the prompt cache are not written, a line each."""
 
@@ -137,6 +146,7 @@ class Engine:
         stats: RequestStats | None = None,
         cache_prompt: bool = True,
         tokens: Sequence[int] = (),
+        redrawn: Collection[int] = (),
     ) -> ActiveRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
@@ -146,9 +156,10 @@ class Engine:
         later ones. Requests beyond those that fit wait.
 
         `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
-        behind them, and `n_predict` counts them; `stats` may have their times already.
+        behind them, and `n_predict` counts them; `stats` may have their times already. `redrawn`: the places of those
+        that were drawn at the second attempt (`Token.redrawn`).
 
-        Raises UsageError for a bad prompt, QueueFull when too many wait.
+        Raises UsageError for a bad prompt or grammar, QueueFull when too many wait.
         """
         self.check_prompt(prompt)
         n_most = self._head.limits.n_requests + self._head.head.config.n_queued
@@ -157,9 +168,7 @@ class Engine:
                 f"{len(self._active)} requests are being served or wait: try again later, or raise `n_queued`"
             )
         stats = stats if stats is not None else RequestStats()
-        sampler = Sampler(sampling, self.vocab, self.n_ctx)
-        sampler.accept(prompt)
-        sampler.resume(tokens)
+        sampler = self._sampler(prompt, sampling, tokens, redrawn)
         decoder = TextDecoder(self.vocab, sampling.stop)
         for token in tokens:
             decoder.push(token)
@@ -182,8 +191,26 @@ class Engine:
         ]
         stats.speculation = request.speculation
         active = self._active[request.id] = ActiveRequest(request, sampler, decoder, stats)
-        self._work([Arrived(request, sampler.want(), stats.counters)])
+        draft_check = sampler.draft_check if isinstance(sampler, ConstrainedSampler) else None
+        self._work([Arrived(request, sampler.want(), stats.counters, draft_check)])
         return active
+
+    def _sampler(
+        self, prompt: tuple[int, ...], sampling: SamplingConfig, tokens: Sequence[int], redrawn: Collection[int]
+    ) -> Sampler | ConstrainedSampler:
+        grammar = Grammar(sampling.grammar, self.vocab) if sampling.grammar else None
+        sampler = Sampler(sampling, self.vocab, self.n_ctx)
+        sampler.accept(prompt)
+        if grammar is None:
+            sampler.resume(tokens)
+            return sampler
+        constrained = ConstrainedSampler(sampler, grammar)
+        try:
+            constrained.resume(tokens, redrawn)
+        except NoTokenFits:
+            constrained.close()
+            raise UsageError("the text so far does not fit `grammar`") from None
+        return constrained
 
     def cancel(self, request: ActiveRequest) -> None:
         """End a request soon; `RequestEnded` follows, after tokens that are generated already. Does nothing when it is
@@ -220,6 +247,8 @@ class Engine:
         match news:
             case RunResult() as result:
                 self._work([RunEnded(result)])
+            case Fetched(request, row):
+                self._work([RowFetched(request, row)])
             case DraftUpdate(batch, records):
                 self._counter.add(records, draft=True)
                 self._work([Drafted(batch)])
@@ -245,7 +274,7 @@ class Engine:
         for active in self._active.values():
             active.stats.n_in_flight = self._scheduler.n_in_flight
 
-    def _perform(self, action: Submit | Cancel | Steer | Sample) -> Event | None:
+    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch) -> Event | None:
         """Perform one action; returns the event that follows from it, if any."""
         match action:
             case Submit(run):
@@ -261,6 +290,8 @@ class Engine:
                     self._n_unsaved[message.request] += self._head.n_draft_ranks
             case Sample(request, row):
                 return self._sample(self._active[request], row)
+            case Fetch(request, run_id, row_number):
+                self._head.fetch(request, run_id, row_number)
         return None
 
     def _show(self, action: Emit | Finished | RunDone) -> None:
@@ -280,20 +311,26 @@ class Engine:
             if stats.started is None:
                 stats.started = time.monotonic()
 
-    def _sample(self, active: ActiveRequest, row: RowLogits) -> Sampled:
-        token = active.sampler.sample(row)
-        active.sampler.accept((token,))
+    def _sample(self, active: ActiveRequest, row: RowLogits) -> Sampled | RowNeeded | NoToken:
+        try:
+            drawn = active.sampler.sample(row)
+            if drawn is None:
+                return RowNeeded(active.id)
+            token, redrawn = (drawn.token, drawn.is_second) if isinstance(drawn, Drawn) else (drawn, False)
+            active.sampler.accept((token,))
+        except NoTokenFits:
+            return NoToken(active.id)
         if is_end := token in self._ends:
             return Sampled(active.id, token, is_end, active.sampler.want())
         probs = [TokenProb(id, self.vocab.piece(id), logprob) for id, logprob in active.sampler.probs]
-        active.sampled.append((active.decoder.push(token), tuple(probs)))
+        active.sampled.append((active.decoder.push(token), tuple(probs), redrawn))
         return Sampled(active.id, token, is_end, active.sampler.want(), active.decoder.is_stopped)
 
     def _emit(self, active: ActiveRequest, token: int, drafted: bool) -> None:
         active.stats.token_times.append(time.monotonic())
         active.stats.drafted.append(drafted)
-        text, probs = active.sampled.popleft()
-        self._events.append(TokenReady(active, Token(token, text, drafted, probs)))
+        text, probs, redrawn = active.sampled.popleft()
+        self._events.append(TokenReady(active, Token(token, text, drafted, probs, redrawn)))
 
     def _saved(self, request: int, problem: str) -> None:
         self._n_unsaved[request] -= 1

@@ -20,7 +20,7 @@ from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.control_channel import ControlChannel, Received
 from ggpipe.runtime.inner_draft import InnerDraft
 from ggpipe.runtime.pipeline import Pipeline
-from ggpipe.runtime.stage_thread import Broke, Ended, Notice, Passed, Saved
+from ggpipe.runtime.stage_thread import Broke, Ended, Fetched, Notice, Passed, Saved
 from ggpipe.transport import codec
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
 from ggpipe.transport.control import AskClock, AskUsage, Clock, PrefixSaved, Quit, Usage
@@ -47,7 +47,7 @@ class PartSpan:
     span: Span
 
 
-News = RunResult | DraftUpdate | PartSpan | Received | None
+News = RunResult | Fetched | DraftUpdate | PartSpan | Received | None
 """What `LoadedHead.next` brings."""
 
 
@@ -208,6 +208,10 @@ class LoadedHead:
         """Nobody needs these runs."""
         self._pipeline.cancel(runs)
 
+    def fetch(self, request: int, run: int, row: int) -> None:
+        """Have the last rank send a whole row that it kept, for a request."""
+        self._pipeline.fetch(request, run, row)
+
     def steer(self, message: Steering) -> None:
         """Send a message to the draft model."""
         assert self._draft_rank is not None
@@ -228,6 +232,8 @@ class LoadedHead:
                 return self._read(message)
             case Ended(result):
                 return result
+            case Fetched() as fetched:
+                return fetched
             case Saved(request, problem):
                 return Received(HEAD, PrefixSaved(request, problem))
             case Passed() as outcome:
@@ -235,10 +241,12 @@ class LoadedHead:
         return None
 
     @staticmethod
-    def _read(message: Message) -> RunResult | DraftUpdate | PartSpan:
+    def _read(message: Message) -> RunResult | Fetched | DraftUpdate | PartSpan:
         match message.kind:
             case Kind.RESULT:
                 return codec.read_result(message.payload)
+            case Kind.FETCHED:
+                return Fetched(*codec.read_fetched(message.payload))
             case Kind.MICRO_BATCH:
                 return DraftUpdate(*codec.read_micro_batch(message.payload))
             case Kind.PART_SPAN:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Run
-from ggpipe.runtime.stage_thread import Ended, Outcome, PartDone, Passed, StageThread
+from ggpipe.runtime.stage_thread import Ended, Fetched, Outcome, PartDone, Passed, StageThread
 from ggpipe.transport import codec
 from ggpipe.transport.base import HEAD, Kind, Transport
 
@@ -19,10 +19,11 @@ class Pipeline:
         transport: Transport,
         layout: Layout,
         rank: int,
-        ended: Callable[[Ended], None],
+        ended: Callable[[Ended | Fetched], None],
         start: Callable[[Callable[[Outcome], None]], StageThread] | None,
     ) -> None:
-        """We are `rank` in it. `ended` takes the results of our own stage when it is the last one, in its thread.
+        """We are `rank` in it. `ended` takes the results of our own stage when it is the last one, in its thread, and
+        rows that were fetched from it.
 
         `start` makes the thread of our own stage, given `deliver`; None where we hold no layers.
         """
@@ -56,10 +57,23 @@ class Pipeline:
         if self._own is not None:
             self._own.cancel(runs)
 
+    def fetch(self, request: int, run: int, row: int) -> None:
+        """Have the last stage send the head a whole row that it kept, for a request."""
+        rank = self.layout.stages[-1].ranks[0]
+        if rank == self._rank:
+            self.fetch_own(request, run, row)
+        else:
+            self._transport.send(rank, Kind.FETCH, codec.fetch_message(request, run, row))
+
+    def fetch_own(self, request: int, run: int, row: int) -> None:
+        """As `fetch`, of our own stage."""
+        assert self._own is not None
+        self._own.fetch(request, run, row)
+
     def deliver(self, outcome: Outcome) -> None:
         """Send on what came of a run in our own stage; from its thread where the transport allows."""
         match outcome:
-            case Ended():
+            case Ended() | Fetched():
                 self._ended(outcome)
             case Passed(message):
                 for rank in self._receivers:

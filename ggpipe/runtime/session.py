@@ -88,6 +88,7 @@ class Session(EngineClient):
                 request.stats,
                 request.cache_prompt,
                 request.token_ids,
+                request.redrawn,
             )
         except (UsageError, QueueFull) as e:
             request.error = e

@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ggpipe.core.messages import Restored, Run, RunResult, Save, Span
+from ggpipe.core.messages import Restored, RowLogits, Run, RunResult, Save, Span
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import Progress
@@ -55,6 +55,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """A whole row of a run that is through, for a request."""
+
+    request: int
+    row: RowLogits
+
+
+@dataclass(frozen=True, slots=True)
 class PartDone:
     """A run is computed, and another part of our group sends it on."""
 
@@ -77,7 +85,7 @@ class Broke:
     error: GgpipeError
 
 
-Outcome = Passed | Ended | PartDone
+Outcome = Passed | Ended | PartDone | Fetched
 Notice = Loading | Loaded | Outcome | Saved | Broke
 
 
@@ -121,6 +129,8 @@ class StageThread:
         self._last_run_s = 0.0
         self._last_active = time.monotonic()
         self._cancelled: set[int] = set()
+        self._kept: dict[int, Mapping[int, RowLogits]] = {}
+        """Whole rows, by run and row."""
         self._last_done = -1
         self._computing: int | None = None
         self._closing = False
@@ -146,6 +156,13 @@ class StageThread:
         if self._stage is not None:
             for run in runs:
                 self._stage.cancel(run)
+
+    def fetch(self, request: int, run: int, row: int) -> None:
+        """Deliver a whole row that was kept, for a request. Raises RunError where there is none."""
+        kept = self._kept.get(run, {}).get(row)
+        if kept is None:
+            raise RunError(f"row {row} of run {run} is not kept; the ranks are out of step")
+        self._deliver(Fetched(request, kept))
 
     def close(self) -> None:
         """Drop the runs that are not done yet, stop the one being computed, free the stage."""
@@ -237,7 +254,11 @@ class StageThread:
         header = b"" if stage.is_last else (job.header or codec.run_header(run))
         room = (*job.spans, self._span(start, 0.0, 0))
         headroom = 0 if stage.is_last else len(codec.header_with(header, room, False))
+        for old in [old for old in self._kept if old < run.kept_from]:
+            del self._kept[old]
         outcome = stage.decode(run, job.incoming, headroom)
+        if outcome.kept:
+            self._kept[run.id] = outcome.kept
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)

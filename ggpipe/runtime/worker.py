@@ -24,6 +24,7 @@ from ggpipe.runtime.pipeline import Pipeline
 from ggpipe.runtime.stage_thread import (
     Broke,
     Ended,
+    Fetched,
     Loaded,
     Loading,
     Notice,
@@ -126,12 +127,16 @@ class Worker:
             self._inbox.relieved = thread.relief_s
             return thread
 
-        def ended(outcome: Ended) -> None:
+        def ended(outcome: Ended | Fetched) -> None:
             """Called in the stage's thread where the transport allows."""
             if layout.head == rank:
                 self._inbox.put(outcome)
-            else:
-                self._transport.send(layout.head, Kind.RESULT, codec.result_message(outcome.result))
+                return
+            match outcome:
+                case Ended(result):
+                    self._transport.send(layout.head, Kind.RESULT, codec.result_message(result))
+                case Fetched(request, row):
+                    self._transport.send(layout.head, Kind.FETCHED, codec.fetched_message(request, row))
 
         return Pipeline(self._transport, layout, rank, ended, start if rank in layout.stage_ranks else None)
 
@@ -152,6 +157,8 @@ class Worker:
                         self._channel.send(HEAD, Usage(time.process_time(), machine.resident_bytes()))
                     case Message(_, Kind.CANCEL, payload):
                         pipeline.cancel_own(codec.read_ids(payload))
+                    case Message(_, Kind.FETCH, payload):
+                        pipeline.fetch_own(*codec.read_fetch(payload))
                     case Message(_, Kind.STEER, payload) if draft_head is not None:
                         draft_head.handle(codec.read_steering(payload))
                     case Message(_, Kind.RESULT, payload) if draft_head is not None:
@@ -160,7 +167,7 @@ class Worker:
                         draft_head.tick()
                     case Ended(result) if draft_head is not None:
                         draft_head.ended(result)
-                    case Passed() | Ended() | PartDone() as outcome:
+                    case Passed() | Ended() | PartDone() | Fetched() as outcome:
                         pipeline.deliver(outcome)
                     case Saved(request, problem):
                         place = f"{self._transport.place}: " if problem else ""

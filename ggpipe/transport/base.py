@@ -30,6 +30,8 @@ class Kind(enum.IntEnum):
     STEER = 5  # what the text is so far, from the head to the draft's head
     MICRO_BATCH = 6  # draft tokens, from the draft's head to the head
     PART_SPAN = 7  # time on a run, from a part of a group that does not send the run on, to the head
+    FETCH = 8  # which kept row is to be sent whole, from the head to the last rank
+    FETCHED = 9  # such a row, from the last rank to the head
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, R
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 6
-# version, flags, spans, wants, run, rows, operations, sequence ids of all rows, banned ids of all wants,
-# numbers of what is to be saved, bytes of a row mask (for rows that died in flight; 0 so far)
-_RUN = struct.Struct("<BBHIqIIIIII")
+VERSION = 7
+# version, flags, spans, wants, run, first run of kept rows, rows, operations, sequence ids of all rows,
+# banned ids of all wants, numbers of what is to be saved, bytes of a row mask (for rows that died in flight; 0 so far)
+_RUN = struct.Struct("<BBHIqqIIIIII")
 _OP = struct.Struct("<Biiii")
-_WANT = struct.Struct("<BII")
+_WANT = struct.Struct("<B?II")
 _SPAN = struct.Struct("<idddq")
 # version, flags, spans, run, rows
 _RESULT = struct.Struct("<BBHqI")
@@ -43,6 +43,10 @@ _EXPANSION = struct.Struct("<iiII")
 _CANDIDATE = struct.Struct("<id")
 # run, request, rows, draft tokens, cancelled, spans
 _RECORD = struct.Struct("<qqIIIBH")
+# version, request, run, row
+_FETCH = struct.Struct("<Bqqi")
+# version, request, row
+_FETCHED = struct.Struct("<Bqi")
 # version, run
 _PART_SPAN = struct.Struct("<Bq")
 _CANCELLED = 1
@@ -57,10 +61,10 @@ def run_header(run: Run) -> bytes:
     save = (run.save.request, run.save.seq, *run.save.tokens) if run.save is not None else ()
     flags = _CANCELLED if run.cancelled else 0
     return b"".join((
-        _RUN.pack(VERSION, flags, 0, len(run.wants), run.id, len(run.rows), len(run.ops), len(seqs),
-                  len(banned), len(save), 0),
+        _RUN.pack(VERSION, flags, 0, len(run.wants), run.id, run.kept_from, len(run.rows), len(run.ops),
+                  len(seqs), len(banned), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
-        *(_WANT.pack(want.kind, want.n, len(want.banned)) for want in run.wants),
+        *(_WANT.pack(want.kind, want.keeps, want.n, len(want.banned)) for want in run.wants),
         _ints(banned), _ints(table), _ints(seqs), _ints(save),
     ))  # fmt: skip
 
@@ -78,7 +82,9 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     """A run, its header without spans, the spans, and where the activations start."""
     view = memoryview(payload)
     _check_version(view)
-    _, flags, n_spans, n_wants, run_id, n_rows, n_ops, n_seqs, n_banned, n_save, n_mask = _RUN.unpack_from(view)
+    _, flags, n_spans, n_wants, run_id, kept_from, n_rows, n_ops, n_seqs, n_banned, n_save, n_mask = _RUN.unpack_from(
+        view
+    )
     at = _RUN.size
     ops: tuple[KvOp, ...] = ()
     if n_ops:
@@ -90,10 +96,10 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         at += n_wants * _WANT.size
         banned = _read_ints(view, at, n_banned)
         at += 4 * n_banned
-        starts = itertools.accumulate((count for _, _, count in heads), initial=0)
+        starts = itertools.accumulate((count for *_, count in heads), initial=0)
         wants = tuple(
-            Want(WantKind(kind), n, tuple(banned[start : start + count]))
-            for (kind, n, count), start in zip(heads, starts, strict=False)
+            Want(WantKind(kind), n, tuple(banned[start : start + count]), keeps)
+            for (kind, keeps, n, count), start in zip(heads, starts, strict=False)
         )
     table = _read_ints(view, at, 5 * n_rows)
     at += 20 * n_rows
@@ -112,7 +118,15 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         used += n
     header = bytes(view[:at])
     spans, at = _read_spans(view, at, n_spans)
-    run = Run(id=run_id, rows=tuple(rows), ops=ops, wants=wants, cancelled=bool(flags & _CANCELLED), save=save)
+    run = Run(
+        id=run_id,
+        rows=tuple(rows),
+        ops=ops,
+        wants=wants,
+        cancelled=bool(flags & _CANCELLED),
+        save=save,
+        kept_from=kept_from,
+    )
     return run, header, spans, at + -at % 8
 
 
@@ -161,6 +175,32 @@ def ids_message(ids: tuple[int, ...]) -> Payload:
 def read_ids(payload: Payload) -> tuple[int, ...]:
     """The inverse of `ids_message`."""
     return struct.unpack(f"<{len(payload) // 8}q", payload)
+
+
+def fetch_message(request: int, run: int, row: int) -> Payload:
+    """That a row which the last rank kept is to be sent whole."""
+    return _FETCH.pack(VERSION, request, run, row)
+
+
+def read_fetch(payload: Payload) -> tuple[int, int, int]:
+    """The inverse of `fetch_message`: the numbers of request, run and row."""
+    view = memoryview(payload)
+    _check_version(view)
+    _, request, run, row = _FETCH.unpack_from(view)
+    return request, run, row
+
+
+def fetched_message(request: int, row: RowLogits) -> Payload:
+    """A whole row, for a request."""
+    return _FETCHED.pack(VERSION, request, row.row) + np.asarray(row.logits, "<f4").tobytes()
+
+
+def read_fetched(payload: Payload) -> tuple[int, RowLogits]:
+    """The inverse of `fetched_message`."""
+    view = memoryview(payload)
+    _check_version(view)
+    _, request, row = _FETCHED.unpack_from(view)
+    return request, RowLogits(row, None, np.frombuffer(view, "<f4", offset=_FETCHED.size), 0.0)
 
 
 def part_span_message(run: int, span: Span) -> Payload:

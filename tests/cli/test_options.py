@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +29,9 @@ from ggpipe.errors import SettingError, UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
 from ggpipe.options import engine_config, settings
+from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
+from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
     Loading,
@@ -46,7 +49,7 @@ ELSEWHERE = {  # fields that no row sets: the command line has them in another f
     ContextConfig: {"n_seq"},
     PipelineConfig: {"shares", "group_sizes", "auto"},
     DraftConfig: {"model", "context", "shares", "group_sizes"},
-    SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs"},
+    SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs", "grammar"},
 }
 
 
@@ -381,3 +384,26 @@ def test_a_bare_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> No
     out, error = capsys.readouterr()
     assert "generate" in out + error
     assert "error" not in error
+
+
+def test_a_json_schema_becomes_a_grammar(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["a"]}')
+    for line in ('-j {"enum":["a"]}', f"-jf {file}", '--json-schema {"const":"a"}'):
+        assert options(f"-m x {line}")[Constraint].gbnf() == 'root ::= r0\nr0 ::= "\\"a\\""\n'
+    assert options("-m x --grammar root::=.")[Constraint].gbnf() == "root::=."
+    assert options("-m x")[Constraint].gbnf() == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("-j {} --grammar root::=.", "give one of `grammar`"),
+        ("--grammar-file /nowhere", "`grammar_file` /nowhere: cannot read it"),
+        ("--grammar root::=a", "there is no rule 'a'"),
+        ('-j {"not":{}}', "`json_schema`: the schema has 'not'"),
+    ],
+)
+def test_what_no_text_can_be_held_to_is_refused(line: str, why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        sampling_config(options(f"-m x {line}"))

@@ -48,7 +48,9 @@ class Scenario:
         if not self.adversary:
             draft_model = FakeDraftModel(self.model, self.agreement)
             draft = RealDraft(self.draft_limits, self.n_draft_stages, draft_model, self.draft_restored)
-        return Head(self.limits, self.n_stages, self.model, draft, self.restored, self.hybrid)
+        head = Head(self.limits, self.n_stages, self.model, draft, self.restored, self.hybrid)
+        head.fetches = self.seed % 2 == 1
+        return head
 
 
 SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)]).flatmap(

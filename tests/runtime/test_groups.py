@@ -15,7 +15,7 @@ from ggpipe.core.messages import KvKind, KvOp, Row, Run, RunResult, Span
 from ggpipe.llama.group import Membership
 from ggpipe.llama.stage import Outcome, Stage
 from ggpipe.runtime.pipeline import Pipeline
-from ggpipe.runtime.stage_thread import Broke, Ended, PartDone, Passed, StageThread
+from ggpipe.runtime.stage_thread import Broke, Ended, Fetched, PartDone, Passed, StageThread
 from ggpipe.transport import codec
 from ggpipe.transport.base import Kind, Message
 from ggpipe.transport.local import LocalWorld
@@ -51,7 +51,7 @@ class Ranks:
     def __init__(self, layout: Layout, n_ranks: int) -> None:
         self.transports = LocalWorld(n_ranks).transports
         self.threads = {rank: FakeThread() for rank in layout.stage_ranks}
-        self.ended: dict[int, list[Ended]] = {rank: [] for rank in layout.ranks}
+        self.ended: dict[int, list[Ended | Fetched]] = {rank: [] for rank in layout.ranks}
         self.pipelines = {rank: self._pipeline(layout, rank) for rank in layout.ranks}
 
     def _pipeline(self, layout: Layout, rank: int) -> Pipeline:

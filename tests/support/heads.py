@@ -14,7 +14,10 @@ from ggpipe.core.events import (
     Drafted,
     Emit,
     Event,
+    Fetch,
     Finished,
+    RowFetched,
+    RowNeeded,
     RunDone,
     RunEnded,
     Sample,
@@ -28,7 +31,7 @@ from ggpipe.core.messages import Row, RowLogits, Run, RunRecord, Want, WantKind
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.scheduler import Scheduler
 from support.fake_drafts import Adversary, RealDraft
-from support.fakes import END, NO_FILES, FakeModel, FakePipeline, Move, Restored, Tokens, is_below
+from support.fakes import END, NO_FILES, FakeModel, FakePipeline, Move, Restored, Tokens, chance, is_below
 
 
 @dataclass
@@ -82,6 +85,13 @@ class Head:
             self.pipeline.restore(restored.tokens, restored.more)
         self.seen: dict[int, Seen] = {}
         self.to_sample: collections.deque[Sample] = collections.deque()
+        self.to_fetch: collections.deque[Fetch] = collections.deque()
+        self.fetched: set[tuple[int, int]] = set()
+        """Requests, and how many tokens were sampled when a whole row came."""
+        self.kept_from = 0
+        """As of the last run."""
+        self.fetches = False
+        """Half of the requests need whole rows now and then."""
         self.now = 0.0
 
     def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
@@ -116,6 +126,8 @@ class Head:
         moves += self.pipeline.moves("target", self._hear_result)
         if self.to_sample:
             moves.append(("sample", self._sample))
+        if self.to_fetch:
+            moves.append(("fetch", self._fetch))
         if self.draft is not None:
             moves += self.draft.moves()
             if self.draft.batches:
@@ -155,6 +167,9 @@ class Head:
     def _sample(self) -> None:
         sample = self.to_sample.popleft()
         seen = self.seen[sample.request]
+        if self._needs_row(seen):
+            self.handle(RowNeeded(sample.request))
+            return
         assert sample.row.ids is not None
         assert sample.row.logits >= self._want(seen).n, "fewer logits than sampling takes"
         token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
@@ -162,8 +177,23 @@ class Head:
         seen.ended = seen.ended or (token == END and not seen.stopped)
         self.handle(Sampled(sample.request, token, token == END, self._want(seen)))
 
+    def _needs_row(self, seen: Seen) -> bool:
+        """Some requests need whole rows for some of their tokens."""
+        now = (seen.request.id, seen.n_sampled)
+        return self._want(seen).keeps and chance(3, *now) % 3 == 0 and now not in self.fetched
+
+    def _fetch(self) -> None:
+        fetch = self.to_fetch.popleft()
+        seen = self.seen[fetch.request]
+        self.fetched.add((fetch.request, seen.n_sampled))
+        assert self.kept_from <= fetch.run or not self._is_open(fetch.request), "the row is not kept any more"
+        history = self.pipeline.rows_of[fetch.run][fetch.row][1]
+        want = self._want(seen)
+        self.handle(RowFetched(fetch.request, RowLogits(fetch.row, self.model.ranking(history, want.n), want.n, 0.0)))
+
     def _want(self, seen: Seen) -> Want:
-        return Want(WantKind.TOP, 3 + seen.n_sampled * seen.request.want_grows)
+        n = 3 + seen.n_sampled * seen.request.want_grows
+        return Want(WantKind.TOP, n, keeps=self.fetches and seen.request.id % 2 == 1)
 
     # What must hold
 
@@ -184,6 +214,9 @@ class Head:
                 assert not self._is_over(self.seen[request]) or self.seen[request].request.n_predict == 0
                 assert all(sample.request != request for sample in self.to_sample)
                 self.to_sample.append(action)
+            case Fetch(request):
+                assert all(fetch.request != request for fetch in self.to_fetch)
+                self.to_fetch.append(action)
             case Emit(request, token, drafted):
                 seen = self.seen[request]
                 assert not self._is_over(seen)
@@ -207,6 +240,8 @@ class Head:
 
     def _submitted(self, run: Run) -> None:
         self.pipeline.submit(run)
+        assert run.kept_from <= run.id
+        self.kept_from = max(self.kept_from, run.kept_from)
         if not run.rows:
             assert run.save or all(seen.finish is not None for seen in self.seen.values())
             return

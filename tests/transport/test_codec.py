@@ -31,7 +31,7 @@ SEQS = st.lists(INT32, max_size=4).map(tuple)
 ROW = st.builds(Row, token=INT32, pos=INT32, seqs=SEQS, request=INT32, want=st.integers(-1, 3))
 ROWS = st.lists(ROW, max_size=9).map(tuple)
 SAVES = st.none() | st.builds(Save, INT32, INT32, st.lists(INT32, max_size=9).map(tuple))
-RUNS = st.builds(Run, id=INT64, rows=ROWS, ops=OPS, wants=WANTS, cancelled=st.booleans(), save=SAVES)
+RUNS = st.builds(Run, id=INT64, rows=ROWS, ops=OPS, wants=WANTS, cancelled=st.booleans(), save=SAVES, kept_from=INT64)
 
 
 @st.composite
@@ -143,7 +143,7 @@ def test_the_header_is_as_long_with_a_placeholder(run: Run, data: st.DataObject)
 @pytest.mark.parametrize("n_mask", [1, 8, 99])
 def test_a_row_mask_is_stepped_over(n_mask: int) -> None:
     """Room for later: a header that says that it has one has its activations behind it."""
-    fields = "<BBHIqIIIIII"  # the last one is the mask's size in bytes
+    fields = "<BBHIqqIIIIII"  # the last one is the mask's size in bytes
     data = bytearray(header(Run(id=1, rows=()), ()))
     struct.pack_into("<I", data, struct.calcsize(fields) - 4, n_mask)
     at = codec.read_run(bytes(data) + bytes(n_mask + 8))[3]

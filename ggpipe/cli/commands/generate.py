@@ -137,6 +137,8 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         write_trace(output.trace, stats, ranks.ranks)
     if stats.finish is Finish.CONTEXT_FULL:
         show(f"the context of {engine.n_ctx} tokens is full; raise `n_ctx` for a longer text")
+    if stats.finish is Finish.NO_TOKEN:
+        show("the text ends where no token of the model's vocabulary fits `grammar`")
     if failure is not None:
         raise failure
     return Answer(engine, stats)

@@ -40,6 +40,8 @@ class ClientRequest:
     """Filled in while the request is served. Times are this process's `time.monotonic`."""
     given: tuple[int, ...] = ()
     """The first tokens of its text, which were known when it was submitted."""
+    given_redrawn: tuple[int, ...] = ()
+    """The places of those of them that were drawn at the second attempt."""
     tokens: list[Token] = field(default_factory=list)
     """Those behind them."""
     n_resumed: int = 0
@@ -61,6 +63,12 @@ class ClientRequest:
     def token_ids(self) -> tuple[int, ...]:
         """Its text so far."""
         return (*self.given, *(token.id for token in self.tokens))
+
+    @property
+    def redrawn(self) -> tuple[int, ...]:
+        """The places of the tokens of its text that were drawn at the second attempt."""
+        n_given = len(self.given)
+        return (*self.given_redrawn, *(n_given + i for i, token in enumerate(self.tokens) if token.redrawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +158,7 @@ class EngineClient(abc.ABC):
         stats: RequestStats | None = None,
         cache_prompt: bool = True,
         tokens: tuple[int, ...] = (),
+        redrawn: tuple[int, ...] = (),
     ) -> ClientRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
@@ -157,7 +166,7 @@ class EngineClient(abc.ABC):
         earlier requests computed of the prompt is not computed again. A bad prompt ends the request with its error.
 
         `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
-        behind them, and `n_predict` counts them.
+        behind them, and `n_predict` counts them. `redrawn`: the places of those that were drawn at the second attempt.
         """
         request = ClientRequest(
             id=next(self._ids),
@@ -168,6 +177,7 @@ class EngineClient(abc.ABC):
             cache_prompt=cache_prompt,
             stats=stats if stats is not None else RequestStats(),
             given=tokens,
+            given_redrawn=redrawn,
         )
         self._take_in(request)
         return request

@@ -29,7 +29,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 8
+VERSION = 9
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -50,6 +50,8 @@ class Submit(Message, frozen=True, kw_only=True):
     speculation: SpeculationConfig | None
     cache_prompt: bool
     tokens: tuple[int, ...]
+    redrawn: tuple[int, ...]
+    """The places of those that were drawn at the second attempt."""
 
 
 class Cancel(Message, frozen=True):

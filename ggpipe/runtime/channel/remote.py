@@ -279,6 +279,7 @@ class RemoteEngine(EngineClient):
                 speculation=request.speculation,
                 cache_prompt=request.cache_prompt,
                 tokens=request.token_ids,
+                redrawn=request.redrawn,
             )
         )
 

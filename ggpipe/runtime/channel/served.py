@@ -105,6 +105,7 @@ class _Server:
                     message.speculation,
                     cache_prompt=message.cache_prompt,
                     tokens=message.tokens,
+                    redrawn=message.redrawn,
                 )
                 return self._submit(message.request, request)
             case Cancel(number):

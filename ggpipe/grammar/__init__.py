@@ -1,0 +1,1 @@
+"""What a text may be: grammars and JSON schemas."""

@@ -1,0 +1,82 @@
+"""JSON's texts as rules of a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_ESCAPES = {"\r": r"\r", "\n": r"\n", "\t": r"\t", '"': r"\"", "\\": r"\\"}
+
+RULES: Mapping[str, str] = {
+    "space": r'| " " | "\n"{1,2} [ \t]{0,20}',
+    "value": "object | array | string | number | boolean | null",
+    "object": '"{" space ( string ":" space value ( "," space string ":" space value )* )? space "}"',
+    "array": '"[" space ( value ( "," space value )* )? space "]"',
+    "string": r'"\"" char* "\""',
+    "char": r'plain | "\\" ( ["\\bfnrt] | "u" hex4 )',
+    "plain": r'[^"\\\x7F\x00-\x1F]',
+    "hex4": "[0-9a-cA-CefEF] [0-9a-fA-F]{3} | [dD] [0-7] [0-9a-fA-F]{2}",
+    "number": 'integer ( "." [0-9]{1,16} )? ( [eE] [-+]? [0-9]{1,2} )?',
+    "integer": '"-"? ( "0" | [1-9] [0-9]{0,15} )',
+    "boolean": '"true" | "false"',
+    "null": '"null"',
+    "date": '[0-9]{3} [1-9] "-" ( ( "0" [1-9] | "1" [0-2] ) "-" ( "0" [1-9] | "1" [0-9] | "2" [0-8] ) '
+    '| ( "0" [13-9] | "1" [0-2] ) "-" ( "29" | "30" ) | ( "0" [13578] | "10" | "12" ) "-31" )',
+    "time": '( [01] [0-9] | "2" [0-3] ) ":" [0-5] [0-9] ":" [0-5] [0-9] ( "." [0-9]{3} )? '
+    '( "Z" | [-+] ( [01] [0-9] | "2" [0-3] ) ":" [0-5] [0-9] )',
+    "date-time": 'date "T" time',
+    "uuid": '[0-9a-fA-F]{8} "-" [0-9a-fA-F]{4} "-" [0-9a-fA-F]{4} "-" [0-9a-fA-F]{4} "-" [0-9a-fA-F]{12}',
+}
+"""Rules that schemas use. Each names others of them."""
+
+
+def rules_named_in(rule: str) -> list[str]:
+    """The rules that one refers to."""
+    return re.findall(r"[a-z][a-z0-9-]*", re.sub(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*\]', " ", rule))
+
+
+def literal(value: Any) -> str:
+    """A part of a rule that is a value as JSON writes it."""
+    return _quoted(json.dumps(value, ensure_ascii=False))
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(_ESCAPES.get(character, character) for character in text) + '"'
+
+
+def times(least: int, most: int | None) -> str:
+    """How often what is in front of it may be there; None: without end."""
+    match least, most:
+        case 0, None:
+            return "*"
+        case 1, None:
+            return "+"
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def other_strings(names: Mapping[str, Any]) -> str:
+    """A rule for keys, but these. They have no escapes, or they could be one of these after all."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        if re.search(r'["\\\x00-\x1f\x7f]', name):
+            continue  # no plain key is like it
+        at = tree
+        for character in name:
+            at = at.setdefault(character, {})
+        at[""] = {}
+    return rf'"\"" {_other(tree)} "\""'
+
+
+def _other(tree: Mapping[str, Any]) -> str:
+    """What goes on from here to another text than those of the tree."""
+    characters = [character for character in tree if character]
+    escaped = "".join(_class_character(character) for character in characters)
+    ways = [rf'[^"\\\x7F\x00-\x1F{escaped}] plain*']
+    ways += [f"{_quoted(character)} {_other(tree[character])}" for character in characters]
+    return f"( {' | '.join(ways)} )" + ("" if "" in tree else "?")
+
+
+def _class_character(character: str) -> str:
+    return "\\" + character if character in "[]-" else f"\\x{ord(character):02X}" if character in "^" else character

@@ -1,0 +1,1 @@
+"""Grammars on a model's vocabulary: which tokens may come next."""

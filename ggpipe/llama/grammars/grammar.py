@@ -1,0 +1,132 @@
+"""A grammar as libllama follows it, token by token, on a model's vocabulary.
+
+Filtering a whole vocabulary takes libllama 9 to 20 ms with 128,000 tokens, and a single token 5 µs. So only as many
+tokens are tried as are needed: the best ones first, and where few of these fit, those whose beginnings fit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.errors import UsageError
+from ggpipe.grammar import gbnf
+from ggpipe.llama.libllama import last_error, lib, logged_errors
+from ggpipe.llama.vocab import Vocab
+
+_CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
+_FEW = 2048
+
+
+class Grammar:
+    """Where a text stands in its grammar."""
+
+    def __init__(self, text: str, vocab: Vocab) -> None:
+        """`text`: in GBNF. Raises UsageError where libllama cannot follow it safely."""
+        gbnf.check(text)
+        logged_errors()
+        sampler = lib.llama_sampler_init_grammar(vocab.pointer, text.encode(), gbnf.ROOT.encode())
+        if not sampler:
+            raise UsageError(f"`grammar` is not a grammar in GBNF: {last_error()}")
+        self._vocab = vocab
+        self._sampler: Any = sampler
+
+    def clone(self) -> Grammar:
+        """Another one that stands where this one does."""
+        other = Grammar.__new__(Grammar)
+        other._vocab = self._vocab
+        other._sampler = lib.llama_sampler_clone(self._sampler)
+        return other
+
+    def allowed(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of these may be the next one. 5 µs, and 0.1 µs for each token."""
+        candidates = np.zeros(len(tokens), _CANDIDATE)
+        candidates["id"] = tokens
+        data = ctypes.cast(candidates.ctypes.data, ctypes.POINTER(lib.llama_token_data))
+        array = lib.llama_token_data_array(data, len(candidates), -1, False)
+        lib.llama_sampler_apply(self._sampler, ctypes.byref(array))
+        found: NDArray[np.bool_] = candidates["logit"] == 0
+        return found
+
+    def best(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int32]:
+        """All that may be next of a whole row, or at least the `n` most probable ones of them; without tokens whose
+        logits are minus infinity."""
+        if n < _FEW < len(logits):
+            few = np.argpartition(logits, -_FEW)[-_FEW:].astype(np.int32)
+            found = few[self.allowed(few)]
+            if np.count_nonzero(np.isfinite(logits[found])) >= n:
+                return found[np.isfinite(logits[found])]
+        found = self._all()
+        return found[np.isfinite(logits[found])]
+
+    def _all(self) -> NDArray[np.int32]:
+        """All tokens that may be the next one.
+
+        What a token begins with must fit, so no token is tried that begins with another one that does not.
+        """
+        beginnings = _beginnings(self._vocab)
+        tried = beginnings.first
+        found = []
+        while len(tried):
+            fitting = tried[self.allowed(tried)]
+            found.append(fitting)
+            tried = beginnings.longer_than(fitting)
+        return np.concatenate(found)
+
+    def accept(self, token: int) -> bool:
+        """Go on behind a token; False when it is not allowed, and nothing changes. An end of the text stays there."""
+        if not self.allowed([token])[0]:  # libllama would end the process
+            return False
+        lib.llama_sampler_accept(self._sampler, token)
+        return True
+
+    def close(self) -> None:
+        """Free it. A second call does nothing."""
+        if self._sampler is not None:
+            lib.llama_sampler_free(self._sampler)
+        self._sampler = None
+
+
+class _Beginnings:
+    """The tokens of a vocabulary by the longest other token that they begin with."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        ends = frozenset(vocab.end_tokens)
+        pieces = [vocab.piece(token, special=True) if token not in ends else b"" for token in range(vocab.n_tokens)]
+        of_text: dict[bytes, int] = {}
+        for token, piece in enumerate(pieces):
+            if piece:
+                of_text.setdefault(piece, token)
+        parents = np.full(len(pieces), -1, np.int32)
+        for token, piece in enumerate(pieces):
+            if piece and of_text[piece] != token:
+                parents[token] = of_text[piece]
+                continue
+            for end in range(len(piece) - 1, 0, -1):
+                if (parent := of_text.get(piece[:end])) is not None:
+                    parents[token] = parent
+                    break
+        order = np.argsort(parents, kind="stable").astype(np.int32)
+        n_first = np.count_nonzero(parents < 0)
+        self.first = order[:n_first]
+        """Those that begin with no other one."""
+        self._longer = order[n_first:]
+        self._ends = np.cumsum(np.bincount(parents[self._longer], minlength=len(pieces)))
+
+    def longer_than(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The tokens whose longest beginning is one of these."""
+        ends = self._ends[tokens]
+        counts = ends - np.where(tokens > 0, self._ends[tokens - 1], 0)
+        offsets = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+        found: NDArray[np.int32] = self._longer[offsets]
+        return found
+
+
+@functools.lru_cache(maxsize=2)
+def _beginnings(vocab: Vocab) -> _Beginnings:
+    return _Beginnings(vocab)
