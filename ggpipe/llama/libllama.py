@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import ctypes
 import os
+import re
 import sys
 import threading
+from collections.abc import Callable
 
 # libgomp reads this once, when it is loaded: its threads spin a little between operators (a futex sleep there
 # costs more than the wait) but not from one run to the next, where other ranks need the core.
@@ -20,7 +22,7 @@ import llama_cpp.llama_cpp as lib
 
 import ggpipe._native as native
 
-__all__ = ["last_error", "lib", "logged_errors", "native", "set_log_level", "start"]
+__all__ = ["last_error", "lib", "logged_errors", "native", "on_abort", "set_log_level", "start"]
 
 _level = 5
 _started = _numa_started = False
@@ -48,6 +50,8 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
         sys.stderr.write(line)
 
 
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_abort_callback: object = None
 _log_callback = lib.llama_log_callback(_on_log)
 
 
@@ -68,6 +72,20 @@ def last_error() -> str:
     """The first of those lines, for a message of ours."""
     lines = logged_errors()
     return lines[0].rstrip(".") if lines else "libllama gives no reason"
+
+
+def on_abort(tell: Callable[[str], None]) -> None:
+    """Have `tell` called, from any thread, before ggml ends this process because an assertion does not hold.
+
+    It gets the place and the reason. Without it ggml starts a debugger for a backtrace.
+    """
+    global _abort_callback
+
+    def call(reason: bytes) -> None:
+        tell(re.sub(r"^\S*/", "", reason.decode("utf-8", "replace")))
+
+    _abort_callback = _ABORT_CALLBACK(call)
+    lib._lib.ggml_set_abort_callback(_abort_callback)
 
 
 def start(numa: str | None = None) -> None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ggpipe.config import EngineConfig
-from ggpipe.errors import GgpipeError, SilentRankError, Terminated
+from ggpipe.errors import GgpipeError, ModelError, RankError, SilentRankError, Terminated
 from ggpipe.launch import sockets
 from ggpipe.launch.environment import die_with_parent, is_rank, is_served, rank_in_environment
-from ggpipe.llama import machine
+from ggpipe.llama import libllama, machine
+from ggpipe.llama.gguf import ModelFile
 from ggpipe.runtime import handshake
 from ggpipe.runtime.channel import link
 from ggpipe.runtime.channel.front_end import FrontEnd
@@ -67,6 +68,7 @@ def run_rank(
         transport = own.transport
         if settle is not None:
             config = settle(transport, own.attend, config, own.say)
+        libllama.on_abort(lambda reason: _end_aborted(config, transport, reason, report))
         if transport.rank > 0:
             return Worker(transport, config).serve()
         with Head(transport, config) as ranks:
@@ -79,6 +81,26 @@ def run_rank(
                 code = 0
             ranks.close(code)
         return code
+
+
+def _end_aborted(config: EngineConfig, transport: Transport, reason: str, report: Report) -> None:
+    """An assertion of ggml does not hold, so this process ends. Its meta device has many, on the shapes of tensors."""
+    is_draft = handshake.is_draft(config, transport)
+    model = config.draft.model if is_draft and config.draft is not None else config.model
+    error: GgpipeError = RankError(f"{transport.place}: libllama stopped at {reason}")
+    if "ggml-backend-meta" in reason:
+        architecture = ModelFile.open(model.path).architecture
+        error = ModelError(
+            f"this '{architecture}' model cannot be divided as a group ({reason}): give each rank layers of its own, "
+            "as in 0.5,0.5, with `shares`"
+        )
+    if is_served():
+        link.report(error)
+    elif transport.rank == HEAD:
+        report(error)
+    else:
+        sys.stderr.write(f"ggpipe: {error}\n")
+    os._exit(error.exit_code)  # ggml would end it by a signal, for which Open MPI prints a backtrace
 
 
 def run_alike(

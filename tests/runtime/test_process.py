@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
 from support.commands import TARGET, on_ranks
 
 LEAVING = """
@@ -53,3 +57,32 @@ def test_a_rank_that_died_is_not_waited_for() -> None:
     result = on_ranks(2, LEAVING, TARGET, "dead")
     assert result.returncode != 0
     assert "reason\n" in result.stderr
+
+
+ABORTING = """
+import sys
+from pathlib import Path
+from ggpipe.config import EngineConfig, ModelConfig
+from ggpipe.llama.libllama import lib
+from ggpipe.runtime.process import run_rank
+
+def head(ranks):
+    lib._lib.ggml_abort(b"/src/" + sys.argv[2].encode(), 7, b"GGML_ASSERT(%s) failed", b"a/b == 1")
+
+run_rank(EngineConfig(ModelConfig(path=Path(sys.argv[1]))), head, None, lambda error: print(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "line"),
+    [
+        ("ggml-backend-meta.cpp", 2, "this 'llama' model cannot be divided as a group (ggml-backend-meta.cpp:7: GG"),
+        ("ops.cpp", 1, "libllama stopped at ops.cpp:7: GGML_ASSERT(a/b == 1) failed"),
+    ],
+)
+def test_an_assertion_of_ggml_is_an_error(file: str, code: int, line: str) -> None:
+    command = [sys.executable, "-u", "-c", ABORTING, TARGET, file]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (code, "")
+    assert line in result.stdout
+    assert result.stdout.count("\n") == 1
