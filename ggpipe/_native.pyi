@@ -135,6 +135,12 @@ class Stage:
         """In a group: a tensor whose parts cannot be added up."""
 
     @property
+    def new_graphs(self) -> int:
+        """
+        In a group: graphs that ggml's meta device had to divide; others were known.
+        """
+
+    @property
     def undividable(self) -> str:
         """
         In a group, after loading: a weight that is to be divided, and whose rows are one block each.

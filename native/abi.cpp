@@ -59,6 +59,18 @@ void check_abi() {
                !strcmp(backend->iface.get_name(backend.get()), ggml_backend_name(backend.get())) &&
                backend->iface.graph_compute && !backend->iface.synchronize,
            "backend");
+
+    std::unique_ptr<ggml_context, decltype(&ggml_free)> memory(
+        ggml_init({ggml_graph_overhead_custom(8, false) + 2 * ggml_tensor_overhead(), nullptr, true}), ggml_free);
+    ggml_cgraph * graph = ggml_new_graph_custom(memory.get(), 8, false);
+    ggml_tensor * source = ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, 1);
+    ggml_build_forward_expand(graph, ggml_neg(memory.get(), source));
+    size_t place = 0;  // of `source`; what is in a place that is not used is anything
+    const auto & table = graph->visited;
+    while (place < table.size && !((table.used[place / 32] >> place % 32) & 1 && table.keys[place] == source)) place++;
+    expect(graph->size == ggml_graph_size(graph) && graph->n_nodes == 1 && graph->n_leafs == 1 && graph->leafs[0] == source &&
+               graph->nodes == ggml_graph_nodes(graph) && table.size >= 16 && place < table.size && graph->use_counts[place] == 1,
+           "graph");
 }
 
 }  // namespace ggpipe

@@ -107,6 +107,15 @@ struct ggml_backend_reg {
     void * context;
 };
 
+struct ggml_cgraph {
+    int size, n_nodes, n_leafs;
+    ggml_tensor ** nodes, ** grads, ** grad_accs, ** leafs;
+    int32_t * use_counts;  // by places in the table below
+    struct { size_t size; uint32_t * used; ggml_tensor ** keys; } visited;
+    int order;
+    uint64_t uid;
+};
+
 GGML_API ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type_t, ggml_backend_buffer_i,
                                                         void * context, size_t size);
 }

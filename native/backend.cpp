@@ -183,6 +183,7 @@ ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
     if (s.group) {  // libllama does not ask the meta device for what is below it
         if (s.group->stopped) return GGML_STATUS_ABORTED;
         local_set_threads(b, s.n_threads);
+        s.group->graphs->computes(b, graph);
     }
     if (s.exact) return compute_exact(inner(b), graph, s.cell_order);
     return s.fast_attention ? compute_fast(inner(b), graph, s.n_threads) : ggml_backend_graph_compute(inner(b), graph);
@@ -235,6 +236,7 @@ void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t
     misplaced = missing = 0;
     if (group) {
         group->stopped = false;
+        group->graphs->begin_run();
         std::fill(group->columns.begin(), group->columns.end(), 0);
     }
     current_run_ = run;

@@ -254,6 +254,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("lost", [](Stage & s) { return s.group && s.group->sum->lost(); }, "A part of the group is lost.")
         .def_prop_ro("unsummable", [](Stage & s) { return s.group ? s.group->unsummable : std::string(); },
                      "In a group: a tensor whose parts cannot be added up.")
+        .def_prop_ro("new_graphs", [](Stage & s) { return s.group ? s.group->graphs->n_new : 0; },
+                     "In a group: graphs that ggml's meta device had to divide; others were known.")
         .def_prop_ro("undividable", [](Stage & s) { return s.group ? s.group->undividable : std::string(); },
                      "In a group, after loading: a weight that is to be divided, and whose rows are one block each.")
         .def_prop_ro("columns", [](Stage & s) { return s.group->columns; },

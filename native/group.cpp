@@ -19,6 +19,7 @@ Group & group_of(ggml_backend_buffer_t b) { return group_of(b->buft->device); }
 // Which part has what of a weight or a KV cache.
 Group::Split split_of(const ggml_tensor * t, void * group) {
     Group & g = *(Group *) group;
+    g.graphs->adopt(t->buffer);
     const auto known = g.splits.find(t);
     if (known != g.splits.end()) return known->second;
     ggml_tensor asked = *t;
@@ -52,6 +53,7 @@ size_t part_size(ggml_backend_buffer_type_t type, const ggml_tensor * t) {
 }
 ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     Group & g = group_of(b);
+    g.graphs->made(g.part, t);
     if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) return GGML_STATUS_SUCCESS;
     if (!g.stage.loading()) { g.own_cells[t->name] = t; return GGML_STATUS_SUCCESS; }
     if (const Group::Extra * extra = g.repacker_of(t)) {
@@ -63,6 +65,10 @@ ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     g.left.push_back({whole->second, whole->first, own_bytes(whole->second, g)});
     g.stage.hide(whole->second);
     g.own_bytes += g.left.back().own_bytes;
+    return GGML_STATUS_SUCCESS;
+}
+ggml_status init_hollow(ggml_backend_buffer_t b, ggml_tensor * t) {
+    group_of(b).graphs->made(device_of(b->buft->device).part, t);
     return GGML_STATUS_SUCCESS;
 }
 // The same `n` bytes from each of `times` places. A slice that lies in the file in one piece is used there; so is one of
@@ -101,44 +107,25 @@ void write_label(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_
 }
 constexpr ggml_backend_buffer_i kLabel = {nullptr, label_base, nullptr, nullptr, write_label, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 
-// ---- results: of one that is split, as the logits are, each part gets its own columns ------------------------
-void read_part(ggml_backend_buffer_t b, const ggml_tensor * t, void * p, size_t at, size_t n) {
-    Group & g = group_of(b);
-    memcpy(p, (const char *) t->data + at, n);
-    g.stage.passing = p;
-    g.columns[g.part] = t->ne[0];
-}
+// ---- KV cells: what all parts have alike is read from part 0, and ours is as good ----------------------------
 void read_hollow(ggml_backend_buffer_t b, const ggml_tensor * t, void * p, size_t at, size_t n) {
     Group & g = group_of(b);
-    const int from = device_of(b->buft->device).part;
-    g.stage.passing = p;
-    g.columns[from] = t->ne[0];
     memset(p, 0, n);
-    if (from > 0) return;
-    // What all parts have alike is read from part 0: ours is as good.
-    const auto twin = g.twins.find(b->context);
     const ggml_tensor * root = t->view_src ? t->view_src : t;
     const auto cells = g.own_cells.find(root->name);
-    if (b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE && twin != g.twins.end()) {
-        memcpy(p, (const char *) twin->second + ((const char *) t->data - (const char *) b->context) + at, n);
-    } else if (cells != g.own_cells.end() && ggml_nbytes(cells->second) == ggml_nbytes(root)) {
-        memcpy(p, (const char *) cells->second->data + ((const char *) t->data - (const char *) root->data) + at, n);
-    }
+    if (device_of(b->buft->device).part > 0 || cells == g.own_cells.end() || ggml_nbytes(cells->second) != ggml_nbytes(root)) return;
+    memcpy(p, (const char *) cells->second->data + ((const char *) t->data - (const char *) root->data) + at, n);
 }
 
 // ---- buffers of all parts: for each of the meta device's, one from every part, in their order ----------------
 ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size) {
-    Group & g = group_of(type->device);
-    const int part = device_of(type->device).part;
-    const bool ours = part == g.part;
+    const Group & g = group_of(type->device);
+    const bool ours = device_of(type->device).part == g.part;
     ggml_backend_buffer_i calls = ours ? kMemory : kRemote;
-    calls.init_tensor = ours ? init_part : nullptr;
+    calls.init_tensor = ours ? init_part : init_hollow;
     if (ours) calls.set_tensor = write_part, calls.set_tensor_2d = write_pieces;
-    calls.get_tensor = ours ? read_part : read_hollow;
-    ggml_backend_buffer_t b = reserve(type, calls, size, ours ? PROT_READ | PROT_WRITE : PROT_NONE);
-    if (b && part == 0) g.unpaired = b->context;
-    if (b && ours) g.twins[g.unpaired] = b->context;
-    return b;
+    else calls.get_tensor = read_hollow;
+    return reserve(type, calls, size, ours ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
 // ---- sums: the meta device asks part 0's registry for them ---------------------------------------------------
@@ -146,11 +133,8 @@ void * comm_init(ggml_backend_t * backends, size_t) { return &group_of(backends[
 void comm_free(void *) {}
 bool comm_sum(void * group, ggml_tensor ** slices) {
     Group & g = *(Group *) group;
-    ggml_tensor * t = slices[g.part];
-    const bool can = t->type == GGML_TYPE_F32 && ggml_is_contiguous(t);
-    if (!can) g.unsummable = t->name;
-    if (!(t->flags & GGML_TENSOR_FLAG_COMPUTE)) memset(t->data, 0, ggml_nbytes(t));  // we have nothing of its sources
-    g.stopped |= !can || g.sum->sum((float *) t->data, ggml_nelements(t), g.stage.aborted());
+    g.graphs->sums(slices[g.part]);
+    g.add_up(slices[g.part]);
     return true;
 }
 void * reg_function(ggml_backend_reg_t, const char * name) {
@@ -180,7 +164,8 @@ Group::Group(Stage & stage, std::shared_ptr<MappedModel> file, int part, int n_p
         devices.push_back(&d.dev);
     }
     device = ggml_backend_meta_device(devices.data(), n_parts, split_of, this);
-    ggml_backend_dev_buffer_type(device);  // made here: ggml keeps it in a table without a lock
+    graphs = std::make_unique<GroupGraphs>(*this);
+    graphs->adopt(device);
     for (auto * type = extra_bufts(&stage.local.dev); type && *type; type++) {
         Extra extra = {ggml_backend_buft_alloc_buffer(*type, 64), ggml_backend_buffer_init(*type, kLabel, this, SIZE_MAX)};
         ggml_backend_buffer_set_usage(extra.label, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -218,6 +203,13 @@ void Group::check_split() {
         right &= mirrored ? n == 0 : name[6] == '.' && a.split.axis == GGML_BACKEND_SPLIT_AXIS_1 && n == t.ne[1];
     }
     if (!right) throw std::runtime_error("libllama's function that splits weights is not as ggpipe was built for: reinstall both");
+}
+
+void Group::add_up(ggml_tensor * slice) {
+    const bool can = slice->type == GGML_TYPE_F32 && ggml_is_contiguous(slice);
+    if (!can) unsummable = slice->name;
+    if (!(slice->flags & GGML_TENSOR_FLAG_COMPUTE)) memset(slice->data, 0, ggml_nbytes(slice));  // we have nothing of its sources
+    stopped |= !can || sum->sum((float *) slice->data, ggml_nelements(slice), stage.aborted());
 }
 
 // Who repacks a slice, if anybody does: libllama's choice for a model that is all on the CPU.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "group_graphs.h"
 #include "group_sum.h"
 #include "stage.h"
 
@@ -42,6 +43,7 @@ struct Group {
 
     // For the devices' functions.
     Extra * repacker_of(ggml_tensor * slice);
+    void add_up(ggml_tensor * slice);
     void check_split();
     Stage & stage;
     const std::shared_ptr<MappedModel> file;
@@ -53,8 +55,7 @@ struct Group {
     std::map<std::string, ggml_tensor *> wholes;          // the weights
     std::map<std::string, ggml_op> ops;                   // what libllama does with each
     std::map<std::string, const ggml_tensor *> own_cells; // our slices of the KV caches
-    std::map<const void *, const void *> twins;           // from memory of part 0 to ours, which has the same layout
-    const void * unpaired = nullptr;
+    std::unique_ptr<GroupGraphs> graphs;
     std::vector<Extra> extras;
     const MappedModel::Place * source = nullptr;          // of the weight being loaded, where it may be used in the file
     bool in_place = false;                                // it is

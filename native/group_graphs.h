@@ -1,0 +1,69 @@
+// Graphs of a group's stage that come again; see group_graphs.cpp.
+#pragma once
+
+#include <list>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "abi.h"
+#include "ggml.h"
+
+namespace ggpipe {
+
+struct Group;
+
+class GroupGraphs {
+   public:
+    explicit GroupGraphs(Group & group) : group_(group) {}
+    void adopt(ggml_backend_dev_t meta);       // from now on, what ggml's meta device is asked comes here first
+    void adopt(ggml_backend_buffer_t buffer);  // of the meta device
+    void begin_run() { placed_.clear(); }      // an earlier run may have ended between placing and computing
+
+    int n_new = 0;  // graphs that were not known
+
+    // What the meta device does for us while it is asked for something new.
+    void made(int part, ggml_tensor * slice);
+    void computes(ggml_backend_t ours, ggml_cgraph * graph);
+    void sums(ggml_tensor * slice);
+
+   private:
+    struct Step { size_t end; ggml_tensor * sum; };  // nodes before `end` are computed, then a slice is summed, if any
+    struct Split {                                   // what ggml's scheduler has computed at a time
+        const ggml_tensor * first = nullptr;
+        int n_nodes = 0;
+        std::shared_ptr<ggml_context> memory;  // of `uses`
+        ggml_cgraph * uses = nullptr;          // how often each of `nodes` is used
+        std::vector<ggml_tensor *> nodes;
+        std::vector<Step> steps;
+    };
+    struct Graph {
+        std::vector<ggml_tensor *> wholes, slices;          // libllama's tensors as they were placed; ours of each
+        std::vector<ggml_tensor> whole_bytes, slice_bytes;  // when they were placed; when they were computed
+        std::vector<int64_t> columns;                       // of each whole, every part's
+        std::unordered_map<const ggml_tensor *, size_t> index;
+        std::list<Split> splits;
+        bool complete = false;  // all there is to it is known
+    };
+
+    static ggml_backend_t init(ggml_backend_dev_t meta, const char * params);
+    static ggml_backend_buffer_t alloc(ggml_backend_buffer_type_t type, size_t size);
+    static ggml_status place(ggml_backend_buffer_t buffer, ggml_tensor * whole);
+    static void write(ggml_backend_buffer_t buffer, ggml_tensor * whole, const void * p, size_t at, size_t n);
+    static void read(ggml_backend_buffer_t buffer, const ggml_tensor * whole, void * p, size_t at, size_t n);
+    static ggml_status compute(ggml_backend_t meta, ggml_cgraph * graph);
+
+    Graph * current();
+    void make();
+    ggml_status repeat(Split & split);
+
+    Group & group_;
+    ggml_backend_reg reg_ = {};           // the meta device's, which has none
+    std::vector<ggml_tensor *> placed_;   // since the last graph
+    std::list<Graph> graphs_;             // the current one, if any, comes first
+    size_t making_ = SIZE_MAX;            // of the current graph's tensors
+    Split * recording_ = nullptr;
+    ggml_backend_t ours_ = nullptr;
+};
+
+}  // namespace ggpipe
