@@ -81,7 +81,7 @@ run_rank(EngineConfig(ModelConfig(path=Path(sys.argv[1]))), head, None, lambda e
     ],
 )
 def test_an_assertion_of_ggml_is_an_error(file: str, code: int, line: str) -> None:
-    command = [sys.executable, "-u", "-c", ABORTING, TARGET, file]
+    command = [sys.executable, "-u", "-c", ABORTING, str(TARGET), file]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (code, "")
     assert line in result.stdout
