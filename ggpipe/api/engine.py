@@ -16,7 +16,9 @@ from ggpipe.api.batch import Batch
 from ggpipe.api.engine_thread import EngineThread, Prompt
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import EngineOptions, RequestOptions
+from ggpipe.api.panel import Panel
 from ggpipe.config import SpeculationConfig
+from ggpipe.display.live.notebook import in_notebook
 from ggpipe.errors import GgpipeError, LaunchError, UsageError
 from ggpipe.launch import environment
 from ggpipe.metrics.stats import RankStats
@@ -41,9 +43,10 @@ class Engine:
     dropped, and with this process in any case. This process gets no signal handlers.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, live: bool = True, **options: Unpack[EngineOptions]) -> None:
         """Begin to start the ranks and to load; `with` waits until that is done, `load` too.
 
+        `live`: a notebook shows how far loading is, and how busy the ranks are while they write.
         Options are those of `ggpipe generate`, see `EngineOptions`; those of requests are the defaults of all requests.
         Raises SettingError or UsageError for options that cannot be; LaunchError under mpirun or srun.
         """
@@ -61,6 +64,10 @@ class Engine:
         self._n_at_a_time = 2 * config.n_requests
         of_ranks = {name: value for name, value in self._keywords.items() if ROWS[name].record not in _NOT_FOR_RANKS}
         self._thread = EngineThread(config, options_of(of_ranks))
+        thread = self._thread
+        self._panel = Panel(lambda: thread.ranks) if live and in_notebook() else None
+        if self._panel is not None:
+            self._panel.loading(thread.loaded)
         self._finalizer = weakref.finalize(self, self._thread.close)
 
     # The ranks
@@ -154,11 +161,20 @@ class Engine:
         texts, request, thread = list(prompts), self._request(options), self._thread
         for text in texts:
             _check_prompt(text)
-        return Batch(texts, self._n_at_a_time, lambda text, feed: thread.submit(feed, text, *request), thread.cancel)
+        panel = self._panel
+
+        def submit(text: str | Sequence[int], feed: Feed) -> None:
+            thread.submit(feed, text, *request)
+            if panel is not None:
+                panel.request(feed)
+
+        return Batch(texts, self._n_at_a_time, submit, thread.cancel)
 
     def _submit(self, prompt: object, text: Prompt, options: RequestOptions) -> Answer:
         request, feed, thread = self._request(options), Feed(), self._thread
         thread.submit(feed, text, *request)
+        if self._panel is not None:
+            self._panel.request(feed)
         return Answer(feed, lambda: thread.cancel(feed), prompt)
 
     def _request(self, options: RequestOptions) -> tuple[SamplingOf, int, SpeculationConfig]:

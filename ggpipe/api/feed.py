@@ -63,6 +63,11 @@ class Feed:
                 self._changed.wait()
         return n_tokens is not None and len(self.tokens) > n_tokens
 
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until nothing follows, at most `timeout_s` seconds. Returns whether nothing follows."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.has_ended, timeout_s)
+
     async def wait_async(self, n_tokens: int | None) -> bool:
         """As `wait`, for an event loop."""
         loop = asyncio.get_running_loop()
