@@ -21,8 +21,8 @@ _HEAD = '''"""The keyword arguments of `Engine` and of its requests.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 File = str | os.PathLike[str]
 '''
@@ -52,6 +52,8 @@ def _type(row: Option) -> str:
         return f"Literal[{', '.join(map(_quoted, dict.fromkeys(choices)))}]"
     if row.many:
         return "File | Sequence[File]" if Path in typing.get_args(row.reads) else "str | Sequence[str]"
+    if row.name == "json_schema":
+        return "str | Mapping[str, Any]"
     if row.parse is None:
         return {bool: "bool", int: "int", float: "float", Path: "File"}.get(row.reads, "str")
     if typing.get_origin(hint) is tuple:

@@ -18,7 +18,7 @@ from ggpipe.errors import GgpipeError, SettingError
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.settings import Prompt
-from ggpipe.options.table import COMMANDS, OPTIONS
+from ggpipe.options.table import COMMANDS, OPTIONS, SAMPLING
 from ggpipe.sampling import SamplingConfig
 
 NAMES = {
@@ -32,7 +32,16 @@ NAMES = {
 _OF_REQUESTS = (Prompt, SpeculationConfig, SamplingConfig, Constraint)
 _COMMAND: Command = next(command for command in COMMANDS if command.name == "rank")
 
-ROWS: Mapping[str, Option] = {NAMES.get(row.name, row.name): row for row in _COMMAND.options(OPTIONS)}
+_WITHOUT_FLAGS = tuple(
+    Option(record=SamplingConfig, field=field, flags=(f"--{field}",), panel=SAMPLING, help=help)
+    for field, help in (
+        ("n_probs", "Give each token `probs`: its log-probability, and those of the N most probable tokens; 0: none."),
+        ("post_sampling_probs", "Give the probabilities that the draw had, not those of the model."),
+    )
+)
+ROWS: Mapping[str, Option] = {
+    NAMES.get(row.name, row.name): row for row in (*_COMMAND.options(OPTIONS), *_WITHOUT_FLAGS)
+}
 """The options of an engine, by keyword."""
 REQUEST_ROWS: Mapping[str, Option] = {name: row for name, row in ROWS.items() if row.record in _OF_REQUESTS}
 """Those of them that each request may have in its own way."""
@@ -100,11 +109,11 @@ def _single(name: str, row: Option, reads: type, value: object) -> object:
         raise SettingError(f"`{name}` must be {'a number' if reads is float else 'a whole number'}, got {value!r}")
     if isinstance(value, str | os.PathLike):
         return Path(value) if reads is Path else os.fspath(value)
+    if isinstance(value, Mapping) and (row.parse is not None or row.record is Constraint):
+        return json.dumps(value)
     if row.parse is not None:
         if number is not None:
             return str(number)
         if isinstance(value, Sequence):
             return ",".join(map(str, value))
-        if isinstance(value, Mapping):
-            return json.dumps(value)
     raise SettingError(f"`{name}` must be a {'path' if reads is Path else 'text'}, got {value!r}")

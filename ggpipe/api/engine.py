@@ -25,10 +25,11 @@ from ggpipe.metrics.stats import RankStats
 from ggpipe.options import settings
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
+from ggpipe.options.grammar import Constraint
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.sampling import SamplingConfig
 
-_NOT_FOR_RANKS = (SamplingConfig, settings.Prompt)
+_NOT_FOR_RANKS = (SamplingConfig, Constraint, settings.Prompt)
 
 
 class Engine:

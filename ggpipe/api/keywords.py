@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 File = str | os.PathLike[str]
 
@@ -109,7 +109,7 @@ class RequestOptions(TypedDict, total=False):
     """Hold the text to a grammar, in GBNF."""
     grammar_file: File
     """Read the grammar from a file."""
-    json_schema: str
+    json_schema: str | Mapping[str, Any]
     """Hold the text to a JSON schema; {}: any JSON object."""
     json_schema_file: File
     """Read the JSON schema from a file."""
@@ -117,6 +117,10 @@ class RequestOptions(TypedDict, total=False):
     """Seed; -1: random. Default: -1."""
     ignore_eos: bool
     """Never end the text before `n_predict` tokens. Default: False."""
+    n_probs: int
+    """Give each token `probs`: its log-probability, and those of the N most probable tokens; 0: none. Default: 0."""
+    post_sampling_probs: bool
+    """Give the probabilities that the draw had, not those of the model. Default: False."""
 
 
 class EngineOptions(RequestOptions, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 import typing
@@ -12,8 +13,10 @@ from typing import Any
 
 from ggpipe.chat.conversation import Conversation
 from ggpipe.chat.reasoning import ReasoningFormat, ReasoningParser
-from ggpipe.core.request import Finish, Token
+from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.errors import UsageError
+from ggpipe.grammar import gbnf
+from ggpipe.grammar.json_schema import grammar_of
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.sampling import SamplingConfig
 
@@ -23,8 +26,7 @@ _IGNORED = frozenset(
     {"metadata", "model", "parallel_tool_calls", "service_tier", "store", "stream", "stream_options", "user"}
 )
 """Fields that change nothing here."""
-_ONLY = {"n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False, 0), "top_logprobs": (0,), "suffix": ("",),
-         "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},)}  # fmt: skip
+_ONLY = {"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "tool_choice": ("auto", "none")}
 """Fields that may have these values only."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 
@@ -67,13 +69,19 @@ def ask_of(method: object, url: object, body: object) -> Ask:
     for name, values in _ONLY.items():
         if name in given and given.pop(name) not in values:
             raise UsageError(f"body.{name} must be {' or '.join(map(json.dumps, values))} here")
+    sampling: dict[str, Any] = {}
+    if (n_probs := _n_probs(given)) is not None:
+        sampling["n_probs"] = n_probs
+    if (grammar := _grammar(given)) is not None:
+        sampling["grammar"] = grammar
     n_predict = None
     for name in _LENGTHS:
         if name in given:
             n_predict = _number(name, given.pop(name), int)
             if n_predict < -1:
                 raise UsageError(f"body.{name} must be a number of tokens, got {n_predict}")
-    ask = Ask(prompt=prompt, n_predict=n_predict, sampling=dict(_sampled(name, given[name]) for name in given))
+    sampling |= dict(_sampled(name, given[name]) for name in given)
+    ask = Ask(prompt=prompt, n_predict=n_predict, sampling=sampling)
     ask.drawn(SamplingConfig())
     return ask
 
@@ -100,6 +108,42 @@ def _conversation(given: dict[str, Any]) -> Conversation:
     if not isinstance(further, dict):
         raise UsageError("body.chat_template_kwargs must be an object")
     return Conversation(messages=tuple(messages), tools=tuple(tools), further=further)
+
+
+def _n_probs(given: dict[str, Any]) -> int | None:
+    """`logprobs` is a number for texts; for conversations it is true, and `top_logprobs` the number."""
+    wanted, n_best = given.pop("logprobs", None), given.pop("top_logprobs", None)
+    if wanted is None or wanted is False:
+        if n_best:
+            raise UsageError("body.top_logprobs needs body.logprobs: set it to true")
+        return None
+    n_probs: int = _number("logprobs", 1 if wanted is True else wanted, int)
+    return max(_number("top_logprobs", n_best, int), 1) if n_best is not None else n_probs
+
+
+def _grammar(given: dict[str, Any]) -> str | None:
+    """What the text is held to, as a grammar."""
+    found, schemas = given.pop("grammar", None), []
+    if "json_schema" in given:
+        schemas.append(given.pop("json_schema"))
+    match given.pop("response_format", None):
+        case None | {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            schemas.append({})
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            schemas.append(schema)
+        case _:
+            raise UsageError("body.response_format must have the type text, json_object or json_schema")
+    if len(schemas) + (found is not None) > 1:
+        raise UsageError("body must have one of grammar, json_schema and response_format")
+    if schemas:
+        return grammar_of(json.dumps(schemas[0]))
+    if found is not None and not isinstance(found, str):
+        raise UsageError("body.grammar must be a text")
+    if found:
+        gbnf.check(found)
+    return found
 
 
 _FIELDS = {
@@ -158,10 +202,13 @@ def body_of(identity: str, model: str, answered: Answered) -> dict[str, Any]:
     """A response, with latencies as llama.cpp's server has them (`timings`)."""
     stats = answered.stats
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": _finish_reason(stats.finish)}
+    has_probs = any(token.probs for token in answered.tokens)
     if answered.marks is None:
         kind, choice["text"] = "text_completion", "".join(t.text for t in answered.tokens) + answered.rest
+        choice["logprobs"] = _text_logprobs(answered.tokens) if has_probs else None
     else:
         kind, choice["message"] = "chat.completion", _message(answered, answered.marks)
+        choice["logprobs"] = {"content": [_logprob(token) for token in answered.tokens]} if has_probs else None
     return {
         "id": identity,
         "object": kind,
@@ -185,6 +232,25 @@ def _message(answered: Answered, marks: ReasoningFormat) -> dict[str, Any]:
     content, reasoning = ("".join(p.text for p in pieces if p.is_reasoning is wanted) for wanted in (False, True))
     message = {"role": "assistant", "content": content}
     return {**message, "reasoning_content": reasoning} if reasoning else message
+
+
+def _text_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    lengths = [len(token.text) for token in tokens]
+    return {
+        "tokens": [_shown(token.probs[0]) for token in tokens],
+        "token_logprobs": [token.probs[0].logprob for token in tokens],
+        "top_logprobs": [{_shown(prob): prob.logprob for prob in token.probs[1:]} for token in tokens],
+        "text_offset": list(itertools.accumulate(lengths[:-1], initial=0)),
+    }
+
+
+def _logprob(token: Token) -> dict[str, Any]:
+    own, *best = ({"token": _shown(p), "logprob": p.logprob, "bytes": list(p.text)} for p in token.probs)
+    return {**own, "top_logprobs": best}
+
+
+def _shown(prob: TokenProb) -> str:
+    return prob.text.decode("utf-8", "replace")
 
 
 def _finish_reason(finish: Finish | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -50,6 +51,13 @@ def test_an_answer_is_its_tokens(engine: Engine) -> None:
 def test_options_of_one_request(engine: Engine) -> None:
     answer = engine.generate(PROMPT, n_predict=3, stop="\\n", temp=1, seed=5).wait()
     assert (len(answer.tokens), answer.stats.seed) == (3, 5)
+
+
+def test_grammars_and_probabilities(engine: Engine) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+    answer = engine.generate(PROMPT, n_predict=100, json_schema=schema, n_probs=2).wait()
+    assert set(json.loads(answer.text)) == {"n"}
+    assert all(len(token.probs) == 3 for token in answer)
 
 
 def test_tokens_are_a_prompt(engine: Engine) -> None:

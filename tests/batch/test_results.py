@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ggpipe.batch.bodies import Answered
+from ggpipe.batch.bodies import Answered, body_of
 from ggpipe.batch.results import OutputFormat, Results
 from ggpipe.batch.tasks import Task, read_tasks
 from ggpipe.chat.reasoning import ReasoningFormat
-from ggpipe.core.request import Finish, Token
+from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
 
@@ -64,6 +64,22 @@ def test_a_conversations_entry(tmp_path: Path) -> None:
     (entry,) = entries(tmp_path)
     (choice,) = entry["response"]["body"]["choices"]  # type: ignore[index]
     assert choice["message"] == {"role": "assistant", "content": "yes!", "reasoning_content": "well"}
+
+
+def test_probabilities() -> None:
+    probs = (TokenProb(5, b"one", -0.5), TokenProb(5, b"one", -0.5), TokenProb(9, b"\xc3", -1.5))
+    base = answered()
+    tokens = [Token(5, "one", probs=probs), Token(6, "!", probs=probs)]
+    one = Answered(stats=base.stats, prompt=(7,), tokens=tokens, rest="", marks=None)
+    two = Answered(stats=base.stats, prompt=(7,), tokens=tokens, rest="", marks=ReasoningFormat(begins=(), ends=()))
+    texts = body_of("i", "m", one)["choices"][0]["logprobs"]
+    assert texts == {
+        "tokens": ["one", "one"], "token_logprobs": [-0.5, -0.5], "text_offset": [0, 3],
+        "top_logprobs": [{"one": -0.5, "\ufffd": -1.5}] * 2,
+    }  # fmt: skip
+    first = body_of("i", "m", two)["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("one", -0.5, [111, 110, 101])
+    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -1.5, "bytes": [195]}
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"id": "batch_re', b'{"id": "batch_req_9", "response": {"a"', b"\n\n"])

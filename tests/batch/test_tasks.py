@@ -102,6 +102,26 @@ def test_a_conversation() -> None:
     )
 
 
+def test_probabilities() -> None:
+    for changes, n_probs in (({"logprobs": 3}, 3), ({"logprobs": True}, 1), ({"logprobs": True, "top_logprobs": 2}, 2)):
+        ask = ask_of("POST", COMPLETIONS, {"prompt": "Once", **changes})
+        assert ask.sampling == {"n_probs": n_probs}
+    assert ask_of("POST", COMPLETIONS, {"prompt": "Once", "logprobs": False}).sampling == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}},
+        {"json_schema": {"type": "integer"}},
+        {"grammar": 'root ::= "yes"'},
+    ],
+)
+def test_texts_that_are_held_to_a_grammar(changes: dict[str, object]) -> None:
+    assert "root ::=" in ask_of("POST", COMPLETIONS, {"prompt": "Once", **changes}).sampling["grammar"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -115,6 +135,12 @@ def test_a_conversation() -> None:
         ({"n": 2}, "body.n must be 1 here"),
         ({"stop": [1]}, "body.stop must be a text or a list of texts"),
         ({"logit_bias": {"a": 1}}, "body.logit_bias must be an object of tokens and biases"),
+        ({"top_logprobs": 3}, "body.top_logprobs needs body.logprobs: set it to true"),
+        (
+            {"response_format": {"type": "xml"}},
+            "body.response_format must have the type text, json_object or json_schema",
+        ),
+        ({"grammar": "", "json_schema": {}}, "body must have one of grammar, json_schema and response_format"),
         ({"max_tokenz": 3}, "body.max_tokenz is not known here"),
         ({"top_p": float("nan")}, "`top_p` must be a finite number, got nan"),
     ],
