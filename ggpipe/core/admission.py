@@ -44,10 +44,11 @@ class Admission:
             arrived = self._waiting[0]
             request = arrived.request
             reserve = self._reserve(request)
-            if not self._prefixes.fits(request.prompt, request.cache_prompt, reserve, self._n_promised):
+            reuse, n_last = request.cache_prompt, 1 + len(request.replayed)
+            if not self._prefixes.fits(request.prompt, reuse, reserve, self._n_promised, n_last):
                 return
             self._waiting.popleft()
-            prefix = self._prefixes.open(request.prompt, request.cache_prompt)
+            prefix = self._prefixes.open(request.prompt, reuse, n_last)
             arrived.counters.cached_tokens = prefix.n_tokens
             state = RequestState(
                 request=request,

@@ -113,6 +113,14 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """The rows that a resumed request's next tokens were drawn from, in order."""
+
+    request: int
+    rows: tuple[RowLogits, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """A token of the answer is certain. `drafted`: it was in the pipeline before it was sampled."""
 
@@ -150,4 +158,4 @@ class Finished:
     reason: Finish
 
 
-Action = Submit | Sample | Fetch | Emit | Cancel | Steer | RunDone | Finished
+Action = Submit | Sample | Fetch | Replay | Emit | Cancel | Steer | RunDone | Finished

@@ -7,11 +7,11 @@ share: the sequence ids, and the KV operations that wait for the next run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ggpipe.core.events import Cancel, Submit
-from ggpipe.core.messages import KvOp, Row, Run, RunRecord, RunResult, Save, Want
+from ggpipe.core.messages import KvOp, Row, RowLogits, Run, RunRecord, RunResult, Save, Want
 from ggpipe.core.tree import Node, SequenceIds
 
 Owner = TypeVar("Owner")
@@ -31,6 +31,8 @@ class Part(Generic[Owner]):
     run: int = -1
     n_live: int = 0
     """Rows that are not rejected, and whose owner goes on."""
+    text_answers: list[RowLogits] = field(default_factory=list)
+    """What came back of rows that are text."""
     after: int = -1
     """The run that carries the text in front of these rows, if it was in flight when this one was submitted."""
 
@@ -154,11 +156,13 @@ class InFlight(Generic[Owner]):
             if not own:
                 del self._of[part.owner]
         self.n_computed -= bool(ended.parts) and not ended.cancelled
-        nodes = [node for part in ended.parts for node in (*[None] * part.n_text, *part.nodes)]
+        takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_text, *part.nodes)]
         for row in result.rows:
-            node = nodes[row.row]
-            assert node is not None, "text was answered"
-            node.answer = row
+            part, node = takers[row.row]
+            if node is None:
+                part.text_answers.append(row)
+            else:
+                node.answer = row
         return ended
 
     def drop(self, owner: Owner, dead: Iterable[Node]) -> tuple[int, ...]:

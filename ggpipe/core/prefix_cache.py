@@ -69,12 +69,13 @@ class PrefixCache:
 
     # Requests
 
-    def open(self, prompt: Sequence[int], reuse: bool) -> Prefix:
+    def open(self, prompt: Sequence[int], reuse: bool, n_last: int = 1) -> Prefix:
         """A request begins: it gets a tree, and with `reuse` what there is of its prompt.
 
-        The prompt's last token is always left to compute: its logits are needed. There must be a free id.
+        The prompt's last tokens, `n_last` of them, are left to compute: their logits are needed. There must be a free
+        id.
         """
-        wanted = tuple(prompt[:-1]) if reuse else ()
+        wanted = tuple(prompt[: len(prompt) - n_last]) if reuse else ()
         if self._restored is not None:
             return self._open_restored(prompt, wanted)
         segment, n = self._longest(wanted)
@@ -189,12 +190,12 @@ class PrefixCache:
 
     # Room
 
-    def fits(self, prompt: Sequence[int], reuse: bool, reserve: int, n_others: int) -> bool:
+    def fits(self, prompt: Sequence[int], reuse: bool, reserve: int, n_others: int, n_last: int = 1) -> bool:
         """Whether a request has room that takes up `reserve` cells, its prompt included, beside `n_others` of others.
 
         Cells of the cache do not count into `n_others`.
         """
-        segment, shared = self._longest(tuple(prompt[:-1]) if reuse else ())
+        segment, shared = self._longest(tuple(prompt[: len(prompt) - n_last]) if reuse else ())
         while not segment.n_served and segment.parent is not None:  # kept until now: it needs room as well
             segment = segment.parent
             shared = segment.end

@@ -111,6 +111,8 @@ class Request:
     """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
     n_resumed: int = 0
     """The last tokens of `prompt` are text that other ranks generated before this request was resumed."""
+    remembers_rows: bool = False
+    """Its sampler needs the rows that its text was drawn from. When it is resumed, they come back once more."""
     is_stopped: bool = False
     """There is a stop string in the text that other ranks generated: nothing is left to do."""
     saves: Saves = "nothing"
@@ -120,6 +122,12 @@ class Request:
     def drafts(self) -> bool:
         """Drafters work for it."""
         return self.speculation.mode != "iterative" and bool(self.drafters)
+
+    @property
+    def replayed(self) -> range:
+        """Positions of the rows that its resumed text was drawn from, where they are to come back once more."""
+        end = len(self.prompt) - 1
+        return range(end - self.n_resumed if self.remembers_rows else end, end)
 
     def is_over(self, n_ctx: int) -> Finish | None:
         """Why there is nothing left to do for a resumed request in a context of that size; None where there is."""

@@ -39,6 +39,7 @@ from ggpipe.core.events import (
     Fetch,
     Finished,
     NoToken,
+    Replay,
     RowFetched,
     RowNeeded,
     RunDone,
@@ -55,6 +56,8 @@ from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import Phase, RequestState
 from ggpipe.core.run_cost import RunCost
+
+_MOST_REPLAYED = 64  # whole rows in a run: each has the logits of all tokens
 
 
 class Scheduler:
@@ -266,6 +269,9 @@ class Scheduler:
         end = state.n_past + take.n_prompt
         if state.saves_prompt:
             end = min(end, len(request.prompt) - 1)
+        replayed = request.replayed
+        if replayed and state.want.kind is WantKind.FULL:
+            end = min(end, max(replayed.start, state.n_past) + _MOST_REPLAYED)
         nodes, most = take.nodes, len(take.nodes) if take.most is None else take.most
         if take.n_prompt:
             self._prefixes.stands_at(state.prefix, state.n_past)
@@ -273,7 +279,10 @@ class Scheduler:
             end, nodes, most = end - 1, [tree.root], 1
             state.enter(Phase.DECODING)
         own = (tree.own,)
-        rows = [Row(token=request.prompt[i], pos=i, seqs=own, request=request.id) for i in range(state.n_past, end)]
+        rows = []
+        for i in range(state.n_past, end):
+            index = wants.setdefault(state.want, len(wants)) if i in replayed else -1
+            rows.append(Row(token=request.prompt[i], pos=i, seqs=own, request=request.id, want=index))
         if state.n_past < end:
             state.n_past = end
         placed = tree.place(nodes, self._in_flight.next_run, most)
@@ -303,10 +312,12 @@ class Scheduler:
                 self._prefixes.grow(state.prefix, self._computed(state))
             if result.rows and not run.cancelled:
                 state.counters.verified_runs += part.n_draft_tokens > 0
-            if state.is_open:
-                self._sample(state, actions)
-            else:
+            if not state.is_open:
                 self._end_if_drained(state, actions)
+                continue
+            if part.text_answers:
+                actions.append(Replay(part.request, tuple(part.text_answers)))
+            self._sample(state, actions)
 
     def _cancel(self, runs: Sequence[int], actions: list[Action]) -> None:
         """Have these runs skipped or stopped, but for those of requests whose runs are not to be cancelled."""

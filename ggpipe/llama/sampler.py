@@ -7,6 +7,7 @@ import ctypes
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ class Sampler:
         """Tokens that another process drew with the same seed: go on as if they were drawn here.
 
         What this chain remembers follows from the tokens and the number of draws. Each draw takes one random number,
-        whatever the logits are.
+        whatever the logits are. Samplers that remember more (`SamplingConfig.remembers_rows`) need `replay`.
         """
         for token in tokens:
             self.skip(token)
@@ -138,6 +139,16 @@ class Sampler:
             candidate = lib.llama_token_data(token, 0.0, 0.0)
             array = lib.llama_token_data_array(ctypes.pointer(candidate), 1, -1, False)
             lib.llama_sampler_apply(self._draw, ctypes.byref(array))
+
+    def replay_want(self, n: int) -> Want:
+        """What replaying the rows of `n` tokens takes, and drawing the next one."""
+        want = self.want()
+        return replace(want, n=want.n + n) if self.want_grows and want.kind is WantKind.TOP else want
+
+    def replay(self, row: RowLogits, token: int, _: bool = False) -> None:
+        """As `resume`, for one token and the row that it was drawn from."""
+        self._sample(row)
+        self.accept((token,))
 
     def close(self) -> None:
         """Free the chain. A second call does nothing."""

@@ -29,6 +29,7 @@ from ggpipe.core.events import (
     Fetch,
     Finished,
     NoToken,
+    Replay,
     RowFetched,
     RowNeeded,
     RunDone,
@@ -68,6 +69,8 @@ class ActiveRequest:
         """Filled in while the request is served."""
         self.sampler = sampler
         self.decoder = decoder
+        self.to_replay: collections.deque[tuple[int, bool]] = collections.deque()
+        """Tokens of a resumed text whose rows the sampler has not seen yet, and whether they were drawn again."""
         self.sampled: collections.deque[tuple[str, tuple[TokenProb, ...], bool]] = collections.deque()
         """Of tokens that are sampled and not given out yet: `Token.text`, `probs` and `redrawn`."""
         self.not_saved: list[str] = []
@@ -168,7 +171,8 @@ class Engine:
                 f"{len(self._active)} requests are being served or wait: try again later, or raise `n_queued`"
             )
         stats = stats if stats is not None else RequestStats()
-        sampler = self._sampler(prompt, sampling, tokens, redrawn)
+        sampler, replays = self._sampler(prompt, sampling, tokens, redrawn), sampling.remembers_rows
+        want = sampler.replay_want(len(tokens)) if replays and tokens else sampler.want()
         decoder = TextDecoder(self.vocab, sampling.stop)
         for token in tokens:
             decoder.push(token)
@@ -181,6 +185,7 @@ class Engine:
             banned=sampler.banned,
             want_grows=sampler.want_grows,
             cache_prompt=cache_prompt,
+            remembers_rows=replays,
             is_stopped=decoder.is_stopped,
             saves=self._saves,
         ).after(tokens)
@@ -191,22 +196,29 @@ class Engine:
         ]
         stats.speculation = request.speculation
         active = self._active[request.id] = ActiveRequest(request, sampler, decoder, stats)
+        if replays:
+            active.to_replay.extend((token, place in redrawn) for place, token in enumerate(tokens))
         draft_check = sampler.draft_check if isinstance(sampler, ConstrainedSampler) else None
-        self._work([Arrived(request, sampler.want(), stats.counters, draft_check)])
+        self._work([Arrived(request, want, stats.counters, draft_check)])
         return active
 
     def _sampler(
         self, prompt: tuple[int, ...], sampling: SamplingConfig, tokens: Sequence[int], redrawn: Collection[int]
     ) -> Sampler | ConstrainedSampler:
+        """A sampler that is where the text is, but for rows that are to be replayed."""
         grammar = Grammar(sampling.grammar, self.vocab) if sampling.grammar else None
         sampler = Sampler(sampling, self.vocab, self.n_ctx)
         sampler.accept(prompt)
         if grammar is None:
-            sampler.resume(tokens)
+            if not sampling.remembers_rows:
+                sampler.resume(tokens)
             return sampler
         constrained = ConstrainedSampler(sampler, grammar)
         try:
-            constrained.resume(tokens, redrawn)
+            if sampling.remembers_rows:
+                constrained.check(tokens)
+            else:
+                constrained.resume(tokens, redrawn)
         except NoTokenFits:
             constrained.close()
             raise UsageError("the text so far does not fit `grammar`") from None
@@ -274,7 +286,7 @@ class Engine:
         for active in self._active.values():
             active.stats.n_in_flight = self._scheduler.n_in_flight
 
-    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch) -> Event | None:
+    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch | Replay) -> Event | None:
         """Perform one action; returns the event that follows from it, if any."""
         match action:
             case Submit(run):
@@ -288,6 +300,10 @@ class Engine:
                 self._head.steer(message)
                 if isinstance(message, Begin) and message.saves != "nothing":
                     self._n_unsaved[message.request] += self._head.n_draft_ranks
+            case Replay(request, rows):
+                active = self._active[request]
+                for row in rows:
+                    active.sampler.replay(row, *active.to_replay.popleft())
             case Sample(request, row):
                 return self._sample(self._active[request], row)
             case Fetch(request, run_id, row_number):

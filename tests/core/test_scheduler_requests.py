@@ -95,6 +95,7 @@ def requests(
         speculation=draw(speculations),
         ends=draw(st.sampled_from([frozenset({END}), frozenset()])),
         want_grows=draw(st.booleans()),
+        remembers_rows=draw(st.booleans()),
         saves=draw(st.sampled_from(["nothing", "prompt", "text"])),
     )
 

@@ -176,6 +176,27 @@ def test_a_resumed_sampler_goes_on_as_before(vocab: Vocab) -> None:
     second.sampler.close()
 
 
+@pytest.mark.parametrize("fields", [{"mirostat": 2}, {"xtc_probability": 0.5, "xtc_threshold": 0.01}], ids=str)
+def test_a_resumed_sampler_that_remembers_rows(vocab: Vocab, fields: dict[str, Any]) -> None:
+    """Tokens that were drawn again are drawn again when their rows come back."""
+    config = SamplingConfig(seed=5, grammar=GRAMMARS["words"].grammar, **fields)
+    first, second = Rank(constrained(config, vocab)), Rank(constrained(config, vocab))
+    assert second.sampler.replay_want(12).kind is WantKind.FULL
+    n_again = 0
+    for n, logits in zip(range(24), rows(vocab, 1, 0.0), strict=False):
+        token, is_second = first.draw(logits)
+        first.sampler.accept((token,))
+        if n < 12:
+            second.sampler.replay(RowLogits(0, None, logits, 0.0), token, is_second)
+            n_again += is_second
+        else:
+            assert second.draw(logits) == (token, is_second)
+            second.sampler.accept((token,))
+    assert n_again > 0
+    first.sampler.close()
+    second.sampler.close()
+
+
 def test_a_whole_row_is_fetched_only_where_few_tokens_fit(vocab: Vocab) -> None:
     for grammar, seldom in ((GRAMMARS["json"].grammar, False), ("root ::= [^0-9]+", True)):
         rank = Rank(constrained(SamplingConfig(seed=1, grammar=grammar), vocab))

@@ -235,6 +235,28 @@ def test_a_resumed_sampler_draws_as_the_first_one_would(name: str, vocab: Vocab)
     first.close()
 
 
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_resumed_sampler_that_remembers_rows_gets_them(name: str, vocab: Vocab) -> None:
+    config, prompt = CASES[name].config, [5, 17, 3, 17]
+    first = Sampler(config, vocab, N_CTX)
+    first.accept(prompt)
+    seen: list[tuple[int, Logits]] = []
+    for n, row in zip(range(60), rows(vocab.n_tokens, seed=len(name)), strict=False):
+        token = first.sample(extract(row, first.want()))
+        if n % 20 == len(name) % 20:
+            resumed = Sampler(config, vocab, N_CTX)
+            resumed.accept(prompt)
+            want = resumed.replay_want(n)
+            for known, own in seen:
+                resumed.replay(extract(own, want), known)
+            assert resumed.sample(extract(row, want)) == token
+            first.close()
+            first = resumed
+        first.accept((token,))
+        seen.append((token, row))
+    first.close()
+
+
 def test_the_same_seed_draws_the_same(vocab: Vocab) -> None:
     def text(seed: int) -> list[int]:
         sampler = Sampler(SamplingConfig(seed=seed), vocab, N_CTX)

@@ -16,6 +16,7 @@ from ggpipe.core.events import (
     Event,
     Fetch,
     Finished,
+    Replay,
     RowFetched,
     RowNeeded,
     RunDone,
@@ -46,6 +47,8 @@ class Seen:
     runs: list[Run] = field(default_factory=list)
     n_done: int = 0
     """Runs that the scheduler said ended."""
+    n_replayed: int = 0
+    """Rows of a resumed text that came back."""
     told: list[int] = field(default_factory=list)
     """Tokens that the draft was sent."""
     stopped: bool = False
@@ -170,6 +173,7 @@ class Head:
         if self._needs_row(seen):
             self.handle(RowNeeded(sample.request))
             return
+        assert seen.n_replayed == len(seen.request.replayed)
         assert sample.row.ids is not None
         assert sample.row.logits >= self._want(seen).n, "fewer logits than sampling takes"
         token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
@@ -217,6 +221,12 @@ class Head:
             case Fetch(request):
                 assert all(fetch.request != request for fetch in self.to_fetch)
                 self.to_fetch.append(action)
+            case Replay(request, rows):
+                seen = self.seen[request]
+                for row in rows:
+                    history = seen.request.prompt[: seen.request.replayed[seen.n_replayed] + 1]
+                    assert row.ids == self.model.ranking(history, len(row.ids or ()))
+                    seen.n_replayed += 1
             case Emit(request, token, drafted):
                 seen = self.seen[request]
                 assert not self._is_over(seen)
@@ -255,7 +265,8 @@ class Head:
             draft_tokens = [history for history in histories if len(history) > len(seen.tokens)]
             assert len(draft_tokens) <= seen.request.speculation.n_draft
             for row, history in zip((row for row in run.rows if row.request == request), histories, strict=True):
-                assert (row.want >= 0) == (len(history) >= len(seen.request.prompt))
+                is_replayed = row.pos in seen.request.replayed
+                assert (row.want >= 0) == (is_replayed or len(history) >= len(seen.request.prompt))
             if seen.request.n_predict > 0:
                 assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
             fresh = fresh or (bool(seen.text) and seen.tokens in histories)

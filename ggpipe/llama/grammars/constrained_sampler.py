@@ -116,6 +116,25 @@ class ConstrainedSampler:
             self.draft_check.accept(token)
             self._own.resume((token,))
 
+    def check(self, tokens: Iterable[int]) -> None:
+        """Raises NoTokenFits where the text cannot begin with these tokens."""
+        grammar = self._grammar.clone()
+        fits = all(grammar.accept(token) for token in tokens)
+        grammar.close()
+        if not fits:
+            raise NoTokenFits
+
+    def replay_want(self, _: int) -> Want:
+        """As `Sampler.replay_want`: whole rows, for tokens that were drawn again."""
+        return Want(WantKind.FULL, banned=self._own.want().banned)
+
+    def replay(self, row: RowLogits, token: int, is_second: bool) -> None:
+        """As `resume`, for one token and the row that it was drawn from."""
+        self._own.sample(row)
+        if is_second and (fitting := self._fitting(row)) is not None:
+            self._own.sample(fitting)
+        self.accept((token,))
+
     def close(self) -> None:
         """Free it. A second call does nothing."""
         self.draft_check.close()
