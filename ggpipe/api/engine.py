@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import weakref
@@ -91,8 +92,8 @@ class Engine:
         """As `load`, for an event loop."""
         try:
             await self._thread.loaded.wait_async(None)
-        except BaseException:
-            self.close()
+        except BaseException:  # the task is cancelled
+            await asyncio.to_thread(self.close)
             raise
         return self._loaded()
 
@@ -120,7 +121,7 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        await asyncio.to_thread(self.close)  # which waits for the ranks
 
     # Requests
 
