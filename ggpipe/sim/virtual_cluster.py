@@ -22,7 +22,6 @@ from ggpipe.sim.groups import GroupCost, group_cost
 
 _LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
 _ALL_EXPERTS = 1_000_000  # rows that use every expert
-_GROUP_GRAPH_S = 170e-6  # for a layer of a new graph in a group, of any number of parts: ggml's meta device cuts it up
 _MOST_FIXED = 0.25  # of a draft's run, as in `stage_timing.intercept_s`
 
 
@@ -160,7 +159,7 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
                     threads=n_threads,
                     cost=stage_cost(nodes[rank], shape.part(share), stage.layers, n_threads, is_draft),
                     nice=is_draft and _shared(placement, rank),
-                    change_s=_change_s(nodes[rank], stage.layers, is_draft, len(stage.ranks) > 1),
+                    change_s=_change_s(nodes[rank], stage.layers, is_draft),
                 )
             if len(shares) > 1:
                 places = [node_of[rank] for rank in stage.ranks]
@@ -268,16 +267,15 @@ def _measured_draft(
     return MeasuredCost(points, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
 
 
-def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool, is_group: bool) -> float:
+def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool) -> float:
     """`StageSpec.change_s`, by the number of layers: a graph has nodes for each of them."""
-    group_s = _GROUP_GRAPH_S * (layers[1] - layers[0]) if is_group else 0.0
     if node.profile is None:
-        return group_s
+        return 0.0
     measured: Part | RankProfile = node.profile
     if is_draft and node.profile.draft is not None:
         measured = node.profile.draft
     a, b = measured.layers
-    return measured.change_s * (layers[1] - layers[0]) / (b - a) + group_s
+    return measured.change_s * (layers[1] - layers[0]) / (b - a)
 
 
 def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:
