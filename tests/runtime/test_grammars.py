@@ -109,3 +109,14 @@ def test_bad_grammars_end_their_requests_only(session: Session) -> None:
         answered(session, [good, stuck, bad])
     assert ["".join(token.text for token in request.tokens) for request in (good, stuck)] == ["b", "b"]
     assert (good.stats.finish, stuck.stats.finish) == (Finish.END_OF_TEXT, Finish.NO_TOKEN)
+
+
+def test_a_group_keeps_whole_rows() -> None:
+    sampling = SamplingConfig(temp=1.0, seed=6, grammar="root ::= [0-9]{12}")  # few tokens fit
+    context = ContextConfig(n_ctx=256)
+    for sizes in ((2,), (1, 2)):
+        pipeline = PipelineConfig(shares=(1 / len(sizes),) * len(sizes), threads=(1,), group_sizes=sizes)
+        with local_session(EngineConfig(ModelConfig(path=TARGET), context, pipeline), sum(sizes)) as session:
+            tokens = list(session.generate(session.tokenize(PROMPT), sampling, 40))
+            assert len("".join(token.text for token in tokens)) == 12
+            assert any(token.redrawn for token in tokens)

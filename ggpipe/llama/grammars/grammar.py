@@ -20,7 +20,7 @@ from ggpipe.llama.libllama import last_error, lib, logged_errors
 from ggpipe.llama.vocab import Vocab
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
-_FEW = 2048
+_FEW = 4096
 
 
 class Grammar:
@@ -56,23 +56,29 @@ class Grammar:
     def best(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int32]:
         """All that may be next of a whole row, or at least the `n` most probable ones of them; without tokens whose
         logits are minus infinity."""
-        if n < _FEW < len(logits):
+        found = self._all(_FEW)
+        if found is None and n < _FEW < len(logits):
             few = np.argpartition(logits, -_FEW)[-_FEW:].astype(np.int32)
-            found = few[self.allowed(few)]
-            if np.count_nonzero(np.isfinite(logits[found])) >= n:
-                return found[np.isfinite(logits[found])]
-        found = self._all()
+            few = few[self.allowed(few)]
+            if np.count_nonzero(np.isfinite(logits[few])) >= n:
+                found = few
+        if found is None:
+            found = self._all(len(logits))
+            assert found is not None
         return found[np.isfinite(logits[found])]
 
-    def _all(self) -> NDArray[np.int32]:
-        """All tokens that may be the next one.
+    def _all(self, most: int) -> NDArray[np.int32] | None:
+        """All tokens that may be the next one; None when more than `most` were tried.
 
         What a token begins with must fit, so no token is tried that begins with another one that does not.
         """
         beginnings = _beginnings(self._vocab)
-        tried = beginnings.first
+        tried, n_tried = beginnings.first, 0
         found = []
         while len(tried):
+            n_tried += len(tried)
+            if n_tried > most:
+                return None
             fitting = tried[self.allowed(tried)]
             found.append(fitting)
             tried = beginnings.longer_than(fitting)
@@ -96,21 +102,20 @@ class _Beginnings:
     """The tokens of a vocabulary by the longest other token that they begin with."""
 
     def __init__(self, vocab: Vocab) -> None:
-        ends = frozenset(vocab.end_tokens)
-        pieces = [vocab.piece(token, special=True) if token not in ends else b"" for token in range(vocab.n_tokens)]
-        of_text: dict[bytes, int] = {}
-        for token, piece in enumerate(pieces):
-            if piece:
-                of_text.setdefault(piece, token)
+        pieces = vocab.pieces()
+        for token in vocab.end_tokens:  # grammars do not look at their texts
+            pieces[token] = b""
         parents = np.full(len(pieces), -1, np.int32)
-        for token, piece in enumerate(pieces):
-            if piece and of_text[piece] != token:
-                parents[token] = of_text[piece]
+        open_tokens: list[int] = []  # each begins with the one before it
+        for token in sorted(range(len(pieces)), key=pieces.__getitem__):
+            piece = pieces[token]
+            while open_tokens and not piece.startswith(pieces[open_tokens[-1]]):
+                open_tokens.pop()
+            if not piece:
                 continue
-            for end in range(len(piece) - 1, 0, -1):
-                if (parent := of_text.get(piece[:end])) is not None:
-                    parents[token] = parent
-                    break
+            if open_tokens:
+                parents[token] = open_tokens[-1]
+            open_tokens.append(token)
         order = np.argsort(parents, kind="stable").astype(np.int32)
         n_first = np.count_nonzero(parents < 0)
         self.first = order[:n_first]
