@@ -20,7 +20,8 @@ from scripts.models.make_pair import Shape, make_pair
 RANDOM = Shape(n_layer=12, n_layer_draft=1, width=1024, n_head=16, n_head_kv=4, n_ff=2816, n_vocab=150_000)
 PROMPT = "Once upon a time there was a king who had three sons."
 JSON = '{"type": "array", "items": {"type": "object", "required": ["name", "age", "tags"], "properties": {"name": \
-{"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}}}, "minItems": 9}'
+{"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}}}, \
+"minItems": 9}'
 FORMS: dict[str, dict[str, str]] = {
     "none": {},
     "any text": {"grammar": r"root ::= [^\x00]*"},
