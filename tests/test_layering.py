@@ -1,6 +1,6 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
-cli > api > display > planning > measure | sim > runtime > batch | llama | options | transport
+cli > server > api > display > planning > measure | sim > runtime > batch | llama | options | transport
     > cache | chat | cluster | grammar | launch | metrics > core > config > sampling > checks > errors
 """
 
@@ -32,6 +32,7 @@ LAYERS = (  # the lowest first
     {"planning"},
     {"display"},
     {"api"},
+    {"server"},
     {"cli"},
     {"__main__"},
 )

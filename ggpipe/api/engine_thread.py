@@ -6,10 +6,12 @@ The kernel ends mpirun with the thread that has started it, so no rank is left w
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ggpipe.api.arguments import in_keywords, named
 from ggpipe.api.feed import Feed
@@ -30,26 +32,44 @@ from ggpipe.runtime.channel.supervisor import Supervisor
 
 _LOG = logging.getLogger("ggpipe")
 
+T = TypeVar("T")
+
 Prompt = str | Sequence[int] | Conversation
 
 
 class EngineThread:
     """All methods may be called from any thread. None refers to the program's own objects but feeds."""
 
-    def __init__(self, config: EngineConfig, options: Options) -> None:
-        """Starts at once; `loaded` says how that went."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: Options,
+        show: Callable[[str], None] | None = None,
+        named: Callable[[GgpipeError], GgpipeError] = named,
+    ) -> None:
+        """Starts at once; `loaded` says how that went.
+
+        `show` gets lines for the user, and `named` makes errors, in which settings have the user's names; the default
+        is the logger `ggpipe`, and keywords.
+        """
         self.ranks: Sequence[RankStats] = ()
         """All ranks in order; nothing before the first has loaded."""
         self.loaded = Feed()
         """Ends when the models are loaded, or with why they are not."""
+        self.ended = Feed()
+        """Ends with why nothing is served any more."""
         self._config = config
         self._options = options
+        self._show = show or _show
+        self._named = named
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._calls: collections.deque[Callable[[EngineClient], None]] = collections.deque()
         self._feeds: dict[Feed, ClientRequest | None] = {}
         """Those of requests that have not ended. None: it has not reached the engine."""
         self._of_request: dict[int, Feed] = {}
+        self._questions: set[concurrent.futures.Future[Any]] = set()
+        """Those of `ask` that were not answered."""
         self._error: GgpipeError | None = None
         """Why nothing is served any more."""
         self._supervisor: Supervisor | None = None
@@ -67,6 +87,7 @@ class EngineThread:
         sampling: SamplingOf,
         n_predict: int,
         speculation: SpeculationConfig,
+        cache_prompt: bool = True,
     ) -> None:
         """Have a prompt continued; what comes of it goes to the feed."""
 
@@ -78,9 +99,9 @@ class EngineThread:
                 engine.check_prompt(tokens)
                 drawn = sampling(engine.sampling)
             except UsageError as e:
-                self._end(feed, error=named(e))
+                self._end(feed, error=self._named(e))
                 return
-            request = engine.submit(tokens, drawn, n_predict, speculation, feed.stats)
+            request = engine.submit(tokens, drawn, n_predict, speculation, feed.stats, cache_prompt)
             self._feeds[feed], self._of_request[request.id] = request, feed
 
         with self._lock:
@@ -106,16 +127,62 @@ class EngineThread:
             self._calls.append(call)
         self._waker.wake()
 
-    def close(self) -> None:
-        """End what is going on and all ranks, and wait until they have left. A second call does nothing."""
-        if os.getpid() != self._process:  # a fork of this process, which has no such thread
-            return
+    def ask(self, question: Callable[[EngineClient], T]) -> concurrent.futures.Future[T]:
+        """What the engine answers. Errors of the user's input are those of the future."""
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def call(engine: EngineClient) -> None:
+            self._questions.discard(answer)
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(question(engine))
+            except UsageError as e:
+                answer.set_exception(self._named(e))
+            except GgpipeError as e:
+                answer.set_exception(self._named(e))
+                raise
+            except Exception as e:
+                answer.set_exception(e)
+
+        with self._lock:
+            if self._error is None:
+                self._questions.add(answer)
+                self._calls.append(call)
+        if self._error is not None and not answer.done():
+            answer.set_exception(self._error)
+        self._waker.wake()
+        return answer
+
+    @property
+    def n_active(self) -> int:
+        """Requests that have not ended."""
+        return len(self._feeds)
+
+    @property
+    def is_restarting(self) -> bool:
+        """Ranks died, and new ones are started while requests wait."""
+        return self.loaded.has_ended and self._supervisor is not None and self._supervisor.is_loading
+
+    @property
+    def n_restarts(self) -> int:
+        """How often ranks were started again."""
+        return self._supervisor.n_restarts if self._supervisor is not None else 0
+
+    def stop(self) -> None:
+        """End what is going on and all ranks, soon."""
         with self._lock:
             self._is_closing = True
             supervisor = self._supervisor
         if supervisor is not None:
             supervisor.stop()
         self._waker.wake()
+
+    def close(self) -> None:
+        """End what is going on and all ranks, and wait until they have left. A second call does nothing."""
+        if os.getpid() != self._process:  # a fork of this process, which has no such thread
+            return
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -126,12 +193,12 @@ class EngineThread:
         try:
             n_ranks = ranks_to_start(self._config, self._options[Ranks].hostfile) or 1
             job = Job(self._options.arguments({}), n_ranks, self._options[Ranks].hostfile)
-            user = User(show=_show, report=lambda _: None, waker=self._waker)
+            user = User(show=self._show, report=lambda _: None, waker=self._waker)
             n_restarts = self._options[Ranks].restart
             with supervised(job, self._config, n_restarts, self._options.arguments, user, self._begin) as ranks:
                 self._serve(ranks.load())
         except GgpipeError as e:
-            error = error if self._is_closing and self.loaded.has_ended else named(e)
+            error = error if self._is_closing and self.loaded.has_ended else self._named(e)
         except BaseException as e:
             error = RunError(f"the engine broke: {e!r}")
             raise
@@ -146,7 +213,7 @@ class EngineThread:
 
     def _serve(self, engine: EngineClient) -> None:
         for warning in engine.warnings:
-            _LOG.warning("%s", in_keywords(warning))
+            self._show(warning)
         self.loaded.end()
         while not self._is_closing:
             while self._calls:
@@ -159,8 +226,9 @@ class EngineThread:
                     case RequestEnded(request) if feed is not None:
                         del self._of_request[request.id]
                         for line in request.not_saved:
-                            _LOG.warning("%s", in_keywords(line))
-                        self._end(feed, request.rest, named(request.error) if request.error is not None else None)
+                            self._show(line)
+                        error = self._named(request.error) if request.error is not None else None
+                        self._end(feed, request.rest, error)
 
     def _end(self, feed: Feed, rest: str = "", error: GgpipeError | None = None) -> None:
         with self._lock:
@@ -171,10 +239,14 @@ class EngineThread:
     def _fail(self, error: GgpipeError) -> None:
         with self._lock:
             self._error = error
-            feeds = list(self._feeds)
+            feeds, questions = list(self._feeds), list(self._questions)
             self._feeds.clear()
+            self._questions.clear()
             self._calls.clear()
-        for feed in (self.loaded, *feeds):
+        for answer in questions:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+        for feed in (self.loaded, *feeds, self.ended):
             feed.end(error=error)
         self._waker.close()
 

@@ -37,3 +37,5 @@ class ChatPrompt:
     """Up to where the model's answer begins."""
     reasoning: ReasoningFormat
     """How the model marks reasoning in its answer."""
+    text: str = ""
+    """What the template wrote."""

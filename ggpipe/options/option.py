@@ -145,6 +145,23 @@ class Options:
         options._values = {**self._values, type(record): dict(vars(record))}
         return options
 
+    def of(self, command: Command, table: Iterable[Option], names: Mapping[str, str]) -> Options:
+        """The same settings as options of another command. `names`: what settings of that command are called here,
+        where they have other names; what there is no option for here has its default there."""
+        given = {row.name: value for row, value in self._given.items()}
+        rows = command.options(table)
+        return Options(
+            command, {row: given.get(names.get(row.name, row.name), command.default_of(row)) for row in rows}
+        )
+
+    def without(self, *records: type) -> Options:
+        """These settings, but with the defaults of some records."""
+        command = self._command
+        return Options(
+            command,
+            {row: command.default_of(row) if row.record in records else value for row, value in self._given.items()},
+        )
+
     def arguments(self, changes: Mapping[str, Any]) -> list[str]:
         """The command and its options as arguments of a command line, some of them with other texts; None leaves an
         option out.

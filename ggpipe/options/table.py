@@ -14,6 +14,7 @@ from ggpipe.options import sampling, settings
 from ggpipe.options.chat import Chat, json_object
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option
+from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import (
     BatchSettings,
     BenchSettings,
@@ -37,8 +38,8 @@ from ggpipe.options.settings import (
 )
 from ggpipe.sampling import SamplingConfig, samplers_by_letter
 
-MODEL, PROMPT, COMPUTE, RANKS, SPECULATION, SAMPLING, ROPE, OUTPUT = PANELS = (
-    "Model", "Prompt", "Compute", "Ranks", "Speculation", "Sampling", "RoPE and YaRN", "Output",
+MODEL, SERVER, PROMPT, COMPUTE, RANKS, SPECULATION, SAMPLING, ROPE, OUTPUT = PANELS = (
+    "Model", "Server", "Prompt", "Compute", "Ranks", "Speculation", "Sampling", "RoPE and YaRN", "Output",
 )  # fmt: skip
 """Panels of --help, in this order."""
 
@@ -84,6 +85,21 @@ OPTIONS: tuple[Option, ...] = (
     _option(Loras, MODEL, "scaled", "--lora-scaled", setting="lora_scaled", metavar="FILE:SCALE", many=True, parse=settings.scaled_loras, help="Apply a LoRA adapter with a scale. May be repeated."),
     _option(ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=settings.layers, help="Layers to measure, both included. Default: some of them."),
     _option(DemoSettings, MODEL, "tiny", "--tiny", help="Take the bundled models as they are: messages take longer than computing, and nothing is written to the cache."),
+
+    _option(ServerConfig, SERVER, "host", "--host", metavar="HOST", help="Address to listen on; 0.0.0.0: all of this machine's."),
+    _option(ServerConfig, SERVER, "port", "--port", metavar="PORT", help="Port to listen on; 0: any that is free."),
+    _option(ServerConfig, SERVER, "n_slots", "-np", "--parallel", metavar="N", help="Requests that are served at the same time; further ones wait. They share the context."),
+    _option(ServerConfig, SERVER, "n_waiting", "--max-waiting", metavar="N", help="Requests that wait beyond those of -np; further ones are answered with 503 and Retry-After."),
+    _option(ServerConfig, SERVER, "alias", "-a", "--alias", metavar="NAME", help="What clients call the model. Default: the name of its file."),
+    _option(ServerConfig, SERVER, "api_key", "--api-key", metavar="KEY", help="Answer only requests that have this key; several are separated by commas."),
+    _option(ServerConfig, SERVER, "api_key_file", "--api-key-file", metavar="FILE", help="More keys, one a line."),
+    _option(ServerConfig, SERVER, "ssl_key_file", "--ssl-key-file", metavar="FILE", help="Private key for HTTPS, PEM."),
+    _option(ServerConfig, SERVER, "ssl_cert_file", "--ssl-cert-file", metavar="FILE", help="Certificate for HTTPS, PEM."),
+    _option(ServerConfig, SERVER, "timeout_s", "-to", "--timeout", metavar="S", help="Seconds that a client may take to send a request, or to take a part of its answer; and that running requests may go on after SIGTERM."),
+    _option(ServerConfig, SERVER, "sse_ping_interval_s", "--sse-ping-interval", metavar="S", help="Seconds after which a stream without news sends a comment, so that nobody takes it for dead; -1: never."),
+    _option(ServerConfig, SERVER, "max_body_mib", "--max-body", metavar="MIB", help="Size of a request's body, at most."),
+    _option(ServerConfig, SERVER, "metrics", "--metrics", help="Answer /metrics, for Prometheus."),
+    _option(ServerConfig, SERVER, "reasoning_format", "--reasoning-format", metavar="auto|deepseek|none", help="Answer what the model thinks as reasoning_content (auto, deepseek), or as a part of the content (none)."),
 
     _option(BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: a line for each; a list of texts in JSON, as SpecInfer takes it; or lines in JSON of OpenAI's batch format."),
     _option(BatchSettings, PROMPT, "format", "--format", metavar="KIND", help="Format of IN: lines, specinfer or openai. Default: what it looks like."),
@@ -150,6 +166,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(SpeculationConfig, SPECULATION, "p_recovery", "-pr", "--p-recovery", metavar="P", help="Raise -pa and -ps by this for each micro-batch since the last accepted token."),
     _option(SpeculationConfig, SPECULATION, "p_decay", "-pd", "--p-decay", metavar="P", help="Lower -pa and -ps by this for each attempt since the last accepted token that drafted nothing."),
     _option(SpeculationConfig, SPECULATION, "n_parallel", "-np", "--parallel", metavar="N", help="Branches that are drafted side by side."),
+    _option(ServerConfig, SPECULATION, "n_branches", "--branches", metavar="N", help="Branches that are drafted side by side, as -np of other commands."),
     _option(SpeculationConfig, SPECULATION, "n_draft_rows", "--draft-rows", metavar="N", help="Rows in a run of the draft, at most. Default: as -np."),
     _option(SpeculationConfig, SPECULATION, "n_seq", "--sequences", metavar="N", help="Sequence ids for branches in flight, the text's included: more than -np lets new branches go in while older ones are verified. Default: as -np."),
     _option(DraftConfig, SPECULATION, "threads", "-td", "--threads-draft", setting="draft.threads", metavar="N", help="Threads of the draft; -1: as -t."),
@@ -340,6 +357,20 @@ COMMANDS: tuple[Command, ...] = (
                  DemoSettings),
         leave_out=frozenset({"override_kv", "restart"}),
         defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
+    ),
+    Command(
+        name="serve",
+        help="""Serve OpenAI's API and llama-server's over HTTP, several requests at a time.
+
+        The ranks are started here, and started again when they die (--restart): streams go on where they were. The
+        port answers at once, /health with 503 until the model is loaded. Sampling flags are for requests that do not
+        say otherwise. SIGTERM ends it when the running requests are answered.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, ServerConfig, Prompt, Chat, EngineConfig, SpeculationConfig, SamplingConfig,
+                 Constraint),
+        leave_out=frozenset({"prompt", "file", "escape", "single_turn", "system", "n_requests", "n_parallel"}),
+        required=frozenset({"model"}),
+        defaults={"restart": 10},
     ),
     Command(
         name="rank",

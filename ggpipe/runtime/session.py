@@ -61,7 +61,17 @@ class Session(EngineClient):
         text = template.render(conversation.messages, tools or None, **conversation.further)
         begun = template.generation_prompt(text, conversation.messages, tools or None, **conversation.further)
         marks = reasoning_format(source, begun, vocab.special_tokens)
-        return ChatPrompt(vocab.tokenize_pieces(template.pieces(text)), marks)
+        pieces = template.pieces(text)
+        return ChatPrompt(vocab.tokenize_pieces(pieces), marks, "".join(piece for piece, _ in pieces))
+
+    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        self._check_tokens(tokens)
+        return tuple(map(self.vocab.piece, tokens))
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        wrong = next((token for token in tokens if not 0 <= token < self.vocab.n_tokens), None)
+        if wrong is not None:
+            raise UsageError(f"the model has no token {wrong}: give numbers from 0 to {self.vocab.n_tokens - 1}")
 
     def _compiled(self, source: str) -> ChatTemplate:
         if self._template is None or self._template.source != source:
@@ -80,6 +90,7 @@ class Session(EngineClient):
 
     def _submit(self, request: ClientRequest) -> None:
         try:
+            self._check_tokens(request.prompt)
             active = self.engine.submit(
                 request.prompt,
                 request.sampling,

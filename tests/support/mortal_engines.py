@@ -42,6 +42,9 @@ class Counting(EngineClient):
         self._alive()
         return tuple(map(ord, text))
 
+    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        return tuple(chr(token).encode() for token in tokens)
+
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         return ChatPrompt(self.tokenize(str(conversation.messages[-1]["content"])), reasoning_format("", ""))
 

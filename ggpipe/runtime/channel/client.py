@@ -298,6 +298,10 @@ class EngineClient(abc.ABC):
         """
 
     @abc.abstractmethod
+    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        """The text of each token, which may be part of a UTF-8 character. Raises UsageError for what is no token."""
+
+    @abc.abstractmethod
     def measure(self) -> None:
         """Ask every rank what it has resident and what CPU time it took; fills `ranks`."""
 

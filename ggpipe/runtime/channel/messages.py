@@ -9,6 +9,7 @@
 |          | Cancel              |                                                   |
 |          | Tokenize            | Tokenized                                         |
 |          | TokenizeChat        | ChatTokenized                                     |
+|          | Detokenize          | Detokenized                                       |
 |          | Measure             | Measured                                          |
 | profiling| Stop                | Profiled                                          |
 | any time | Quit                | Line, Alive (when silent for a second), Failed    |
@@ -29,7 +30,7 @@ from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
 
-VERSION = 9
+VERSION = 10
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -73,6 +74,12 @@ class TokenizeChat(Message, frozen=True):
     conversation: Conversation
 
 
+class Detokenize(Message, frozen=True):
+    """Answer with Detokenized."""
+
+    tokens: tuple[int, ...]
+
+
 class Measure(Message, frozen=True):
     """Ask all ranks for their CPU time and memory, and for their clocks if `clocks`; answer with Measured."""
 
@@ -87,7 +94,7 @@ class Quit(Message, frozen=True):
     """End all ranks."""
 
 
-FromFrontEnd = Submit | Cancel | Tokenize | TokenizeChat | Measure | Stop | Quit
+FromFrontEnd = Submit | Cancel | Tokenize | TokenizeChat | Detokenize | Measure | Stop | Quit
 
 
 # From the head
@@ -184,6 +191,12 @@ class ChatTokenized(Message, frozen=True):
     prompt: ChatPrompt
 
 
+class Detokenized(Message, frozen=True):
+    """The answer to Detokenize."""
+
+    pieces: tuple[bytes, ...]
+
+
 class Measured(Message, frozen=True):
     """The answer to Measure."""
 
@@ -219,8 +232,8 @@ class Failed(Message, frozen=True):
 
 
 FromHead = (
-    Ready | Loading | Loaded | Started | NewTokens | Figures | Ended | Refused | Tokenized | ChatTokenized | Measured
-    | Profiled | Line | Alive | Failed
+    Ready | Loading | Loaded | Started | NewTokens | Figures | Ended | Refused | Tokenized | ChatTokenized
+    | Detokenized | Measured | Profiled | Line | Alive | Failed
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ggpipe.chat.conversation import ChatPrompt, Conversation
@@ -19,6 +19,8 @@ from ggpipe.runtime.channel.messages import (
     Alive,
     Cancel,
     ChatTokenized,
+    Detokenize,
+    Detokenized,
     Ended,
     Failed,
     Figures,
@@ -238,6 +240,10 @@ class RemoteEngine(EngineClient):
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         self._own.send(TokenizeChat(conversation))
         return self._own.wait_for(ChatTokenized, self._keep).prompt
+
+    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        self._own.send(Detokenize(tuple(tokens)))
+        return self._own.wait_for(Detokenized, self._keep).pieces
 
     def measure(self) -> None:
         self._measure(clocks=False)

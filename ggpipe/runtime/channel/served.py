@@ -14,6 +14,8 @@ from ggpipe.runtime.channel.front_end import FrontEnd
 from ggpipe.runtime.channel.messages import (
     Cancel,
     ChatTokenized,
+    Detokenize,
+    Detokenized,
     Ended,
     Figures,
     FromFrontEnd,
@@ -116,6 +118,8 @@ class _Server:
                 return [_answer(lambda: Tokenized(self._session.tokenize(own)))]
             case TokenizeChat(conversation):
                 return [_answer(lambda: ChatTokenized(self._session.tokenize_chat(conversation)))]
+            case Detokenize(tokens):
+                return [_answer(lambda: Detokenized(self._session.detokenize(tokens)))]
             case Measure(clocks):
                 self._session.measure()
                 if clocks:

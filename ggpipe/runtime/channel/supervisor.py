@@ -87,6 +87,8 @@ class Supervisor:
         """All ranks in order, of which others may hold this very list; nothing before the first has loaded."""
         self.is_loading = False
         """Ranks are started again while requests wait."""
+        self.n_restarts = 0
+        """How often that was begun."""
         self._ways = ways
         self._budget = Budget(n_restarts)
         self._on_line = on_line
@@ -175,6 +177,7 @@ class Supervisor:
         self.is_loading = True
         try:
             while not self.is_ending() and (number := self._budget.take(self._clock())) is not None:
+                self.n_restarts += 1
                 self._on_line(f"{error}; starting the ranks again ({number} of {self._budget.n_restarts})")
                 self._end(error)
                 try:
@@ -244,6 +247,9 @@ class SupervisedEngine(EngineClient):
 
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         return self._ask(lambda engine: engine.tokenize_chat(conversation))
+
+    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        return self._ask(lambda engine: engine.detokenize(tokens))
 
     def measure(self) -> None:
         self._ask(lambda engine: engine.measure())

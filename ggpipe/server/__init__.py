@@ -1,0 +1,1 @@
+"""`ggpipe serve`: OpenAI's API and llama-server's over HTTP, a front end of an engine."""

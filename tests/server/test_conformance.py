@@ -1,0 +1,216 @@
+"""OpenAI's own client, sync and async, against a server with the bundled pair on two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from support.servers import DRAFT, Serving, server
+
+KEY = "right"
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me of a king."}]
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with server(
+        "-md", str(DRAFT), "--mpi-layer-split", "0.5,0.5", "-c", "4096", "-np", "8", "--alias", "tales",
+        "--api-key", f"other,{KEY}", "--metrics", "--max-waiting", "8", "--sse-ping-interval", "0.2",
+    ) as own:  # fmt: skip
+        own.wait_until_ready()
+        yield own
+
+
+@pytest.fixture
+def client(serving: Serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0, timeout=120) as own:
+        yield own
+
+
+def authorized(serving: Serving, method: str, path: str, body: object = None) -> tuple[int, object]:
+    status, answer, _ = serving.ask(method, path, body, {"Authorization": f"Bearer {KEY}"})
+    return status, answer
+
+
+def test_a_chat_whole_and_streamed_is_the_same(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="any", messages=HELLO, max_tokens=12, seed=3, temperature=0.7)
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.finish_reason, whole.model) == ("assistant", "length", "tales")
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 12
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + 12
+    chunks = list(
+        client.chat.completions.create(
+            model="any", messages=HELLO, max_tokens=12, seed=3, temperature=0.7, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    both = client.completions.create(model="", prompt=["Once upon a time", "The king"], max_tokens=8, temperature=0)
+    assert [choice.index for choice in both.choices] == [0, 1]
+    streamed = client.completions.create(model="", prompt="The king", max_tokens=8, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == both.choices[1].text
+    several = client.completions.create(model="", prompt="The king", max_tokens=5, seed=1, n=3, temperature=2)
+    assert len({choice.text for choice in several.choices}) > 1
+    assert several.usage is not None
+    assert several.usage.completion_tokens == 15
+
+
+def test_a_stop_string_ends_a_text_and_is_not_shown(client: openai.OpenAI) -> None:
+    text = client.completions.create(model="", prompt="Once upon a time", max_tokens=20, temperature=0).choices[0].text
+    word = text.split()[3]
+    short = client.completions.create(
+        model="", prompt="Once upon a time", max_tokens=20, temperature=0, stop=[word, "never that"]
+    ).choices[0]
+    assert short.finish_reason == "stop"
+    assert short.text == text[: text.index(word)]
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content
+    assert content is not None
+    assert [len(token.top_logprobs) for token in content] == [2, 2, 2, 2]
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in content)  # greedy
+    assert "".join(token.token for token in content) == chat.choices[0].message.content
+    streamed = client.completions.create(
+        model="", prompt="The king", max_tokens=4, temperature=0, logprobs=1, stream=True
+    )
+    found = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices]
+    assert sum(len(probs.tokens or ()) for probs in found if probs is not None) == 4
+
+
+def test_a_text_is_held_to_a_schema(client: openai.OpenAI) -> None:
+    schema: dict[str, object] = {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "required": ["age"]}
+    chat = client.chat.completions.create(
+        model="", messages=HELLO, max_tokens=40, seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "king", "schema": schema}},
+    )  # fmt: skip
+    assert json.loads(chat.choices[0].message.content or "")["age"] in (1, 2)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="", messages=HELLO, extra_body={"grammar": "root ::= nothing"})
+    assert wrong.value.param == "grammar"
+
+
+def test_errors_name_the_field(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="", messages=HELLO, temperature="warm")  # type: ignore[call-overload]
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as negative:
+        client.chat.completions.create(model="", messages=HELLO, extra_body={"repeat_penalty": -1})
+    assert negative.value.param == "repeat_penalty"
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model="", prompt="tale " * 5000)
+    with pytest.raises(openai.InternalServerError, match="embeddings"):  # 501
+        client.embeddings.create(model="", input="a")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    assert [model.id for model in client.models.list()] == ["tales"]
+
+
+def test_eight_at_a_time(serving: Serving) -> None:
+    async def one(client: openai.AsyncOpenAI, seed: int) -> str:
+        stream = await client.chat.completions.create(
+            model="", messages=HELLO, max_tokens=10, seed=seed, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{serving.url}/v1", api_key=KEY, timeout=120) as client:
+            return await asyncio.gather(*(one(client, seed) for seed in range(8)))
+
+    assert all(asyncio.run(all_of_them()))
+
+
+def test_a_client_that_leaves_makes_room(serving: Serving, client: openai.OpenAI) -> None:
+    with client.completions.create(
+        model="", prompt="Once", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+        assert processing(serving) == 1
+    impatient = client.with_options(timeout=0.5)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.completions.create(model="", prompt="Once", max_tokens=3000, extra_body={"ignore_eos": True})
+    serving.wait_for(lambda: processing(serving) == 0)
+
+
+def processing(serving: Serving) -> float:
+    _, text = authorized(serving, "GET", "/metrics")
+    values = dict(line.rsplit(" ", 1) for line in str(text).splitlines() if not line.startswith("#"))
+    return float(values["llamacpp:requests_processing"])
+
+
+def test_more_than_may_wait_are_refused_and_may_come_again(serving: Serving) -> None:
+    body = {"prompt": "Once", "n": 17, "max_tokens": 2}
+    status, answer, headers = serving.ask("POST", "/v1/completions", body, {"X-Api-Key": KEY})
+    assert (status, answer["error"]["type"]) == (503, "unavailable_error")
+    assert int(headers["retry-after"]) > 0
+
+
+def test_llama_servers_endpoints(serving: Serving) -> None:
+    text = "Once upon a time, é"
+    status, answer = authorized(serving, "POST", "/tokenize", {"content": text})
+    assert isinstance(answer, dict)
+    assert authorized(serving, "POST", "/detokenize", answer) == (200, {"content": text})
+    assert authorized(serving, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+    status, answer = authorized(serving, "POST", "/apply-template", {"messages": HELLO})
+    assert isinstance(answer, dict)
+    assert status == 200
+    assert "Tell me of a king." in answer["prompt"]
+    status, answer = authorized(serving, "GET", "/props")
+    assert isinstance(answer, dict)
+    assert answer["total_slots"] == 8
+    assert authorized(serving, "GET", "/nothing")[0] == 404
+    assert authorized(serving, "GET", "/tokenize")[0] == 405
+    assert serving.ask("GET", "/health")[:2] == (200, {"status": "ok"})  # without a key
+    assert serving.ask("GET", "/props")[0] == 401
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"\xff", b"[]", b"null", b'{"messages": "no"}', b'{"messages": []}', b'{"messages": [[]]}',
+        b'{"messages": [{"role": "user", "content": 1}]}', b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"messages": [{"role": "user", "content": "a", "b": ' + b"9" * 50 + b"}]}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "n": 0}',
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e400}',
+        b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": -5}',
+        b'{"messages": [{"role": "user", "content": "a"}], "logit_bias": {"a": 1}}',
+        b'{"messages": [{"role": "user", "content": "a"}], "logit_bias": {"99999999": 1}}',
+        b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 40 + b"}",
+        b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "nothing"}}',
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}',
+    ],
+)  # fmt: skip
+def test_bad_bodies_are_the_clients_mistakes(serving: Serving, body: bytes) -> None:
+    status, answer, _ = serving.ask("POST", "/v1/chat/completions", body, {"X-Api-Key": KEY})
+    assert 400 <= status < 500, answer
+    assert answer["error"]["message"]
+
+
+def test_pings_while_nothing_is_written(serving: Serving) -> None:
+    """The stream of a long prompt begins with comments."""
+    body = {"prompt": "Once upon a time there was a king. " * 350, "max_tokens": 1, "stream": True}
+    status, text, headers = serving.ask("POST", "/v1/completions", body, {"X-Api-Key": KEY})
+    assert status == 200
+    assert headers["content-type"].startswith("text/event-stream")
+    assert str(text).endswith("data: [DONE]\n\n")

@@ -1,0 +1,55 @@
+"""The server's process: how it begins, what it survives, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+
+from support.commands import TARGET, ggpipe, output
+from support.servers import server
+
+PROMPT = "Once upon a time"
+
+
+def test_a_killed_rank_costs_no_text_and_sigterm_lets_streams_end() -> None:
+    sampling = ("-n", "400", "--seed", "7", "--temp", "0.8", "--ignore-eos")
+    ranks = ("--exact", "--mpi-layer-split", "0.5,0.5", "-c", "1024", "-t", "1")
+    expected = output("generate", "-m", TARGET, "-p", PROMPT, *ranks, *sampling)
+    with server(*ranks, *sampling) as own:
+        status, answer, _ = own.ask("GET", "/health")
+        assert (status, answer["status"]) == (503, "loading")
+        status, answer, headers = own.ask("POST", "/v1/completions", {"prompt": PROMPT})
+        assert (status, answer["error"]["type"]) == (503, "unavailable_error")
+        assert "retry-after" in headers
+        own.wait_until_ready()
+        got: list[str] = []
+        asking = threading.Thread(
+            target=lambda: got.append(own.ask("POST", "/v1/completions", {"prompt": PROMPT, "stream": True})[1])
+        )
+        asking.start()
+        own.wait_for(lambda: len(own.ranks()) == 2)
+        os.kill(own.ranks()[-1], signal.SIGKILL)
+        own.wait_for(lambda: any("starting the ranks again" in line for line in own.lines))
+        own.process.send_signal(signal.SIGTERM)
+        asking.join(120)
+        assert own.process.wait(60) == 0, own.lines
+        assert not own.ranks()
+    events = [json.loads(line[6:]) for line in got[0].splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == expected.rstrip("\n")
+
+
+def test_mistakes_are_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        busy = ggpipe("serve", "-m", TARGET, "--port", port)
+    assert busy.returncode == 2
+    assert busy.stderr.startswith("ggpipe: error: --port ")
+    missing = ggpipe("serve", "-m", "nothing.gguf", "--port", "0", "-t", "1")
+    assert missing.returncode == 2
+    assert missing.stderr.splitlines()[-1].startswith("ggpipe: error: ")
+    template = ggpipe("serve", "-m", TARGET, "--chat-template", "nothing")
+    assert template.returncode == 2
+    assert template.stderr.startswith("ggpipe: error: --chat-template ")
