@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from support.reference import Logits, run_of
 from support.zoo import make
 
 from ggpipe.config import ContextConfig
-from ggpipe.core.messages import Run
 
 CONTEXT = ContextConfig(n_ctx=1024, n_seq=4)
 SIZES = (5, 1, 2, 1, 3, 2, 1, 5, 3)
@@ -93,26 +93,30 @@ def test_more_sizes_than_graphs_are_kept(tmp_path: Path) -> None:
 def test_after_a_cancel(between: tuple[int, ...], tmp_path: Path) -> None:
     """A graph that was not computed to its end is no known one, whether it comes again at once or later."""
     path, tokens = make("llama", tmp_path / "model.gguf", n_ff=512), range(5, 105)
+    first, long = run_of(1, range(5, 8), 0), run_of(2, [*tokens] * 4, 3)
 
-    def after(pipeline: Pipeline, cancelled: Run | None) -> Logits:
-        pipeline.decode(run_of(1, range(5, 8), 0))
-        if cancelled:
+    def after(pipeline: Pipeline) -> Logits:
+        logits = [pipeline.decode(run_of(10 + n, range(20, 20 + n), 3, (n,))) for n in between]
+        return np.concatenate([*logits, pipeline.decode(replace(long, id=20))])
+
+    def after_a_cancel() -> Logits | None:
+        with Pipeline(path, context=CONTEXT, shares=[(1, 1)]) as pipeline:
+            pipeline.decode(first)
             group, done = group_of(pipeline), threading.Event()
 
             def cancel() -> None:
                 while not done.wait(1e-4):
-                    group.stages[1].cancel(cancelled.id)
+                    group.stages[1].cancel(long.id)
 
             thread = threading.Thread(target=cancel)
             thread.start()
-            outcome = pipeline.outcome(cancelled)
+            outcome = pipeline.outcome(long)
             done.set()
             thread.join()
-            assert outcome.cancelled
-        logits = [pipeline.decode(run_of(10 + n, range(20, 20 + n), 3, (n,))) for n in between]
-        return np.concatenate([*logits, pipeline.decode(run_of(20, [*tokens] * 4, 3))])
+            return after(pipeline) if outcome.cancelled else None
 
+    found = (after_a_cancel() for _ in range(20))  # on a busy machine it may come too late
+    logits = next(each for each in found if each is not None)
     with Pipeline(path, context=CONTEXT, shares=[(1, 1)]) as pipeline:
-        logits = after(pipeline, run_of(2, [*tokens] * 4, 3))
-    with Pipeline(path, context=CONTEXT, shares=[(1, 1)]) as pipeline:
-        np.testing.assert_array_equal(logits, after(pipeline, None))
+        pipeline.decode(first)
+        np.testing.assert_array_equal(logits, after(pipeline))
