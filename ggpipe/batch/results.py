@@ -32,7 +32,8 @@ class Results:
         self._lines_path = path if format == "openai" else path.with_name(path.name + _PART)
         if format == "specinfer" and path.exists() and not self._lines_path.exists():
             raise UsageError(f"{path} exists: name another file for the answers, or remove it")
-        self._check_names()
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is not a file: name one for the answers, which are read again when a job goes on")
         self._answered: dict[str, dict[str, Any]] = {}
         """What the file has, by the tasks' ids."""
         try:
@@ -42,10 +43,6 @@ class Results:
             raise UsageError(f"{self._lines_path}: cannot write the answers: {e.strerror}") from e
         self.n_failed = 0
         """Tasks that have an error instead of an answer."""
-
-    def _check_names(self) -> None:
-        if self._path.is_dir():
-            raise UsageError(f"{self._path} is a folder: name a file for the answers")
 
     @property
     def left(self) -> list[Task]:

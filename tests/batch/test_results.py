@@ -117,8 +117,9 @@ def test_other_files_stay(tmp_path: Path) -> None:
         results(tmp_path, tasks_of(tmp_path))
     assert (tmp_path / "out").read_text() == "my thesis"
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UsageError, match="is a folder"):
-        Results(tmp_path / "folder", "openai", tasks_of(tmp_path), "m")
+    for path in (tmp_path / "folder", Path("/dev/full")):
+        with pytest.raises(UsageError, match="is not a file"):
+            Results(path, "openai", tasks_of(tmp_path), "m")
     with pytest.raises(UsageError, match="cannot write the answers: No such file"):
         Results(tmp_path / "none" / "out", "openai", tasks_of(tmp_path), "m")
 
