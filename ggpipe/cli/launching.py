@@ -52,7 +52,7 @@ def run_command(
             with _signals() as signals:
 
                 def follow(own: Supervisor) -> None:
-                    signals.follow(own.stop, own.fail)
+                    signals.follow(own.stop, own.fail, lambda: own.stopping)
 
                 with supervised(job, config, n_restarts, options.arguments, USER, follow) as ranks:
                     return front_end(ranks)
@@ -88,7 +88,7 @@ def run_side_by_side(
 
         def follow(supervisor: Supervisor) -> None:
             supervisors.append(supervisor)
-            signals.follow(stop, fail)
+            signals.follow(stop, fail, lambda: any(supervisor.stopping for supervisor in supervisors))
 
         def started() -> Iterator[StartedRanks]:
             for (config, options, arguments), n in zip(layouts, n_ranks, strict=True):
@@ -113,7 +113,7 @@ def run_profile(
     if not environment.is_rank() and (n_ranks > 1 or hostfile is not None):
         job = Job(sys.argv[1:], n_ranks, hostfile)
         with _signals() as signals, started(job, config.pipeline.rank_timeout_s, signals.attend, USER) as ranks:
-            signals.follow(ranks.stop, ranks.fail)
+            signals.follow(ranks.stop, ranks.fail, lambda: ranks.stopping)
             return ranks.profile()
     from ggpipe.llama import libllama  # the process that starts the ranks does not need it
     from ggpipe.runtime.process import run_alike

@@ -72,7 +72,7 @@ def run_rank(
         if transport.rank > 0:
             return Worker(transport, config).serve()
         with Head(transport, config) as ranks:
-            own.signals.follow(ranks.stop, ranks.fail)
+            own.signals.follow(ranks.stop, ranks.fail, lambda: ranks.stopping)
             if own.front_end is None:
                 code = head(ranks)
             else:

@@ -34,6 +34,7 @@ class Signals:
         self._failure: Callable[[], GgpipeError] | None = None
         self._on_stop: Callable[[], None] = lambda: None
         self._on_failure: Callable[[Callable[[], GgpipeError]], None] = lambda _: None
+        self._is_stopping: Callable[[], bool] = lambda: self._stopped
         self._heartbeat: Heartbeat | None = None
         signal.signal(signal.SIGINT, self._interrupt if self._has_user else signal.SIG_IGN)
 
@@ -54,9 +55,15 @@ class Signals:
         if self._stopped:
             raise RunError(stopped)
 
-    def follow(self, on_stop: Callable[[], None], on_failure: Callable[[Callable[[], GgpipeError]], None]) -> None:
-        """Call these from now on, at once for what was asked for before. `on_failure` is given what makes the error."""
-        self._on_stop, self._on_failure = on_stop, on_failure
+    def follow(
+        self,
+        on_stop: Callable[[], None],
+        on_failure: Callable[[Callable[[], GgpipeError]], None],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        """Call these from now on, at once for what was asked for before. `on_failure` is given what makes the error.
+        `is_stopping`: what a stop is to end has not ended yet; a stop after that is not a second one."""
+        self._on_stop, self._on_failure, self._is_stopping = on_stop, on_failure, is_stopping
         if self._stopped:
             on_stop()
         if self._failure is not None:
@@ -80,7 +87,7 @@ class Signals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._stopped:
+        if self._is_stopping():
             signal.default_int_handler(number, frame)
         self._stop(number, frame)
 

@@ -50,12 +50,15 @@ class LiveDisplay:
         ranks: Sequence[RankStats],
         is_loading: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
+        stream: Callable[[], TextStream] = TextStream,
     ) -> None:
+        """`stream`: makes what the text of a request is shown by."""
         self._terminal = terminal
         self._ranks = ranks
         self._is_loading = is_loading
         self._clock = clock
-        self._stream = TextStream()
+        self._new_stream = stream
+        self._stream = stream()
         self._request: RequestStats | None = None
         self._any_text = False
         self._occupancy = Occupancy()
@@ -95,6 +98,11 @@ class LiveDisplay:
         self._any_text = True
         self._stream.feed(piece, _style(style))
 
+    def aside(self, piece: str) -> None:
+        """Append text that is no part of the answer: as it is, and dim."""
+        self._any_text = True
+        self._stream.feed(piece, DIM, plain=True)
+
     def stop(self) -> None:
         """End the live region. The prompt and the text stay on the screen, then a newline."""
         if self._thread is None:
@@ -103,9 +111,9 @@ class LiveDisplay:
         self._thread.join()
         self._thread = None
         if self._any_text:
-            self._stream.feed("\n")
+            self._stream.end()
         self._guarded(self._finish)
-        self._stream, self._region, self._request, self._any_text = TextStream(), _Region(), None, False
+        self._stream, self._region, self._request, self._any_text = self._new_stream(), _Region(), None, False
 
     def _start(self) -> None:
         if self._thread is not None:

@@ -22,21 +22,25 @@ class TextStream:
     """Takes text from any thread (`feed`); everything else is for the one thread that draws."""
 
     def __init__(self) -> None:
-        self._fed: collections.deque[tuple[str, Style | None]] = collections.deque()
+        self._fed: collections.deque[tuple[str, Style | None, bool]] = collections.deque()
         self.complete: list[Segment] = []
         """Lines with their ends that have not been printed yet; the printer empties it."""
         self.line: list[Segment] = []
         """The unfinished line after the complete ones."""
         self._wrap = _Wrap(80)
 
-    def feed(self, text: str, style: Style | None = None) -> None:
-        """Append text. Never waits."""
-        self._fed.append((text, style))
+    def feed(self, text: str, style: Style | None = None, plain: bool = False) -> None:
+        """Append text. Never waits. `plain`: it is shown as it is, also where other text is laid out."""
+        self._fed.append((text, style, plain))
+
+    def end(self) -> None:
+        """Nothing follows. Never waits."""
+        self.feed("\n")
 
     def take(self) -> None:
         """Divide the text that was fed into complete lines and the unfinished one."""
         while self._fed:
-            text, style = self._fed.popleft()
+            text, style, _ = self._fed.popleft()
             *ended, rest = harmless(text).split("\n")
             for part in ended:
                 self.complete += [*self.line, Segment(part, style), Segment("\n")]
@@ -57,6 +61,14 @@ class TextStream:
             for text, style, _ in self.line:
                 self._wrap.add(text, style)
         return list(self._wrap.rows)[-max(n_rows, 1) :]
+
+
+def wrapped(line: Row, width: int) -> list[Row]:
+    """The last rows of a line, at least one, on a screen that is `width` cells wide."""
+    wrap = _Wrap(width)
+    for text, style, _ in line:
+        wrap.add(text, style)
+    return list(wrap.rows)
 
 
 class _Wrap:

@@ -1,0 +1,155 @@
+"""Streamed text in Markdown: each block is laid out as soon as it is whole, and stays as it is then.
+
+What follows a block cannot change it, so the terminal's scrollback holds the text as it is meant to be read. Until a
+block is whole, its lines are shown as they come.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import ClassVar
+
+from markdown_it import MarkdownIt
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Heading, Markdown
+from rich.segment import Segment
+
+from ggpipe.display.format import harmless
+from ggpipe.display.live.stream import Row, TextStream, wrapped
+
+_MOST_COLUMNS = 100
+"""Of laid-out text: longer lines are hard to read."""
+
+
+class MarkdownStream(TextStream):
+    """As `TextStream`; text that is fed as it is (`plain`) is no Markdown, and stands in paragraphs of its own."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._parser = MarkdownIt().enable("strikethrough").enable("table")  # as rich.markdown has it
+        self._lines: list[Row] = [[]]
+        """Of the block that is not whole, or of plain text the unfinished one."""
+        self._n_parsed = 0
+        """Whole lines among them that were looked at."""
+        self._is_plain = False
+        self._is_any_printed = False
+        self._is_ended = False
+
+    def end(self) -> None:
+        self._is_ended = True
+
+    def take(self) -> None:
+        while self._fed:
+            text, style, is_plain = self._fed.popleft()
+            if is_plain != self._is_plain:
+                self._close()
+                self._is_plain = is_plain
+            first, *others = harmless(text).split("\n")
+            self._lines[-1].append(Segment(first, style))
+            self._lines += [[Segment(other, style)] for other in others]
+            if self._is_plain:
+                self._print_plain(len(self._lines) - 1)
+        if not self._is_plain and len(self._lines) - 1 > self._n_parsed:
+            self._print_blocks()
+        if self._is_ended:
+            self._close()
+
+    def rest(self) -> list[Segment]:
+        return [*self.complete, *_joined(self._lines)]
+
+    def rows(self, width: int, n_rows: int) -> list[Row]:
+        n_rows = max(n_rows, 1)
+        rows: collections.deque[Row] = collections.deque()
+        for line in reversed(self._lines):
+            rows.extendleft(reversed(wrapped(line, width)))
+            if len(rows) >= n_rows:
+                break
+        else:
+            if self._is_any_printed and not self._is_plain and any(_text(line) for line in self._lines):
+                rows.appendleft([])
+        return list(rows)[-n_rows:]
+
+    def _print_plain(self, n_lines: int) -> None:
+        """Of the first lines, as they are."""
+        done, self._lines = self._lines[:n_lines], self._lines[n_lines:]
+        for line in done:
+            self.complete += [*line, Segment("\n")]
+            self._is_any_printed = self._is_any_printed or bool(_text(line))
+
+    def _print_blocks(self) -> None:
+        """All but the last one: it may go on."""
+        whole = [_text(line) for line in self._lines[:-1]]
+        *_, last = self._lay_out(whole)
+        self._lines, self._n_parsed = self._lines[last:], len(whole) - last
+
+    def _close(self) -> None:
+        """Nothing belongs to what has come so far any more."""
+        if self._is_plain:
+            self._print_plain(len(self._lines) if _text(self._lines[-1]) else 0)
+        else:
+            self._lay_out([*map(_text, self._lines)], all_blocks=True)
+        self._lines, self._n_parsed = [[]], 0
+
+    def _lay_out(self, lines: list[str], all_blocks: bool = False) -> list[int]:
+        """Print all blocks but the last one, or all. Returns where blocks begin; at least one number."""
+        tokens = self._parser.parse("\n".join(lines))
+        begins = [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
+        ends = [*begins[1:], len(lines)] if all_blocks else begins[1:]
+        for begin, end in zip(begins, ends, strict=False):
+            if self._is_any_printed:
+                self.complete.append(Segment("\n"))
+            for row in self._laid_out("\n".join(lines[begin:end])):
+                self.complete += [*row, Segment("\n")]
+            self._is_any_printed = True
+        return begins or [0]
+
+    def _laid_out(self, text: str) -> list[Row]:
+        """A block's rows, without the empty ones around it."""
+        options = self._console.options.update(width=min(self._console.width, _MOST_COLUMNS))
+        shown = _Markdown(text)
+        rows = [_trimmed(row) for row in self._console.render_lines(shown, options, pad=False)]
+        full = [i for i, row in enumerate(rows) if row] or [0]
+        return rows[full[0] : full[-1] + 1]
+
+
+class _Heading(Heading):
+    """On the left, as all text."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self.text.copy()
+        text.justify = "left"
+        yield text
+
+
+class _Markdown(Markdown):
+    elements: ClassVar = {**Markdown.elements, "heading_open": _Heading}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, code_theme="ansi_dark", hyperlinks=False)
+        for token in self.parsed:
+            for inner in token.children or ():
+                if inner.type == "softbreak":  # models end lines where they mean it
+                    inner.type = "hardbreak"
+
+
+def _trimmed(row: Row) -> Row:
+    """Without blanks at the end: they would be copied with the text."""
+    row = [*row]
+    while row:
+        text, style, _ = row.pop()
+        if text.rstrip():
+            return [*row, Segment(text.rstrip(), style)]
+    return row
+
+
+def _joined(lines: Iterable[Row]) -> list[Segment]:
+    joined: list[Segment] = []
+    for line in lines:
+        joined += [*line, Segment("\n")]
+    return joined[:-1]
+
+
+def _text(line: Row) -> str:
+    return "".join(segment.text for segment in line)
