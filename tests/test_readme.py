@@ -43,8 +43,9 @@ TUTORIAL = [block.strip() for block in blocks("docs/tutorial.md") if block.start
 TOOLS = [
     line
     for line in commands("README.md", "docs/plan.md", "docs/simulate.md", "docs/profile.md", "docs/bench.md")
-    if "ggpipe generate" not in line
+    if "ggpipe generate" not in line and "ggpipe chat" not in line
 ]
+CHAT = sorted({line for line in commands("README.md", "docs/chat.md") if "ggpipe chat" in line})
 
 
 def put_in(words: list[str], places: dict[str, Path]) -> list[str]:
@@ -82,6 +83,13 @@ def test_a_command(command: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 10
     assert "decode" in result.stderr
+
+
+@pytest.mark.parametrize("command", CHAT)
+def test_a_conversation(command: str) -> None:
+    """Its commands, with one question: there is no terminal."""
+    words = put_in(shlex.split(command)[1:], {"-m": TARGET, "-md": DRAFT})
+    assert len(output(*words, "-p", "Once", "-n", 8, "-t", 1)) > 10
 
 
 def test_the_tools(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ class ReasoningFormat:
         return (*self.begins, *self.ends, *self.answers)
 
     def text_of(self, token: int, text: str) -> str:
-        """The text to be parsed of a token of the model's; `text` is what is shown of it."""
-        return self.token_texts.get(token, text)
+        """The text to be parsed when a token comes; `text` is what comes with it, of itself or of earlier ones."""
+        return text + self.token_texts.get(token, "")
 
 
 _THINK = ReasoningFormat(begins=("<think>",), ends=("</think>",))

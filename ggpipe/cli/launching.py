@@ -56,7 +56,7 @@ def run_command(
 
                 with supervised(job, config, n_restarts, options.arguments, USER, follow) as ranks:
                     return front_end(ranks)
-    if options[Ranks].restart and environment.has_user():
+    if options[Ranks].restart and options.is_given("restart") and environment.has_user():
         warn("`restart` does nothing here: ggpipe starts only ranks again that it has started itself, with `shares`")
     return _run_this_rank(config, front_end, options[Log].verbose)
 

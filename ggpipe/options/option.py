@@ -162,6 +162,10 @@ class Options:
             {row: command.default_of(row) if row.record in records else value for row, value in self._given.items()},
         )
 
+    def is_given(self, name: str) -> bool:
+        """The option of this name has another value than this command's default."""
+        return any(given != self._command.default_of(row) for row, given in self._given.items() if row.name == name)
+
     def arguments(self, changes: Mapping[str, Any]) -> list[str]:
         """The command and its options as arguments of a command line, some of them with other texts; None leaves an
         option out.

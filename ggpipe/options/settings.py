@@ -190,6 +190,18 @@ class BatchSettings:
 
 
 @dataclass(frozen=True)
+class ChatOutput:
+    """What `chat` shows on the terminal."""
+
+    color: Color = "auto"
+    markdown: bool = True
+    """Answers are laid out."""
+
+    def __post_init__(self) -> None:
+        check_choice("color", self.color, get_args(Color))
+
+
+@dataclass(frozen=True)
 class DemoSettings:
     """What `demo` shows."""
 

@@ -18,6 +18,7 @@ from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import (
     BatchSettings,
     BenchSettings,
+    ChatOutput,
     Cluster,
     DemoSettings,
     GenerateOutput,
@@ -221,6 +222,8 @@ OPTIONS: tuple[Option, ...] = (
     _option(ContextConfig, ROPE, "yarn_beta_fast", "--yarn-beta-fast", metavar="X", help="YaRN low correction dimension; -1: the model's."),
 
     _option(GenerateOutput, OUTPUT, "color", "--color", metavar="on|off|auto", help="Live display and colour; off: no colour."),
+    _option(ChatOutput, OUTPUT, "color", "--color", metavar="on|off|auto", help="Live display and colour; off: no colour."),
+    _option(ChatOutput, OUTPUT, "markdown", "--markdown/--no-markdown", help="Lay out answers on the terminal, each paragraph as soon as it is whole; or show them as the model writes them."),
     _option(GenerateOutput, OUTPUT, "display_prompt", "--display-prompt/--no-display-prompt", help="Show the prompt in the live display."),
     _option(GenerateOutput, OUTPUT, "csv", "--csv", metavar="FILE", help="Append a line: prefill t/s, decode t/s, ITL s, TTFT s."),
     _option(GenerateOutput, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements."),
@@ -264,6 +267,19 @@ COMMANDS: tuple[Command, ...] = (
         records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, PromptCacheFile, SpeculationConfig, SamplingConfig, Constraint,
                  GenerateOutput),
         required=frozenset({"model"}),
+    ),
+    Command(
+        name="chat",
+        help="""Talk with a model whose layers are spread over ranks.
+
+        Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With -p or -f, the first question is asked
+        already. Without a terminal on stdin, what comes from there is one question (behind that of -p), whose answer
+        goes to stdout. Ranks that die are started again, three times in ten minutes, and the answer goes on.
+        """,
+        records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, SpeculationConfig, SamplingConfig, ChatOutput),
+        leave_out=frozenset({"single_turn"}),
+        required=frozenset({"model"}),
+        defaults={"restart": 3},
     ),
     Command(
         name="batch",

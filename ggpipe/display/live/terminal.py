@@ -15,6 +15,8 @@ import contextlib
 import os
 import stat
 import sys
+import termios
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Literal, TextIO, cast
 
@@ -95,6 +97,25 @@ def open_launcher_stderr() -> TextIO | None:
                 fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
                 return os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="replace")
     return None
+
+
+@contextlib.contextmanager
+def unechoed() -> Iterator[None]:
+    """What is typed does not show up among what is written. Who reads a line later gets it, Enter included, and Ctrl-C
+    works as always. Does nothing where stdin is no terminal."""
+    try:
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+        quiet = [before[0] & ~termios.ICRNL, *before[1:3], before[3] & ~termios.ECHO, *before[4:]]
+        termios.tcsetattr(fd, termios.TCSANOW, quiet)
+    except (OSError, ValueError, termios.error):
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
 class _Console(Console):

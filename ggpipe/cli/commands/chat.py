@@ -1,0 +1,100 @@
+"""`ggpipe chat`: a conversation in the terminal; without a terminal, one question and its answer."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ggpipe.chat.conversation import Conversation
+from ggpipe.cli.launching import run_command
+from ggpipe.cli.messages import warn
+from ggpipe.cli.talk.answer import Answerer, Reply
+from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.display.live.live import LiveDisplay
+from ggpipe.display.live.terminal import Terminal, open_terminal, unechoed
+from ggpipe.display.stdout import Stdout
+from ggpipe.errors import UsageError
+from ggpipe.options.chat import Chat
+from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
+from ggpipe.options.option import Options
+from ggpipe.options.sampling import sampling_config
+from ggpipe.options.settings import ChatOutput, Prompt
+from ggpipe.runtime.channel.client import EngineClient, StartedRanks
+
+
+def run(options: Options) -> int:
+    """Talk, or answer what comes from stdin; or be one of the ranks. The exit code."""
+    config = replace(engine_config(options), cache_prompt=True)
+    task = functools.cache(lambda: _task_of(options))
+
+    def front_end(ranks: StartedRanks) -> int:
+        _serve(ranks, task(), options[ChatOutput], warnings_of(options))
+        return 0
+
+    with unechoed():
+        return run_command(config, options, front_end, prepare=task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What is asked for."""
+
+    question: str | None
+    """The first one."""
+    is_only_one: bool
+    """There is nobody who could ask another one."""
+    settings: Conversation
+    """Without messages."""
+    system: str | None
+    sampling: SamplingConfig
+    n_predict: int
+    speculation: SpeculationConfig
+
+
+def _task_of(options: Options) -> _Task:
+    """Raises UsageError and SettingError."""
+    chat = Chat(**{**options.fields(Chat), "single_turn": True})
+    prompt, is_only_one = options[Prompt], not sys.stdin.isatty()
+    parts = [prompt.read()] if prompt.text is not None or prompt.file is not None else []
+    if is_only_one:
+        parts.append(sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n"))
+    question = "\n\n".join(part for part in parts if part)
+    if is_only_one and not question:
+        raise UsageError("stdin is no terminal, and nothing comes from it: write a question to it, or give a `prompt`")
+    return _Task(
+        question=question or None,
+        is_only_one=is_only_one,
+        settings=chat.of_messages([]),
+        system=chat.system,
+        sampling=sampling_config(options),
+        n_predict=prompt.n_predict,
+        speculation=speculation_config(options),
+    )
+
+
+def _serve(ranks: StartedRanks, task: _Task, output: ChatOutput, warnings: Sequence[str]) -> None:
+    terminal = open_terminal(output.color)
+    engine = _loaded(ranks, terminal)
+    for warning in (*warnings, *engine.warnings):
+        warn(warning)
+    stdout = None if terminal is not None and terminal.stdout_shared else Stdout(sys.stdout)
+    markdown = output.markdown and not task.is_only_one
+    answerer = Answerer(ranks, engine, terminal, stdout, markdown, task.n_predict, task.speculation)
+    if task.is_only_one:
+        said = [("system", task.system), ("user", task.question)]
+        messages = tuple({"role": role, "content": text} for role, text in said if text is not None)
+        answerer.answer(replace(task.settings, messages=messages), task.sampling, Reply())
+        return
+    from ggpipe.cli.talk.talk import Talk  # prompt_toolkit is for those who type
+
+    Talk(answerer, terminal, task.sampling, task.settings, task.system).run(task.question)
+
+
+def _loaded(ranks: StartedRanks, terminal: Terminal | None) -> EngineClient:
+    if terminal is None:
+        return ranks.load()
+    with LiveDisplay(terminal, ranks.ranks) as display:
+        display.loading()
+        return ranks.load()

@@ -1,0 +1,170 @@
+"""`ggpipe chat`, with somebody at a terminal and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from support.commands import ROOT, SPLITS, TARGET, output, processes_with, ranks_of, wait_for
+
+from ggpipe.launch.environment import mpi_environment
+
+WITHIN_S = 120  # a loaded machine included
+SHORT = ("-c", 512, "-t", 1, "-n", 12, "--temp", 0, "--ignore-eos", "--exact")
+ENTER, CTRL_C, CTRL_D = "\r", "\x03", "\x04"
+
+
+class Terminal:
+    """A conversation with somebody at a terminal of 100 columns."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        command = ["-P", "-m", "ggpipe", "chat", "-m", str(TARGET), *map(str, arguments)]
+        environment = {**os.environ, **mpi_environment(), "XDG_CACHE_HOME": str(folder), "TERM": "xterm-256color"}
+        self._child: Any = pexpect.spawn(
+            sys.executable, command, env={**environment, "PROMPT_TOOLKIT_NO_CPR": "1"}, cwd=ROOT, encoding="utf-8",
+            dimensions=(40, 100), timeout=WITHIN_S,
+        )  # fmt: skip
+
+    def types(self, keys: str) -> None:
+        self._child.send(keys)
+
+    def shows(self, text: str) -> str:
+        """Wait until it does; what it matches."""
+        self._child.expect(text)
+        return str(self._child.match[0])
+
+    def asks(self, line: str, answer: str) -> str:
+        """Send a line, and wait for this."""
+        self.types(line + ENTER)
+        return self.shows(answer)
+
+    def ends(self) -> int:
+        """Its exit code."""
+        self._child.expect(pexpect.EOF)
+        self._child.close()
+        return int(self._child.exitstatus)
+
+    def close(self) -> None:
+        self._child.close(force=True)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    own = Terminal(tmp_path, *SHORT, "-sys", "Tell tales.")
+    own.shows("/help lists the commands")
+    yield own
+    own.close()
+
+
+def saved(terminal: Terminal, path: Path) -> list[dict[str, str]]:
+    terminal.asks(f"/save {path}", "written to")
+    messages: list[dict[str, str]] = json.loads(path.read_text())["messages"]
+    return messages
+
+
+def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    first = terminal.asks("Once", r"12 tokens[^\n]* prompt \d+ · [^\n]*length reached")
+    second = terminal.asks("And then?", r"12 tokens[^\n]* prompt \d+, \d+ cached")
+    n_first, cached = int(re.findall(r"prompt (\d+)", first)[0]), int(re.findall(r"(\d+) cached", second)[0])
+    assert cached >= n_first  # only what is new was computed
+    messages = saved(terminal, file)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[1]["content"] == "Once"
+
+    terminal.types("/edit" + ENTER)
+    terminal.asks(" More.", "length reached")
+    terminal.asks("/regen", "length reached")
+    edited = saved(terminal, file)
+    assert edited[:3] == messages[:3]
+    assert [len(edited), edited[3]["content"]] == [5, "And then? More."]
+
+    terminal.asks("/clear", "a new conversation")
+    terminal.asks("/system", "instructions: Tell tales.")
+    terminal.asks("/system -", "the model has no instructions")
+    terminal.asks("two\\" + ENTER + "lines", "length reached")
+    assert saved(terminal, tmp_path / "other.json")[0] == {"role": "user", "content": "two\nlines"}
+    terminal.asks(f"/load {file}", "5 messages read")
+    terminal.asks("/stats", r"1 question so far|2 questions so far")
+    terminal.types(CTRL_D)
+    assert terminal.ends() == 0
+    assert "+And then?" in (tmp_path / "ggpipe" / "chat" / "history").read_text()
+
+
+def test_mistakes(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.asks("/nonsense", "there is no /nonsense: /help lists the commands")
+    terminal.asks("/regen", "there is no question yet")
+    terminal.asks("/load /none", "/none: cannot read /none: No such file")
+    terminal.asks("/save", "/save needs a file")
+    long = tmp_path / "long.txt"
+    long.write_text("word " * 1000)
+    terminal.asks(f"/read {long}", "5000 characters go in front of the next question")
+    terminal.asks("What?", r"the conversation has \d+ tokens and the context 512: /clear begins")
+    terminal.types(CTRL_C)  # the question is in the line again
+    terminal.asks("Once", "length reached")
+    assert [message["role"] for message in saved(terminal, tmp_path / "a")] == ["system", "user", "assistant"]
+    terminal.types(CTRL_C)
+    terminal.shows("Ctrl-C again, or Ctrl-D, leaves")
+    terminal.types(CTRL_C)
+    assert terminal.ends() == 0
+
+
+def test_a_rank_is_killed_and_an_answer_is_stopped(tmp_path: Path) -> None:
+    """While the model writes, and again while nobody asks it anything."""
+    marker = f"Tell tales {os.getpid()}."
+    settings = ("-c", 200000, "-t", 1, "--ignore-eos", "-sys", marker, "-p", "Once", *SPLITS[2])
+    terminal = Terminal(tmp_path, *settings)
+    try:
+        terminal.shows("generating")
+        os.kill(ranks_of(marker)[1], signal.SIGKILL)
+        terminal.shows(r"starting the ranks again \(1 of 3\)")
+        terminal.shows("loading")
+        terminal.shows("generating")
+        terminal.types(CTRL_C)
+        terminal.shows("stopped")
+        answer = saved(terminal, tmp_path / "a")[2]["content"]
+        os.kill(ranks_of(marker)[0], signal.SIGKILL)
+        terminal.shows(r"starting the ranks again \(2 of 3\)")
+        terminal.asks("And then?", "generating")
+        terminal.types(CTRL_C)
+        terminal.shows("stopped")
+        messages = saved(terminal, tmp_path / "b")
+        assert [len(messages), messages[2]["content"]] == [5, answer]
+        terminal.types("/quit" + ENTER)
+        assert terminal.ends() == 0
+    finally:
+        terminal.close()
+    wait_for(lambda: not processes_with(marker))
+
+
+# Without a terminal
+
+
+def piped(said: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "ggpipe", "chat", "-m", str(TARGET), *map(str, arguments)]
+    environment = {**os.environ, **mpi_environment()}
+    return subprocess.run(
+        command, input=said, capture_output=True, text=True, timeout=WITHIN_S, cwd=ROOT, env=environment
+    )
+
+
+def test_a_question_from_a_pipe() -> None:
+    result = piped("the king?\n", *SHORT, "-sys", "Tell tales.", "-p", "Who was", *SPLITS[2])
+    expected = output("generate", "-m", TARGET, *SHORT, "-sys", "Tell tales.", "-st", "-p", "Who was\\n\\nthe king?")
+    assert (result.returncode, result.stdout.rstrip("\n")) == (0, expected.rstrip("\n"))
+    assert len(expected) > 20
+
+
+def test_nothing_is_asked() -> None:
+    result = piped("", *SHORT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("ggpipe: error: stdin is no terminal, and nothing comes from it")
