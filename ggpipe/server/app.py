@@ -25,11 +25,19 @@ from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
 from ggpipe.server import metrics
 from ggpipe.server.backend import Backend, Status
-from ggpipe.server.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, decode
+from ggpipe.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    NativeBody,
+    TokenizeBody,
+    decode,
+)
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
 from ggpipe.server.keys import Keys
-from ggpipe.server.openai import BUILD, ChatReply, CompletionReply, Reply, draws, with_names
+from ggpipe.server.openai import BUILD, ChatReply, CompletionReply, NativeReply, Reply, draws, with_names
 from ggpipe.server.stream import ClientLeft, EventStream, note, whole
 
 _LOG = logging.getLogger("ggpipe.server")
@@ -74,6 +82,15 @@ class Server:
             tokens = await self.backend.tokenize(prompt) if isinstance(prompt, str) else tuple(prompt)
             prompts.append((tokens, None))
         return await self._answer(request, body, prompts, CompletionReply(self.model, splits=False))
+
+    async def completion(self, request: Request) -> Response:
+        """`/completion`"""
+        body = await self._body(request, NativeBody)
+        body.check()
+        if body.n_choices != 1:
+            raise ApiError(400, "`n` must be 1 here: /v1/completions writes several texts", "n")
+        tokens = await self.backend.tokenize(body.prompt) if isinstance(body.prompt, str) else tuple(body.prompt)
+        return await self._answer(request, body, [(tokens, None)], NativeReply(self.model, splits=False))
 
     async def _answer(self, request: Request, body: GenerationBody, prompts: Prompts, reply: Reply) -> Response:
         backend = self.backend
@@ -210,6 +227,7 @@ def application(server: Server, keys: Sequence[str]) -> Starlette:
         "/v1/chat/completions": server.chat_completions,
         "/chat/completions": server.chat_completions,
         "/v1/completions": server.completions,
+        "/completion": server.completion,
         "/v1/embeddings": server.embeddings,
         "/embeddings": server.embeddings,
         "/tokenize": server.tokenize,

@@ -231,6 +231,12 @@ class ChatBody(GenerationBody, kw_only=True):
         return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
 
 
+class NativeBody(GenerationBody, kw_only=True):
+    """`/completion`."""
+
+    prompt: str | list[TokenId]
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """`/tokenize`."""
 

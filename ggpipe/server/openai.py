@@ -25,6 +25,8 @@ _LEAST = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 _FINISH = {Finish.END_OF_TEXT: "stop", Finish.STOP_STRING: "stop", Finish.NO_TOKEN: "stop"}
 
+_STOP_TYPES = {Finish.END_OF_TEXT: "eos", Finish.STOP_STRING: "word", Finish.NO_TOKEN: "eos"}
+
 
 class Reply:
     """The objects of one answer."""
@@ -156,6 +158,40 @@ class CompletionReply(Reply):
             "token_logprobs": [max(own.logprob, _LEAST) for own, _ in probs],
             "top_logprobs": [{_text(one): max(one.logprob, _LEAST) for one in best} for _, best in probs],
             "text_offset": list(itertools.accumulate(map(len, texts), initial=0))[:-1],
+        }
+
+
+class NativeReply(Reply):
+    """Of llama-server's `/completion`."""
+
+    async def stream(self, generations: Sequence[Generation], includes_usage: bool) -> AsyncGenerator[bytes, None]:
+        async for news in follow(generations, self.splits):
+            text = "".join(piece.text for piece in news.pieces)
+            if text and not news.is_end:
+                yield event(self._part(news.generation, text, [token.id for token in news.tokens], stop=False))
+            if news.is_end:
+                yield event({**self._part(news.generation, text, [], stop=True), **self._end(news.generation)})
+
+    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        (own,) = generations
+        text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
+        return {**self._part(own, text, [token.id for token in own.feed.tokens], stop=True), **self._end(own)}
+
+    @staticmethod
+    def _part(generation: Generation, text: str, tokens: list[int], stop: bool) -> dict[str, Any]:
+        n_generated, n_prompt = generation.stats.n_generated, generation.stats.n_prompt
+        counts = {"tokens_predicted": n_generated, "tokens_evaluated": n_prompt}
+        return {"index": generation.index, "content": text, "tokens": tokens, "stop": stop, "id_slot": -1, **counts}
+
+    def _end(self, generation: Generation) -> dict[str, Any]:
+        stats = generation.stats
+        kind = _STOP_TYPES.get(stats.finish, "limit") if stats.finish is not None else "limit"
+        return {
+            "model": self._common["model"],
+            "stop_type": kind,
+            "truncated": stats.finish is Finish.CONTEXT_FULL,
+            "tokens_cached": stats.counters.cached_tokens,
+            "timings": timings(stats),
         }
 
 

@@ -170,6 +170,14 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
     assert isinstance(answer, dict)
     assert authorized(serving, "POST", "/detokenize", answer) == (200, {"content": text})
     assert authorized(serving, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+    body = {"prompt": text, "n_predict": 5, "temperature": 0}
+    status, answer = authorized(serving, "POST", "/completion", body)
+    assert isinstance(answer, dict)
+    assert (status, answer["tokens_predicted"], answer["stop_type"]) == (200, 5, "limit")
+    status, events = authorized(serving, "POST", "/completion", {**body, "stream": True})
+    parts = [json.loads(line[6:]) for line in str(events).splitlines() if line.startswith("data: ")]
+    assert "".join(part["content"] for part in parts) == answer["content"]
+    assert parts[-1]["stop"]
     status, answer = authorized(serving, "POST", "/apply-template", {"messages": HELLO})
     assert isinstance(answer, dict)
     assert status == 200
