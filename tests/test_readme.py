@@ -81,8 +81,9 @@ def test_a_command(command: str, tmp_path: Path) -> None:
     places["--prompt-cache"] = tmp_path / "prompt.cache"
     result = ggpipe(*put_in(shlex.split(command)[1:], places), "-n", 8, "-t", 1)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout) > 10
-    assert "decode" in result.stderr
+    is_held = not {"--grammar", "-j"}.isdisjoint(shlex.split(command))  # to a form, which may be a short one
+    assert len(result.stdout) > (1 if is_held else 10)
+    assert is_held or "decode" in result.stderr
 
 
 @pytest.mark.parametrize("command", CHAT)
