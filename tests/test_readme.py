@@ -34,7 +34,8 @@ def prose(page: str) -> str:
 
 def commands(*pages: str) -> list[str]:
     """The lines of blocks that start ggpipe, without comments."""
-    lines = (line.partition(" #")[0].strip() for page in pages for block in blocks(page) for line in block.splitlines())
+    text = "\n".join(block for page in pages for block in blocks(page))
+    lines = (line.partition(" #")[0].strip() for line in text.replace("\\\n", "").splitlines())
     return [line for line in lines if re.match(r"(\.venv/bin/)?ggpipe [a-z]+ ", line)]
 
 
