@@ -11,7 +11,7 @@ from ggpipe.chat.conversation import Conversation
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
 from ggpipe.cli.talk.answer import Answerer, Reply
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config import SpeculationConfig
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Terminal, open_terminal, unechoed
 from ggpipe.display.stdout import Stdout
@@ -19,7 +19,7 @@ from ggpipe.errors import UsageError
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
-from ggpipe.options.sampling import sampling_config
+from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import ChatOutput, Prompt
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
@@ -48,7 +48,7 @@ class _Task:
     settings: Conversation
     """Without messages."""
     system: str | None
-    sampling: SamplingConfig
+    sampling: SamplingOf
     n_predict: int
     speculation: SpeculationConfig
 
@@ -63,12 +63,13 @@ def _task_of(options: Options) -> _Task:
     question = "\n\n".join(part for part in parts if part)
     if is_only_one and not question:
         raise UsageError("stdin is no terminal, and nothing comes from it: write a question to it, or give a `prompt`")
+    sampling_config(options)  # which raises now what it would raise later
     return _Task(
         question=question or None,
         is_only_one=is_only_one,
         settings=chat.of_messages([]),
         system=chat.system,
-        sampling=sampling_config(options),
+        sampling=functools.partial(sampling_config, options),
         n_predict=prompt.n_predict,
         speculation=speculation_config(options),
     )
@@ -79,17 +80,18 @@ def _serve(ranks: StartedRanks, task: _Task, output: ChatOutput, warnings: Seque
     engine = _loaded(ranks, terminal)
     for warning in (*warnings, *engine.warnings):
         warn(warning)
+    sampling = task.sampling(engine.sampling)
     stdout = None if terminal is not None and terminal.stdout_shared else Stdout(sys.stdout)
     markdown = output.markdown and not task.is_only_one
     answerer = Answerer(ranks, engine, terminal, stdout, markdown, task.n_predict, task.speculation)
     if task.is_only_one:
         said = [("system", task.system), ("user", task.question)]
         messages = tuple({"role": role, "content": text} for role, text in said if text is not None)
-        answerer.answer(replace(task.settings, messages=messages), task.sampling, Reply())
+        answerer.answer(replace(task.settings, messages=messages), sampling, Reply())
         return
     from ggpipe.cli.talk.talk import Talk  # prompt_toolkit is for those who type
 
-    Talk(answerer, terminal, task.sampling, task.settings, task.system).run(task.question)
+    Talk(answerer, terminal, sampling, task.settings, task.system).run(task.question)
 
 
 def _loaded(ranks: StartedRanks, terminal: Terminal | None) -> EngineClient:
