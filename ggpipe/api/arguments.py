@@ -79,7 +79,7 @@ def _check_names(keywords: Iterable[str], rows: Mapping[str, Option]) -> None:
         if name in rows:
             continue
         if name in ROWS:
-            raise SettingError(f"`{name}` is a setting of the engine, not of one request: give it to `Engine`")
+            raise SettingError(f"`{name}` is a setting of the engine, not of one request: give it to ggpipe.Engine")
         flag = "--" + name.replace("_", "-")
         right = next((own for own, row in rows.items() if flag in re.split(r"[ /]", " ".join(row.flags))), None)
         if right is None:

@@ -53,7 +53,7 @@ class Engine:
         Raises SettingError or UsageError for options that cannot be; LaunchError under mpirun or srun.
         """
         if environment.is_rank():
-            raise LaunchError("this program was started by mpirun or srun, but `Engine` starts its ranks itself")
+            raise LaunchError("this program was started by mpirun or srun, but ggpipe.Engine starts its ranks itself")
         self._keywords: dict[str, Any] = {"model": model, **options}
         try:
             given = options_of(self._keywords)

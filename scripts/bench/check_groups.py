@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,7 @@ def try_kind(kind: str, architecture: str, models: Sequence[Path]) -> Try:
         capture_output=True,
         encoding="utf-8",
         errors="replace",
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # debuggers of two threads of a process wait for each other
         timeout=_LIMIT_S,
     )
     found = [Difference(**json.loads(line)) for line in child.stdout.splitlines() if line.startswith("{")]
