@@ -76,10 +76,13 @@ class _Server:
         self._figures_at = 0.0
 
     def step(self) -> None:
-        """Take what has arrived, then wait for what comes of requests, at most 0.1 s."""
+        """Answer what has arrived, then wait for what comes of requests, at most 0.1 s."""
         answers: list[Message] = []
         for message in self._front_end.take():
             answers += self._handle(message)
+        if answers:
+            self._front_end.send(*answers)
+            answers = []
         tokens: dict[int, list[TokenReady]] = {}
         for event in self._session.step():
             match event:

@@ -7,7 +7,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.commands import TARGET, wait_for
@@ -31,8 +32,9 @@ from ggpipe.runtime.channel.front_end import FrontEnd
 from ggpipe.runtime.channel.link import Link
 from ggpipe.runtime.channel.messages import Failed, FromFrontEnd, FromHead, Line, Quit, Ready, Stop
 from ggpipe.runtime.channel.remote import RemoteEngine, RemoteRanks
-from ggpipe.runtime.channel.served import serve
+from ggpipe.runtime.channel.served import _Server, serve
 from ggpipe.runtime.head import Head
+from ggpipe.runtime.session import Session
 from ggpipe.transport.local import LocalWorld
 
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
@@ -105,6 +107,15 @@ def served(connected: Connected, config: EngineConfig = CONFIG) -> Iterator[Remo
         thread.join(60)
         assert not thread.is_alive()
         assert failures == []
+
+
+def test_questions_are_answered_before_a_wait() -> None:
+    """Else every prompt of an idle engine waits for its tokens as long as a step may take."""
+    done: list[object] = []
+    front_end = SimpleNamespace(take=lambda: [messages.Tokenize(b"a")], send=lambda *sent: done.extend(map(type, sent)))
+    session = SimpleNamespace(tokenize=lambda text: (1,), step=lambda: done.append("step") or [])
+    _Server(cast(FrontEnd, front_end), cast(Session, session)).step()
+    assert done == [messages.Tokenized, "step"]
 
 
 def text(engine: EngineClient, prompt: str, n: int, stats: RequestStats | None = None) -> str:
