@@ -63,8 +63,14 @@ class _Flights:
             self._advance()
 
     def first(self) -> Feed | None:
-        """The request whose answer is taken next."""
-        return self._left[0][1] if self._left else None
+        """The request whose answer is taken next. It is submitted, even to an engine that has ended."""
+        if not self._left:
+            return None
+        with self._lock:
+            waits = bool(self._waiting) and self._waiting[0] is self._left[0]
+        if waits:
+            self._advance()
+        return self._left[0][1]
 
     def take(self) -> Answer:
         """Its answer, which is whole."""

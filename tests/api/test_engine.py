@@ -204,6 +204,7 @@ def test_a_closed_engine() -> None:
     for answer in (running, engine.generate(PROMPT)):
         with pytest.raises(ggpipe.RunError, match="the engine is closed"):
             answer.wait()
+    assert [type(answer.error) for answer in engine.batch([PROMPT] * 20)] == [ggpipe.RunError] * 20
     engine.close()
 
 
