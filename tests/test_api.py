@@ -31,6 +31,8 @@ ERRORS = {
 }
 ENGINE = {
     "Answer",
+    "AnyEngine",
+    "AttachedEngine",
     "Batch",
     "Engine",
     "EngineOptions",
@@ -39,6 +41,7 @@ ENGINE = {
     "RequestStats",
     "Token",
     "TokenProb",
+    "attach",
 }
 RANKS = {"Head", "Session", "run_rank"}
 

@@ -90,7 +90,8 @@ class Server:
         if body.n_choices != 1:
             raise ApiError(400, "`n` must be 1 here: /v1/completions writes several texts", "n")
         tokens = await self.backend.tokenize(body.prompt) if isinstance(body.prompt, str) else tuple(body.prompt)
-        return await self._answer(request, body, [(tokens, None)], NativeReply(self.model, splits=False))
+        reply = NativeReply(self.model, bool(body.post_sampling_probs))
+        return await self._answer(request, body, [(tokens, None)], reply)
 
     async def _answer(self, request: Request, body: GenerationBody, prompts: Prompts, reply: Reply) -> Response:
         backend = self.backend
@@ -137,7 +138,7 @@ class Server:
         """`/apply-template`"""
         body = await self._body(request, ChatBody)
         prompt = await self.backend.tokenize_chat(self._conversation(body))
-        return JsonResponse({"prompt": prompt.text})
+        return JsonResponse({"prompt": prompt.text, "tokens": prompt.tokens, "reasoning": prompt.reasoning})
 
     # The server
 

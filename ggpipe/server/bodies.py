@@ -175,10 +175,10 @@ class GenerationBody(SamplingBody, kw_only=True):
                 "grammar" if schema is None else "json_schema" if self.response_format is None else "response_format"
             )
             raise ApiError(400, str(e), param) from e
-        return replace(drawn, n_probs=self.n_probs, grammar=drawn.grammar if grammar is None else grammar)
+        return replace(drawn, n_probs=self.most_probs, grammar=drawn.grammar if grammar is None else grammar)
 
     @property
-    def n_probs(self) -> int:
+    def most_probs(self) -> int:
         """Most probable tokens that come with each token, as `SamplingConfig.n_probs`."""
         return 0
 
@@ -191,7 +191,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: int | None = None
 
     @property
-    def n_probs(self) -> int:
+    def most_probs(self) -> int:
         return _probs("logprobs", self.logprobs or 0)
 
     @property
@@ -219,7 +219,7 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
 
     @property
-    def n_probs(self) -> int:
+    def most_probs(self) -> int:
         if not self.logprobs:
             return 0
         return max(_probs("top_logprobs", self.top_logprobs or 0), 1)
@@ -235,6 +235,15 @@ class NativeBody(GenerationBody, kw_only=True):
     """`/completion`."""
 
     prompt: str | list[TokenId]
+    n_probs: int | None = None
+    post_sampling_probs: bool | None = None
+
+    @property
+    def most_probs(self) -> int:
+        return self.n_probs or 0
+
+    def sampling(self, usual: SamplingConfig) -> SamplingConfig:
+        return replace(super().sampling(usual), post_sampling_probs=bool(self.post_sampling_probs))
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
@@ -25,7 +26,9 @@ _LEAST = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 _FINISH = {Finish.END_OF_TEXT: "stop", Finish.STOP_STRING: "stop", Finish.NO_TOKEN: "stop"}
 
-_STOP_TYPES = {Finish.END_OF_TEXT: "eos", Finish.STOP_STRING: "word", Finish.NO_TOKEN: "eos"}
+_STOP_TYPES = {
+    Finish.END_OF_TEXT: "eos", Finish.STOP_STRING: "word", Finish.NO_TOKEN: "eos", Finish.STOPPED: "none",
+}  # fmt: skip
 
 
 class Reply:
@@ -164,24 +167,42 @@ class CompletionReply(Reply):
 class NativeReply(Reply):
     """Of llama-server's `/completion`."""
 
+    def __init__(self, model: str, post_sampling_probs: bool) -> None:
+        """`post_sampling_probs`: probabilities are those of the draw."""
+        super().__init__(model, splits=False)
+        self._post_sampling_probs = post_sampling_probs
+
     async def stream(self, generations: Sequence[Generation], includes_usage: bool) -> AsyncGenerator[bytes, None]:
+        """An event for each token, whether it has text or not, and one for the end."""
         async for news in follow(generations, self.splits):
-            text = "".join(piece.text for piece in news.pieces)
-            if text and not news.is_end:
-                yield event(self._part(news.generation, text, [token.id for token in news.tokens], stop=False))
+            for token in news.tokens:
+                yield event(self._part(news.generation, token.text, [token], stop=False))
             if news.is_end:
-                yield event({**self._part(news.generation, text, [], stop=True), **self._end(news.generation)})
+                rest = news.generation.feed.rest
+                yield event({**self._part(news.generation, rest, [], stop=True), **self._end(news.generation)})
 
     async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         (own,) = generations
         text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
-        return {**self._part(own, text, [token.id for token in own.feed.tokens], stop=True), **self._end(own)}
+        return {**self._part(own, text, own.feed.tokens, stop=True), **self._end(own)}
 
-    @staticmethod
-    def _part(generation: Generation, text: str, tokens: list[int], stop: bool) -> dict[str, Any]:
-        n_generated, n_prompt = generation.stats.n_generated, generation.stats.n_prompt
-        counts = {"tokens_predicted": n_generated, "tokens_evaluated": n_prompt}
-        return {"index": generation.index, "content": text, "tokens": tokens, "stop": stop, "id_slot": -1, **counts}
+    def _part(self, generation: Generation, text: str, tokens: Sequence[Token], stop: bool) -> dict[str, Any]:
+        found = {
+            "index": generation.index,
+            "content": text,
+            "tokens": [token.id for token in tokens],
+            "stop": stop,
+            "id_slot": -1,
+            "tokens_predicted": generation.stats.n_generated,
+            "tokens_evaluated": generation.stats.n_prompt,
+        }
+        post = self._post_sampling_probs
+        best_name = "top_probs" if post else "top_logprobs"
+        probs = [
+            _native_prob(own, post) | {best_name: [_native_prob(one, post) for one in best]}
+            for own, best in _probs(tokens)
+        ]
+        return found | {"completion_probabilities": probs} if probs else found
 
     def _end(self, generation: Generation) -> dict[str, Any]:
         stats = generation.stats
@@ -190,6 +211,7 @@ class NativeReply(Reply):
             "model": self._common["model"],
             "stop_type": kind,
             "truncated": stats.finish is Finish.CONTEXT_FULL,
+            "generation_settings": {"seed": stats.seed},
             "tokens_cached": stats.counters.cached_tokens,
             "timings": timings(stats),
         }
@@ -202,6 +224,13 @@ def _probs(tokens: Sequence[Token]) -> Iterator[tuple[TokenProb, Sequence[TokenP
 
 def _prob(one: TokenProb) -> dict[str, Any]:
     return {"id": one.id, "token": _text(one), "bytes": list(one.text), "logprob": max(one.logprob, _LEAST)}
+
+
+def _native_prob(one: TokenProb, post_sampling: bool) -> dict[str, Any]:
+    found = _prob(one)
+    if post_sampling:
+        found["prob"] = math.exp(found.pop("logprob"))
+    return found
 
 
 def _text(one: TokenProb) -> str:

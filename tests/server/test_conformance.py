@@ -178,6 +178,11 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
     parts = [json.loads(line[6:]) for line in str(events).splitlines() if line.startswith("data: ")]
     assert "".join(part["content"] for part in parts) == answer["content"]
     assert parts[-1]["stop"]
+    assert [token for part in parts for token in part["tokens"]] == answer["tokens"]
+    status, answer = authorized(serving, "POST", "/completion", {**body, "n_probs": 2, "post_sampling_probs": True})
+    assert isinstance(answer, dict)
+    assert [one["id"] for one in answer["completion_probabilities"]] == answer["tokens"]
+    assert {len(one["top_probs"]) for one in answer["completion_probabilities"]} <= {1, 2}
     status, answer = authorized(serving, "POST", "/apply-template", {"messages": HELLO})
     assert isinstance(answer, dict)
     assert status == 200

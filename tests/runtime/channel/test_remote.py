@@ -113,7 +113,12 @@ def test_questions_are_answered_before_a_wait() -> None:
     """Else every prompt of an idle engine waits for its tokens as long as a step may take."""
     done: list[object] = []
     front_end = SimpleNamespace(take=lambda: [messages.Tokenize(b"a")], send=lambda *sent: done.extend(map(type, sent)))
-    session = SimpleNamespace(tokenize=lambda text: (1,), step=lambda: done.append("step") or [])
+
+    def step() -> list[object]:
+        done.append("step")
+        return []
+
+    session = SimpleNamespace(tokenize=lambda text: (1,), step=step)
     _Server(cast(FrontEnd, front_end), cast(Session, session)).step()
     assert done == [messages.Tokenized, "step"]
 

@@ -1,0 +1,119 @@
+"""What all engines of a Python program have in common: see `AnyEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from ggpipe.api.answer import Answer
+from ggpipe.api.arguments import named
+from ggpipe.api.batch import Batch, Cancel, Prompt
+from ggpipe.api.feed import Feed
+from ggpipe.api.keywords import RequestOptions
+from ggpipe.chat.conversation import Conversation
+from ggpipe.errors import GgpipeError, UsageError
+from ggpipe.options.chat import Chat
+
+Submit = Callable[[Prompt | Conversation, Feed], None]
+"""Has a prompt continued; what comes of it goes to the feed."""
+
+
+class AnyEngine(ABC):
+    """Continues texts and answers conversations: `Engine` with ranks of its own, `AttachedEngine` by a server.
+
+    Leaving a `with` or `async with` block closes it. All methods may be called from several threads at a time.
+    """
+
+    def __init__(self, cancel: Cancel, n_at_a_time: int) -> None:
+        """`cancel` ends the request of a feed soon. `n_at_a_time`: requests that a batch has submitted at a time."""
+        self._cancel = cancel
+        self._n_at_a_time = n_at_a_time
+
+    @abstractmethod
+    def load(self) -> Self:
+        """Wait until requests are served. Raises what that failed with."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all requests. A second call does nothing."""
+
+    @abstractmethod
+    def _submit(self, options: RequestOptions) -> Submit:
+        """How prompts are submitted with these options. Raises SettingError, UsageError."""
+
+    async def load_async(self) -> Self:
+        """As `load`, for an event loop."""
+        return await asyncio.to_thread(self.load)
+
+    def __enter__(self) -> Self:
+        return self.load()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.load_async()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)  # which may wait
+
+    # Requests
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Answer:
+        """Continue a text, or tokens. The request begins at once; see `Answer` for what comes of it.
+
+        Raises SettingError for options that cannot be. A bad prompt is the answer's error.
+        """
+        _check_prompt(prompt)
+        return self._answer(prompt, prompt, options)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Answer:
+        """Answer a conversation, whose messages and tools are as in OpenAI's API.
+
+        `chat_template`: in the Jinja language, or "chatml", instead of the model's own. `chat_template_kwargs`: further
+        names for it. Raises as `generate`; what the template refuses is the answer's error.
+        """
+        try:
+            chat = Chat(single_turn=True, template=chat_template, template_kwargs=dict(chat_template_kwargs or {}))
+            conversation = chat.of_messages(messages, tools)
+        except GgpipeError as e:
+            raise named(e) from None
+        return self._answer(messages, conversation, options)
+
+    def batch(self, prompts: Iterable[str | Sequence[int]], **options: Unpack[RequestOptions]) -> Batch:
+        """Continue many texts, several at a time: `for answer in engine.batch(prompts)` yields whole answers, in the
+        order of the prompts. One whose prompt is bad has an `error`.
+
+        A loop that is left early cancels the others. Raises as `generate`.
+        """
+        texts, submit = list(prompts), self._submit(options)
+        for text in texts:
+            _check_prompt(text)
+        return Batch(texts, self._n_at_a_time, submit, self._cancel)
+
+    def _answer(self, prompt: object, text: Prompt | Conversation, options: RequestOptions) -> Answer:
+        feed, cancel = Feed(), self._cancel
+        self._submit(options)(text, feed)
+        return Answer(feed, lambda: cancel(feed), prompt)
+
+
+def _check_prompt(prompt: object) -> None:
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
+        raise UsageError(f"a prompt must be a text or a sequence of tokens, got {prompt!r}")
