@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ggpipe
 from ggpipe.chat.conversation import Conversation
@@ -31,8 +32,18 @@ _STOP_TYPES = {
 }  # fmt: skip
 
 
-class Reply:
+class Reply(Protocol):
     """The objects of one answer."""
+
+    def stream(self, generations: Sequence[Generation], includes_usage: bool) -> AsyncGenerator[bytes, None]:
+        """Events, as texts come. Raises ApiError."""
+
+    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The answer, once all texts have ended."""
+
+
+class _OpenAIReply(abc.ABC):
+    """As OpenAI has them: a choice for each text."""
 
     prefix = ""
     whole_object = ""
@@ -90,28 +101,28 @@ class Reply:
 
     # What the kinds of answers do in their own ways
 
+    @abc.abstractmethod
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         """Log-probabilities of these tokens; None where none were asked for."""
-        raise NotImplementedError
 
     def first(self, index: int) -> Iterable[dict[str, Any]]:
         """What a stream's text begins with."""
         return ()
 
+    @abc.abstractmethod
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
         """The next part of a text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def last(self, index: int, reason: str) -> dict[str, Any]:
         """The end of a text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def choice(self, index: int, pieces: Sequence[Piece], reason: str) -> dict[str, Any]:
         """A whole text."""
-        raise NotImplementedError
 
 
-class ChatReply(Reply):
+class ChatReply(_OpenAIReply):
     """Of `/v1/chat/completions`."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -137,7 +148,7 @@ class ChatReply(Reply):
         return {"content": found} if found else None
 
 
-class CompletionReply(Reply):
+class CompletionReply(_OpenAIReply):
     """Of `/v1/completions`."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
@@ -164,17 +175,17 @@ class CompletionReply(Reply):
         }
 
 
-class NativeReply(Reply):
+class NativeReply:
     """Of llama-server's `/completion`."""
 
     def __init__(self, model: str, post_sampling_probs: bool) -> None:
         """`post_sampling_probs`: probabilities are those of the draw."""
-        super().__init__(model, splits=False)
+        self._model = model
         self._post_sampling_probs = post_sampling_probs
 
     async def stream(self, generations: Sequence[Generation], includes_usage: bool) -> AsyncGenerator[bytes, None]:
         """An event for each token, whether it has text or not, and one for the end."""
-        async for news in follow(generations, self.splits):
+        async for news in follow(generations, splits=False):
             for token in news.tokens:
                 yield event(self._part(news.generation, token.text, [token], stop=False))
             if news.is_end:
@@ -182,6 +193,7 @@ class NativeReply(Reply):
                 yield event({**self._part(news.generation, rest, [], stop=True), **self._end(news.generation)})
 
     async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The text and how it ended."""
         (own,) = generations
         text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
         return {**self._part(own, text, own.feed.tokens, stop=True), **self._end(own)}
@@ -208,7 +220,7 @@ class NativeReply(Reply):
         stats = generation.stats
         kind = _STOP_TYPES.get(stats.finish, "limit") if stats.finish is not None else "limit"
         return {
-            "model": self._common["model"],
+            "model": self._model,
             "stop_type": kind,
             "truncated": stats.finish is Finish.CONTEXT_FULL,
             "generation_settings": {"seed": stats.seed},
