@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
-from ggpipe.options import sampling, settings
+from ggpipe.options import lists, sampling
 from ggpipe.options.chat import Chat, json_object
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option
@@ -83,8 +83,8 @@ OPTIONS: tuple[Option, ...] = (
     _option(ModelConfig, MODEL, "numa", "--numa", metavar="TYPE", help="NUMA strategy: distribute (also without a value), isolate or numactl."),
     _option(ModelConfig, MODEL, "override_kv", "--override-kv", metavar="KEY=TYPE:VALUE", many=True, help="Override a metadata value of the model. May be repeated."),
     _option(Loras, MODEL, "plain", "--lora", setting="loras", metavar="FILE", many=True, help="Apply a LoRA adapter. May be repeated."),
-    _option(Loras, MODEL, "scaled", "--lora-scaled", setting="lora_scaled", metavar="FILE:SCALE", many=True, parse=settings.scaled_loras, help="Apply a LoRA adapter with a scale. May be repeated."),
-    _option(ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=settings.layers, help="Layers to measure, both included. Default: some of them."),
+    _option(Loras, MODEL, "scaled", "--lora-scaled", setting="lora_scaled", metavar="FILE:SCALE", many=True, parse=lists.scaled_loras, help="Apply a LoRA adapter with a scale. May be repeated."),
+    _option(ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=lists.layers, help="Layers to measure, both included. Default: some of them."),
     _option(DemoSettings, MODEL, "tiny", "--tiny", help="Take the bundled models as they are: messages take longer than computing, and nothing is written to the cache."),
 
     _option(ServerConfig, SERVER, "host", "--host", metavar="HOST", help="Address to listen on; 0.0.0.0: all of this machine's."),
@@ -137,8 +137,8 @@ OPTIONS: tuple[Option, ...] = (
     _option(EngineConfig, COMPUTE, "n_requests", "--concurrent", metavar="N", help="Requests that are served at the same time; further ones wait. They share the context."),
     _option(ContextConfig, COMPUTE, "n_batch", "-b", "--batch-size", metavar="N", help="Prompt tokens in a batch, at most."),
     _option(ContextConfig, COMPUTE, "n_ubatch", "-ub", "--ubatch-size", metavar="N", help="Prompt tokens in a run, at most. Each stage computes one run at a time."),
-    _option(PipelineConfig, COMPUTE, "threads", "-t", "--threads", metavar="LIST", parse=settings.numbers, help="Threads; one value, or one for each rank (6,32,20). -1: the machine's cores."),
-    _option(PipelineConfig, COMPUTE, "threads_batch", "-tb", "--threads-batch", metavar="LIST", parse=settings.numbers, help="Threads for prompts; one value, or one for each rank. -1: as -t."),
+    _option(PipelineConfig, COMPUTE, "threads", "-t", "--threads", metavar="LIST", parse=lists.numbers, help="Threads; one value, or one for each rank (6,32,20). -1: the machine's cores."),
+    _option(PipelineConfig, COMPUTE, "threads_batch", "-tb", "--threads-batch", metavar="LIST", parse=lists.numbers, help="Threads for prompts; one value, or one for each rank. -1: as -t."),
     _option(ContextConfig, COMPUTE, "flash_attn", "-fa", "--flash-attn", metavar="on|off|auto", help="Flash attention."),
     _option(ContextConfig, COMPUTE, "fast_attention", "--fast-attention/--no-fast-attention", help="Flash attention of ggpipe's own: faster than ggml's, equal but for rounding. Needs AVX2 and f16 KV cells; elsewhere, and with --exact, ggml's."),
     _option(ContextConfig, COMPUTE, "cache_type_k", "-ctk", "--cache-type-k", metavar="TYPE", help="KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1."),
@@ -148,7 +148,7 @@ OPTIONS: tuple[Option, ...] = (
 
     _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
     _option(BenchSettings, RANKS, "layouts", "--mpi-layer-split", metavar="LIST", many=True, help="As above. May be repeated: the layouts are compared. Each is loaded on ranks of its own, and they take turns."),
-    _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=settings.weights, help="In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others divide evenly."),
+    _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=lists.weights, help="In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others divide evenly."),
     _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="What the machines of a group send each other of their sums; f16: half the bytes, rounded."),
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="End the job when a rank sends nothing for so many seconds; 0: never."),
     _option(Ranks, RANKS, "restart", "--restart", metavar="N", help="Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a machine that cannot be reached go to the others."),
@@ -174,7 +174,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(DraftConfig, SPECULATION, "threads_batch", "-tbd", "--threads-batch-draft", setting="draft.threads_batch", metavar="N", help="Threads of the draft for prompts; -1: as -td."),
     _option(SpeculationConfig, SPECULATION, "cancel", "--cancel/--no-cancel", help="Stop runs in flight when all their draft tokens are rejected."),
     _option(SpeculationConfig, SPECULATION, "continuous", "--continuous/--no-continuous", help="Keep drafting while earlier draft tokens are verified."),
-    _option(BenchSettings, SPECULATION, "modes", "--modes", metavar="LIST", parse=settings.words, help="Modes to measure: iterative, speculative, async, single (the whole model in one process). Default: all that are possible."),
+    _option(BenchSettings, SPECULATION, "modes", "--modes", metavar="LIST", parse=lists.words, help="Modes to measure: iterative, speculative, async, single (the whole model in one process). Default: all that are possible."),
 
     _option(SamplingConfig, SAMPLING, "samplers", "--samplers", metavar="LIST", parse=sampling.samplers, optional=True, help=of_model("samplers", "Samplers in their order, separated by semicolons or commas; those that are not named are not applied. There are adaptive_p and infill as well.")),
     _option(SamplingConfig, SAMPLING, "samplers", "--sampling-seq", "--sampler-seq", setting="sampling_seq", metavar="LETTERS", optional=True, parse=samplers_by_letter, help="The same in letters, in place of --samplers: edskypmxt is the default."),

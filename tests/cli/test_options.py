@@ -28,7 +28,7 @@ from ggpipe.config import (
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
-from ggpipe.options import engine_config, settings
+from ggpipe.options import engine_config, lists
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.sampling import sampling_config
@@ -236,13 +236,13 @@ def test_bad_values_are_refused(make: Callable[[], object], message: str) -> Non
 
 @pytest.mark.parametrize(("text", "expected"), [("4-7", (4, 8)), ("4", (4, 5)), ("0-0", (0, 1))])
 def test_layers(text: str, expected: tuple[int, int]) -> None:
-    assert settings.layers(text) == expected
+    assert lists.layers(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-", "1-", "-1", "a", "1-2-3", "3-2", "²"])
 def test_bad_layers_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write the first and the last layer"):
-        settings.layers(text)
+        lists.layers(text)
 
 
 # The engine's settings
