@@ -2,44 +2,17 @@
 ggml devices that hold a part of a model, the wire between them, and rows of logits. Needs llama_cpp first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 
 def ggml_version() -> str:
     """The loaded ggml's version."""
 
-def cpu_features() -> list[str]:
-    """Instruction sets that ggml's CPU backend uses, NAME or NAME=VALUE."""
-
-def gguf_header(path: bytes) -> tuple[dict[str, int | float | str | bool | tuple[int, ...]], dict[str, int], list[tuple[str, int, int, str]], int] | None:
+def top(logits: int, n_vocab: int, k: int, banned: Sequence[int], sums: bool = True) -> tuple[list[int], list[float], float]:
     """
-    Metadata (scalars, and short arrays of whole numbers), lengths of array metadata, tensors (name, offset in the
-    file, bytes, type), and where the tensors' data begin. None when the file cannot be read; ggml logs why.
+    The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and with sums
+    the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.
     """
-
-def type_sizes() -> dict[str, tuple[int, int]]:
-    """
-    Of each type that tensors may have: numbers in a block, and bytes of a block.
-    """
-
-def lock_memory() -> str | None:
-    """Keep in RAM whatever this process touches. Returns why not, or None."""
-
-def set_timer_slack(nanoseconds: int) -> None:
-    """
-    How late the kernel may end this thread's timed waits, and those of threads it starts.
-    """
-
-def top(logits: int, n_vocab: int, k: int, banned: Sequence[int]) -> tuple[list[int], list[float], float]:
-    """
-    The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and the row's
-    log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.
-    """
-
-class MappedModel:
-    """A model's files, mapped read-only."""
-
-    def __init__(self, paths: Sequence[bytes]) -> None: ...
 
 class GroupSum:
     """Adds up tensors over the parts of a group; see native/group_sum.h."""
@@ -76,9 +49,9 @@ def mpi_sum(library: str, comm: int, byte: int, part: int, n_parts: int, *, halv
 class Stage:
     """The native half of ggpipe.llama.stage.Stage; see native/stage.h."""
 
-    def __init__(self, *, first: bool, repack: bool, exact: bool, fast_attention: bool) -> None: ...
+    def __init__(self, *, first: bool, repack: bool, exact: bool, fast_attention: bool, touch_cells: bool = False) -> None: ...
 
-    def join(self, *, file: MappedModel, part: int, n_parts: int, sum: GroupSum, ask: int, model: int, split_attention: bool) -> None:
+    def join(self, *, part: int, n_parts: int, sum: GroupSum, ask: int, model: int, split_attention: bool) -> None:
         """
         Before `devices`: this rank computes its layers with others. ask, model: addresses of libllama's function that
         splits weights, and of a model without weights, which `leave_model` gives back.
@@ -90,27 +63,37 @@ class Stage:
     def devices(self) -> tuple[int, int, int]:
         """Addresses of the ggml devices UP, LOCAL and DOWN."""
 
-    def begin_load(self, mapping: MappedModel | None) -> None:
-        """Before libllama loads: hide what is not ours."""
+    def begin_load(self, file: Mapping[str, tuple[int, int]], *, use_in_place: bool) -> None:
+        """
+        Before libllama loads: hide what is not ours. file: each tensor's address and bytes in the mapped file, which
+        stays mapped as long as the model is there.
+        """
 
     def end_load(self) -> None:
         """After libllama has loaded, or failed to."""
 
-    def load_slices(self, progress: Callable[[int], bool]) -> None:
+    def load_next(self) -> int | None:
         """
-        In a group, after end_load: get this rank's part of each weight; tells bytes done, and stops when the answer is
-        False.
-        """
-
-    def populate(self, progress: Callable[[int, int], bool]) -> None:
-        """
-        Read the mapped weights into memory; tells bytes done and bytes in all, and stops when the answer is False.
+        In a group, after end_load: get this rank's part of the next weight. Returns how many bytes were copied; None
+        at the end.
         """
 
     def begin_run(self, run: int, incoming: bytes | bytearray | memoryview | None, headroom: int) -> None:
         """
         Before llama_decode: the bytes from the rank before this one, which must stay as they are until end_run, and
         how many bytes to leave free in front of those for the next.
+        """
+
+    def want_hidden(self, width: int, skips_logits: bool) -> None:
+        """
+        For runs from now on: keep the last hidden state of rows that are given out, which has so many numbers a row (0:
+        do not). skips_logits: their logits are not wanted, and not computed.
+        """
+
+    @property
+    def hidden(self) -> bytes:
+        """
+        The last hidden state of the last run's rows that are given out, as floats, row by row.
         """
 
     def end_run(self) -> bytearray:
@@ -135,15 +118,15 @@ class Stage:
         """In a group: a tensor whose parts cannot be added up."""
 
     @property
-    def new_graphs(self) -> int:
-        """
-        In a group: graphs that ggml's meta device had to divide; others were known.
-        """
-
-    @property
     def undividable(self) -> str:
         """
         In a group, after loading: a weight that is to be divided, and whose rows are one block each.
+        """
+
+    @property
+    def new_graphs(self) -> int:
+        """
+        In a group: graphs that ggml's meta device had to divide; others were known.
         """
 
     @property
@@ -182,8 +165,12 @@ class Stage:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of weights that `populate` reads."""
+        """Bytes of weights that are used in the mapped file."""
+
+    @property
+    def mapped_ranges(self) -> list[tuple[int, int]]:
+        """Where those are: addresses and bytes."""
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of weights that `load_slices` copies."""
+        """Bytes of weights that `load_next` copies."""

@@ -55,8 +55,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 def remove_abandoned(path: Path) -> None:
     """Remove what processes that were killed have left of `path` unfinished. Raises OSError."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{_UNFINISHED}"):
-        if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process is done with it
+            if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
+                left.unlink()
 
 
 def remove_others(folder: Path, keep: Collection[Path]) -> None:

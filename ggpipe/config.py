@@ -22,6 +22,10 @@ RopeScaling = Literal["none", "linear", "yarn"]
 Mode = Literal["iterative", "speculative", "async"]
 TensorWire = Literal["f32", "f16"]
 Saves = Literal["nothing", "prompt", "text"]
+Pooling = Literal["none", "mean", "cls", "last"]
+"""What an embedding is of the hidden states of a text's tokens: all, the mean, the first one, the last one."""
+MOST_NORM = 1024
+"""By which embeddings are normalized."""
 
 MAX_SEQUENCES = 256
 """Sequence ids that libllama has."""
@@ -286,6 +290,10 @@ class EngineConfig:
     """What ended requests computed is kept in the KV cache, until cells are needed, for prompts that begin alike."""
     prompt_cache: PromptCacheConfig | None = None
     """What a file has of the first request's prompt is not computed."""
+    slot_save_path: Path | None = None
+    """A folder, on the machine of each rank, in which prefixes are saved while requests are served."""
+    warmup: bool = False
+    """All KV cells get their memory while loading, where there is enough; else when they are used first."""
 
     def __post_init__(self) -> None:
         contexts = [self.context, *([self.draft.context] if self.draft else [])]

@@ -4,6 +4,7 @@ A message names a setting as the config records do, in backticks: raise `n_ctx`.
 
 GgpipeError                         exit code 1
 ├── UsageError                      exit code 2: wrong input; the message names what to change
+│   ├── BodyError                   a request's body, as OpenAI's API has them
 │   ├── SettingError                a setting that is out of bounds, or that contradicts another one
 │   ├── ModelError                  a model file that cannot be used
 │   │   └── IndivisibleModelError   its layers cannot be split between ranks
@@ -43,6 +44,15 @@ class SettingError(UsageError):
         """The setting: a field of a config record; those of DraftConfig as `draft.threads`."""
         named = re.match(r"`([\w.]+)`", str(self))
         return named[1] if named else ""
+
+
+class BodyError(UsageError):
+    """A request's body, over HTTP or in a file of prompts. The message has names of its fields."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        """`param`: the field that is wrong, `messages[0].content`."""
+        super().__init__(message)
+        self.param = param
 
 
 class ModelError(UsageError):

@@ -47,6 +47,7 @@ _ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
 _DEFAULT_SAMPLERS = tuple(SAMPLERS)[:9]
 _MOST_BIASES = 10_000
 _MOST_PROBS = 1000
+_MOST_SAMPLERS, _MOST_TEXTS, _MOST_TEXT = 64, 100, 1000
 
 
 def samplers_by_name(names: Iterable[str]) -> tuple[str, ...]:
@@ -184,8 +185,14 @@ class SamplingConfig:
         if len(self.logit_bias) > _MOST_BIASES:
             raise SettingError(f"`logit_bias` must have at most {_MOST_BIASES} tokens, got {len(self.logit_bias)}")
         check_range("n_probs", self.n_probs, 0, _MOST_PROBS, "a number of tokens")
+        if len(self.samplers) > _MOST_SAMPLERS:
+            raise SettingError(f"`samplers` must name at most {_MOST_SAMPLERS}, got {len(self.samplers)}")
         for name in ("stop", "dry_sequence_breakers"):
-            for text in getattr(self, name):
+            if len(texts := getattr(self, name)) > _MOST_TEXTS:
+                raise SettingError(f"`{name}` must be at most {_MOST_TEXTS} texts, got {len(texts)}")
+            for text in texts:
+                if len(text) > _MOST_TEXT:
+                    raise SettingError(f"`{name}` must be texts of at most {_MOST_TEXT} characters, got {len(text)}")
                 if not text or any("\ud800" <= c <= "\udfff" for c in text):
                     raise SettingError(f"`{name}` must be texts in UTF-8 that are not empty, got {text!r}")
         for token, bias in self.logit_bias:

@@ -6,12 +6,12 @@
 // A lane's bits do not depend on the other lanes, so threads may share lanes in any way.
 //
 // Nodes of the graph become custom operations while it is computed, and what they were behind their new parameters.
-#include "attention.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
+
+#include "compute.h"
 
 #define GGPIPE_INLINE __attribute__((always_inline))
 

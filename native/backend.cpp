@@ -1,13 +1,10 @@
 // The devices UP, LOCAL and DOWN as ggml sees them: tables of functions over a `Device`.
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "attention.h"
-#include "exact.h"
 #include "group.h"
 #include "stage.h"
 
@@ -25,10 +22,21 @@ void * cpu_function(const char * name) {
     return f;
 }
 
-using ExtraBufts = ggml_backend_buffer_type_t * (*) (ggml_backend_dev_t);
-ggml_backend_buffer_type_t * extra_bufts(ggml_backend_dev_t d) {
-    if (!device_of(d).stage->repack) return nullptr;
-    return ((ExtraBufts) cpu_function("ggml_backend_dev_get_extra_bufts"))(cpu_device());
+ggml_backend_buffer_type_t * repacking_types(const Stage & stage) {
+    static const auto all = (ggml_backend_dev_get_extra_bufts_t) cpu_function("ggml_backend_dev_get_extra_bufts");
+    return stage.repack ? all(cpu_device()) : nullptr;
+}
+
+ggml_backend_buffer_type_t repacking_type(const Stage & stage, ggml_tensor * weight, const ggml_tensor * op) {
+    ggml_backend_buffer_t const ours = weight->buffer;
+    ggml_backend_buffer_type_t found = nullptr;
+    for (auto * type = repacking_types(stage); type && *type && !found; type++) {
+        weight->buffer = ggml_backend_buft_alloc_buffer(*type, 0);
+        if (cpu_runs(op)) found = *type;
+        ggml_backend_buffer_free(weight->buffer);
+    }
+    weight->buffer = ours;
+    return found;
 }
 
 static size_t page_up(size_t size) { return size ? (size + 4095) & ~size_t(4095) : 4096; }
@@ -45,7 +53,7 @@ const char * name_of(Role role) {
 }
 
 void release(ggml_backend_buffer_t b) {
-    device_of(b->buft).stage->remove_buffer(b->context);
+    device_of(b->buft).stage->buffers.erase(b->context);
     munmap(b->context, page_up(b->size));
 }
 void * base(ggml_backend_buffer_t b) { return b->context; }
@@ -65,11 +73,6 @@ void write(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size_t at, 
     device_of(b->buft).stage->cell_order.restored(t, at, n);
 }
 void read(ggml_backend_buffer_t, const ggml_tensor * t, void * p, size_t at, size_t n) { memcpy(p, (const char *) t->data + at, n); }
-bool copy(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
-    if (!ggml_backend_buffer_is_host(src->buffer)) return false;
-    memcpy(dst->data, src->data, ggml_nbytes(src));
-    return true;
-}
 // Zero by giving pages back: an unused KV cell costs no memory. Locked pages (--mlock) are given back by another advice,
 // which Linux has since 5.18.
 bool give_back(void * p, size_t size) {
@@ -77,7 +80,8 @@ bool give_back(void * p, size_t size) {
     return madvise(p, size, MADV_DONTNEED) == 0 || madvise(p, size, kDontNeedLocked) == 0;
 }
 void clear(ggml_backend_buffer_t b, uint8_t v) {
-    if (v || !give_back(b->context, page_up(b->size))) memset(b->context, v, b->size);
+    const bool touches = v || device_of(b->buft).stage->touch_cells;
+    if (touches || !give_back(b->context, page_up(b->size))) memset(b->context, v, b->size);
 }
 
 // ---- buffers of other ranks: addresses only; copies to and from them are the wire ---------------------------
@@ -91,15 +95,13 @@ void receive(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t
     Device & d = device_of(b->buft);
     Stage & s = *d.stage;
     s.passing = data;
-    if (!s.running()) { memset(data, 0, size); return; }
-    if (d.role == Role::Down) s.misplaced++;
-    else if (s.wire.take(t->name, data, size)) return;
-    else s.missing++;
+    if (s.running() && d.role != Role::Down && s.wire.take(t->name, data, size)) return;
     memset(data, 0, size);
+    if (s.running()) (d.role == Role::Down ? s.misplaced : s.missing)++;
 }
 void no_clear(ggml_backend_buffer_t, uint8_t) {}
 }  // namespace
-const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, copy, clear, nullptr};
+const ggml_backend_buffer_i kMemory = {release, base, init_weight, fill, write, read, nullptr, nullptr, nullptr, clear, nullptr};
 const ggml_backend_buffer_i kRemote = {release, base, init_weight, drop, send, receive, nullptr, nullptr, nullptr, no_clear, nullptr};
 namespace {
 
@@ -109,7 +111,7 @@ ggml_backend_buffer_t alloc_remote(ggml_backend_buffer_type_t t, size_t size) { 
 ggml_backend_buffer_t alloc_local(ggml_backend_buffer_type_t t, size_t size) {
     Stage & s = *device_of(t).stage;
     ggml_backend_buffer_t b = reserve(t, kMemory, size, PROT_READ | PROT_WRITE);
-    if (b && !s.loading() && size) s.add_buffer(b->context, size);
+    if (b && !s.loading) s.buffers[b->context] = size;
     return b;
 }
 ggml_backend_buffer_t alloc_host(ggml_backend_buffer_type_t t, size_t size) {
@@ -135,27 +137,21 @@ bool remote_takes(ggml_backend_dev_t d, ggml_backend_buffer_type_t t) { return t
 bool local_takes(ggml_backend_dev_t, ggml_backend_buffer_type_t t) { return ggml_backend_dev_supports_buft(cpu_device(), t); }
 
 // Every device answers as the CPU does, so that every rank's scheduler cuts the graph at the same place.
-bool remote_runs(ggml_backend_dev_t, const ggml_tensor * op) { return ggml_backend_dev_supports_op(cpu_device(), op); }
+bool remote_runs(ggml_backend_dev_t, const ggml_tensor * op) { return cpu_runs(op); }
 
 // While loading, LOCAL leaves a weight that can be repacked to the CPU's extra buffer types, which libllama
 // asks next: the choice libllama makes for a model that is all on the CPU.
 bool local_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
-    Stage & s = *device_of(d).stage;
-    for (int i = 0; s.loading() && i < 4; i++) {
+    const Stage & s = *device_of(d).stage;
+    for (int i = 0; s.loading && i < 4; i++) {
         ggml_tensor * w = op->src[i];
         if (!w || !w->buffer || w->buffer->buft != dev_buft(d) || (s.exact && repacking_breaks(w->type))) continue;
-        ggml_backend_buffer_t ours = w->buffer;
-        bool repackable = false;
-        for (auto * extra = extra_bufts(d); extra && *extra && !repackable; extra++) {
-            w->buffer = ggml_backend_buft_alloc_buffer(*extra, 0);
-            repackable = ggml_backend_dev_supports_op(cpu_device(), op);
-            ggml_backend_buffer_free(w->buffer);
-        }
-        w->buffer = ours;
-        if (repackable) return false;
+        if (repacking_type(s, w, op)) return false;
     }
-    return remote_runs(d, op);
+    return cpu_runs(op);
 }
+
+ggml_backend_buffer_type_t * dev_repacking_types(ggml_backend_dev_t d) { return repacking_types(*device_of(d).stage); }
 
 // ---- backends (streams) -------------------------------------------------------------------------------------
 const char * backend_name(ggml_backend_t b) { return dev_name(b->device); }
@@ -178,15 +174,37 @@ void local_set_threads(ggml_backend_t b, int n) {
     ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(inner(b), n);
 }
 void local_free(ggml_backend_t b) { ggml_backend_free(inner(b)); delete b; }
-ggml_status local_compute(ggml_backend_t b, ggml_cgraph * graph) {
+// Where the last hidden state is in a graph: the last result of its width that is not the logits. -1: in another graph.
+int find_hidden(const ggml_cgraph * graph, int64_t width) {
+    for (int i = width > 0 ? graph->n_nodes - 1 : -1; i >= 0; i--) {
+        const ggml_tensor * t = graph->nodes[i];
+        const bool fits = (t->flags & GGML_TENSOR_FLAG_OUTPUT) && t->ne[0] == width && t->type == GGML_TYPE_F32 && ggml_is_contiguous(t);
+        if (fits && strcmp(t->name, "result_output")) return i;
+    }
+    return -1;
+}
+ggml_status local_compute(ggml_backend_t b, ggml_cgraph * whole) {
     Stage & s = *device_of(b->device).stage;
+    ggml_cgraph part = *whole, * graph = whole;
+    const int hidden_at = find_hidden(whole, s.hidden_width);
     if (s.group) {  // libllama does not ask the meta device for what is below it
         if (s.group->stopped) return GGML_STATUS_ABORTED;
         local_set_threads(b, s.n_threads);
-        s.group->graphs->computes(b, graph);
+        s.group->graphs.computes(b, graph);
     }
-    if (s.exact) return compute_exact(inner(b), graph, s.cell_order);
-    return s.fast_attention ? compute_fast(inner(b), graph, s.n_threads) : ggml_backend_graph_compute(inner(b), graph);
+    if (hidden_at >= 0 && s.skips_logits) {
+        part.n_nodes = hidden_at + 1;
+        part.uid = 0;
+        graph = &part;
+    }
+    const ggml_status status = s.exact ? compute_exact(inner(b), graph, s.cell_order)
+                               : s.fast_attention ? compute_fast(inner(b), graph, s.n_threads)
+                                                  : ggml_backend_graph_compute(inner(b), graph);
+    if (hidden_at >= 0 && status == GGML_STATUS_SUCCESS) {
+        const ggml_tensor * t = whole->nodes[hidden_at];
+        s.hidden.assign((const uint8_t *) t->data, (const uint8_t *) t->data + ggml_nbytes(t));
+    }
+    return status;
 }
 bool abort_check(void * stage) { return ((Stage *) stage)->aborted(); }
 ggml_backend_t local_init(ggml_backend_dev_t d, const char *) {
@@ -211,7 +229,7 @@ ggml_backend_dev_t reg_device(ggml_backend_reg_t r, size_t) { return &((Device *
 void * reg_function(ggml_backend_reg_t r, const char * name) {
     if (((Device *) r->context)->role != Role::Local) return nullptr;
     if (!strcmp(name, "ggml_backend_set_n_threads")) return (void *) local_set_threads;
-    if (!strcmp(name, "ggml_backend_dev_get_extra_bufts")) return (void *) extra_bufts;
+    if (!strcmp(name, "ggml_backend_dev_get_extra_bufts")) return (void *) dev_repacking_types;
     return nullptr;
 }
 
@@ -225,25 +243,6 @@ Device::Device(Stage * s, Role r) : stage(s), role(r) {
            &reg, this};
     buft = {{buft_name, is_local ? alloc_local : alloc_remote, alignment, nullptr, nullptr, is_local ? yes : no}, &dev, nullptr};
     host = {{buft_name, alloc_host, alignment, nullptr, nullptr, yes}, &dev, nullptr};
-}
-
-Stage::Stage(bool first_, bool repack_, bool exact_, bool fast_attention_)
-    : first(first_), repack(repack_), exact(exact_), fast_attention(fast_attention_), up(this, Role::Up), local(this, Role::Local), down(this, Role::Down) {}
-
-void Stage::begin_run(int64_t run, const uint8_t * incoming, size_t size, size_t headroom) {
-    wire.begin(incoming, size, headroom);
-    passing = nullptr;
-    misplaced = missing = 0;
-    if (group) {
-        group->stopped = false;
-        group->graphs->begin_run();
-        std::fill(group->columns.begin(), group->columns.end(), 0);
-    }
-    current_run_ = run;
-}
-void Stage::end_run() { current_run_ = kNoRun; passing = nullptr; }
-void Stage::cancel(int64_t run) {
-    if (current_run_.load() == run) abort_run_ = run;
 }
 
 }  // namespace ggpipe

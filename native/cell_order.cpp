@@ -9,10 +9,10 @@
 // does not see cells by growing stamps, the operation gets copies of all cells that rows see, by growing stamps, and of
 // the mask's columns. A removed cell's stamp stays, and no row sees the cell, until it is written again. Restored cells
 // get their stamps as they are put back: in the order in which they lay when they were saved.
-#include "cell_order.h"
-
 #include <algorithm>
 #include <cstring>
+
+#include "compute.h"
 
 namespace ggpipe {
 

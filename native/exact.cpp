@@ -6,9 +6,9 @@
 //   floats  they take a number of outputs that is a multiple of 4: the last output is computed apart
 //   IQ4_NL  they take two rows or more: each row is computed apart
 // Attention without flash attention is such products, of F16 keys and values. MUL_MAT_ID never uses these kernels.
-#include "exact.h"
-
 #include <cstring>
+
+#include "compute.h"
 
 namespace ggpipe {
 
@@ -54,14 +54,7 @@ void add_outputs(ggml_cgraph * graph, ggml_context * ctx, ggml_tensor * node, in
 }  // namespace
 
 bool repacking_breaks(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_Q2_K:
-        case GGML_TYPE_Q3_K:
-        case GGML_TYPE_Q4_K:
-        case GGML_TYPE_Q5_K:
-        case GGML_TYPE_Q6_K: return true;
-        default: return false;
-    }
+    return type >= GGML_TYPE_Q2_K && type <= GGML_TYPE_Q6_K;  // Q3_K, Q4_K and Q5_K are between the two
 }
 
 ggml_status compute_exact(ggml_backend_t backend, ggml_cgraph * graph, CellOrder & cell_order) {

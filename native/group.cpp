@@ -19,13 +19,13 @@ Group & group_of(ggml_backend_buffer_t b) { return group_of(b->buft->device); }
 // Which part has what of a weight or a KV cache.
 Group::Split split_of(const ggml_tensor * t, void * group) {
     Group & g = *(Group *) group;
-    g.graphs->adopt(t->buffer);
+    g.graphs.adopt(t->buffer);
     const auto known = g.splits.find(t);
     if (known != g.splits.end()) return known->second;
     ggml_tensor asked = *t;
     if (!strcmp(t->name, "token_embd.weight")) ggml_set_name(&asked, "output.weight");  // on LOCAL it is the output's
     const bool by_libllama = g.split_attention || strstr(asked.name, ".ffn_") || !strncmp(asked.name, "output.", 7);
-    if (g.stage.loading()) g.wholes[t->name] = (ggml_tensor *) t;
+    if (g.stage.loading) g.wholes[t->name] = (ggml_tensor *) t;
     Group::Split & split = g.splits[t] = by_libllama && g.asked.model ? g.ask(&asked, &g.asked) : kMirrored;
     const int64_t block = ggml_blck_size(t->type);
     if (split.axis == GGML_BACKEND_SPLIT_AXIS_0 && block > 1 && t->ne[0] == block) g.undividable = t->name;
@@ -37,38 +37,44 @@ size_t own_bytes(const ggml_tensor * whole, const Group & g) {
     if (split.axis < 0 || split.axis >= GGML_MAX_DIMS) return ggml_nbytes(whole);
     int64_t n = 0;
     for (uint32_t s = 0; s < split.n_segments; s++) n += split.ne[s * g.asked.n_parts + g.part] * split.nr[s];
-    return ggml_nbytes(whole) / whole->ne[split.axis] * n;
+    return ggml_nbytes(whole) * n / whole->ne[split.axis];
+}
+
+void give_back_pages(const Range & range) {  // whole ones
+    constexpr uintptr_t kPage = 4096;
+    const uintptr_t first = (range.first + kPage - 1) & ~(kPage - 1), last = (range.first + range.second) & ~(kPage - 1);
+    if (first < last) madvise((void *) first, last - first, MADV_DONTNEED);
 }
 
 // ---- our slices ---------------------------------------------------------------------------------------------
 bool part_runs(ggml_backend_dev_t d, const ggml_tensor * op) {
     Group & g = group_of(d);
-    if (g.stage.loading() && op->src[0]) g.ops[op->src[0]->name] = op->op;
-    return ggml_backend_dev_supports_op(cpu_device(), op);
+    if (g.stage.loading && op->src[0]) g.ops[op->src[0]->name] = op->op;
+    return cpu_runs(op);
 }
 size_t part_size(ggml_backend_buffer_type_t type, const ggml_tensor * t) {
     Group & g = group_of(type->device);
-    const Group::Extra * extra = g.stage.loading() ? g.repacker_of((ggml_tensor *) t) : nullptr;
+    const Group::Extra * extra = g.stage.loading ? g.repacker_of((ggml_tensor *) t) : nullptr;
     return std::max(ggml_nbytes(t), extra ? ggml_backend_buft_get_alloc_size(extra->real->buft, t) : 0);
 }
 ggml_status init_part(ggml_backend_buffer_t b, ggml_tensor * t) {
     Group & g = group_of(b);
-    g.graphs->made(g.part, t);
+    g.graphs.made(g.part, t);
     if (t->view_src || b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) return GGML_STATUS_SUCCESS;
-    if (!g.stage.loading()) { g.own_cells[t->name] = t; return GGML_STATUS_SUCCESS; }
+    if (!g.stage.loading) { g.own_cells[t->name] = t; return GGML_STATUS_SUCCESS; }
     if (const Group::Extra * extra = g.repacker_of(t)) {
         t->buffer = extra->label;
         extra->real->iface.init_tensor(extra->real, t);
     }
     const auto whole = g.wholes.find(t->name);
-    if (whole == g.wholes.end() || !g.file->find(t->name)) return GGML_STATUS_SUCCESS;
+    if (whole == g.wholes.end() || !g.stage.file.count(t->name)) return GGML_STATUS_SUCCESS;
     g.left.push_back({whole->second, whole->first, own_bytes(whole->second, g)});
     g.stage.hide(whole->second);
     g.own_bytes += g.left.back().own_bytes;
     return GGML_STATUS_SUCCESS;
 }
 ggml_status init_hollow(ggml_backend_buffer_t b, ggml_tensor * t) {
-    group_of(b).graphs->made(device_of(b->buft->device).part, t);
+    group_of(b).graphs.made(device_of(b->buft->device).part, t);
     return GGML_STATUS_SUCCESS;
 }
 // The same `n` bytes from each of `times` places. A slice that lies in the file in one piece is used there; so is one of
@@ -77,7 +83,7 @@ void write_pieces(ggml_backend_buffer_t b, ggml_tensor * t, const void * p, size
     Group & g = group_of(b);
     const bool experts = times > 1 && n == t->nb[2] && times == size_t(t->ne[2]) && g.ops[t->name] == GGML_OP_MUL_MAT_ID;
     g.in_place = at == 0 && (experts || n == ggml_nbytes(t)) && ((uintptr_t(p) | step_there) & 31) == 0 &&
-                 g.source && uintptr_t(p) - uintptr_t(g.source->data) < g.source->size;
+                 g.source && uintptr_t(p) - g.source->first < g.source->second;
     if (g.in_place) {
         t->data = (void *) p;
         if (experts) t->nb[2] = step_there, t->nb[3] = step_there * times;
@@ -133,7 +139,7 @@ void * comm_init(ggml_backend_t * backends, size_t) { return &group_of(backends[
 void comm_free(void *) {}
 bool comm_sum(void * group, ggml_tensor ** slices) {
     Group & g = *(Group *) group;
-    g.graphs->sums(slices[g.part]);
+    g.graphs.sums(slices[g.part]);
     g.add_up(slices[g.part]);
     return true;
 }
@@ -145,9 +151,8 @@ void * reg_function(ggml_backend_reg_t, const char * name) {
 }
 }  // namespace
 
-Group::Group(Stage & stage, std::shared_ptr<MappedModel> file, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask,
-             const void * model, bool split_attention)
-    : asked{size_t(n_parts), model}, sum(std::move(sum)), columns(n_parts), stage(stage), file(std::move(file)), part(part), ask(ask), split_attention(split_attention) {
+Group::Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask, const void * model, bool split_attention)
+    : columns(n_parts), asked{size_t(n_parts), model}, sum(std::move(sum)), stage(stage), part(part), ask(ask), split_attention(split_attention), graphs(*this) {
     check_split();
     std::vector<ggml_backend_dev_t> devices;
     for (int i = 0; i < n_parts; i++) {
@@ -164,9 +169,8 @@ Group::Group(Stage & stage, std::shared_ptr<MappedModel> file, int part, int n_p
         devices.push_back(&d.dev);
     }
     device = ggml_backend_meta_device(devices.data(), n_parts, split_of, this);
-    graphs = std::make_unique<GroupGraphs>(*this);
-    graphs->adopt(device);
-    for (auto * type = extra_bufts(&stage.local.dev); type && *type; type++) {
+    graphs.adopt(device);
+    for (auto * type = repacking_types(stage); type && *type; type++) {
         Extra extra = {ggml_backend_buft_alloc_buffer(*type, 64), ggml_backend_buffer_init(*type, kLabel, this, SIZE_MAX)};
         ggml_backend_buffer_set_usage(extra.label, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         extras.push_back(extra);
@@ -223,30 +227,33 @@ Group::Extra * Group::repacker_of(ggml_tensor * t) {
     } else if (op->second == GGML_OP_MUL_MAT_ID) {
         product = ggml_mul_mat_id(c, t, ggml_new_tensor_3d(c, GGML_TYPE_F32, t->ne[0], 1, 512), ggml_new_tensor_2d(c, GGML_TYPE_I32, 1, 512));
     }
-    ggml_backend_buffer_t ours = t->buffer;
-    const auto found = std::find_if(extras.begin(), extras.end(), [&](const Extra & e) {
-        t->buffer = e.real;
-        return product && ggml_backend_dev_supports_op(cpu_device(), product);
-    });
-    t->buffer = ours;
+    ggml_backend_buffer_type_t const type = product ? repacking_type(stage, t, product) : nullptr;
     ggml_free(c);
+    const auto found = std::find_if(extras.begin(), extras.end(), [type](const Extra & e) { return e.real->buft == type; });
     return found == extras.end() ? nullptr : &*found;
 }
 
-size_t Group::load_next() {
+std::optional<size_t> Group::load_next() {
+    if (left.empty()) return std::nullopt;
     const Left next = left.back();
     left.pop_back();
-    const MappedModel::Place place = *file->find(next.name.c_str());
-    source = stage.maps() ? &place : nullptr;
+    const Range place = stage.file.at(next.name);
+    source = stage.use_in_place ? &place : nullptr;
     in_place = false;
-    ggml_backend_tensor_set(next.whole, place.data, 0, place.size);
+    ggml_backend_tensor_set(next.whole, (const void *) place.first, 0, place.second);
     source = nullptr;
     if (in_place) {
         own_bytes -= next.own_bytes;
         return 0;
     }
-    give_back_pages(place.data, (const char *) place.data + place.size);  // what was read of it, for others too
+    give_back_pages(place);  // what was read of it, for others too
     return next.own_bytes;
+}
+
+void Group::begin_run() {
+    stopped = false;
+    graphs.begin_run();
+    std::fill(columns.begin(), columns.end(), 0);
 }
 
 }  // namespace ggpipe

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,48 +17,48 @@ namespace ggpipe {
 
 struct Group {
     using Split = ggml_backend_meta_split_state;
-    using Ask = Split (*)(const ggml_tensor *, void *);        // libllama's, which is not in llama.h
-    struct Asked { size_t n_parts; const void * model; };      // its second argument
-    struct Extra { ggml_backend_buffer_t real, label; };       // a type that repacks; `label` says a weight is of it
+    using Ask = Split (*)(const ggml_tensor *, void *);    // libllama's, which is not in llama.h
+    struct Asked { size_t n_parts; const void * model; };  // its second argument
+    struct Extra { ggml_backend_buffer_t real, label; };   // a type that repacks; `label` says a weight is of it
     struct Left { ggml_tensor * whole; std::string name; size_t own_bytes; };
 
     // `model`: one without weights that knows the parts' shares. split_attention: else each part computes all of it, and
     // only FFN and output are cut. Throws std::runtime_error when libllama's function is not the one declared here.
-    Group(Stage & stage, std::shared_ptr<MappedModel> file, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask,
-          const void * model, bool split_attention);
+    Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask, const void * model, bool split_attention);
     ~Group();
 
-    // After libllama has loaded: our part of the next weight that its loader was not shown. Where the stage maps its model,
-    // rows that lie in the file together are used there. Returns how many bytes were copied.
-    size_t load_next();
-    size_t own_bytes = 0;      // of our parts that were or will be copied
-    std::vector<Left> left;    // the last one comes next
+    // After libllama has loaded: gets our part of the next weight that its loader was not shown. Where the stage uses weights
+    // in place, so are rows that lie in the file together. Returns how many bytes were copied; nothing at the end.
+    std::optional<size_t> load_next();
+    size_t own_bytes = 0;    // of our parts that were or will be copied
+    std::vector<Left> left;  // the last one comes next
+
+    void begin_run();
+    bool stopped = false;          // all parts agreed to end this run
+    std::vector<int64_t> columns;  // of each part, of what was last read in this run: of the last stage, the logits
 
     ggml_backend_dev_t device = nullptr;  // the meta device
     Asked asked;                          // `model` is needed until there is a context
-    std::shared_ptr<GroupSum> sum;
-    bool stopped = false;                 // all parts agreed to end this run
-    std::vector<int64_t> columns;         // of each part, of what was last read in this run: of the last stage, the logits
+    const std::shared_ptr<GroupSum> sum;
     std::string unsummable;               // a tensor that cannot be summed here
     std::string undividable;              // a weight whose rows are one block each, which ggml's meta device cannot cut
 
     // For the devices' functions.
+    void check_split();
     Extra * repacker_of(ggml_tensor * slice);
     void add_up(ggml_tensor * slice);
-    void check_split();
     Stage & stage;
-    const std::shared_ptr<MappedModel> file;
     const int part;
-    Ask ask;
-    bool split_attention;
+    const Ask ask;
+    const bool split_attention;
+    GroupGraphs graphs;
     std::vector<std::unique_ptr<Device>> hollow;
     std::map<const ggml_tensor *, Split> splits;          // of weights and KV caches: their names are hidden at times
     std::map<std::string, ggml_tensor *> wholes;          // the weights
     std::map<std::string, ggml_op> ops;                   // what libllama does with each
     std::map<std::string, const ggml_tensor *> own_cells; // our slices of the KV caches
-    std::unique_ptr<GroupGraphs> graphs;
     std::vector<Extra> extras;
-    const MappedModel::Place * source = nullptr;          // of the weight being loaded, where it may be used in the file
+    const Range * source = nullptr;                       // of the weight being loaded, where it may be used in the file
     bool in_place = false;                                // it is
     std::vector<uint8_t> gathered;                        // a slice that came in pieces, to be repacked as a whole
     size_t n_gathered = 0;

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <mutex>
 
 #include "group.h"
 
@@ -18,15 +19,15 @@ namespace ggpipe {
 namespace {
 constexpr size_t kMostGraphs = 24;  // of about 700 bytes a tensor
 
-// The meta device's own functions, the same for all groups.
+// The meta device's own functions, the same for all groups. Several may load at a time.
+std::once_flag knows_device, knows_backend, knows_buffer;
 decltype(ggml_backend_device_i::init_backend) meta_init;
 decltype(ggml_backend_buffer_type_i::alloc_buffer) meta_alloc;
 decltype(ggml_backend_i::graph_compute) meta_compute;
 ggml_backend_buffer_i meta_buffer;
 
-GroupGraphs & graphs_of(ggml_backend_dev_t meta) { return *((Device *) meta->reg->context)->stage->group->graphs; }
+GroupGraphs & graphs_of(ggml_backend_dev_t meta) { return ((Device *) meta->reg->context)->stage->group->graphs; }
 GroupGraphs & graphs_of(ggml_backend_buffer_t b) { return graphs_of(b->buft->device); }
-bool same(const ggml_tensor & a, const ggml_tensor & b) { return !memcmp(&a, &b, offsetof(ggml_tensor, padding)); }
 }  // namespace
 
 void GroupGraphs::adopt(ggml_backend_dev_t meta) {
@@ -35,15 +36,14 @@ void GroupGraphs::adopt(ggml_backend_dev_t meta) {
     meta->reg = &reg_;
     ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(meta);  // now: ggml keeps it in a table without a lock
     if (meta->iface.init_backend == init) return;  // ggml has given us one that it made for an earlier group
-    meta_init = meta->iface.init_backend;
-    meta_alloc = type->iface.alloc_buffer;
+    std::call_once(knows_device, [&] { meta_init = meta->iface.init_backend, meta_alloc = type->iface.alloc_buffer; });
     meta->iface.init_backend = init;
     type->iface.alloc_buffer = alloc;
 }
 
 void GroupGraphs::adopt(ggml_backend_buffer_t b) {
     if (b->iface.init_tensor == place) return;
-    meta_buffer = b->iface;
+    std::call_once(knows_buffer, [b] { meta_buffer = b->iface; });
     b->iface.init_tensor = place;
     b->iface.set_tensor = write;
     b->iface.get_tensor = read;
@@ -51,7 +51,7 @@ void GroupGraphs::adopt(ggml_backend_buffer_t b) {
 
 ggml_backend_t GroupGraphs::init(ggml_backend_dev_t meta, const char * params) {
     ggml_backend_t b = meta_init(meta, params);
-    meta_compute = b->iface.graph_compute;
+    std::call_once(knows_backend, [b] { meta_compute = b->iface.graph_compute; });
     b->iface.graph_compute = compute;
     b->iface.async_copies[0] = b->iface.async_copies[1] = nullptr;  // ggml then asks the buffer
     return b;
@@ -70,17 +70,25 @@ ggml_status GroupGraphs::place(ggml_backend_buffer_t b, ggml_tensor * whole) {
     return GGML_STATUS_SUCCESS;
 }
 
+GroupGraphs::Tensor * GroupGraphs::Graph::find(const ggml_tensor * whole) {
+    const auto found = index.find(whole);
+    return found == index.end() ? nullptr : &tensors[found->second];
+}
+
+bool GroupGraphs::Graph::is_of(const std::vector<ggml_tensor *> & placed) const {
+    return std::equal(tensors.begin(), tensors.end(), placed.begin(), placed.end(), [](const Tensor & t, const ggml_tensor * whole) {
+        return t.whole == whole && !memcmp(&t.whole_bytes, whole, offsetof(ggml_tensor, padding));
+    });
+}
+
 // The graph of the tensors that were placed last, its slices being where they belong.
 GroupGraphs::Graph * GroupGraphs::current() {
     if (placed_.empty()) return graphs_.empty() ? nullptr : &graphs_.front();
     graphs_.remove_if([](const Graph & g) { return !g.complete; });
-    const auto known = std::find_if(graphs_.begin(), graphs_.end(), [this](const Graph & g) {
-        const auto as_before = [](const ggml_tensor * t, const ggml_tensor & before) { return same(*t, before); };
-        return g.wholes == placed_ && std::equal(placed_.begin(), placed_.end(), g.whole_bytes.begin(), as_before);
-    });
+    const auto known = std::find_if(graphs_.begin(), graphs_.end(), [this](const Graph & g) { return g.is_of(placed_); });
     if (known != graphs_.end()) {
         graphs_.splice(graphs_.begin(), graphs_, known);
-        for (size_t i = 0; i < known->slices.size(); i++) *known->slices[i] = known->slice_bytes[i];
+        for (const Tensor & t : known->tensors) *t.slice = t.slice_bytes;
     } else {
         if (graphs_.size() == kMostGraphs) graphs_.pop_back();
         graphs_.emplace_front();
@@ -90,35 +98,34 @@ GroupGraphs::Graph * GroupGraphs::current() {
     return &graphs_.front();
 }
 
+GroupGraphs::Tensor * GroupGraphs::find(const ggml_tensor * whole) {
+    Graph * graph = current();
+    return graph ? graph->find(whole) : nullptr;
+}
+
 void GroupGraphs::make() {
     n_new++;
     Graph & g = graphs_.front();
-    g.wholes = placed_;
-    g.slices.resize(placed_.size());
-    g.columns.resize(placed_.size() * group_.asked.n_parts);
-    for (making_ = 0; making_ < placed_.size(); making_++) {
-        ggml_tensor * whole = placed_[making_];
-        g.whole_bytes.push_back(*whole);
-        g.index[whole] = making_;
+    g.tensors.reserve(placed_.size());
+    for (ggml_tensor * whole : placed_) {
+        g.index[whole] = g.tensors.size();
+        making_ = &g.tensors.emplace_back(Tensor{whole, *whole, std::vector<int64_t>(group_.asked.n_parts), nullptr, {}});
         meta_buffer.init_tensor(whole->buffer, whole);
     }
-    making_ = SIZE_MAX;
+    making_ = nullptr;
 }
 
 void GroupGraphs::made(int part, ggml_tensor * slice) {
-    if (making_ == SIZE_MAX) return;
-    Graph & g = graphs_.front();
-    if (part == group_.part) g.slices[making_] = slice;
-    g.columns[making_ * group_.asked.n_parts + part] = slice->ne[0];
+    if (!making_) return;
+    if (part == group_.part) making_->slice = slice;
+    making_->columns[part] = slice->ne[0];
 }
 
 void GroupGraphs::write(ggml_backend_buffer_t b, ggml_tensor * whole, const void * p, size_t at, size_t n) {
     GroupGraphs & g = graphs_of(b);
-    Graph * graph = g.current();
-    const auto found = graph ? graph->index.find(whole) : decltype(graph->index.end()){};
-    if (!graph || found == graph->index.end()) return meta_buffer.set_tensor(b, whole, p, at, n);  // a weight, KV cells
-    const ggml_tensor * slice = graph->slices[found->second];
-    if (slice && ggml_nbytes(slice) == ggml_nbytes(whole)) memcpy((char *) slice->data + at, p, n);
+    const Tensor * t = g.find(whole);
+    if (!t) return meta_buffer.set_tensor(b, whole, p, at, n);  // a weight, KV cells
+    if (t->slice && ggml_nbytes(t->slice) == ggml_nbytes(whole)) memcpy((char *) t->slice->data + at, p, n);
     else g.group_.unsummable = whole->name;
 }
 
@@ -126,25 +133,23 @@ void GroupGraphs::write(ggml_backend_buffer_t b, ggml_tensor * whole, const void
 void GroupGraphs::read(ggml_backend_buffer_t b, const ggml_tensor * whole, void * p, size_t at, size_t n) {
     GroupGraphs & g = graphs_of(b);
     Group & group = g.group_;
-    Graph * graph = g.current();
-    const auto found = graph ? graph->index.find(whole) : decltype(graph->index.end()){};
-    if (!graph || found == graph->index.end()) return meta_buffer.get_tensor(b, whole, p, at, n);
-    const ggml_tensor * slice = graph->slices[found->second];
+    const Tensor * t = g.find(whole);
+    if (!t) return meta_buffer.get_tensor(b, whole, p, at, n);
+    const ggml_tensor * slice = t->slice;
     const bool divided = slice && !ggml_are_same_shape(slice, whole);
     if (!slice || (divided && (!ggml_is_contiguous(slice) || ggml_nrows(slice) != ggml_nrows(whole)))) {
         group.unsummable = whole->name;
         return memset(p, 0, n), void();
     }
     group.stage.passing = p;
-    const int64_t * columns = &graph->columns[found->second * group.columns.size()];
-    group.columns.assign(columns, columns + group.columns.size());
+    group.columns = t->columns;
     if (!divided) {
         std::fill(group.columns.begin() + 1, group.columns.end(), 0);  // part 0 speaks for all
         return memcpy(p, (const char *) slice->data + at, n), void();
     }
     const size_t row_bytes = whole->nb[1], width = slice->nb[1];
     size_t before = 0;
-    for (int part = 0; part < group.part; part++) before += columns[part] * whole->nb[0];
+    for (int part = 0; part < group.part; part++) before += t->columns[part] * whole->nb[0];
     for (size_t row = at / row_bytes; row < (at + n) / row_bytes; row++) {
         memcpy((char *) p + row * row_bytes - at + before, (const char *) slice->data + row * width, width);
     }
@@ -153,24 +158,24 @@ void GroupGraphs::read(ggml_backend_buffer_t b, const ggml_tensor * whole, void 
 ggml_status GroupGraphs::compute(ggml_backend_t meta, ggml_cgraph * graph) {
     GroupGraphs & g = graphs_of(meta->device);
     Graph * current = g.current();
-    if (!current || ggml_graph_n_nodes(graph) == 0) return meta_compute(meta, graph);
+    const int n_nodes = ggml_graph_n_nodes(graph);
+    if (!current || n_nodes == 0) return meta_compute(meta, graph);
     const ggml_tensor * first = ggml_graph_node(graph, 0);
     for (Split & split : current->splits) {
-        if (split.first == first && split.n_nodes == ggml_graph_n_nodes(graph)) return g.repeat(split);
+        if (split.first == first && split.n_nodes == n_nodes) return g.repeat(split);
     }
-    g.recording_ = &current->splits.emplace_back();
-    g.recording_->first = first;
-    g.recording_->n_nodes = ggml_graph_n_nodes(graph);
+    Split & split = current->splits.emplace_back(Split{first, n_nodes, {}, nullptr, {}, {}});
+    g.recording_ = &split;
     const ggml_status status = meta_compute(meta, graph);
     g.recording_ = nullptr;
-    for (size_t i = 0; i < current->splits.back().nodes.size(); i++) {  // also views of what we have nothing of
-        const auto whole = current->index.find(ggml_graph_node(graph, i));
-        if (whole != current->index.end()) current->slices[whole->second] = current->splits.back().nodes[i];
+    for (size_t i = 0; i < split.nodes.size(); i++) {  // also views of what we have nothing of
+        if (Tensor * t = current->find(ggml_graph_node(graph, i))) t->slice = split.nodes[i];
     }
-    const auto & slices = current->slices;
-    current->complete = status == GGML_STATUS_SUCCESS && std::find(slices.begin(), slices.end(), nullptr) == slices.end();
-    current->slice_bytes.clear();
-    for (const ggml_tensor * slice : slices) current->slice_bytes.push_back(slice ? *slice : ggml_tensor{});
+    current->complete = status == GGML_STATUS_SUCCESS;
+    for (Tensor & t : current->tensors) {
+        if (t.slice) t.slice_bytes = *t.slice;
+        else current->complete = false;
+    }
     if (!current->complete) current->splits.pop_back();
     return status;
 }

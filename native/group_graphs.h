@@ -28,6 +28,13 @@ class GroupGraphs {
     void sums(ggml_tensor * slice);
 
    private:
+    struct Tensor {
+        ggml_tensor * whole;           // libllama's
+        ggml_tensor whole_bytes;       // when it was placed
+        std::vector<int64_t> columns;  // of each part's slice
+        ggml_tensor * slice;           // ours
+        ggml_tensor slice_bytes;       // when it was computed
+    };
     struct Step { size_t end; ggml_tensor * sum; };  // nodes before `end` are computed, then a slice is summed, if any
     struct Split {                                   // what ggml's scheduler has computed at a time
         const ggml_tensor * first = nullptr;
@@ -38,12 +45,13 @@ class GroupGraphs {
         std::vector<Step> steps;
     };
     struct Graph {
-        std::vector<ggml_tensor *> wholes, slices;          // libllama's tensors as they were placed; ours of each
-        std::vector<ggml_tensor> whole_bytes, slice_bytes;  // when they were placed; when they were computed
-        std::vector<int64_t> columns;                       // of each whole, every part's
+        std::vector<Tensor> tensors;  // as they were placed
         std::unordered_map<const ggml_tensor *, size_t> index;
         std::list<Split> splits;
         bool complete = false;  // all there is to it is known
+
+        Tensor * find(const ggml_tensor * whole);
+        bool is_of(const std::vector<ggml_tensor *> & placed) const;
     };
 
     static ggml_backend_t init(ggml_backend_dev_t meta, const char * params);
@@ -54,6 +62,7 @@ class GroupGraphs {
     static ggml_status compute(ggml_backend_t meta, ggml_cgraph * graph);
 
     Graph * current();
+    Tensor * find(const ggml_tensor * whole);  // in the current graph
     void make();
     ggml_status repeat(Split & split);
 
@@ -61,7 +70,7 @@ class GroupGraphs {
     ggml_backend_reg reg_ = {};           // the meta device's, which has none
     std::vector<ggml_tensor *> placed_;   // since the last graph
     std::list<Graph> graphs_;             // the current one, if any, comes first
-    size_t making_ = SIZE_MAX;            // of the current graph's tensors
+    Tensor * making_ = nullptr;           // of the current graph's
     Split * recording_ = nullptr;
     ggml_backend_t ours_ = nullptr;
 };

@@ -89,6 +89,19 @@ bool GroupSum::sum(float * data, size_t n, bool stop) {
     return stop;
 }
 
+void GroupSum::send(const void * data, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += kOutbox) {
+        if (!send_piece((const uint8_t *) data + at, std::min(kOutbox, bytes - at))) return;
+    }
+}
+
+void GroupSum::receive(int part, void * data, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += kOutbox) {
+        uint8_t * to = (uint8_t *) data + at;
+        if (!receive_piece(part, to, std::min(kOutbox, bytes - at))) return void(memset(to, 0, bytes - at));
+    }
+}
+
 void GroupSum::start(int turn, float * data, size_t n, bool stop) {
     if (lost()) return;
     const size_t others = n_parts_ - 1;

@@ -25,8 +25,8 @@ class GroupSum {
     // From parts 1 and up to part 0: what only part 0 needs, such as the best logits. Part 0 asks for one part's after the
     // other, and each part sends its own without waiting for the others; a part may be in its next sum before part 0 has
     // received. When a part is lost, both return at once, the bytes received being zeros.
-    virtual void send(const void * data, size_t bytes) = 0;
-    virtual void receive(int part, void * data, size_t bytes) = 0;
+    void send(const void * data, size_t bytes);
+    void receive(int part, void * data, size_t bytes);
 
     // A part is lost: from then on each call returns at once.
     virtual bool lost() const = 0;
@@ -60,6 +60,10 @@ class GroupSum {
     virtual const uint8_t * inbox(int turn, int part, size_t offset) = 0;  // what a part put there for this one
     virtual void carry(int turn, bool sums) = 0;
     virtual bool arrives(int turn) = 0;  // false: a part is lost
+
+    // For `send` and `receive`, at most kOutbox bytes. false: a part is lost.
+    virtual bool send_piece(const uint8_t * data, size_t bytes) = 0;
+    virtual bool receive_piece(int part, uint8_t * data, size_t bytes) = 0;
 
    private:
     void start(int turn, float * data, size_t n, bool stop);

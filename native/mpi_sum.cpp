@@ -18,7 +18,7 @@ constexpr size_t kStatus = 64;  // bytes: an MPI_Status has at most 32
 // How long a wait spins, but for threads that want the core: a message takes so long on a slow network, and MPI cannot
 // wake anybody up. A sleep takes 100 us more than it was asked to, in each of many sums for a token.
 constexpr std::chrono::microseconds kNetworkSpin(300);
-constexpr int kSlice = 2;       // a tag; those of sums are 0 and 1
+constexpr int kPieceTag = 2;       // a tag; those of sums are 0 and 1
 
 class MpiSum : public GroupSum {
    public:
@@ -39,23 +39,6 @@ class MpiSum : public GroupSum {
 
     bool lost() const override { return lost_; }
     void abandon() override { lost_ = true; }
-
-    void send(const void * data, size_t bytes) override {
-        for (size_t at = 0; at < bytes; at += kOutbox) {
-            const size_t size = std::min(kOutbox, bytes - at);
-            memcpy(outbox(0), (const uint8_t *) data + at, size);
-            post(isend_, 0, outbox(0), size, 0, kSlice);
-            if (!arrives(0)) return;
-        }
-    }
-    void receive(int part, void * data, size_t bytes) override {
-        for (size_t at = 0; at < bytes; at += kOutbox) {
-            const size_t size = std::min(kOutbox, bytes - at);
-            post(irecv_, 0, box(0, part), size, part, kSlice);
-            if (!arrives(0)) return void(memset((uint8_t *) data + at, 0, bytes - at));
-            memcpy((uint8_t *) data + at, box(0, part), size);
-        }
-    }
 
    private:
     using Transfer = int (*)(void *, int, uintptr_t, int, int, uintptr_t, void *);
@@ -102,6 +85,18 @@ class MpiSum : public GroupSum {
         }
         messages_[turn].requests.clear();
         return !lost_;
+    }
+
+    bool send_piece(const uint8_t * data, size_t bytes) override {
+        memcpy(outbox(0), data, bytes);
+        post(isend_, 0, outbox(0), bytes, 0, kPieceTag);
+        return arrives(0);
+    }
+    bool receive_piece(int part, uint8_t * data, size_t bytes) override {
+        post(irecv_, 0, box(0, part), bytes, part, kPieceTag);
+        if (!arrives(0)) return false;
+        memcpy(data, box(0, part), bytes);
+        return true;
     }
 
     Transfer isend_, irecv_;

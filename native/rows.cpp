@@ -1,9 +1,9 @@
-#include "rows.h"
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <utility>
+
+#include "compute.h"
 
 namespace ggpipe {
 
@@ -18,45 +18,47 @@ bool any_above(const float * block, float least) {
 }
 }  // namespace
 
-TopRow top(const float * logits, size_t n_vocab, size_t k, const std::vector<int32_t> & banned) {
+TopRow top(const float * logits, size_t n_vocab, size_t k, std::vector<int32_t> banned, bool sums) {
     using Entry = std::pair<float, int32_t>;  // logit, minus id: the greater one is the better one
-    std::vector<int32_t> skip(banned);
-    std::sort(skip.begin(), skip.end());
-    std::vector<Entry> best;
-    best.reserve(k + 1);
-    const auto worse_first = std::greater<Entry>();
+    std::sort(banned.begin(), banned.end());
+    std::vector<Entry> best;  // the best k so far, and some that came since they were sorted out
+    best.reserve(2 * std::min(k, n_vocab) + kBlock);
+    const auto better_first = std::greater<Entry>();
+    bool full = false;
+    float least = 0;  // once full: of the best k, when they were sorted out
     for (size_t from = 0; k > 0 && from < n_vocab; from += kBlock) {
         const size_t to = std::min(from + kBlock, n_vocab);
-        if (best.size() == k && to - from == kBlock && !any_above(logits + from, best.front().first)) continue;
+        if (full && to - from == kBlock && !any_above(logits + from, least)) continue;
         for (size_t i = from; i < to; i++) {
-            if (best.size() == k && !(logits[i] > best.front().first)) continue;
-            if (std::binary_search(skip.begin(), skip.end(), int32_t(i))) continue;
-            best.emplace_back(logits[i], -int32_t(i));
-            std::push_heap(best.begin(), best.end(), worse_first);
-            if (best.size() > k) {
-                std::pop_heap(best.begin(), best.end(), worse_first);
-                best.pop_back();
-            }
+            if (full && !(logits[i] > least)) continue;
+            if (std::binary_search(banned.begin(), banned.end(), int32_t(i))) continue;
+            best.emplace_back(std::isnan(logits[i]) ? -INFINITY : logits[i], -int32_t(i));
+        }
+        if (best.size() >= (full ? 2 * k : k)) {
+            std::nth_element(best.begin(), best.begin() + k - 1, best.end(), better_first);
+            best.resize(k);
+            full = true;
+            least = best.back().first;
         }
     }
-    std::sort_heap(best.begin(), best.end(), worse_first);
+    if (best.size() > k) std::nth_element(best.begin(), best.begin() + k - 1, best.end(), better_first);
+    best.resize(std::min(best.size(), k));
+    std::sort(best.begin(), best.end(), better_first);
     TopRow row{{}, {}, NAN};
+    auto & [ids, best_logits, log_sum_exp] = row;
     for (auto & [logit, minus_id] : best) {
-        row.logits.push_back(logit);
-        row.ids.push_back(-minus_id);
+        best_logits.push_back(logit);
+        ids.push_back(-minus_id);
     }
-    if (k <= 1 || best.empty()) return row;
-    const float max = row.logits[0];
+    if (!sums || k <= 1 || best.empty()) return row;
+    const float max = best[0].first;
     double sum = 0;
-    auto next_skip = skip.begin();
+    auto next = banned.begin();
     for (size_t i = 0; i < n_vocab; i++) {
-        if (next_skip != skip.end() && *next_skip == int32_t(i)) {
-            while (next_skip != skip.end() && *next_skip == int32_t(i)) ++next_skip;
-            continue;
-        }
-        sum += std::exp(logits[i] - max);
+        while (next != banned.end() && *next < int32_t(i)) ++next;
+        if (next == banned.end() || *next != int32_t(i)) sum += std::exp(logits[i] - max);
     }
-    row.log_sum_exp = double(max) + std::log(sum);
+    log_sum_exp = double(max) + std::log(sum);
     return row;
 }
 

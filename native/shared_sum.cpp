@@ -21,7 +21,6 @@ namespace ggpipe {
 
 namespace {
 
-constexpr size_t kSlice = 256 << 10;  // bytes
 constexpr uint32_t kLost = 1, kOne = 2;
 
 // A counter that one process advances and others wait for, in steps of kOne. Its lowest bit says that a part is lost.
@@ -55,10 +54,10 @@ struct alignas(64) Counter {
 class SharedSum : public GroupSum {
    public:
     SharedSum(int fd, int part, int n_parts) : GroupSum(part, n_parts, 0, false) {
-        int error = posix_fallocate(fd, 0, n_parts * sizeof(Part));  // zeros, which counters begin with
-        void * base = mmap(nullptr, n_parts * sizeof(Part), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        if (!error && base == MAP_FAILED) error = errno;
-        if (error) throw std::system_error(error, std::generic_category(), "memory that a group shares");
+        const size_t size = n_parts * sizeof(Part);
+        const int error = posix_fallocate(fd, 0, size);  // zeros, which counters begin with
+        void * base = error ? MAP_FAILED : mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (base == MAP_FAILED) throw std::system_error(error ? error : errno, std::generic_category(), "memory that a group shares");
         parts_ = (Part *) base;
     }
     ~SharedSum() override { munmap((void *) parts_, n_parts_ * sizeof(Part)); }
@@ -70,30 +69,11 @@ class SharedSum : public GroupSum {
         }
     }
 
-    void send(const void * data, size_t bytes) override {
-        Part & own = parts_[part_];
-        for (size_t at = 0; at < bytes; at += kSlice) {
-            const uint32_t step = own.sent.steps();
-            if (!own.taken.reaches(step - kOne)) return;  // what was in this slot
-            memcpy(own.slices[step / kOne % 2], (const uint8_t *) data + at, std::min(kSlice, bytes - at));
-            own.sent.advance();
-        }
-    }
-    void receive(int part, void * data, size_t bytes) override {
-        Part & from = parts_[part];
-        for (size_t at = 0; at < bytes; at += kSlice) {
-            const uint32_t step = from.taken.steps();
-            if (!from.sent.reaches(step + kOne)) return void(memset((uint8_t *) data + at, 0, bytes - at));
-            memcpy((uint8_t *) data + at, from.slices[step / kOne % 2], std::min(kSlice, bytes - at));
-            from.taken.advance();
-        }
-    }
-
    private:
     struct Part {
         Counter posted, sent, taken;
         alignas(64) uint8_t outboxes[2][kOutbox];
-        uint8_t slices[2][kSlice];
+        uint8_t slots[2][kOutbox];  // of pieces that are sent
     };
     uint8_t * outbox(int turn) override { return parts_[part_].outboxes[turn]; }
     const uint8_t * inbox(int turn, int part, size_t offset) override { return parts_[part].outboxes[turn] + offset; }
@@ -105,6 +85,23 @@ class SharedSum : public GroupSum {
         }
         return true;
     }
+    bool send_piece(const uint8_t * data, size_t bytes) override {
+        Part & own = parts_[part_];
+        const uint32_t step = own.sent.steps();
+        if (!own.taken.reaches(step - kOne)) return false;  // what was in this slot
+        memcpy(own.slots[step / kOne % 2], data, bytes);
+        own.sent.advance();
+        return true;
+    }
+    bool receive_piece(int part, uint8_t * data, size_t bytes) override {
+        Part & from = parts_[part];
+        const uint32_t step = from.taken.steps();
+        if (!from.sent.reaches(step + kOne)) return false;
+        memcpy(data, from.slots[step / kOne % 2], bytes);
+        from.taken.advance();
+        return true;
+    }
+
     Part * parts_;
     uint32_t step_ = 0;
 };

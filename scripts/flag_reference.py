@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ggpipe.cli.parsing import paragraphs
+from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Command, Option
-from ggpipe.options.table import COMMANDS, OPTIONS, PANELS
+from ggpipe.options.table import OPTIONS, PANELS
 
 _FLAG = re.compile(r"(?<![\w/])(--?[a-z][a-z-]*)")
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"

@@ -55,8 +55,10 @@ def test_what_a_killed_process_left_is_removed_later(tmp_path: Path) -> None:
         left.touch()
     for left in (old, other):
         os.utime(left, (0, 0))
+    finished = tmp_path / ".file[1].d.unfinished"
+    finished.symlink_to("renamed")  # by another process, between listing it and looking at it
     remove_abandoned(path)
-    assert set(tmp_path.iterdir()) == {young, other}
+    assert set(tmp_path.iterdir()) == {young, other, finished}
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), ValueError()])

@@ -1,7 +1,8 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
 cli > server > api > display > planning > measure | sim > runtime > batch | llama | options | transport
-    > cache | chat | cluster | grammar | launch | metrics > core > config > sampling > checks > errors
+    > openai > cache | chat | cluster | launch | metrics > grammar > core | embeddings > config > sampling > checks
+    > errors
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ LAYERS = (  # the lowest first
     {"checks"},
     {"sampling"},
     {"config"},
-    {"core"},
-    {"cache", "chat", "cluster", "grammar", "launch", "metrics"},
+    {"core", "embeddings"},
+    {"grammar"},
+    {"cache", "chat", "cluster", "launch", "metrics"},
+    {"openai"},
     {"batch", "llama", "options", "transport"},
     {"runtime"},
     {"measure", "sim"},
@@ -172,7 +175,7 @@ def test_one_libllama_and_one_ggml_in_a_process() -> None:
     script = (
         "import ggpipe.llama.stage, ggpipe.llama.vocab, ggpipe.llama.sampler, ggpipe.runtime.handshake\n"
         "from ggpipe.llama.libllama import native\n"
-        "native.cpu_features()\n"
+        "native.ggml_version()\n"
         "print(open('/proc/self/maps').read())"
     )
     command = [sys.executable, "-c", script]

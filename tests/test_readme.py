@@ -44,7 +44,7 @@ TUTORIAL = [block.strip() for block in blocks("docs/tutorial.md") if block.start
 TOOLS = [
     line
     for line in commands("README.md", "docs/plan.md", "docs/simulate.md", "docs/profile.md", "docs/bench.md")
-    if "ggpipe generate" not in line and "ggpipe chat" not in line
+    if "ggpipe generate" not in line and "ggpipe chat" not in line and "ggpipe serve" not in line
 ]
 CHAT = sorted({line for line in commands("README.md", "docs/chat.md") if "ggpipe chat" in line})
 
@@ -226,7 +226,7 @@ def test_names_that_the_glossary_explains_exist() -> None:
 def test_batch_scripts() -> None:
     """The shell reads the batch files of the cluster guide."""
     scripts = [block for block in blocks("docs/cluster.md") if "$SLURM" in block or block.startswith("#!")]
-    assert len(scripts) == 3
+    assert len(scripts) == 2
     for script in scripts:
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")

@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from ggpipe.api.feed import Feed
-from ggpipe.chat.reasoning import ReasoningParser
+from ggpipe.chat.answer import ToolCall, WholeAnswer, whole_answer
+from ggpipe.chat.tools.events import Text
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import GgpipeError
 from ggpipe.metrics.stats import RequestStats
@@ -32,6 +33,11 @@ class Answer:
         return self._feed.stats
 
     @property
+    def embedding(self) -> tuple[bytes, ...]:
+        """As `ClientRequest.embedding`, when it is whole."""
+        return self._feed.embedding
+
+    @property
     def tokens(self) -> tuple[Token, ...]:
         """Those that have come."""
         return tuple(self._feed.tokens)
@@ -43,22 +49,31 @@ class Answer:
 
     @property
     def content(self) -> str:
-        """The text without reasoning, where it answers a conversation."""
-        return self._part(is_reasoning=False)
+        """The text without reasoning and calls of tools, where it answers a conversation."""
+        return self._parts.text
 
     @property
     def reasoning(self) -> str:
         """What the model thought before it answered a conversation."""
-        return self._part(is_reasoning=True)
+        return self._parts.reasoning
 
-    def _part(self, is_reasoning: bool) -> str:
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that the model calls, with arguments in JSON. Those of the last one are cut off where the text
+        is."""
+        return tuple(self._parts.calls)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation, which goes on behind it: `messages.append(answer.message)`."""
+        return self._parts.message
+
+    @property
+    def _parts(self) -> WholeAnswer:
         marks = self._feed.marks
         if marks is None:
-            return "" if is_reasoning else self.text
-        parser = ReasoningParser(marks)
-        pieces = [piece for token in self.tokens for piece in parser.feed(marks.text_of(token.id, token.text))]
-        pieces += [*parser.feed(self._feed.rest), *parser.finish()]
-        return "".join(piece.text for piece in pieces if piece.is_reasoning == is_reasoning)
+            return WholeAnswer([Text(self.text)])
+        return whole_answer(marks, self._feed.key, [(t.id, t.text) for t in self.tokens], self._feed.rest)
 
     @property
     def finish(self) -> Finish | None:

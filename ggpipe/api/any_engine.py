@@ -14,6 +14,8 @@ from ggpipe.api.batch import Batch, Cancel, Prompt
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import RequestOptions
 from ggpipe.chat.conversation import Conversation
+from ggpipe.config import Pooling
+from ggpipe.embeddings import Vector
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.options.chat import Chat
 
@@ -79,18 +81,20 @@ class AnyEngine(ABC):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Answer:
-        """Answer a conversation, whose messages and tools are as in OpenAI's API.
+        """Answer a conversation, whose messages, tools and `tool_choice` are as in OpenAI's API.
 
         `chat_template`: in the Jinja language, or "chatml", instead of the model's own. `chat_template_kwargs`: further
         names for it. Raises as `generate`; what the template refuses is the answer's error.
         """
         try:
             chat = Chat(single_turn=True, template=chat_template, template_kwargs=dict(chat_template_kwargs or {}))
-            conversation = chat.of_messages(messages, tools)
+            conversation = chat.of_messages(messages, tools, tool_choice, parallel_tool_calls)
         except GgpipeError as e:
             raise named(e) from None
         return self._answer(messages, conversation, options)
@@ -105,6 +109,31 @@ class AnyEngine(ABC):
         for text in texts:
             _check_prompt(text)
         return Batch(texts, self._n_at_a_time, submit, self._cancel)
+
+    def embed(
+        self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling | None = None, normalize: int = 2
+    ) -> list[Vector]:
+        """The embedding of each text, several at a time: float32 arrays of the model's width, with the pooling `none`
+        one row a token.
+
+        `pooling`: how they are made of the hidden states of a text's tokens; None: as the model's file says.
+        `normalize`: 2 gives them the length 1, -1 leaves them, others are as of `ggpipe serve --embd-normalize`.
+
+        Raises SettingError where the model's file does not say how, UsageError for a bad text.
+        """
+        found = list(texts)
+        for text in found:
+            _check_prompt(text)
+        return self._embed(found, pooling, normalize)
+
+    async def embed_async(
+        self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling | None = None, normalize: int = 2
+    ) -> list[Vector]:
+        """As `embed`, for an event loop. It goes on where the task is cancelled."""
+        return await asyncio.to_thread(self.embed, texts, pooling=pooling, normalize=normalize)
+
+    @abstractmethod
+    def _embed(self, texts: Sequence[Prompt], pooling: Pooling | None, normalize: int) -> list[Vector]: ...
 
     def _answer(self, prompt: object, text: Prompt | Conversation, options: RequestOptions) -> Answer:
         feed, cancel = Feed(), self._cancel

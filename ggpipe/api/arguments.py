@@ -15,10 +15,11 @@ from typing import Any, get_args
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.errors import GgpipeError, SettingError
+from ggpipe.options.commands import COMMANDS
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.settings import Prompt
-from ggpipe.options.table import COMMANDS, OPTIONS, SAMPLING
+from ggpipe.options.table import OPTIONS, SAMPLING
 from ggpipe.sampling import SamplingConfig
 
 NAMES = {
@@ -39,8 +40,11 @@ _WITHOUT_FLAGS = tuple(
         ("post_sampling_probs", "Give the probabilities that the draw had, not those of the model."),
     )
 )
+_OF_SERVERS = ("slot_save_path",)
 ROWS: Mapping[str, Option] = {
-    NAMES.get(row.name, row.name): row for row in (*_COMMAND.options(OPTIONS), *_WITHOUT_FLAGS)
+    NAMES.get(row.name, row.name): row
+    for row in (*_COMMAND.options(OPTIONS), *_WITHOUT_FLAGS)
+    if row.name not in _OF_SERVERS
 }
 """The options of an engine, by keyword."""
 REQUEST_ROWS: Mapping[str, Option] = {name: row for name, row in ROWS.items() if row.record in _OF_REQUESTS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import threading
 import time
@@ -10,18 +11,21 @@ from dataclasses import replace
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from ggpipe.api.any_engine import AnyEngine, Submit
 from ggpipe.api.arguments import REQUEST_ROWS, check_request, named, options_of
 from ggpipe.api.feed import Feed
-from ggpipe.api.http_client import BODY_NAMES, Address, Call
+from ggpipe.api.http_client import Address, Call
 from ggpipe.api.keywords import RequestOptions
-from ggpipe.chat.conversation import Conversation
-from ggpipe.chat.reasoning import ReasoningFormat
-from ggpipe.config import SpeculationConfig
+from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.config import Pooling, SpeculationConfig
 from ggpipe.core.request import Finish, Token, TokenProb
+from ggpipe.embeddings import Vector
 from ggpipe.errors import GgpipeError, RunError, SettingError
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.openai.embeddings import MOST_TEXTS
+from ggpipe.openai.sampling import BODY_NAMES
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import Prompt
@@ -83,6 +87,16 @@ class AttachedEngine(AnyEngine):
 
         return submit
 
+    def _embed(self, texts: Sequence[str | Sequence[int]], pooling: Pooling | None, normalize: int) -> list[Vector]:
+        if pooling is not None:
+            raise SettingError("`pooling` is a setting of the server, for all requests: give it to `ggpipe serve`")
+        found: list[Vector] = []
+        for at in range(0, len(texts), MOST_TEXTS):
+            body = {"input": texts[at : at + MOST_TEXTS], "encoding_format": "base64", "embd_normalize": normalize}
+            answer = Call(self._requests.address).ask("POST", "/v1/embeddings", _Embeddings, body)
+            found += [np.frombuffer(base64.b64decode(one.embedding), "<f4") for one in answer.data]
+        return found
+
 
 def _body(options: RequestOptions) -> dict[str, Any]:
     """Options as a request's body has them; those that are not given are not in it. Raises SettingError, UsageError."""
@@ -109,14 +123,14 @@ class _Requests:
     """Those that have not ended, each with a thread that reads its answer."""
 
     def __init__(self, address: Address) -> None:
-        self._address = address
+        self.address = address
         self._lock = threading.Lock()
         self._calls: dict[Feed, Call] = {}
         self._is_closed = False
 
     def begin(self, prompt: str | Sequence[int] | Conversation, body: Mapping[str, Any], feed: Feed) -> None:
         """Have a prompt continued; what comes of it goes to the feed."""
-        call = Call(self._address)
+        call = Call(self.address)
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
@@ -146,7 +160,7 @@ class _Requests:
         rest, error = "", None
         feed.stats.arrived = time.monotonic()
         try:
-            rest = self._read(call, _tokens(call, prompt, feed), body, feed)
+            rest = self._read(call, _with_prompt(body, call, prompt, feed), feed)
         except GgpipeError as e:
             error = e
         except Exception as e:
@@ -161,10 +175,10 @@ class _Requests:
         if not self._is_closed:
             feed.on_end()
 
-    def _read(self, call: Call, prompt: str | Sequence[int], body: Mapping[str, Any], feed: Feed) -> str:
+    def _read(self, call: Call, body: Mapping[str, Any], feed: Feed) -> str:
         """Text behind the last token. Raises UsageError, RunError."""
         stats = feed.stats
-        for event in call.events("/completion", _Event, {**body, "prompt": prompt, "stream": True}):
+        for event in call.events("/completion", _Event, {**body, "stream": True}):
             stats.n_prompt = event.tokens_evaluated
             if event.stop:
                 event.ends(stats)
@@ -173,19 +187,26 @@ class _Requests:
                 probs = [found for one in event.completion_probabilities for found in one.with_best()]
                 stats.token_times.append(time.monotonic())
                 feed.add(Token(id=token, text=event.content, probs=tuple(probs)))
-        raise RunError(f"the connection to {self._address} was lost: it ended in the middle of the text")
+        raise RunError(f"the connection to {self.address} was lost: it ended in the middle of the text")
 
 
-def _tokens(call: Call, prompt: str | Sequence[int] | Conversation, feed: Feed) -> str | Sequence[int]:
+def _with_prompt(
+    body: Mapping[str, Any], call: Call, prompt: str | Sequence[int] | Conversation, feed: Feed
+) -> dict[str, Any]:
     """What `/completion` takes."""
     if isinstance(prompt, str):
-        return prompt
+        return {**body, "prompt": prompt}
     if not isinstance(prompt, Conversation):
-        return list(prompt)
-    names = {"messages": prompt.messages, "tools": prompt.tools, "chat_template_kwargs": prompt.further}
-    chat = call.ask("POST", "/apply-template", _ChatPrompt, names)
-    feed.marks = chat.reasoning
-    return chat.tokens
+        return {**body, "prompt": list(prompt)}
+    names = {
+        "messages": prompt.messages, "tools": prompt.tools, "chat_template_kwargs": prompt.further,
+        "tool_choice": prompt.choice.to_openai(), "parallel_tool_calls": prompt.choice.parallel,
+    }  # fmt: skip
+    chat = call.ask("POST", "/apply-template", ChatPrompt, names)
+    feed.marks = chat.answer
+    found = {**body, "prompt": chat.tokens}
+    grammar = chat.grammar_beside(body.get("grammar", ""))
+    return {**found, "grammar": grammar} if grammar else found
 
 
 def _closed() -> RunError:
@@ -205,9 +226,12 @@ class _Props(msgspec.Struct):
     default_generation_settings: _Settings
 
 
-class _ChatPrompt(msgspec.Struct):
-    tokens: list[int]
-    reasoning: ReasoningFormat
+class _Embedding(msgspec.Struct):
+    embedding: str
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
 
 
 class _Prob(msgspec.Struct):

@@ -10,14 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self, Unpack
 
+import numpy as np
+
 from ggpipe.api.any_engine import AnyEngine, Submit
 from ggpipe.api.arguments import ROWS, check_request, named, options_of
+from ggpipe.api.batch import Batch
 from ggpipe.api.engine_thread import EngineThread, Prompt
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import EngineOptions, RequestOptions
 from ggpipe.api.panel import Panel
-from ggpipe.config import SpeculationConfig
+from ggpipe.checks import check_range
+from ggpipe.config import MOST_NORM, Pooling, SpeculationConfig
+from ggpipe.core.request import PromptTask
 from ggpipe.display.live.notebook import in_notebook
+from ggpipe.embeddings import Vector, chosen, normalized
 from ggpipe.errors import GgpipeError, LaunchError
 from ggpipe.launch import environment
 from ggpipe.metrics.stats import RankStats
@@ -114,6 +120,18 @@ class Engine(AnyEngine):
                 panel.request(feed)
 
         return submit
+
+    def _embed(self, texts: Sequence[str | Sequence[int]], pooling: Pooling | None, normalize: int) -> list[Vector]:
+        check_range("normalize", normalize, -1, MOST_NORM)
+        own = chosen(pooling, self._thread.ask(lambda engine: engine.model.pooling).result())
+        thread, (sampling, _, speculation) = self._thread, self._request(RequestOptions())
+
+        def submit(text: Prompt, feed: Feed) -> None:
+            thread.submit(feed, text, sampling, 0, speculation, task=PromptTask("embed", pooling=own))
+
+        batch = Batch(texts, self._n_at_a_time, submit, self._cancel)
+        found = [np.array([np.frombuffer(row, np.float32) for row in one.wait().embedding]) for one in batch]
+        return found if own == "none" else [normalized(rows[0], normalize) for rows in found]
 
     def _request(self, options: RequestOptions) -> tuple[SamplingOf, int, SpeculationConfig]:
         try:

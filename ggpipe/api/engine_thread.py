@@ -1,6 +1,7 @@
 """The thread that starts the ranks, waits for them, and ends them. All that happens to their engine happens in it.
 
-The kernel ends mpirun with the thread that has started it, so no rank is left when this process dies.
+The kernel ends mpirun with the thread that has started it, so no rank is left when this process dies. Where the user
+has started the ranks, the thread is the first one of them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ggpipe.api.arguments import in_keywords, named
 from ggpipe.api.feed import Feed
 from ggpipe.chat.conversation import Conversation
-from ggpipe.config import EngineConfig, SpeculationConfig
-from ggpipe.core.request import Finish
-from ggpipe.errors import GgpipeError, RunError, UsageError
+from ggpipe.config import EngineConfig, SamplingConfig, SpeculationConfig
+from ggpipe.core.request import Finish, PromptTask
+from ggpipe.errors import GgpipeError, RunError, SilentRankError, UsageError
 from ggpipe.launch.job import Job
 from ggpipe.metrics.stats import RankStats
 from ggpipe.options.option import Options
@@ -31,6 +32,11 @@ from ggpipe.runtime.channel.started import User, supervised
 from ggpipe.runtime.channel.supervisor import Supervisor
 
 _LOG = logging.getLogger("ggpipe")
+_LAST_WORDS_S = 1.0
+
+if TYPE_CHECKING:
+    from ggpipe.runtime.head import Head
+    from ggpipe.runtime.session import LocalRanks
 
 T = TypeVar("T")
 
@@ -46,14 +52,18 @@ class EngineThread:
         options: Options,
         show: Callable[[str], None] | None = None,
         named: Callable[[GgpipeError], GgpipeError] = named,
+        first_rank: Callable[[Callable[[Head], int]], int] | None = None,
     ) -> None:
         """Starts at once; `loaded` says how that went.
 
         `show` gets lines for the user, and `named` makes errors, in which settings have the user's names; the default
-        is the logger `ggpipe`, and keywords.
+        is the logger `ggpipe`, and keywords. `first_rank`: makes this process the first of ranks that the user has
+        started, and calls what it is given with their head; these are not started again.
         """
         self.ranks: Sequence[RankStats] = ()
         """All ranks in order; nothing before the first has loaded."""
+        self.n_cells = 0
+        """KV cells in use."""
         self.loaded = Feed()
         """Ends when the models are loaded, or with why they are not."""
         self.ended = Feed()
@@ -72,8 +82,12 @@ class EngineThread:
         """Those of `ask` that were not answered."""
         self._error: GgpipeError | None = None
         """Why nothing is served any more."""
-        self._supervisor: Supervisor | None = None
+        self._first_rank = first_rank
+        self._ranks: Supervisor | LocalRanks | None = None
+        self._head: Head | None = None
+        """Of ranks that the user has started."""
         self._is_closing = False
+        self._closing = threading.Event()
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="ggpipe engine", daemon=True)
         self._thread.start()
@@ -88,20 +102,25 @@ class EngineThread:
         n_predict: int,
         speculation: SpeculationConfig,
         cache_prompt: bool = True,
+        task: PromptTask | None = None,
+        user: str = "",
     ) -> None:
-        """Have a prompt continued; what comes of it goes to the feed."""
+        """Have a prompt continued, or something else done with it; what comes of it goes to the feed. `user`: as of
+        `Request`."""
 
         def call(engine: EngineClient) -> None:
             if feed not in self._feeds:  # cancelled before
                 return
             try:
-                tokens = _tokens(engine, prompt, feed)
-                engine.check_prompt(tokens)
                 drawn = sampling(engine.sampling)
+                tokens, drawn = _read(engine, prompt, feed, drawn)
+                engine.check_prompt(tokens)
             except UsageError as e:
                 self._end(feed, error=self._named(e))
                 return
-            request = engine.submit(tokens, drawn, n_predict, speculation, feed.stats, cache_prompt)
+            request = engine.submit(
+                tokens, drawn, n_predict, speculation, feed.stats, cache_prompt, task=task, user=user
+            )
             self._feeds[feed], self._of_request[request.id] = request, feed
 
         with self._lock:
@@ -110,7 +129,7 @@ class EngineThread:
                 self._calls.append(call)
         if self._error is not None:
             feed.end(error=self._error)
-        self._waker.wake()
+        self._wake()
 
     def cancel(self, feed: Feed) -> None:
         """End a request soon."""
@@ -125,7 +144,7 @@ class EngineThread:
 
         with self._lock:
             self._calls.append(call)
-        self._waker.wake()
+        self._wake()
 
     def ask(self, question: Callable[[EngineClient], T]) -> concurrent.futures.Future[T]:
         """What the engine answers. Errors of the user's input are those of the future."""
@@ -151,7 +170,7 @@ class EngineThread:
                 self._calls.append(call)
         if self._error is not None and not answer.done():
             answer.set_exception(self._error)
-        self._waker.wake()
+        self._wake()
         return answer
 
     @property
@@ -162,35 +181,50 @@ class EngineThread:
     @property
     def is_restarting(self) -> bool:
         """Ranks died, and new ones are started while requests wait."""
-        return self.loaded.has_ended and self._supervisor is not None and self._supervisor.is_loading
+        return self.loaded.has_ended and self._ranks is not None and self._ranks.is_loading
 
     @property
     def n_restarts(self) -> int:
         """How often ranks were started again."""
-        return self._supervisor.n_restarts if self._supervisor is not None else 0
+        return self._ranks.n_restarts if self._ranks is not None else 0
 
     def stop(self) -> None:
         """End what is going on and all ranks, soon."""
         with self._lock:
             self._is_closing = True
-            supervisor = self._supervisor
-        if supervisor is not None:
-            supervisor.stop()
-        self._waker.wake()
+            ranks = self._ranks
+        if ranks is not None:
+            ranks.stop()
+        self._wake()
+
+    def fail(self, error: GgpipeError) -> None:
+        """End with this error, soon. Only where the user has started the ranks."""
+        if self._head is not None:
+            self._head.fail(lambda: error)
+        self._wake()
 
     def close(self) -> None:
         """End what is going on and all ranks, and wait until they have left. A second call does nothing."""
         if os.getpid() != self._process:  # a fork of this process, which has no such thread
             return
         self.stop()
+        self._closing.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _wake(self) -> None:
+        self._waker.wake()
+        if self._head is not None:
+            self._head.channel.inbox.call()
 
     # In the thread
 
     def _run(self) -> None:
         error: GgpipeError = RunError("the engine is closed")
         try:
+            if self._first_rank is not None:
+                self._first_rank(self._be_first)
+                return
             n_ranks = ranks_to_start(self._config, self._options[Ranks].hostfile) or 1
             job = Job(self._options.arguments({}), n_ranks, self._options[Ranks].hostfile)
             user = User(show=self._show, report=lambda _: None, waker=self._waker)
@@ -205,11 +239,25 @@ class EngineThread:
         finally:
             self._fail(error)
 
-    def _begin(self, supervisor: Supervisor) -> None:
+    def _be_first(self, head: Head) -> int:
+        from ggpipe.runtime.session import LocalRanks  # which a process that starts its ranks does not need
+
+        self._head, ranks = head, LocalRanks(head)
+        self._begin(ranks)
+        try:
+            self._serve(ranks.load())
+        except GgpipeError as e:
+            self._fail(self._named(e))
+            if isinstance(e, SilentRankError):  # which ends this process at once
+                self._closing.wait(_LAST_WORDS_S)
+            raise
+        return 0
+
+    def _begin(self, ranks: Supervisor | LocalRanks) -> None:
         with self._lock:
-            self._supervisor, self.ranks = supervisor, supervisor.ranks
+            self._ranks, self.ranks = ranks, ranks.ranks
         if self._is_closing:
-            supervisor.stop()
+            ranks.stop()
 
     def _serve(self, engine: EngineClient) -> None:
         for warning in engine.warnings:
@@ -218,7 +266,9 @@ class EngineThread:
         while not self._is_closing:
             while self._calls:
                 self._calls.popleft()(engine)
-            for event in engine.step():
+            events = engine.step()
+            self.n_cells = engine.n_cells
+            for event in events:
                 feed = self._of_request.get(event.request.id)
                 match event:
                     case TokenReady(_, token) if feed is not None:
@@ -227,7 +277,10 @@ class EngineThread:
                         del self._of_request[request.id]
                         for line in request.not_saved:
                             self._show(line)
+                        feed.n_saved_bytes, feed.embedding = request.n_saved_bytes, request.embedding
                         error = self._named(request.error) if request.error is not None else None
+                        if request.task is not None and request.not_saved:
+                            error = RunError("; ".join(request.not_saved))
                         self._end(feed, request.rest, error)
 
     def _end(self, feed: Feed, rest: str = "", error: GgpipeError | None = None) -> None:
@@ -251,15 +304,18 @@ class EngineThread:
         self._waker.close()
 
 
-def _tokens(engine: EngineClient, prompt: Prompt, feed: Feed) -> tuple[int, ...]:
+def _read(
+    engine: EngineClient, prompt: Prompt, feed: Feed, sampling: SamplingConfig
+) -> tuple[tuple[int, ...], SamplingConfig]:
+    """A prompt's tokens, and how those of its answer are drawn."""
     match prompt:
         case str():
-            return engine.tokenize(prompt)
+            return engine.tokenize(prompt), sampling
         case Conversation():
             chat = engine.tokenize_chat(prompt)
-            feed.marks = chat.reasoning
-            return chat.tokens
-    return tuple(prompt)
+            feed.marks = chat.answer
+            return chat.tokens, chat.held(sampling)
+    return tuple(prompt), sampling
 
 
 def _show(line: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Callable
 
-from ggpipe.chat.reasoning import ReasoningFormat
+from ggpipe.chat.answer import AnswerFormat
 from ggpipe.core.request import Token
 from ggpipe.errors import GgpipeError
 from ggpipe.metrics.stats import RequestStats
@@ -21,10 +22,16 @@ class Feed:
         self.on_end = on_end
         self.tokens: list[Token] = []
         """They only grow."""
+        self.n_saved_bytes = 0
+        """As `ClientRequest.n_saved_bytes`."""
+        self.embedding: tuple[bytes, ...] = ()
+        """As `ClientRequest.embedding`."""
         self.rest = ""
         """Text of a character whose last bytes never came."""
-        self.marks: ReasoningFormat | None = None
-        """How reasoning is marked in an answer to a conversation."""
+        self.marks: AnswerFormat | None = None
+        """How reasoning is marked in an answer to a conversation, and how tools are called."""
+        self.key = secrets.token_hex(8)
+        """Ids of calls are made of it."""
         self.error: GgpipeError | None = None
         self.has_ended = False
         self._changed = threading.Condition()
@@ -75,17 +82,21 @@ class Feed:
             with self._changed:
                 if self._has(n_tokens):
                     return n_tokens is not None and len(self.tokens) > n_tokens
-                changed = asyncio.Event()
+                changed = loop.create_future()
                 self._waiting.append(_waker(loop, changed))
-            await changed.wait()
+            await changed
 
     def _has(self, n_tokens: int | None) -> bool:
         return self.has_ended or (n_tokens is not None and len(self.tokens) > n_tokens)
 
 
-def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[[], None]:
+def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Future[None]) -> Callable[[], None]:
+    def come() -> None:
+        if not changed.done():  # cancelled
+            changed.set_result(None)
+
     def wake() -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(changed.set)
+            loop.call_soon_threadsafe(come)
 
     return wake

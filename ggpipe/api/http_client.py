@@ -16,11 +16,9 @@ import msgspec
 
 from ggpipe.api.arguments import REQUEST_ROWS
 from ggpipe.errors import GgpipeError, RunError, SettingError, UsageError
+from ggpipe.openai.sampling import BODY_NAMES
 
 T = TypeVar("T")
-
-BODY_NAMES = {"temp": "temperature"}
-"""What bodies of requests call a keyword, where it has another name."""
 
 _CONNECT_S = 10
 """How long a connection may take."""

@@ -153,6 +153,8 @@ class EngineOptions(RequestOptions, total=False):
     """Keep what ended requests computed, for prompts that begin alike. Default: True."""
     n_ctx: int
     """Context size in tokens; 0: the model's own. Default: 0."""
+    warmup: bool
+    """Take the memory of all KV cells while loading; else each takes its own when it is used first. Default: False."""
     n_requests: int
     """Requests that are served at the same time; further ones wait. They share the context. Default: 1."""
     n_batch: int
@@ -192,7 +194,7 @@ class EngineOptions(RequestOptions, total=False):
     """Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a
     machine that cannot be reached go to the others. Default: 0."""
     hostfile: File
-    """Machines to start ranks on, in mpirun's format."""
+    """Machines to start ranks on, in mpirun's format. Default: those of the Slurm job, or this one."""
     draft: File
     """GGUF file of the draft model: a smaller one of the same family. It runs on the ranks behind the / of
     `layer_split`, else inside the first rank."""

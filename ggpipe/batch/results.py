@@ -9,18 +9,38 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ggpipe.batch.bodies import Answered, body_of
 from ggpipe.batch.tasks import Task
+from ggpipe.chat.answer import AnswerFormat, whole_answer
+from ggpipe.core.request import Token
 from ggpipe.errors import RunError, UsageError
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.openai.answers import chat_logprobs, finish_reason, text_logprobs, timings, usage
 
 OutputFormat = Literal["openai", "specinfer"]
 
 _PART = ".part"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text that was written for a task."""
+
+    prompt: int
+    """Its prompt's number in the task."""
+    stats: RequestStats
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[Token]
+    rest: str
+    """Text of a character whose last bytes never came."""
+    marks: AnswerFormat | None
+    """How reasoning and calls are marked in the answer to a conversation; None: it is a text."""
 
 
 class Results:
@@ -54,12 +74,12 @@ class Results:
         """Tasks that have an answer."""
         return len(self._answered)
 
-    def answer(self, task: Task, answered: Answered) -> None:
+    def answer(self, task: Task, texts: Sequence[Text]) -> None:
         """Write an answer. Raises RunError."""
-        response = {"status_code": 200, "request_id": task.id, "body": body_of(task.id, self._model, answered)}
+        response = {"status_code": 200, "request_id": task.id, "body": body_of(task.id, self._model, texts)}
         entry: dict[str, Any] = {"id": task.id, "custom_id": task.custom_id, "response": response, "error": None}
         if self._format == "specinfer":
-            entry["token_ids"] = [*answered.prompt, *(token.id for token in answered.tokens)]
+            entry["token_ids"] = [[*text.prompt_tokens, *(token.id for token in text.tokens)] for text in texts]
         self._write(entry)
         self._answered[task.id] = entry
 
@@ -115,18 +135,20 @@ class Results:
         """As SpecInfer writes them: latency in microseconds, runs of the target, tokens, prompt and text."""
         parts = []
         for task in self._tasks:
-            if (entry := self._answered.get(task.id)) is None or task.ask is None:
+            if (entry := self._answered.get(task.id)) is None or task.body is None:
                 continue
-            body, prompt = entry["response"]["body"], task.ask.prompt
-            choice, timings = body["choices"][0], body["timings"]
-            text = choice["text"] if "text" in choice else choice["message"]["content"]
-            n_steps = body["usage"]["completion_tokens"] - timings["draft_n_accepted"]
-            parts += [
-                f"end-to-end latency: {(timings['prompt_ms'] + timings['predicted_ms']) * 1000:.3f}",
-                f"num decoding steps: {n_steps}",
-                f"token IDs: {','.join(map(str, entry['token_ids']))}",
-                (prompt if isinstance(prompt, str) else "") + text,
-            ]
+            body, prompts = entry["response"]["body"], task.body.prompts
+            choices, timing = body["choices"], body["timings"]
+            n_steps = body["usage"]["completion_tokens"] - timing.get("draft_n_accepted", 0)
+            for i, (choice, tokens) in enumerate(zip(choices, entry["token_ids"], strict=True)):
+                prompt = prompts[i * len(prompts) // len(choices)]
+                text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
+                parts += [
+                    f"end-to-end latency: {(timing['prompt_ms'] + timing['predicted_ms']) * 1000:.3f}",
+                    f"num decoding steps: {n_steps}",
+                    f"token IDs: {','.join(map(str, tokens))}",
+                    (prompt if isinstance(prompt, str) else "") + text,
+                ]
         try:
             self._path.write_bytes("".join(part + "\n" for part in parts).encode("utf-8", "surrogateescape"))
             if not self.n_failed:
@@ -143,3 +165,27 @@ def _entry(line: bytes) -> dict[str, Any] | None:
         return None
     is_answer = isinstance(entry, dict) and isinstance(entry.get("id"), str) and isinstance(entry.get("response"), dict)
     return entry if is_answer else None
+
+
+def body_of(identity: str, model: str, texts: Sequence[Text]) -> dict[str, Any]:
+    """A response of OpenAI's API to a task."""
+    return {
+        "id": identity,
+        "object": "text_completion" if texts[0].marks is None else "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(identity, index, text) for index, text in enumerate(texts)],
+        "usage": usage(texts),
+        "timings": timings(texts[0].stats),
+    }
+
+
+def _choice(identity: str, index: int, text: Text) -> dict[str, Any]:
+    if text.marks is None:
+        written = "".join(token.text for token in text.tokens) + text.rest
+        choice = {"index": index, "finish_reason": finish_reason(text.stats), "text": written}
+        return {**choice, "logprobs": text_logprobs(text.tokens)}
+    pieces = [(token.id, token.text) for token in text.tokens]
+    answer = whole_answer(text.marks, f"{identity}/{index}", pieces, text.rest)
+    choice = {"index": index, "finish_reason": finish_reason(text.stats, answer), "message": answer.message}
+    return {**choice, "logprobs": chat_logprobs(text.tokens)}

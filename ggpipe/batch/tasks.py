@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ggpipe.batch.bodies import Ask, ask_of
 from ggpipe.chat.conversation import Conversation
 from ggpipe.errors import UsageError
+from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, GenerationBody, Prompt
+from ggpipe.openai.decode import convert
+from ggpipe.openai.sampling import BODY_NAMES
+from ggpipe.sampling import SamplingConfig
 
 Format = Literal["lines", "specinfer", "openai"]
 
 _ID_DIGITS = 16
+_KINDS: dict[str, type[GenerationBody]] = {COMPLETIONS: CompletionBody, CHAT: ChatBody}
+_IGNORED = frozenset({"metadata", "parallel_tool_calls", "service_tier", "store", "user"})
+"""Fields of OpenAI's API that change nothing here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +36,7 @@ class Task:
     """Made of its place in the file and of its text."""
     custom_id: str | None
     """The user's name for it; else its number, from 1 on. None: it has none that can be read."""
-    ask: Ask | None = None
+    body: GenerationBody | None = None
     """What is to be answered."""
     error: str = ""
     """Why it cannot be."""
@@ -90,8 +97,9 @@ def _from_text(number: int, prompt: Any, to_conversation: ToConversation) -> Tas
     identity = _id(number, repr(prompt))
     if not isinstance(prompt, str) or not prompt:
         return Task(id=identity, custom_id=str(number), error=f"must be a text, got {json.dumps(prompt)[:100]}")
-    ask = Ask(prompt=to_conversation(prompt) or prompt)
-    return Task(id=identity, custom_id=str(number), ask=ask, key=ask.key)
+    chat = to_conversation(prompt)
+    body = CompletionBody(prompt=prompt) if chat is None else ChatBody(messages=list(chat.messages))
+    return Task(id=identity, custom_id=str(number), body=body, key=_key(body.prompts))
 
 
 def _from_line(number: int, line: str) -> Task:
@@ -104,10 +112,46 @@ def _from_line(number: int, line: str) -> Task:
         if not isinstance(custom_id, str):
             custom_id = None
             raise ValueError("custom_id must be a text")
-        ask = ask_of(found.get("method", "POST"), found.get("url"), found.get("body"))
+        body = _body(found.get("method", "POST"), found.get("url"), found.get("body"))
+        key = _key(body.prompts)
     except (ValueError, UsageError, RecursionError) as e:
-        return Task(id=identity, custom_id=custom_id, error=f"line {number}: {e}")
-    return Task(id=identity, custom_id=custom_id, ask=ask, key=ask.key)
+        return Task(id=identity, custom_id=custom_id, error=f"line {number}: {_named(str(e))}")
+    return Task(id=identity, custom_id=custom_id, body=body, key=key)
+
+
+def _body(method: object, url: object, body: object) -> GenerationBody:
+    """What a line asks for. Raises UsageError that names what is wrong."""
+    if method != "POST":
+        raise UsageError(f"method must be POST, got {method!r}")
+    if not isinstance(url, str) or url not in _KINDS:
+        raise UsageError(f"url must be {' or '.join(_KINDS)}, got {url!r}")
+    if not isinstance(body, dict):
+        raise UsageError("body must be an object")
+    kind = _KINDS[url]
+    for name, value in body.items():
+        if value is not None and name not in kind.__struct_fields__ and name not in _IGNORED:
+            raise UsageError(f"body.{name} is not known here")
+    own = convert(kind, body)
+    own.check()
+    own.sampling(SamplingConfig())
+    own.most_tokens(-1)
+    return own
+
+
+def _named(message: str) -> str:
+    """With the names that bodies have."""
+    return re.sub(r"`(\w+)`", lambda found: f"`{BODY_NAMES.get(found[1], found[1])}`", message)
+
+
+def _key(prompts: Sequence[Prompt]) -> str:
+    """Those of prompts that begin alike begin alike."""
+    match prompts[0]:
+        case str() as text:
+            return text
+        case Conversation(messages=messages, tools=tools):
+            return json.dumps([tools, messages])
+        case tokens:
+            return " ".join(map(str, tokens))
 
 
 def _id(number: int, text: str) -> str:
@@ -120,7 +164,7 @@ def _without_doubles(tasks: Sequence[Task]) -> list[Task]:
     seen: set[str | None] = {None}
     kept = []
     for task in tasks:
-        if task.ask is not None and task.custom_id in seen:
+        if task.body is not None and task.custom_id in seen:
             task = Task(id=task.id, custom_id=task.custom_id, error=f"custom_id {task.custom_id} occurs twice")
         seen.add(task.custom_id)
         kept.append(task)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ggpipe.chat.reasoning import ReasoningFormat
+from ggpipe.chat.answer import AnswerFormat
+from ggpipe.chat.tools.choice import ToolChoice
+from ggpipe.errors import BodyError
+from ggpipe.sampling import SamplingConfig
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -23,10 +26,18 @@ class Conversation:
     """As in OpenAI's API: `role`, `content`, and what else the template knows."""
     tools: tuple[dict[str, Any], ...] = ()
     """Functions that the model may call, as in OpenAI's API."""
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    """Whether it must."""
     template: str | None = None
     """In the Jinja language; None: the model's own, or ChatML where it has none."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Further names for the template, such as `enable_thinking`."""
+
+    @property
+    def begun(self) -> dict[str, Any] | None:
+        """The last message, where it is the model's own: an answer to be gone on with. None: it is to be answered."""
+        last = self.messages[-1] if len(self.messages) > 1 else {}
+        return last if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,24 @@ class ChatPrompt:
 
     tokens: tuple[int, ...]
     """Up to where the model's answer begins."""
-    reasoning: ReasoningFormat
-    """How the model marks reasoning in its answer."""
+    answer: AnswerFormat
+    """How the model marks reasoning in its answer, and calls tools."""
     text: str = ""
     """What the template wrote."""
+    grammar: str = ""
+    """What holds the model to calls that can be read, in GBNF; empty: nothing."""
+    must_call: bool = False
+    """The answer must be a call."""
+
+    def grammar_beside(self, own: str) -> str:
+        """The grammar for the answer. `own`: the user's, which comes first. Raises BodyError where it forbids what
+        `tool_choice` demands."""
+        if own and self.must_call:
+            why = "demands a call, which `grammar` or a JSON schema forbids: give one of them"
+            raise BodyError(f"`tool_choice` {why}", "tool_choice")
+        return own or self.grammar
+
+    def held(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Settings with the grammar for the answer. Raises as `grammar_beside`."""
+        grammar = self.grammar_beside(sampling.grammar)
+        return sampling if grammar == sampling.grammar else replace(sampling, grammar=grammar)

@@ -7,8 +7,7 @@ marks are those that llama.cpp knows.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -22,17 +21,27 @@ class ReasoningFormat:
     """What may stand in front of the answer, and is no part of it."""
     is_open: bool = False
     """The prompt ends inside the reasoning: its template wrote the first mark."""
-    token_texts: Mapping[int, str] = field(default_factory=dict)
-    """Texts of the model's special tokens that are parts of marks; other special tokens have no text."""
+    is_usual: bool = False
+    """The template knows the marks, and the prompt does not end behind the reasoning."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks."""
         return (*self.begins, *self.ends, *self.answers)
 
-    def text_of(self, token: int, text: str) -> str:
-        """The text to be parsed when a token comes; `text` is what comes with it, of itself or of earlier ones."""
-        return text + self.token_texts.get(token, "")
+    def begun(self, reasoning: str, text: str) -> tuple[list[tuple[str, bool]], ReasoningFormat]:
+        """An answer to be gone on with: its pieces as the model would have written them, as `ChatTemplate.pieces`, and
+        how the rest of it is marked."""
+        pieces = [] if self.is_open or not reasoning else [(self.begins[0] + "\n", False)]
+        if reasoning:
+            pieces.append((reasoning, True))
+        has_reasoning = self.is_open or bool(reasoning)
+        if not text:
+            return pieces, replace(self, is_open=has_reasoning)
+        mark = "".join(self.answers[1:2] or self.answers[:1]) if has_reasoning else "".join(self.answers[:1])
+        before = ("\n" + self.ends[0] + (mark or "\n\n")) if has_reasoning else mark
+        pieces += [(before, False), (text, True)] if before else [(text, True)]
+        return pieces, replace(self, is_open=False, begins=(), answers=())
 
 
 _THINK = ReasoningFormat(begins=("<think>",), ends=("</think>",))
@@ -58,20 +67,16 @@ _FAMILIES = (
 """The first one whose mark is in a template is the model's."""
 
 
-def reasoning_format(
-    template: str, generation_prompt: str, special_tokens: Mapping[str, int] | None = None
-) -> ReasoningFormat:
+def reasoning_format(template: str, generation_prompt: str) -> ReasoningFormat:
     """The marks that a model was trained with.
 
-    `template`: its source. `generation_prompt`: what it writes behind the last message, for the model to go on.
-    `special_tokens`: tokens that have no text when they are generated, by their names. Models whose template has no
-    mark may have been trained with `<think>` all the same.
+    `template`: its source. `generation_prompt`: what it writes behind the last message, for the model to go on. Models
+    whose template has no mark may have been trained with `<think>` all the same.
     """
     found = next((family for family in _FAMILIES if family.begins[0] in template), _THINK)
     is_open = generation_prompt.rstrip().endswith(found.begins)
-    special = special_tokens or {}
-    texts = {token: text for text, token in special.items() if any(text in mark for mark in found.marks)}
-    return replace(found, is_open=is_open, token_texts=texts)
+    is_over = any(mark in generation_prompt for mark in found.ends) and not is_open
+    return replace(found, is_open=is_open, is_usual=found.begins[0] in template and not is_over)
 
 
 class Piece(NamedTuple):

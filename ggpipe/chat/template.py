@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ggpipe.chat.literals import Literals
+from ggpipe.chat.tools.messages import for_template
 from ggpipe.errors import SettingError, UsageError
 
 
@@ -57,6 +58,21 @@ class ChatTemplate:
             return self._template.render(messages=plain, tools=None if tools is None else _plain(tools), **names)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
             raise UsageError(f"the model's chat template does not take this conversation: {e}") from e
+
+    def conversation(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], **further: object
+    ) -> tuple[str, str]:
+        """As `render`, with tools and calls as this template wants them; and the end of it, as `generation_prompt`."""
+        for arguments_as_text in (False, True):
+            written = for_template(messages, tools, self.source, arguments_as_text)
+            try:
+                text = self.render(written, tools or None, add_generation_prompt=True, **further)
+            except UsageError:
+                if arguments_as_text or not any(message.get("tool_calls") for message in messages):
+                    raise
+            else:
+                break
+        return text, self.generation_prompt(text, written, tools or None, **further)
 
     def generation_prompt(
         self,

@@ -13,8 +13,9 @@ from ggpipe.cli.messages import flush_stdout, reach_front_end, report, show
 from ggpipe.cli.parsing import make_app
 from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
 from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
+from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Command, Options
-from ggpipe.options.table import COMMANDS, OPTIONS
+from ggpipe.options.table import OPTIONS
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -11,6 +11,9 @@ _BARE = {  # options that may stand without a value: the value that this means, 
     "--color": ("on", ("on", "off", "auto")),
 }
 
+_SAME = {"--log-jsonl": "--log-format=json"}
+"""Options of llama.cpp that are a value of another one here."""
+
 _FREE_TEXT = (
     "-p",
     "--prompt",
@@ -29,6 +32,7 @@ _FREE_TEXT = (
 def normalise(arguments: Sequence[str]) -> list[str]:
     """`--top_k` becomes `--top-k`; a bare `--numa`, `-fa` or `--color` gets its value."""
     out: list[str] = []
+    arguments = [_SAME.get(argument, argument) for argument in arguments]
     is_value = False
     for i, argument in enumerate(arguments):
         if is_value:

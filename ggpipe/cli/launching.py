@@ -21,14 +21,16 @@ from ggpipe.runtime.channel.client import StartedRanks
 from ggpipe.runtime.channel.messages import Profiled
 from ggpipe.runtime.channel.started import User, started, supervised
 from ggpipe.runtime.channel.supervisor import Supervisor
-from ggpipe.runtime.signals import Signals
+from ggpipe.runtime.signals import Signals, leave
 
 if TYPE_CHECKING:
     from ggpipe.runtime.head import Head
-    from ggpipe.runtime.process import Attend, Say
+    from ggpipe.runtime.process import Attend, Report, Say
     from ggpipe.transport.base import Transport
 
-USER = User(show=show, report=report, leave=Signals.leave)
+USER = User(show=show, report=report, leave=leave)
+
+NO_RESTART = "`restart` does nothing here: ggpipe starts only ranks again that it has started itself, with `shares`"
 
 FrontEnd = Callable[[StartedRanks], int]
 """What a command does with its ranks; returns the exit code."""
@@ -57,8 +59,14 @@ def run_command(
                 with supervised(job, config, n_restarts, options.arguments, USER, follow) as ranks:
                     return front_end(ranks)
     if options[Ranks].restart and options.is_given("restart") and environment.has_user():
-        warn("`restart` does nothing here: ggpipe starts only ranks again that it has started itself, with `shares`")
-    return _run_this_rank(config, front_end, options[Log].verbose)
+        warn(NO_RESTART)
+
+    def head(ranks: Head) -> int:
+        from ggpipe.runtime.session import LocalRanks
+
+        return front_end(LocalRanks(ranks))
+
+    return run_this_rank(config, head, options[Log].verbose)
 
 
 def run_side_by_side(
@@ -139,18 +147,20 @@ def _signals() -> Iterator[Signals]:
         signals.restore()
 
 
-def _run_this_rank(config: EngineConfig, front_end: FrontEnd, verbose: bool) -> int:
-    """Be one of the ranks."""
+def run_this_rank(
+    config: EngineConfig,
+    head: Callable[[Head], int],
+    verbose: bool,
+    report: Report = report,
+    signals: Signals | None = None,
+) -> int:
+    """Be one of the ranks; `head` is what the first one does, and gives the exit code. `signals`: those of a server."""
     from ggpipe.llama import libllama  # the process that starts the ranks does not need it
     from ggpipe.runtime.process import run_rank
-    from ggpipe.runtime.session import LocalRanks
-
-    def head(ranks: Head) -> int:
-        return front_end(LocalRanks(ranks))
 
     libllama.set_log_level(2 if verbose else 5)
     if not config.pipeline.auto:
-        return run_rank(config, head, None, report, show)
+        return run_rank(config, head, None, report, show, signals)
     from ggpipe.planning.auto import settle
 
-    return run_rank(config, head, settle, report, show)
+    return run_rank(config, head, settle, report, show, signals)

@@ -1,7 +1,8 @@
 """Which requests are served at the same time, and how many KV cells each of them is promised.
 
-A request is admitted when the cells are there that its text may take up; until then it waits, and those behind it
-wait as well. What is promised to nobody holds kept prefixes and draft tokens.
+Next is the user of whom the fewest requests are being served; among such users they take turns, and a user's own
+requests come in their order. A request is admitted when the cells are there that its text may take up; until then it
+waits, and those behind it wait as well. What is promised to nobody holds kept prefixes and draft tokens.
 """
 
 from __future__ import annotations
@@ -25,29 +26,37 @@ class Admission:
         """Requests that are served, by their ids; the scheduler removes those that have ended."""
         self._limits = limits
         self._prefixes = prefixes
-        self._waiting: collections.deque[Arrived] = collections.deque()
+        self._waiting: dict[str, list[Arrived]] = {}
+        """By user, in the order of their turns; no list is empty."""
 
     def wait(self, arrived: Arrived) -> None:
         """A request waits until it is admitted."""
-        self._waiting.append(arrived)
+        self._waiting.setdefault(arrived.request.user, []).append(arrived)
 
     def withdraw(self, request_id: int) -> bool:
         """A request does not wait any more. Returns whether it did."""
-        kept = [arrived for arrived in self._waiting if arrived.request.id != request_id]
-        did_wait = len(kept) < len(self._waiting)
-        self._waiting = collections.deque(kept)
-        return did_wait
+        for user, waiting in self._waiting.items():
+            kept = [arrived for arrived in waiting if arrived.request.id != request_id]
+            if len(kept) < len(waiting):
+                waiting[:] = kept
+                if not kept:
+                    del self._waiting[user]
+                return True
+        return False
 
     def admit(self) -> Iterator[RequestState]:
         """Admit as many of those that wait as there is room for, one after the other."""
         while self._waiting and len(self.states) < self._limits.n_requests:
-            arrived = self._waiting[0]
+            n_served = collections.Counter(state.request.user for state in self.states.values())
+            user = min(self._waiting, key=lambda user: n_served[user])
+            arrived = self._waiting[user][0]
             request = arrived.request
             reserve = self._reserve(request)
-            reuse, n_last = request.cache_prompt, 1 + len(request.replayed)
+            reuse, n_last = request.cache_prompt and not request.restores, len(request.prompt) - request.wanted.start
             if not self._prefixes.fits(request.prompt, reuse, reserve, self._n_promised, n_last):
                 return
-            self._waiting.popleft()
+            if others := self._waiting.pop(user)[1:]:
+                self._waiting[user] = others  # behind the other users
             prefix = self._prefixes.open(request.prompt, reuse, n_last)
             arrived.counters.cached_tokens = prefix.n_tokens
             state = RequestState(
@@ -88,6 +97,11 @@ class Admission:
         return self._limits.n_ctx - self._prefixes.n_held - self._n_promised
 
     @property
+    def n_cells(self) -> int:
+        """Cells in use: of requests, kept prefixes and draft tokens."""
+        return self._prefixes.n_cells + self._n_used
+
+    @property
     def _n_promised(self) -> int:
         """Cells outside the prefix cache that requests hold or have reserved."""
         return sum(state.n_cells for state in self.states.values() if state.is_open)
@@ -99,6 +113,6 @@ class Admission:
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""
-        assert self._prefixes.n_cells + self._n_used <= self._limits.n_ctx
+        assert self.n_cells <= self._limits.n_ctx
         assert self.spare_cells >= 0
         assert len(self.states) <= self._limits.n_requests

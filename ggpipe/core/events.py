@@ -71,6 +71,14 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskDone:
+    """All stages have restored a request's prompt, or `is_whole` is false and some have not."""
+
+    request: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The user wants no more of a request."""
 
@@ -82,7 +90,7 @@ class Tick:
     """The time has come that `wake_at` named: the scheduler's, or a drafter's."""
 
 
-Event = Arrived | RunEnded | Sampled | RowNeeded | RowFetched | NoToken | Drafted | Stop | Tick
+Event = Arrived | RunEnded | Sampled | RowNeeded | RowFetched | NoToken | Drafted | TaskDone | Stop | Tick
 
 
 # Actions
@@ -115,6 +123,14 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Replay:
     """The rows that a resumed request's next tokens were drawn from, in order."""
+
+    request: int
+    rows: tuple[RowLogits, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """The next rows of hidden states that a request's embedding is made of, in order."""
 
     request: int
     rows: tuple[RowLogits, ...]
@@ -158,4 +174,4 @@ class Finished:
     reason: Finish
 
 
-Action = Submit | Sample | Fetch | Replay | Emit | Cancel | Steer | RunDone | Finished
+Action = Submit | Sample | Fetch | Replay | Embed | Emit | Cancel | Steer | RunDone | Finished

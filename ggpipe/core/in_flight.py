@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ggpipe.core.events import Cancel, Submit
-from ggpipe.core.messages import KvOp, Row, RowLogits, Run, RunRecord, RunResult, Save, Want
+from ggpipe.core.messages import KvOp, Restore, Row, RowLogits, Run, RunRecord, RunResult, Save, Want
 from ggpipe.core.tree import Node, SequenceIds
 
 Owner = TypeVar("Owner")
@@ -122,8 +122,9 @@ class InFlight(Generic[Owner]):
         """Put the waiting operations into the pipeline by themselves."""
         return Submit(self._enter((), (), now))
 
-    def submit_save(self, owner: Owner, save: Save, now: float) -> Submit:
-        """Have a sequence of an owner saved, behind the waiting operations; it is cancelled with its text's runs."""
+    def submit_save(self, owner: Owner, save: Save | Restore, now: float) -> Submit:
+        """Have a sequence of an owner saved or restored, behind the waiting operations; it is cancelled with its text's
+        runs."""
         run = self._enter((), (), now, save)
         if owner in self._of:
             self._runs[run.id].saved = frozenset(part.run for part in self.of(owner) if part.n_text)
@@ -134,7 +135,7 @@ class InFlight(Generic[Owner]):
         parts: Sequence[Part[Owner]],
         wants: tuple[Want, ...],
         now: float,
-        save: Save | None = None,
+        save: Save | Restore | None = None,
         kept_from: int | None = 0,
     ) -> Run:
         rows = tuple(row for part in parts for row in part.rows)

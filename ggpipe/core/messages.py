@@ -28,8 +28,9 @@ class KvOp:
 class WantKind(enum.IntEnum):
     """What a row's logits are needed for."""
 
-    TOP = 0  # the n best, with the log-sum-exp of all; n = 1 is the argmax
+    TOP = 0  # the n best; n = 1 is the argmax
     FULL = 1  # all of them
+    HIDDEN = 2  # nothing: the last hidden state is wanted, which they are made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class Want:
     banned: tuple[int, ...] = ()
     keeps: bool = False
     """The last rank keeps the whole row, until a run says that it is not needed any more (`Run.kept_from`)."""
+    sums: bool = True
+    """The log-sum-exp is needed, unless n is 1."""
+    also: tuple[int, ...] = ()
+    """Further tokens whose logits are sent, after those of the n best; none of them is banned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,18 @@ class Save:
     request: int
     seq: int
     tokens: tuple[int, ...]
+    file: str = ""
+    """Name in the folder of saved prefixes; empty: the prompt cache's file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Put these tokens from the folder of saved prefixes into an empty sequence."""
+
+    request: int
+    seq: int
+    tokens: tuple[int, ...]
+    file: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,22 +103,26 @@ class Run:
     ops: tuple[KvOp, ...] = ()
     wants: tuple[Want, ...] = ()
     cancelled: bool = False
-    save: Save | None = None
-    """Of a run without rows: what to save behind its operations."""
+    save: Save | Restore | None = None
+    """Of a run without rows: what to save, or to restore, behind its operations."""
     kept_from: int = 0
     """Rows that are kept of runs before this one are not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogits:
-    """What came back for one row: token ids (best first) with their logits; FULL: logits of all ids in order."""
+    """What came back for one row: token ids (best first, then those of `Want.also`) with their logits; FULL: logits of
+    all ids in order; HIDDEN: the last hidden state."""
 
     row: int
     ids: tuple[int, ...] | None
     logits: Any
-    """TOP: floats, as many as ids. FULL: a float32 array of the vocabulary's size."""
+    """TOP: floats, as many as ids. FULL: a float32 array of the vocabulary's size. HIDDEN: one of the model's width, or
+    an empty one where the model has none."""
     log_sum_exp: float
-    """Of all logits; not a number when only the best one was wanted, which does not need it."""
+    """Of all logits; not a number where it was not wanted."""
+    n_also: int = 0
+    """How many of the last ones are only here because `Want.also` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,6 +188,12 @@ class PrefixCache:
                     self._evict(shorter)
         return True
 
+    def erase(self, tokens: Tokens) -> None:
+        """Give up the kept sequences that these tokens begin with, or are. Others that share cells with them stay."""
+        segments = [segment for segment, n in self._tree.along(tokens) if n == segment.end]
+        for kept in [kept for segment in segments for kept in segment.kept]:
+            self._evict(kept)
+
     # Room
 
     def fits(self, prompt: Sequence[int], reuse: bool, reserve: int, n_others: int, n_last: int = 1) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
-from ggpipe.config import Saves, SpeculationConfig
+from ggpipe.config import Pooling, Saves, SpeculationConfig
 from ggpipe.errors import UsageError
 
 
@@ -90,6 +90,31 @@ class Limits:
         return min(self.n_batch, self.n_ubatch)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTask:
+    """What is done with a request's prompt, instead of continuing it."""
+
+    kind: Literal["save", "restore", "erase", "embed"]
+    """`save`: compute what the prefix cache has not of it, and write all but its last token to disk. `restore`: put it
+    into the prefix cache from there. `erase`: take what it begins with out of the prefix cache. `embed`: give its
+    embedding."""
+    file: str = ""
+    """Name in the folder of saved prefixes."""
+    pooling: Pooling = "last"
+    """Of the embedding."""
+
+    def check(self, limits: Limits, has_folder: bool) -> None:
+        """Raises UsageError for what cannot be done in a pipeline of these limits. `has_folder`: for saved prefixes."""
+        if self.kind == "embed":
+            return
+        if not limits.n_prefixes:
+            raise UsageError(
+                "nothing is kept of ended requests: `exact` needs `flash_attn` for it, and a model that can"
+            )
+        if self.kind != "erase" and not has_folder:
+            raise UsageError("there is no folder for prefixes: name one with `slot_save_path`")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A prompt to continue."""
@@ -115,8 +140,21 @@ class Request:
     """Its sampler needs the rows that its text was drawn from. When it is resumed, they come back once more."""
     is_stopped: bool = False
     """There is a stop string in the text that other ranks generated: nothing is left to do."""
+    user: str = ""
+    """Whom it is for: users take turns where requests wait."""
     saves: Saves = "nothing"
     """What is written to disk: the prompt but its last token when that is computed, or at the end all that is."""
+    task: PromptTask | None = None
+
+    @property
+    def restores(self) -> bool:
+        """Its prompt is to be put into the prefix cache, and nothing else."""
+        return self.task is not None and self.task.kind == "restore"
+
+    @property
+    def file(self) -> str:
+        """The name of its file in the folder of saved prefixes; empty: it has none."""
+        return self.task.file if self.task is not None else ""
 
     @property
     def drafts(self) -> bool:
@@ -124,9 +162,22 @@ class Request:
         return self.speculation.mode != "iterative" and bool(self.drafters)
 
     @property
-    def replayed(self) -> range:
-        """Positions of the rows that its resumed text was drawn from, where they are to come back once more."""
+    def embeds(self) -> bool:
+        """Its prompt's embedding is wanted, and nothing else."""
+        return self.task is not None and self.task.kind == "embed"
+
+    @property
+    def wanted(self) -> range:
+        """Positions of the rows of its prompt that are to come back, besides the last one: those that its resumed text
+        was drawn from, or that its embedding is made of."""
         end = len(self.prompt) - 1
+        if self.task is not None and self.task.kind == "embed":
+            match self.task.pooling:
+                case "last":
+                    return range(end, end)
+                case "cls":
+                    return range(min(end, 1))
+            return range(end)
         return range(end - self.n_resumed if self.remembers_rows else end, end)
 
     def is_over(self, n_ctx: int) -> Finish | None:

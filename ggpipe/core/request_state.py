@@ -2,6 +2,8 @@
 
 phase       leaves when                                                to
 PREFILL     the prompt's last chunk is submitted                       DECODING
+            its prompt is to be restored from disk                     RESTORING
+RESTORING   all stages have done so                                    ENDING
 DECODING    the logits of the last accepted token are back             SAMPLING
 SAMPLING    the next token is sampled                                  DECODING
 any above   the text ends, is long enough, fills the context,          ENDING
@@ -17,18 +19,21 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ggpipe.core.draft_messages import ROOT, MicroBatch
+from ggpipe.core.draft_messages import ROOT, Begin, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration, Pace
-from ggpipe.core.messages import Want
+from ggpipe.core.messages import Want, WantKind
 from ggpipe.core.radix_tree import Prefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 from ggpipe.core.tree import Node, Tree
+
+_MOST_WHOLE_ROWS = 64  # in a run, of a prompt: libllama has room for all tokens' logits of each
 
 
 class Phase(enum.Enum):
     """Where a request is, see the module's text."""
 
     PREFILL = enum.auto()
+    RESTORING = enum.auto()
     DECODING = enum.auto()
     SAMPLING = enum.auto()
     ENDING = enum.auto()
@@ -36,7 +41,8 @@ class Phase(enum.Enum):
 
 
 _NEXT: Mapping[Phase, frozenset[Phase]] = {
-    Phase.PREFILL: frozenset({Phase.DECODING, Phase.ENDING}),
+    Phase.PREFILL: frozenset({Phase.RESTORING, Phase.DECODING, Phase.ENDING}),
+    Phase.RESTORING: frozenset({Phase.ENDING}),
     Phase.DECODING: frozenset({Phase.SAMPLING, Phase.ENDING}),
     Phase.SAMPLING: frozenset({Phase.DECODING, Phase.ENDING}),
     Phase.ENDING: frozenset({Phase.ENDED}),
@@ -142,7 +148,31 @@ class RequestState:
     def saves_prompt(self) -> bool:
         """Its prompt is saved as soon as all but its last token is in the pipeline."""
         new = len(self.request.prompt) - 1 > self.counters.cached_tokens
-        return self.request.saves == "prompt" and new and not self.is_saved
+        return self.request.saves == "prompt" and (new or self.request.task is not None) and not self.is_saved
+
+    def prompt_end(self, n_most: int) -> int:
+        """Where the next run may end in its prompt, with so many rows of it at most."""
+        end, wanted = self.n_past + n_most, self.request.wanted
+        if self.saves_prompt:
+            end = min(end, len(self.request.prompt) - 1)
+        if self.n_past < wanted.stop and self.want.kind is not WantKind.TOP:
+            end = min(end, max(wanted.start, self.n_past) + _MOST_WHOLE_ROWS)
+        return end
+
+    def begin(self, n_ctx: int) -> Begin:
+        """What drafters are sent of it, in a context of that size."""
+        request = self.request
+        return Begin(
+            request=request.id,
+            prompt=request.prompt,
+            n_left=(self.reserve if request.n_predict >= 0 else n_ctx) - len(request.prompt),
+            lead=self.lead,
+            ends=request.ends,
+            banned=request.banned,
+            speculation=request.speculation,
+            cache_prompt=request.cache_prompt,
+            saves=request.saves,
+        )
 
     @property
     def n_depths(self) -> int:

@@ -29,11 +29,12 @@ from dataclasses import replace
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import one_request, several_requests
 from ggpipe.core.batching.load import Load, Take
-from ggpipe.core.draft_messages import Accepted, Begin, Done, MicroBatch
+from ggpipe.core.draft_messages import Accepted, Done, MicroBatch
 from ggpipe.core.events import (
     Action,
     Arrived,
     Drafted,
+    Embed,
     Emit,
     Event,
     Fetch,
@@ -48,16 +49,15 @@ from ggpipe.core.events import (
     Sampled,
     Steer,
     Stop,
+    TaskDone,
     Tick,
 )
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
-from ggpipe.core.messages import Row, RowLogits, RunResult, Save, Want, WantKind
+from ggpipe.core.messages import Restore, Row, RowLogits, RunResult, Save, Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import Phase, RequestState
 from ggpipe.core.run_cost import RunCost
-
-_MOST_REPLAYED = 64  # whole rows in a run: each has the logits of all tokens
 
 
 class Scheduler:
@@ -97,6 +97,8 @@ class Scheduler:
                     self._end(state, Finish.NO_TOKEN, actions)
             case Drafted(batch):
                 self._drafted(batch)
+            case TaskDone(request_id, is_whole):
+                self._restored(request_id, is_whole, actions)
             case Stop(request_id):
                 self._stop(request_id, actions)
             case Tick():
@@ -123,6 +125,11 @@ class Scheduler:
     def n_in_flight(self) -> int:
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
         return self._in_flight.n_computed
+
+    @property
+    def n_cells(self) -> int:
+        """KV cells in use: of requests, kept prefixes and draft tokens."""
+        return self._admission.n_cells
 
     def counters(self, request: int) -> Counters:
         """A request's numbers, kept up to date until it is finished. Raises KeyError when it is not being served."""
@@ -153,36 +160,35 @@ class Scheduler:
             return
         if not 0 < n_prompt - request.n_resumed < n_ctx:
             raise ValueError(f"a prompt of {n_prompt - request.n_resumed} tokens in {n_ctx} cells")
+        if request.task is not None and request.task.kind == "erase":
+            self._prefixes.erase(request.prompt)
+            actions.append(Finished(request.id, Finish.LENGTH))
+            return
         self._admission.wait(arrived)
         self._admit(actions)
 
     def _admit(self, actions: list[Action]) -> None:
         for state in self._admission.admit():
-            if state.request.drafts:
-                actions.append(Steer(self._begin(state)))
+            request = state.request
+            if request.restores:
+                state.enter(Phase.RESTORING)
+                self._admission.make_room()
+                restore = Restore(request.id, state.tree.own, request.prompt, request.file)
+                actions.append(self._in_flight.submit_save(state, restore, self._now))
+            elif request.drafts:
+                self._lead(state)
+                actions.append(Steer(state.begin(self._limits.n_ctx)))
 
-    def _begin(self, state: RequestState) -> Begin:
-        request = state.request
-        limit = state.reserve if request.n_predict >= 0 else self._limits.n_ctx
-        return Begin(
-            request=request.id,
-            prompt=request.prompt,
-            n_left=limit - len(request.prompt),
-            lead=self._lead(state),
-            ends=request.ends,
-            banned=request.banned,
-            speculation=request.speculation,
-            cache_prompt=request.cache_prompt,
-            saves=request.saves,
-        )
+    def _restored(self, request_id: int, is_whole: bool, actions: list[Action]) -> None:
+        if (state := self._states.get(request_id)) is not None and state.is_open:
+            state.n_past = len(state.request.prompt) if is_whole else 0
+            self._end(state, Finish.LENGTH, actions)
 
     def _lead(self, state: RequestState) -> int:
         """How far drafters may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
-        if others:
-            state.lead = several_requests.lead(self._load, state, others)
-        else:
-            state.lead = one_request.lead(self._load, state)
+        load = self._load
+        state.lead = several_requests.lead(load, state, others) if others else one_request.lead(load, state)
         return state.lead
 
     def _stop(self, request_id: int, actions: list[Action]) -> None:
@@ -231,7 +237,7 @@ class Scheduler:
         if any(state.phase is Phase.SAMPLING for state in self._states.values()):
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
-            states = [state for state in self._states.values() if state.is_open]
+            states = [s for s in self._states.values() if s.is_open and s.phase is not Phase.RESTORING]
             if not states:
                 return
             self._load.spare_cells = self._admission.spare_cells
@@ -243,11 +249,13 @@ class Scheduler:
                 return
 
     def _save(self, state: RequestState, tokens: tuple[int, ...], actions: list[Action]) -> None:
-        save = Save(state.request.id, state.tree.own, tokens)
+        save = Save(state.request.id, state.tree.own, tokens, state.request.file)
         actions.append(self._in_flight.submit_save(state, save, self._now))
 
     def _submit(self, takes: Sequence[Take], actions: list[Action]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
+        if not self._limits.partial_prefixes:  # libllama orders the rows of several sequences as it likes
+            takes = [take for take in takes if not take.state.request.embeds] or takes[:1]
         for take in takes:
             state, prompt = take.state, take.state.request.prompt[:-1]
             if take.n_prompt and state.saves_prompt and state.n_past == len(prompt):
@@ -266,12 +274,7 @@ class Scheduler:
 
     def _part(self, take: Take, wants: dict[Want, int]) -> Part[RequestState] | None:
         state, tree, request = take.state, take.state.tree, take.state.request
-        end = state.n_past + take.n_prompt
-        if state.saves_prompt:
-            end = min(end, len(request.prompt) - 1)
-        replayed = request.replayed
-        if replayed and state.want.kind is WantKind.FULL:
-            end = min(end, max(replayed.start, state.n_past) + _MOST_REPLAYED)
+        end = state.prompt_end(take.n_prompt)
         nodes, most = take.nodes, len(take.nodes) if take.most is None else take.most
         if take.n_prompt:
             self._prefixes.stands_at(state.prefix, state.n_past)
@@ -281,10 +284,9 @@ class Scheduler:
         own = (tree.own,)
         rows = []
         for i in range(state.n_past, end):
-            index = wants.setdefault(state.want, len(wants)) if i in replayed else -1
+            index = wants.setdefault(state.want, len(wants)) if i in request.wanted else -1
             rows.append(Row(token=request.prompt[i], pos=i, seqs=own, request=request.id, want=index))
-        if state.n_past < end:
-            state.n_past = end
+        state.n_past = max(state.n_past, end)
         placed = tree.place(nodes, self._in_flight.next_run, most)
         for node in placed:
             want = state.want
@@ -316,7 +318,8 @@ class Scheduler:
                 self._end_if_drained(state, actions)
                 continue
             if part.text_answers:
-                actions.append(Replay(part.request, tuple(part.text_answers)))
+                rows = tuple(part.text_answers)
+                actions.append(Embed(part.request, rows) if state.request.embeds else Replay(part.request, rows))
             self._sample(state, actions)
 
     def _cancel(self, runs: Sequence[int], actions: list[Action]) -> None:
@@ -336,6 +339,8 @@ class Scheduler:
         root = state.tree.root
         if root.answer is None or state.phase is not Phase.DECODING or state.is_fetching:
             return
+        if state.request.embeds:
+            actions.append(Embed(state.request.id, (root.answer,)))
         if state.request.n_predict == 0:
             self._end(state, Finish.LENGTH, actions)
             return
@@ -343,8 +348,7 @@ class Scheduler:
         actions.append(Sample(state.request.id, root.answer))
 
     def _row_needed(self, request_id: int, actions: list[Action]) -> None:
-        state = self._states.get(request_id)
-        if state is None or not state.is_open:
+        if (state := self._states.get(request_id)) is None or not state.is_open:
             return  # stopped meanwhile
         state.enter(Phase.DECODING)
         state.is_fetching = True
@@ -352,16 +356,14 @@ class Scheduler:
         actions.append(Fetch(request_id, root.run, root.answer.row))
 
     def _row_fetched(self, request_id: int, row: RowLogits, actions: list[Action]) -> None:
-        state = self._states.get(request_id)
-        if state is None or not state.is_open:
+        if (state := self._states.get(request_id)) is None or not state.is_open:
             return
         state.is_fetching = False
         state.tree.root.answer = row
         self._sample(state, actions)
 
     def _sampled(self, event: Sampled, actions: list[Action]) -> None:
-        state = self._states.get(event.request)
-        if state is None or not state.is_open:
+        if (state := self._states.get(event.request)) is None or not state.is_open:
             return  # stopped meanwhile
         state.want = event.want
         if event.end:
@@ -393,6 +395,5 @@ class Scheduler:
             self._steering.append(Steer(Accepted(state.request.id, state.epoch, tokens, self._lead(state))))
 
     def _drafted(self, batch: MicroBatch) -> None:
-        state = self._states.get(batch.request)
-        if state is not None and state.is_open:
+        if (state := self._states.get(batch.request)) is not None and state.is_open:
             state.add(batch, self._now)

@@ -266,21 +266,29 @@ class _Parser:
 
 
 def _empty_rules(rules: dict[str, _Rule]) -> frozenset[str]:
-    """Rules that need not read a character."""
-    users: dict[str, set[str]] = {}
-    for name, rule in rules.items():
-        for alternative in rule.alternatives:
-            for part in alternative:
-                users.setdefault(part.rule, set()).add(name)
+    """Rules that need not read a character. Each alternative is looked at once for each of its rules: there may be
+    thousands of both."""
+    alternatives = [
+        (name, {part.rule for part in alternative if not part.is_optional})
+        for name, rule in rules.items()
+        for alternative in rule.alternatives
+    ]
+    n_left = [len(needed) for _, needed in alternatives]
+    users: dict[str, list[int]] = {}
+    for number, (_, needed) in enumerate(alternatives):
+        for name in needed:
+            users.setdefault(name, []).append(number)
     empty: set[str] = set()
-    waiting = list(rules)
+    waiting = [name for name, needed in alternatives if not needed]
     while waiting:
         name = waiting.pop()
         if name in empty:
             continue
-        if any(all(part.is_optional or part.rule in empty for part in alt) for alt in rules[name].alternatives):
-            empty.add(name)
-            waiting += users.get(name, ())
+        empty.add(name)
+        for number in users.get(name, ()):
+            n_left[number] -= 1
+            if not n_left[number]:
+                waiting.append(alternatives[number][0])
     return frozenset(empty)
 
 

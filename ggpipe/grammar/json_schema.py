@@ -21,6 +21,7 @@ from ggpipe.grammar.pattern import PatternError, pattern_rule
 
 _MOST_REPEATED = 2000
 _MOST_DEPTH = 100
+_MOST_OPTIONAL = 4000  # libllama follows a way for each of them
 _FORMATS = ("date", "time", "date-time", "uuid")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
@@ -51,7 +52,15 @@ def grammar_of(text: str) -> str:
         raise UsageError(f"`json_schema` is not JSON: {e}") from e
     except RecursionError as e:
         raise UsageError("`json_schema` is too deep") from e
-    return _Converter(schema).text({"type": "object"} if schema == {} else schema)
+    root, rules = rules_of({"type": "object"} if schema == {} else schema, schema)
+    return "\n".join((f"{ROOT} ::= {root}", *(f"{name} ::= {rule}" for name, rule in rules.items()), ""))
+
+
+def rules_of(schema: Any, document: Any, prefix: str = "") -> tuple[str, dict[str, str]]:
+    """A schema's rule, and the rules that it names: `RULES`, and others whose names begin with `prefix`. References
+    point into the document. Raises UsageError as `grammar_of`."""
+    converter = _Converter(document, prefix)
+    return converter.visit(schema, ""), converter.rules
 
 
 def _wrong(place: str, why: str) -> UsageError:
@@ -59,21 +68,17 @@ def _wrong(place: str, why: str) -> UsageError:
 
 
 class _Converter:
-    def __init__(self, document: Any) -> None:
+    def __init__(self, document: Any, prefix: str) -> None:
         self._document = document
-        self._rules: dict[str, str] = {}
+        self._prefix = prefix
+        self.rules: dict[str, str] = {}
         self._of_refs: dict[str, str] = {}
         self._depth = 0
 
-    def text(self, schema: Any) -> str:
-        """The grammar of a schema, whose references point into the document."""
-        root = self._visit(schema, "")
-        return "\n".join((f"{ROOT} ::= {root}", *(f"{name} ::= {rule}" for name, rule in self._rules.items()), ""))
-
     def _use(self, name: str) -> str:
         """The name of one of the rules that all schemas share."""
-        if name not in self._rules:
-            self._rules[name] = RULES[name]
+        if name not in self.rules:
+            self.rules[name] = RULES[name]
             for other in rules_named_in(RULES[name]):
                 self._use(other)
         return name
@@ -82,11 +87,11 @@ class _Converter:
         """A rule of this schema alone."""
         if re.fullmatch("[a-z0-9-]+", rule):
             return rule
-        name = f"r{len(self._rules)}-{re.sub('[^a-zA-Z0-9]+', '-', place)[-40:].strip('-')}".rstrip("-")
-        self._rules[name] = rule
+        name = f"{self._prefix}r{len(self.rules)}-{re.sub('[^a-zA-Z0-9]+', '-', place)[-40:].strip('-')}".rstrip("-")
+        self.rules[name] = rule
         return name
 
-    def _visit(self, schema: Any, place: str) -> str:
+    def visit(self, schema: Any, place: str) -> str:
         """The name of the rule for a schema at a place in the document (`/properties/a`)."""
         self._depth += 1
         if self._depth > _MOST_DEPTH:
@@ -132,7 +137,7 @@ class _Converter:
         return found
 
     def _any(self, schemas: Sequence[Any], place: str) -> str:
-        return " | ".join(self._visit(schema, f"{place}/{i}") for i, schema in enumerate(schemas))
+        return " | ".join(self.visit(schema, f"{place}/{i}") for i, schema in enumerate(schemas))
 
     def _values(self, values: Sequence[Any], schema: Mapping[str, Any], place: str) -> str:
         types = self._types(schema, place)
@@ -160,9 +165,9 @@ class _Converter:
     def _ref(self, ref: Any, place: str) -> str:
         target = self._target(ref, place)
         if ref not in self._of_refs:
-            self._of_refs[ref] = name = f"ref{len(self._of_refs)}"
-            self._rules[name] = ""  # it may refer to itself
-            self._rules[name] = self._rule(target, ref[1:])
+            self._of_refs[ref] = name = f"{self._prefix}ref{len(self._of_refs)}"
+            self.rules[name] = ""  # it may refer to itself
+            self.rules[name] = self._rule(target, ref[1:])
         return self._of_refs[ref]
 
     def _merged(self, schema: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -260,10 +265,12 @@ class _Converter:
         }
         first = [pairs[name] for name in dict.fromkeys(required)]
         optional = [pair for name, pair in pairs.items() if name not in required]
+        if len(optional) > _MOST_OPTIONAL:
+            raise _wrong(place, f"has {len(optional)} optional properties, of which {_MOST_OPTIONAL} are supported")
         comma = f'"," {space}'
         tail = ""
         if more is not False:
-            value = self._visit(more, f"{place}/additionalProperties")
+            value = self.visit(more, f"{place}/additionalProperties")
             key = self._add(f"{place}-key", other_strings(schemas)) if schemas else self._use("string")
             self._use("plain")
             other = self._add(f"{place}-more", f"{key} {colon} {value}")
@@ -281,7 +288,7 @@ class _Converter:
         return f'"{{" {space} {inside} {space} "}}"'
 
     def _pair(self, name: str, schema: Any, place: str) -> str:
-        value, space = self._visit(schema, f"{place}/properties/{name}"), self._use("space")
+        value, space = self.visit(schema, f"{place}/properties/{name}"), self._use("space")
         return self._add(f"{place}-{name}", f'{literal(name)} {space} ":" {space} {value}')
 
     def _array(self, schema: Mapping[str, Any], place: str) -> str:
@@ -291,7 +298,7 @@ class _Converter:
         if not isinstance(prefix, list):
             raise _wrong(f"{place}/prefixItems", "must be a list")
         least, most = self._bounds(schema, "minItems", "maxItems", place)
-        firsts = [self._visit(item, f"{place}/prefixItems/{i}") for i, item in enumerate(prefix)]
+        firsts = [self.visit(item, f"{place}/prefixItems/{i}") for i, item in enumerate(prefix)]
         if firsts and "minItems" not in schema:
             least = len(firsts) if most is None else min(len(firsts), most)
         if firsts and "maxItems" not in schema and least <= len(firsts):
@@ -303,7 +310,7 @@ class _Converter:
         comma = f'"," {space}'
         rest = ""
         if most is None or most > len(firsts):
-            item = self._visit(items, f"{place}/items")
+            item = self.visit(items, f"{place}/items")
             further = self._add(f"{place}-further", f"{comma} {item}")
             n_least, n_most = max(least - len(firsts), 0), None if most is None else most - len(firsts)
             if firsts:

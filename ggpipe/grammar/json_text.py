@@ -39,10 +39,11 @@ def rules_named_in(rule: str) -> list[str]:
 
 def literal(value: Any) -> str:
     """A part of a rule that is a value as JSON writes it."""
-    return _quoted(json.dumps(value, ensure_ascii=False))
+    return quoted(json.dumps(value, ensure_ascii=False))
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A part of a rule that is this text."""
     return '"' + "".join(_ESCAPES.get(character, character) for character in text) + '"'
 
 
@@ -72,11 +73,14 @@ def other_strings(names: Mapping[str, Any]) -> str:
 def _other(tree: Mapping[str, Any]) -> str:
     """What goes on from here to another text than those of the tree."""
     characters = [character for character in tree if character]
-    escaped = "".join(_class_character(character) for character in characters)
+    escaped = "".join(class_character(character) for character in characters)
     ways = [rf'[^"\\\x7F\x00-\x1F{escaped}] plain*']
-    ways += [f"{_quoted(character)} {_other(tree[character])}" for character in characters]
+    ways += [f"{quoted(character)} {_other(tree[character])}" for character in characters]
     return f"( {' | '.join(ways)} )" + ("" if "" in tree else "?")
 
 
-def _class_character(character: str) -> str:
-    return "\\" + character if character in "[]-" else f"\\x{ord(character):02X}" if character in "^" else character
+def class_character(character: str) -> str:
+    """A character between a rule's brackets."""
+    if character in "[]-\\":
+        return "\\" + character
+    return f"\\x{ord(character):02X}" if character in "^\r\n\t" else character

@@ -12,9 +12,11 @@ A Slurm batch script alone also has SLURM_PROCID, in a step of one task.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -32,7 +34,7 @@ def rank_in_environment() -> int | None:
     for variable in _RANK_VARIABLES:
         if (rank := _number(variable)) is not None:
             return rank
-    if (_number("SLURM_STEP_NUM_TASKS") or 1) > 1:
+    if is_srun():
         return _number("SLURM_PROCID") or 0
     return None
 
@@ -40,6 +42,11 @@ def rank_in_environment() -> int | None:
 def is_rank() -> bool:
     """A launcher started this process."""
     return rank_in_environment() is not None
+
+
+def is_srun() -> bool:
+    """srun started this process, or the launcher that did."""
+    return (_number("SLURM_STEP_NUM_TASKS") or 1) > 1
 
 
 def is_served() -> bool:
@@ -64,8 +71,12 @@ def _number(variable: str) -> int | None:
 
 
 def mpi_environment() -> dict[str, str]:
-    """What Open MPI wants to know from the environment; others ignore it."""
-    environment = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    """What mpirun wants to know from the environment; others ignore it.
+
+    In a Slurm job mpirun starts its daemons with srun, which would wait for ever for the cores of a step that has them:
+    one that ends on a machine that was lost, or the one that this process is in.
+    """
+    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "SLURM_OVERLAP": "1"}
     if os.geteuid() == 0:
         for launcher in ("OMPI", "PRTE"):
             environment[f"{launcher}_ALLOW_RUN_AS_ROOT"] = "1"
@@ -102,6 +113,14 @@ def end_job(exit_code: int) -> int:
     if "PMI_RANK" in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
         os.kill(os.getpid(), signal.SIGTERM)
     return exit_code
+
+
+def notify_systemd(state: str) -> None:
+    """Tell systemd how a service stands, `READY=1`, where it wants to know that (`Type=notify`)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+            own.sendto(state.encode(), f"\0{address[1:]}" if address.startswith("@") else address)
 
 
 def die_with_parent() -> None:

@@ -14,6 +14,7 @@ from ggpipe.launch.hostfile import hosts_of, write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
 from ggpipe.launch.placement import Placement, listed
 from ggpipe.launch.reach import unreachable
+from ggpipe.launch.slurm import allocated_hosts
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,36 @@ class Job:
     hostfile: Path | None
     """The user's."""
     hosts: tuple[str, ...] = ()
-    """The machine of each rank; empty: as the hostfile has them."""
+    """The machine of each rank; empty: as `slots` has them."""
     line: str = ""
     """For the user: how it differs from what was asked for."""
 
+    @property
+    def slots(self) -> list[str]:
+        """The machine of each rank that there is room for; empty: this machine. Raises LaunchError."""
+        return slots_of(self.hostfile) if self.n_ranks > 1 or self.hostfile is not None else []
+
     @contextlib.contextmanager
     def hosts_in_file(self) -> Iterator[Path | None]:
-        """The hostfile for mpirun; one of our own is there as long as the context."""
-        if not self.hosts:
+        """The hostfile for mpirun; one of our own is there as long as the context. Raises LaunchError."""
+        hosts = self.hosts or (self.slots if self.hostfile is None else ())
+        if not hosts:
             yield self.hostfile
             return
         with tempfile.TemporaryDirectory(prefix="ggpipe-") as folder:
             own = Path(folder, "hosts")
-            write_hostfile(own, self.hosts, not is_open_mpi(find_mpirun()))
+            write_hostfile(own, hosts, not is_open_mpi(find_mpirun()))
             yield own
+
+
+def slots_of(hostfile: Path | None) -> list[str]:
+    """The machine of each rank that there is room for: those of a hostfile, else those of the Slurm job that this
+    process is in; empty: this machine. Raises LaunchError for a hostfile that cannot be read."""
+    return allocated_hosts() if hostfile is None else hosts_of(hostfile)
 
 
 def jobs_again(
     first: Job,
-    hostfile: Path,
     config: EngineConfig,
     arguments: Callable[[Mapping[str, object]], list[str]],
     attend: Callable[[], None],
@@ -54,7 +66,7 @@ def jobs_again(
     `arguments` makes a command line of the user's with some options changed. `attend` is called while machines are
     looked for, and may raise. Raises LaunchError when none can be reached.
     """
-    slots, pipeline, draft = hosts_of(hostfile), config.pipeline, config.draft
+    slots, pipeline, draft = first.slots, config.pipeline, config.draft
     split: Split | None = None
     if pipeline.shares is not None:
         draft_shares, draft_group_sizes = (draft.shares, draft.group_sizes) if draft is not None else ((), ())
@@ -74,7 +86,7 @@ def jobs_again(
         changes["tensor_split"] = ",".join(map(repr, now.tensor_split)) or None
     lost = [host for host in dict.fromkeys(before.hosts) if host in away]
     line = f"{listed(lost)} cannot be reached: {now.changes_since(before)}"
-    jobs = [Job(arguments(changes), len(now.hosts), hostfile, now.hosts, line)]
+    jobs = [Job(arguments(changes), len(now.hosts), first.hostfile, now.hosts, line)]
     if draft is not None and now.split is not None and not now.split.draft_shares:
         changes |= {"draft.model": None, "mode": None}
         jobs.append(replace(jobs[0], arguments=arguments(changes), line="going on without the draft model"))

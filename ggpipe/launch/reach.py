@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import subprocess
 import tempfile
 import time
@@ -18,40 +19,47 @@ _LIMIT_S = 10.0
 _TIMES = 4.0  # as long as the slowest machine that was reached: all of them may be busy
 _MOST_S = 30.0
 _TICK_S = 0.05
+_MARK = b"reached"
 
 
 def unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
     """The machines on which mpirun starts no process within ten seconds, or within a multiple of what others take.
 
-    All are tried at the same time. `attend` is called while it waits, and may raise to give up. Raises LaunchError when
-    there is no mpirun.
+    All are tried at the same time. A process has started when what it prints arrives: mpirun itself may never end
+    (seen in Slurm jobs, where several run at a time). `attend` is called while it waits, and may raise to give up.
+    Raises LaunchError when there is no mpirun.
     """
-    mpirun, waiting, away = find_mpirun(), dict[str, subprocess.Popen[bytes]](), set[str]()
+    mpirun, printed = find_mpirun(), dict.fromkeys(hosts, b"")
     for_hydra = not is_open_mpi(mpirun)
     with tempfile.TemporaryDirectory(prefix="ggpipe-") as folder, contextlib.ExitStack() as stack:
-        for i, host in enumerate(dict.fromkeys(hosts)):
+        waiting = stack.enter_context(selectors.DefaultSelector())
+        for i, host in enumerate(printed):
             own = Path(folder, str(i))
             write_hostfile(own, [host], for_hydra)
-            waiting[host] = subprocess.Popen(
-                [*mpirun_command(mpirun, 1, own, ()), "true"],
+            process = subprocess.Popen(
+                [*mpirun_command(mpirun, 1, own, ()), "echo", _MARK],
                 env={**os.environ, **mpi_environment()},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-            stack.callback(_end, waiting[host])
+            stack.callback(_end, process)
+            assert process.stdout is not None
+            waiting.register(stack.enter_context(process.stdout), selectors.EVENT_READ, host)
         begun, limit_s = time.monotonic(), _MOST_S
-        while waiting and (passed_s := time.monotonic() - begun) < limit_s:
+        while waiting.get_map() and (passed_s := time.monotonic() - begun) < limit_s:
             attend()
-            for host in [host for host, process in waiting.items() if process.poll() is not None]:
-                if waiting.pop(host).returncode == 0:
+            for key, _ in waiting.select(_TICK_S):
+                more = os.read(key.fd, 4096)
+                printed[key.data] += more
+                is_there = _MARK in printed[key.data]
+                if is_there or not more:
+                    waiting.unregister(key.fileobj)
+                if is_there:
                     limit_s = min(max(_LIMIT_S, _TIMES * passed_s), _MOST_S)
-                else:
-                    away.add(host)
-            time.sleep(_TICK_S)
-    return away.union(waiting)
+    return {host for host, text in printed.items() if _MARK not in text}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
@@ -9,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 from ggpipe.errors import ModelError
-from ggpipe.llama.libllama import logged_errors, native, start
+from ggpipe.llama.libllama import ggml, logged_errors, start
 
 Value = int | float | str | bool | tuple[int, ...]
 """Of metadata."""
@@ -126,11 +128,92 @@ def _read_header(path: Path) -> _Header:
     if magic != b"GGUF":
         raise ModelError(f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py")
     logged_errors()
-    header = native.gguf_header(os.fsencode(path))
-    if header is None:
+    gguf = _init(os.fsencode(path), _InitParams(no_alloc=True))
+    if not gguf:
         why = "; ".join(re.sub(r"^\w+: ", "", line) for line in logged_errors()[:1])
         raise ModelError(f"{path} is a damaged or truncated GGUF file ({why or 'unreadable header'}); copy it again")
-    return _Header(*header)
+    try:
+        keys = {_text(_key(gguf, i)): i for i in range(_n_kv(gguf))}
+        values = {key: _value(gguf, i) for key, i in keys.items()}
+        first = int(_data_offset(gguf))
+        return _Header(
+            {key: value for key, value in values.items() if value is not None},
+            {key: int(_array_length(gguf, i)) for key, i in keys.items() if _kind(gguf, i) == _ARRAY},
+            [
+                (
+                    _text(_tensor_name(gguf, i)),
+                    first + int(_tensor_offset(gguf, i)),
+                    int(_tensor_size(gguf, i)),
+                    _text(_type_name(_tensor_type(gguf, i))),
+                )
+                for i in range(_n_tensors(gguf))
+            ],
+            first,
+        )
+    finally:
+        _free(gguf)
+
+
+# GGUF's reader in ggml, which is many times as fast with vocabularies as one in Python.
+class _InitParams(ctypes.Structure):
+    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
+
+
+_gguf, _id = ctypes.c_void_p, ctypes.c_int64
+_init = ggml("gguf_init_from_file", _gguf, ctypes.c_char_p, _InitParams)
+_free = ggml("gguf_free", None, _gguf)
+_n_kv = ggml("gguf_get_n_kv", _id, _gguf)
+_key = ggml("gguf_get_key", ctypes.c_char_p, _gguf, _id)
+_kind = ggml("gguf_get_kv_type", ctypes.c_int, _gguf, _id)
+_string = ggml("gguf_get_val_str", ctypes.c_char_p, _gguf, _id)
+_array_length = ggml("gguf_get_arr_n", ctypes.c_size_t, _gguf, _id)
+_array_kind = ggml("gguf_get_arr_type", ctypes.c_int, _gguf, _id)
+_array_data = ggml("gguf_get_arr_data", ctypes.c_void_p, _gguf, _id)
+_data_offset = ggml("gguf_get_data_offset", ctypes.c_size_t, _gguf)
+_n_tensors = ggml("gguf_get_n_tensors", _id, _gguf)
+_tensor_name = ggml("gguf_get_tensor_name", ctypes.c_char_p, _gguf, _id)
+_tensor_offset = ggml("gguf_get_tensor_offset", ctypes.c_size_t, _gguf, _id)
+_tensor_size = ggml("gguf_get_tensor_size", ctypes.c_size_t, _gguf, _id)
+_tensor_type = ggml("gguf_get_tensor_type", ctypes.c_int, _gguf, _id)
+_type_name = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    kind: ggml(f"gguf_get_val_{name}", type_, _gguf, _id)
+    for kind, name, type_ in (
+        (0, "u8", ctypes.c_uint8),
+        (1, "i8", ctypes.c_int8),
+        (2, "u16", ctypes.c_uint16),
+        (3, "i16", ctypes.c_int16),
+        (4, "u32", ctypes.c_uint32),
+        (5, "i32", ctypes.c_int32),
+        (6, "f32", ctypes.c_float),
+        (7, "bool", ctypes.c_bool),
+        (10, "u64", ctypes.c_uint64),
+        (11, "i64", ctypes.c_int64),
+        (12, "f64", ctypes.c_double),
+    )
+}
+_NUMBERS: dict[int, Any] = {4: ctypes.c_uint32, 5: ctypes.c_int32, 7: ctypes.c_bool}
+"""Of arrays, as per-layer settings are."""
+_MOST_NUMBERS = 2 * _MAX_LAYERS
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _value(gguf: int, key: int) -> Value | None:
+    """None for arrays of texts and of fractions, and for long ones, as those of a vocabulary are."""
+    kind = _kind(gguf, key)
+    if kind == _STRING:
+        return _text(_string(gguf, key))
+    if kind != _ARRAY:
+        return cast(Value, _SCALARS[kind](gguf, key))
+    n, number = int(_array_length(gguf, key)), _NUMBERS.get(_array_kind(gguf, key))
+    if number is None or n > _MOST_NUMBERS:
+        return None
+    return tuple((number * n).from_address(_array_data(gguf, key))) if n else ()
 
 
 def _siblings(path: Path, count: int) -> tuple[Path, ...]:

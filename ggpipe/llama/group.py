@@ -136,7 +136,6 @@ def joined(stage: native.Stage, group: Group, file: ModelFile, model: ModelConfi
         raise ModelError(f"cannot load {file.paths[0]}: {last_error()}")
     try:
         stage.join(
-            file=native.MappedModel([os.fsencode(path) for path in file.paths]),
             part=group.part,
             n_parts=group.n_parts,
             sum=group.sum,
@@ -203,7 +202,7 @@ def _merged(parts: Sequence[RowLogits], want: Want) -> RowLogits:
     all_of_them = [pair for part in parts for pair in zip(part.ids or (), part.logits, strict=True)]
     best = sorted(all_of_them, key=lambda pair: (-pair[1], pair[0]))[: want.n]
     log_sum_exp = math.nan
-    if want.n > 1 and best:
+    if want.sums and want.n > 1 and best:
         greatest = best[0][1]
         log_sum_exp = greatest + math.log(sum(math.exp(part.log_sum_exp - greatest) for part in parts if part.ids))
     return RowLogits(parts[0].row, tuple(id for id, _ in best), tuple(logit for _, logit in best), log_sum_exp)

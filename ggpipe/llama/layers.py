@@ -3,18 +3,82 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from ggpipe.config import ModelConfig
 from ggpipe.errors import ModelError, RunError, SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
+from ggpipe.llama.machine import advise, lock_memory
 from ggpipe.llama.params import model_params, place_layers
 
 Progress = Callable[[int, int], bool]
 """Called while loading with bytes done and total bytes; False stops the loading."""
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; mmap does not name it
+_STEP = 16 << 20
+
+
+class _MappedFiles:
+    """A model's files, mapped read-only. Addresses in bytes."""
+
+    def __init__(self, file: ModelFile) -> None:
+        """Raises ModelError when a file cannot be mapped."""
+        self._file = file
+        try:
+            self._maps = [np.memmap(path, np.uint8, "r") for path in file.paths]
+        except (OSError, ValueError) as e:
+            raise ModelError(f"cannot map {file.paths[0]} into memory: {e}") from e
+        self.places = {
+            name: (self._maps[tensor.file].ctypes.data + tensor.offset, tensor.size)
+            for name, tensor in file.tensors.items()
+        }
+        """Of each tensor: where it is, and its bytes."""
+
+    def populate(self, ranges: Sequence[tuple[int, int]], tell: Callable[[int], bool]) -> bool:
+        """Read these ranges (address, bytes) into memory. False when `tell`, which gets bytes done, stopped it.
+
+        Raises ModelError when they cannot be read.
+        """
+        done = 0
+        for address, size in ranges:
+            for start in range(address, address + size, _STEP):
+                end = min(start + _STEP, address + size)
+                first = start - start % mmap.PAGESIZE
+                error = advise(first, end - first, _POPULATE_READ)
+                if error == errno.EINVAL:  # an older Linux
+                    np.ctypeslib.as_array((ctypes.c_uint8 * (end - first)).from_address(first))[:: mmap.PAGESIZE].max()
+                elif error:
+                    raise ModelError(
+                        f"cannot read {self._file.paths[0]} into memory: {os.strerror(error)}; copy it again"
+                    )
+                done += end - start
+                if not tell(done):
+                    return False
+        return True
+
+    def keep_only(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Give back the memory of what is in none of these ranges: the kernel maps whole folios."""
+        for file in self._maps:
+            at, end = file.ctypes.data, file.ctypes.data + file.size
+            for address, size in sorted(ranges):
+                if at <= address < end:
+                    _give_back(at, address)
+                    at = address + size
+            _give_back(at, end)
+
+
+def _give_back(first: int, end: int) -> None:
+    """The whole pages between two addresses."""
+    first, end = first + -first % mmap.PAGESIZE, end - end % mmap.PAGESIZE
+    if first < end:
+        advise(first, end - first, mmap.MADV_DONTNEED)
 
 
 def load_layers(
@@ -24,9 +88,11 @@ def load_layers(
     config: ModelConfig,
     keep: list[object],
     progress: Progress | None,
+    in_group: bool,
 ) -> Any:
     """A `llama_model` with layers [first, last) on the stage's devices; hold `keep` as long.
 
+    `in_group`: other ranks compute them together with this one.
     Raises ModelError when libllama cannot load the model, RunError when `progress` stopped it, SettingError when memory
     cannot be locked.
     """
@@ -38,7 +104,8 @@ def load_layers(
     counts = [(up, a), (local, b - a + is_last), (down, file.n_layer + (not is_last) - b)]
     place_layers(params, counts, keep)
     mapped = config.load_mode in ("mmap", "mmap+mlock")
-    mapping = native.MappedModel([os.fsencode(p) for p in file.paths]) if mapped else None
+    mapping = _MappedFiles(file) if mapped or in_group else None
+    keep.append(mapping)
     total = file.n_bytes
 
     wanted = True
@@ -56,7 +123,7 @@ def load_layers(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     logged_errors()
-    stage.begin_load(mapping)
+    stage.begin_load(mapping.places if mapping else {}, use_in_place=mapped)
     try:
         model = lib.llama_model_load_from_file(os.fsencode(file.paths[0]), params)
     finally:
@@ -76,11 +143,14 @@ def load_layers(
                 f"{file.tensors[stage.undividable].type} each: use a type of smaller blocks, such as q8_0, or give "
                 "each rank its own layers"
             )
-        read = total - stage.hidden_bytes
-        stage.load_slices(lambda done: tell(read + done))
-        if mapped and config.numa is None:  # with NUMA, pages settle where they are first used
-            stage.populate(lambda done, _all: tell(read + stage.slice_bytes + done))
-        if config.load_mode in ("mlock", "mmap+mlock") and (error := native.lock_memory()):
+        done = total - stage.hidden_bytes
+        while tell(done) and (n := stage.load_next()) is not None:
+            done += n
+        if wanted and mapping and mapped and config.numa is None:  # with NUMA, pages settle where they are first used
+            ranges = stage.mapped_ranges
+            if mapping.populate(ranges, lambda n: tell(done + n)) and in_group:
+                mapping.keep_only(ranges)
+        if config.load_mode in ("mlock", "mmap+mlock") and (error := lock_memory()):
             raise SettingError(
                 f"`load_mode` {config.load_mode}: cannot lock memory ({error}); "
                 "raise the limit with `ulimit -l unlimited`"

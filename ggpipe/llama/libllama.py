@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 # libgomp reads this once, when it is loaded: its threads spin a little between operators (a futex sleep there
 # costs more than the wait) but not from one run to the next, where other ranks need the core.
@@ -22,7 +23,7 @@ import llama_cpp.llama_cpp as lib
 
 import ggpipe._native as native
 
-__all__ = ["last_error", "lib", "logged_errors", "native", "on_abort", "set_log_level", "start"]
+__all__ = ["ggml", "last_error", "lib", "logged_errors", "native", "on_abort", "set_log_level", "start"]
 
 _level = 5
 _started = _numa_started = False
@@ -53,6 +54,13 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
 _ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _abort_callback: object = None
 _log_callback = lib.llama_log_callback(_on_log)
+
+
+def ggml(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of ggml's, which llama_cpp does not declare, with the types of its result and its arguments."""
+    function = getattr(lib._lib, name)  # libllama needs ggml, so its handle finds ggml's functions too
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def set_log_level(level: int) -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import threading
 from pathlib import Path
 
 import llama_cpp
 
-from ggpipe.llama.libllama import native
+from ggpipe.llama.libllama import lib
 
 _NICE = 10
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_TIMERSLACK = 29
+_MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4
 
 
 def cpu_features() -> tuple[str, ...]:
     """Instruction sets that the loaded ggml uses."""
-    return tuple(native.cpu_features())
+    # Not as llama_cpp calls it: libllama writes the text into one place for all threads, so this keeps the GIL.
+    text: bytes = ctypes.PYFUNCTYPE(ctypes.c_char_p)(("llama_print_system_info", lib._lib))()
+    features = (part.split(" : ")[-1].split(" = ") for part in text.decode().split(" | ") if part)
+    return tuple(name if value == "1" else f"{name}={value}" for name, value in features)
 
 
 def cpu_name() -> str:
@@ -95,4 +103,25 @@ def yield_to_others() -> None:
 
 def sharpen_timers() -> None:
     """Let this process's short waits end when they are due: Linux otherwise adds 50 µs of slack to each."""
-    native.set_timer_slack(1)
+    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), *[ctypes.c_ulong(0)] * 3)
+
+
+def advise(address: int, size: int, advice: int) -> int:
+    """Tell the kernel how these bytes will be used (madvise). Returns the error's number, or 0."""
+    return ctypes.get_errno() if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice) else 0
+
+
+def lock_memory() -> str | None:
+    """Keep in RAM whatever this process touches. Returns why that is not possible, or None."""
+    return os.strerror(ctypes.get_errno()) if _libc.mlockall(_MCL_CURRENT | _MCL_FUTURE | _MCL_ONFAULT) else None
+
+
+def collect_new_objects() -> None:
+    """Have Python's collector leave out all objects that are there now, and look at all later ones each time.
+
+    Those are few, and some refer to themselves: trees of draft tokens, pointers of ctypes. With the usual thresholds
+    these would stay for thousands of requests, and scatter over memory what stays longer.
+    """
+    gc.freeze()
+    gc.set_threshold(300, 1, 1)
+    gc.collect()  # a whole collection follows when there are a quarter more objects than after the last one

@@ -1,21 +1,28 @@
-"""What an architecture's metadata say of one layer: its KV cache, and the room that libllama computes in.
+"""What an architecture's metadata say: of one layer its KV cache, and the room that libllama computes in; of the model
+which embeddings it gives.
 
 Formulas were fitted to what libllama allocates for models of 16 architectures; tests/test_memory.py compares them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Mapping
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES
+from ggpipe.config import Pooling
+from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile, TensorInfo
-from ggpipe.llama.libllama import native
+from ggpipe.llama.libllama import ggml, lib
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _RECURRENT = ("ssm_", "time_mix_", "shortconv.")
 _ATTENTION = ("attn_k.", "attn_kv_a_mqa.")
 _MASK_BYTES = 2
+_POOLINGS = ("none", "mean", "cls", "last", "rank")  # by libllama's numbers
+_NOT_CAUSAL = ("gemma-embedding",)
+_MOST_NUMBERS = 12 << 20  # of the vectors of a text's tokens, 4 bytes each
 _MIN_STATES, _MAX_STATES = 4, 8
 """Kept prefixes of recurrent models: each takes the memory of a state, all layers' together."""
 _STATES_SHARE = 8
@@ -51,6 +58,25 @@ class ModelHeader:
         if isinstance(value, tuple) and len(value) >= self.n_layer:
             return value[: self.n_layer]
         return (value if isinstance(value, int) else default,) * self.n_layer
+
+    @property
+    def pooling(self) -> str:
+        """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
+        number = self.number("pooling_type", -1)
+        return _POOLINGS[number] if 0 <= number < len(_POOLINGS) else ""
+
+    def check_embedding(self, n_tokens: int, pooling: Pooling) -> None:
+        """Raises UsageError for embeddings that cannot be had from the model, or not of so many tokens."""
+        if self._prefix in _NOT_CAUSAL or self._metadata.get(f"{self._prefix}.attention.causal") is False:
+            raise UsageError(
+                f"this '{self._prefix}' model gives no embeddings here: its tokens depend on those behind them, which "
+                "may be in another run; give a model with causal attention"
+            )
+        if pooling == "none" and n_tokens * self.width > _MOST_NUMBERS:
+            raise UsageError(
+                f"{n_tokens} vectors are too many for an answer: give {_MOST_NUMBERS // self.width} tokens at most, or "
+                "take another `pooling` than none"
+            )
 
     def cell_bytes(self, layer: int, cache_type_k: str, cache_type_v: str) -> float:
         """KV cache of a token in a layer (libllama's llama_kv_cache)."""
@@ -139,10 +165,20 @@ class ModelHeader:
         return self.number(f"attention.{kind}_length_swa", size) if slides is True else size
 
 
+def _number_bytes() -> dict[str, float]:
+    name = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+    block = ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
+    block_bytes = ggml("ggml_type_size", ctypes.c_size_t, ctypes.c_int)
+    types = [i for i in range(lib.GGML_TYPE_COUNT) if block_bytes(i) > 0]  # others were removed
+    return {name(i).decode(): block_bytes(i) / block(i) for i in types}
+
+
+_NUMBER_BYTES = _number_bytes()
+
+
 def number_bytes(type_name: str) -> float:
     """Bytes of a number of this type, as ggml names it."""
-    n, n_bytes = native.type_sizes()[type_name]
-    return n_bytes / n
+    return _NUMBER_BYTES[type_name]
 
 
 def n_numbers(tensor: TensorInfo) -> int:

@@ -1,4 +1,4 @@
-"""Our settings, and the rows of a run, as libllama's structs."""
+"""Our settings and the rows of a run as libllama's structs, and what comes back of the rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ggpipe.config import ContextConfig, ModelConfig
-from ggpipe.core.messages import Row
+from ggpipe.core.messages import Row, RowLogits, Want, WantKind
 from ggpipe.errors import RunError, SettingError
-from ggpipe.llama.libllama import lib
+from ggpipe.llama.libllama import lib, native
 
 _GGML_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30,
@@ -18,6 +21,9 @@ _FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ROPE_SCALING = {"none": 0, "linear": 1, "yarn": 2}
 _LOAD_MODE_NONE, _LOAD_MODE_DIRECT_IO = 0, 4
 _SPLIT_MODE_LAYER = 1
+
+NO_STATE = np.empty(0, np.float32)
+"""Of a model whose last hidden state is not known."""
 
 
 def model_params(config: ModelConfig, keep: list[object]) -> Any:
@@ -139,3 +145,31 @@ class Batch:
             at = i * self._n_seq
             for k, seq in enumerate(ids):
                 seqs[at + k] = seq
+
+
+def whole_row(row: int, logits: NDArray[np.float32], want: Want) -> RowLogits:
+    """What a want of the kind FULL is: all but what is banned."""
+    logits = logits.copy()
+    logits[list(want.banned)] = -np.inf
+    return RowLogits(row, None, logits, 0.0)
+
+
+def best_of(row: int, logits: NDArray[np.float32], want: Want, first: int = 0) -> RowLogits:
+    """What a want of the kind TOP is, for tokens from `first` on; `want` counts from there too."""
+    ids, best, log_sum_exp = native.top(logits.ctypes.data, len(logits), want.n, want.banned, want.sums)
+    others = list(set(want.also).difference(ids)) if want.also else []
+    if others:
+        ids, best = ids + others, best + logits[others].tolist()
+    found = tuple(first + id for id in ids) if first else tuple(ids)
+    return RowLogits(row, found, tuple(best), log_sum_exp, len(others))
+
+
+def hidden_states(given: bytes, asking: Sequence[tuple[int, Want]], width: int) -> list[RowLogits]:
+    """What wants of the kind HIDDEN are. `given`: the last hidden states of all rows that ask for anything, which are
+    `asking`, by their numbers; nothing where the model has none."""
+    if not any(want.kind is WantKind.HIDDEN for _, want in asking):
+        return []
+    states = np.frombuffer(given, np.float32)
+    rows = states.reshape(-1, width) if states.size == len(asking) * width else [NO_STATE] * len(asking)
+    found = zip(asking, rows, strict=True)
+    return [RowLogits(i, None, state, 0.0) for (i, want), state in found if want.kind is WantKind.HIDDEN]

@@ -1,4 +1,4 @@
-"""A computed prefix on disk: what a stage has in its KV cache for the first tokens of a text.
+"""Computed prefixes on disk: what a stage has in its KV cache for the first tokens of a text.
 
     magic | length of the header | its checksum | header: what the state depends on, and the tokens
     for each state: _STATE | which of its blocks are not zero, a bit each | these blocks
@@ -6,6 +6,8 @@
 Each rank has a file of its own with its own layers. libllama writes all layers of the model, those of other ranks as
 zeros: blocks of zeros are left out. A state has some tokens only, so that no second copy of the whole is in memory. The
 states come in the order of their tokens, and so do the tokens in a state: so restored rows lie as computed ones.
+
+The prompt cache is one such file. What is saved while requests are served has names of its own, in one folder.
 """
 
 from __future__ import annotations
@@ -49,6 +51,50 @@ class _Header(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
 
 
+class PrefixFiles:
+    """One rank's files in a folder: `NAME.rank0`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Raises SettingError for what is no folder, or cannot be written to."""
+        self._folder = folder
+        self._rank = rank
+        self._facts: dict[str, str] = {}
+        if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            why = "it cannot be written to: permission denied" if folder.is_dir() else "there is no such folder"
+            raise SettingError(f"`slot_save_path` {folder}: {why}")
+
+    def describe(self, stage: Stage, file: ModelFile, model: ModelConfig, context: ContextConfig) -> None:
+        """What states of this stage depend on. To be called before the others."""
+        self._facts = _facts(stage, file, model, context)
+
+    def restore(self, stage: Stage, seq: int, tokens: tuple[int, ...], name: str) -> tuple[str, int]:
+        """Put a file's tokens, which must be these, into a sequence that is empty.
+
+        Returns why that was not done, or nothing, and the size of the file in bytes. Where it was not, the sequence may
+        have some of the tokens. Clients read why: it does not name the folder.
+        """
+        path = self._path(name)
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                if _read_header(file, self._facts).tokens != tokens:
+                    raise RunError("it has other tokens than the other ranks' files")
+                if _put_states(file, stage, len(tokens), seq) < len(tokens):
+                    raise RunError(f"it has {len(tokens)} tokens, and the context only {stage.n_ctx}")
+                return "", os.fstat(file.fileno()).st_size
+        except (OSError, RunError) as e:
+            return f"{path.name}: {e.strerror or e if isinstance(e, OSError) else e}", 0
+
+    def save(self, stage: Stage, seq: int, tokens: tuple[int, ...], name: str) -> tuple[str, int]:
+        """Write a sequence that has exactly these tokens, or more where parts of sequences can be continued. Returns
+        why that was not done, or nothing, and the size of the file in bytes."""
+        path = self._path(name)
+        problem = _write(path, self._facts, stage, seq, tokens)
+        return f"{path.name}: {problem}" if problem else "", 0 if problem else path.stat().st_size
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.rank{self._rank}"
+
+
 class PromptCache:
     """One rank's file."""
 
@@ -82,8 +128,8 @@ class PromptCache:
         """Put what the file has into an empty cache, as far as it fits, as the sequence `RESTORED`."""
         try:
             with self.path.open("rb") as file:
-                header = self._read_header(file)
-                n = _put_states(file, stage, len(header.tokens))
+                header = _read_header(file, self._facts)
+                n = _put_states(file, stage, len(header.tokens), RESTORED)
                 return Restored(header.tokens[:n])
         except FileNotFoundError:
             return Restored()
@@ -95,38 +141,45 @@ class PromptCache:
     def save(self, stage: Stage, seq: int, tokens: tuple[int, ...]) -> str:
         """Write a sequence that has exactly these tokens. The file is whole, or as it was; returns why that is, or
         nothing."""
-        header = msgspec.msgpack.encode(_Header(self._facts, tokens))
-        try:
-            remove_abandoned(self.path)
-            with whole_file(self.path) as path, path.open("wb") as file:
-                file.write(_MAGIC + _HEADER.pack(len(header), zlib.crc32(header)) + header)
-                for first, end, state in _states(stage, seq, len(tokens)):
-                    _write_state(file, first, end, state)
-        except OSError as e:
-            return f"cannot write the prompt cache {self.path}: {e.strerror or e}"
-        except RunError as e:
-            return f"cannot write the prompt cache {self.path}: {e}"
-        return ""
+        problem = _write(self.path, self._facts, stage, seq, tokens)
+        return f"cannot write the prompt cache {self.path}: {problem}" if problem else ""
 
-    def _read_header(self, file: io.BufferedIOBase) -> _Header:
-        """Raises RunError for what is no prompt cache of this stage."""
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise RunError("it is no prompt cache of ggpipe")
-        length, checksum = _HEADER.unpack(_read(file, _HEADER.size))
-        if length > os.fstat(file.fileno()).st_size:
-            raise RunError("it is cut off")
-        data = _read(file, length)
-        if zlib.crc32(data) != checksum:
-            raise RunError("it is damaged")
-        try:
-            header = msgspec.msgpack.decode(data, type=_Header)
-        except msgspec.MsgspecError as e:
-            raise RunError("another version of ggpipe wrote it") from e
-        for name, ours in self._facts.items():
-            theirs = header.facts.get(name, "another")
-            if theirs != ours:
-                raise RunError(f"it was written with {name} {theirs}, not {ours}")
-        return header
+
+def _write(file_path: Path, facts: dict[str, str], stage: Stage, seq: int, tokens: tuple[int, ...]) -> str:
+    """Write a file whole, or leave it as it was; returns why that is, or nothing."""
+    header = msgspec.msgpack.encode(_Header(facts, tokens))
+    try:
+        remove_abandoned(file_path)
+        with whole_file(file_path) as path, path.open("wb") as file:
+            file.write(_MAGIC + _HEADER.pack(len(header), zlib.crc32(header)) + header)
+            for first, end, state in _states(stage, seq, len(tokens)):
+                _write_state(file, first, end, state)
+    except OSError as e:
+        return e.strerror or str(e)
+    except RunError as e:
+        return str(e)
+    return ""
+
+
+def _read_header(file: io.BufferedIOBase, facts: dict[str, str]) -> _Header:
+    """Raises RunError for what no stage of these facts has written."""
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise RunError("it is no prompt cache of ggpipe")
+    length, checksum = _HEADER.unpack(_read(file, _HEADER.size))
+    if length > os.fstat(file.fileno()).st_size:
+        raise RunError("it is cut off")
+    data = _read(file, length)
+    if zlib.crc32(data) != checksum:
+        raise RunError("it is damaged")
+    try:
+        header = msgspec.msgpack.decode(data, type=_Header)
+    except msgspec.MsgspecError as e:
+        raise RunError("another version of ggpipe wrote it") from e
+    for name, ours in facts.items():
+        theirs = header.facts.get(name, "another")
+        if theirs != ours:
+            raise RunError(f"it was written with {name} {theirs}, not {ours}")
+    return header
 
 
 def _facts(stage: Stage, file: ModelFile, model: ModelConfig, context: ContextConfig) -> dict[str, str]:
@@ -235,8 +288,8 @@ def _read_state(file: io.BufferedIOBase) -> tuple[int, int, _Bytes]:
     return first, end, state
 
 
-def _put_states(file: io.BufferedIOBase, stage: Stage, n: int) -> int:
-    """Put states into the cache, up to `n` tokens, as far as there is room. Returns the number of tokens."""
+def _put_states(file: io.BufferedIOBase, stage: Stage, n: int, seq: int) -> int:
+    """Put states into a sequence, up to `n` tokens, as far as there is room. Returns the number of tokens."""
     at = 0
     while at < n:
         first, end, state = _read_state(file)
@@ -246,7 +299,7 @@ def _put_states(file: io.BufferedIOBase, stage: Stage, n: int) -> int:
             if stage.state_tokens is None:
                 raise RunError(f"it has {end} tokens, and the context only {stage.n_ctx}")
             break
-        stage.put_state(state, RESTORED)
+        stage.put_state(state, seq)
         at = end
     return at
 

@@ -41,7 +41,7 @@ class Sampler:
         self.banned = tuple(sorted(never))
         """Tokens that are never drawn."""
         self._biases = {token: bias for token, bias in self._biases.items() if token not in never and bias}
-        self._n_best = None if any(bias > 0 for bias in self._biases.values()) else config.n_best
+        self._raised = tuple(token for token, bias in self._biases.items() if bias > 0)
         self.probs: tuple[tuple[int, float], ...] = ()
         """The sampled token with its log-probability, and the best ones with theirs, where the config asks for them."""
         self._shows_model = config.n_probs > 0 and not config.post_sampling_probs
@@ -52,6 +52,7 @@ class Sampler:
         windows = {name: n_ctx if n < 0 else min(n, n_ctx) for name, n in windows.items()}
         n_seen = max((windows[name] for name in config.active_samplers if name in windows), default=0)
         self._window: collections.deque[int] = collections.deque(maxlen=n_seen)
+        self._want = None if n_seen else self._wanted()
         self._chain: Any = None
         if not config.greedy or config.penalizes:
             self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
@@ -62,16 +63,20 @@ class Sampler:
     def want(self) -> Want:
         """What drawing the next token takes.
 
-        A penalty or a bias that only lowers leaves the best k among the best k + (tokens that it may lower).
+        The best k are still among the best k + (tokens that penalties and biases may lower) and those that biases
+        raise.
         """
+        return self._want or self._wanted()
+
+    def _wanted(self) -> Want:
         n, banned = self._n_vocab, () if self._shows_model else self.banned
-        if self._n_best is not None:
-            n = self._n_best + len(self._biases) + len(set(self._window))
+        if self._config.n_best is not None:
+            n = self._config.n_best + len(self._biases) - len(self._raised) + len(set(self._window))
         if self._shows_model:
             n = max(n, self._config.n_probs, _LEAST_FOR_SUM)
         if n + len(banned) >= self._n_vocab:
             return Want(WantKind.FULL, banned=banned)
-        return Want(WantKind.TOP, n, banned)
+        return Want(WantKind.TOP, n, banned, sums=self._shows_model, also=self._raised)
 
     @property
     def want_grows(self) -> bool:

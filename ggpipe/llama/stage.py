@@ -7,8 +7,8 @@ import ctypes
 import struct
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from ggpipe.llama.group import Group, context_of_group, joined, together
 from ggpipe.llama.layers import Progress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.model_header import ModelHeader
-from ggpipe.llama.params import Batch, context_params
+from ggpipe.llama.params import Batch, best_of, context_params, hidden_states, whole_row
 
-_FRAME = struct.Struct("<IIQ")  # native/wire.cpp: bytes of the name, how often it came before, bytes of data
+_FRAME = struct.Struct("<QQ")  # native/wire.cpp: bytes of the name, bytes of data
 _N_NOISES = 256
 _STATE_TOKENS = 128
 """Of a state in a prompt cache, at most: large models have MBs for each."""
@@ -54,8 +54,6 @@ class Outcome:
     compute_s: float
     """In `llama_decode`."""
     cancelled: bool
-    kept: Mapping[int, RowLogits] = field(default_factory=dict)
-    """The whole rows of those of `rows` that are to be kept, by the row's number in its run."""
 
 
 class Stage:
@@ -75,10 +73,12 @@ class Stage:
         n_prefixes: int = 0,
         saves_states: bool = False,
         group: Group | None = None,
+        warmup: bool = False,
     ) -> None:
         """Load the layers. `threads`: for single tokens, for batches. `n_prefixes`: sequence ids for kept prefixes, at
         most, beside `context.n_seq`. `saves_states`: `state` and `put_state` will be called. `group`: where other ranks
-        compute these layers together with this one; they load at the same time.
+        compute these layers together with this one; they load at the same time. `warmup`: KV cells get their memory
+        now; else, and with a NUMA strategy, when they are used first.
 
         Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
         the context cannot be made (too large for the memory, say).
@@ -97,12 +97,19 @@ class Stage:
         self._model: Any = None
         self._context: Any = None
         self._noises: Any = None
+        self._kinds: Set[WantKind] = frozenset()
+        """What rows of the last run asked for."""
+        self._gathered: dict[int, RowLogits] = {}
+        """Whole rows that a group put together of the last run, by the row's number."""
         self._native = native.Stage(
-            first=self.is_first, repack=model.repack, exact=context.exact, fast_attention=context.fast_attention
-        )
+            first=self.is_first, repack=model.repack, exact=context.exact, fast_attention=context.fast_attention,
+            touch_cells=warmup and model.numa is None,
+        )  # fmt: skip
         try:
             with joined(self._native, group, model_file, model) if group else contextlib.nullcontext():
-                self._model = load_layers(self._native, model_file, layers, model, self._keep, progress)
+                self._model = load_layers(
+                    self._native, model_file, layers, model, self._keep, progress, group is not None
+                )
                 self._open_context(model, context, threads, n_prefixes, saves_states)
             self.cut = self._dry_run()
             self.exact_in_company: bool = (
@@ -141,6 +148,7 @@ class Stage:
             raise UsageError(f"cannot make a context of {config.n_ctx or 'the full'} tokens: {last_error()}")
         apply_loras(self._model, self._context, model)
         self._memory = lib.llama_get_memory(self._context)
+        self._width = int(lib.llama_model_n_embd_out(self._model))
         self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
@@ -211,6 +219,8 @@ class Stage:
         self._batch.fill(run.rows, self.is_last)
         timing_only = incoming is None and not self.is_first
         received = self._noise(run) if timing_only else incoming  # a name of its own: libllama reads it until end_run
+        if self.is_last and (kinds := {want.kind for want in run.wants}) != self._kinds:
+            self._want_hidden(kinds)
         self._native.n_threads = self._threads[len(run.rows) > 1]
         self._native.begin_run(run.id if self._may_abort(run) else _NO_RUN, received, headroom)
         start_s = time.perf_counter()
@@ -227,8 +237,15 @@ class Stage:
             raise RunError(f"libllama cannot decode run {run.id} (status {status}): {last_error()}")
         if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
-        rows, kept = self._extract(run) if self.is_last else ((), {})
-        return Outcome(outgoing, rows, compute_s, False, kept)
+        return Outcome(outgoing, self._extract(run) if self.is_last else (), compute_s, False)
+
+    def _want_hidden(self, kinds: Set[WantKind]) -> None:
+        """Have the last hidden states of the next run kept where they are wanted, and nothing behind them computed if
+        nothing else is."""
+        self._kinds = kinds
+        self._native.want_hidden(
+            self._width if WantKind.HIDDEN in kinds else 0, skips_logits=kinds == {WantKind.HIDDEN}
+        )
 
     def _noise(self, run: Run) -> bytes:
         """What could come in for a run: numbers that differ from row to row, so that the rows' experts do too.
@@ -243,9 +260,8 @@ class Stage:
         parts = []
         for name, count in self.cut.wanted.items():
             encoded = name.encode()
-            for i in range(count):
-                parts.append(_FRAME.pack(len(encoded), i, len(data)))
-                parts += [part + bytes(-len(part) % 8) for part in (encoded, data)]
+            padded = [part + bytes(-len(part) % 8) for part in (encoded, data)]
+            parts += [_FRAME.pack(len(encoded), len(data)), *padded] * count
         return b"".join(parts)
 
     @property
@@ -322,42 +338,48 @@ class Stage:
             for id in self._ids(seq):
                 lib.llama_memory_seq_rm(self._memory, id, pos, -1)
 
-    def _extract(self, run: Run) -> tuple[tuple[RowLogits, ...], dict[int, RowLogits]]:
-        """What the run's rows ask for, and the rows that are to be kept. In a group, each part looks at its own
-        columns, and part 0 gets the result."""
+    def _extract(self, run: Run) -> tuple[RowLogits, ...]:
+        """What the run's rows ask for. In a group, each part looks at its own columns, and part 0 gets the result."""
         columns = self._native.columns if self.group else [self._n_vocab]
-        part = self.group.part if self.group else 0
-        first = sum(columns[:part])
-        end = first + columns[part]
+        first = sum(columns[: self.group.part]) if self.group else 0
+        n_own = columns[self.group.part] if self.group else self._n_vocab
         found: list[RowLogits] = []
         wants: list[Want] = []
-        for i, row in enumerate(run.rows):
-            if row.want < 0:
+        asking = [(i, run.wants[row.want]) for i, row in enumerate(run.rows) if row.want >= 0]
+        hidden = hidden_states(self._native.hidden, asking, self._width)
+        for i, want in asking:
+            if want.kind is WantKind.HIDDEN:
                 continue
-            want = run.wants[row.want]
-            if want.keeps:
+            if self.group and (want.keeps or want.also):
                 want = replace(want, kind=WantKind.FULL)
             wants.append(want)
-            banned = [token - first for token in want.banned if first <= token < end]
-            pointer = lib.llama_get_logits_ith(self._context, i)
-            if want.kind is WantKind.FULL:
-                own = np.ctypeslib.as_array(pointer, (self._n_vocab,))[first:end].copy()
-                own[banned] = -np.inf
-                found.append(RowLogits(i, None, own, 0.0))
-            else:
-                address = ctypes.addressof(pointer.contents) + 4 * first
-                ids, logits, log_sum_exp = native.top(address, end - first, want.n, banned)
-                found.append(RowLogits(i, tuple(first + id for id in ids), tuple(logits), log_sum_exp))
-        if self.group:
+            own = replace(want, banned=tuple(id - first for id in want.banned if first <= id < first + n_own))
+            logits = self._logits(i)[first : first + n_own]
+            found.append(whole_row(i, logits, own) if want.kind is WantKind.FULL else best_of(i, logits, own, first))
+        if self.group and wants:
             found = together(self.group, columns, wants, found)
             self._check_group()
-        kept = {row.row: row for row in found if run.wants[run.rows[row.row].want].keeps}
-        return tuple(self._best_of(row, run) if row.row in kept else row for row in found), kept
+            self._gathered = {row.row: row for row in found if row.ids is None}
+            asked = [run.wants[run.rows[row.row].want] for row in found]
+            found = [
+                best_of(row.row, row.logits, want) if row.ids is None and want.kind is WantKind.TOP else row
+                for row, want in zip(found, asked, strict=True)
+            ]
+        if self.group and self.group.part > 0:
+            return ()
+        return tuple(sorted([*found, *hidden], key=lambda row: row.row) if hidden else found)
 
-    def _best_of(self, row: RowLogits, run: Run) -> RowLogits:
-        want = run.wants[run.rows[row.row].want]
-        ids, logits, log_sum_exp = native.top(row.logits.ctypes.data, self._n_vocab, want.n, list(want.banned))
-        return RowLogits(row.row, tuple(ids), tuple(logits), log_sum_exp)
+    def kept(self, run: Run) -> dict[int, RowLogits]:
+        """The whole rows of the run that was decoded last, of those that are to be kept, by their numbers in it."""
+        wants = {i: run.wants[row.want] for i, row in enumerate(run.rows) if row.want >= 0}
+        kept = {i: want for i, want in wants.items() if want.keeps}
+        if self.group:
+            return {i: self._gathered[i] for i in kept}
+        return {i: whole_row(i, self._logits(i), want) for i, want in kept.items()}
+
+    def _logits(self, row: int) -> NDArray[np.float32]:
+        """Of the last run's row, until the next one is decoded."""
+        return np.ctypeslib.as_array(lib.llama_get_logits_ith(self._context, row), (self._n_vocab,))
 
     def close(self) -> None:
         """Free the context and the model. A second call does nothing."""

@@ -57,7 +57,9 @@ class Vocab:
         if not self._model:
             raise ModelError(f"cannot read the vocabulary of {model_file.paths[0]}: {'; '.join(logged_errors()[:1])}")
         self.pointer = lib.llama_model_get_vocab(self._model)
-        if lib.llama_vocab_type(self.pointer) == 0:
+        self.kind = int(lib.llama_vocab_type(self.pointer))
+        """libllama's number of the tokenizer's kind."""
+        if self.kind == 0:
             self.close()
             raise ModelError(f"{model_file.paths[0]} has no vocabulary: it cannot continue text")
         self.n_tokens = int(lib.llama_vocab_n_tokens(self.pointer))
@@ -194,7 +196,7 @@ class Vocab:
         vocab = self.pointer
         adds_bos, adds_eos = lib.llama_vocab_get_add_bos(vocab), lib.llama_vocab_get_add_eos(vocab)
         return VocabOutline(
-            kind=int(lib.llama_vocab_type(vocab)),
+            kind=self.kind,
             added_bos=int(lib.llama_vocab_bos(vocab)) if adds_bos else None,
             added_eos=int(lib.llama_vocab_eos(vocab)) if adds_eos else None,
             eos=int(lib.llama_vocab_eos(vocab)),

@@ -19,7 +19,7 @@ ROWS = (1, 2, 4, 8, 16, 32)
 FEW_ROWS = (1, 2, 4, 8)
 CHUNK_ROWS = 128
 SHORT_CELLS, LONG_CELLS = 32, 512
-_TOP = Want(WantKind.TOP, 40)  # what sampling asks for by default
+_TOP = Want(WantKind.TOP, 40, sums=False)  # what sampling asks for by default
 _MOST_ROUNDS, _MOST_RUNS, _MOST_LONG_RUNS = 15, 60, 5
 _SLICE_S, _SHARED_S = 5e-3, 0.5
 

@@ -48,6 +48,10 @@ class RankStats:
         """Share of the loading that is done, 0 to 1."""
         return min(self.loaded_bytes / self.load_bytes, 1.0) if self.load_bytes else 0.0
 
+    def unused(self) -> RankStats:
+        """The same rank before any work."""
+        return RankStats(rank=self.rank, draft=self.draft, host=self.host, layers=self.layers, threads=self.threads)
+
     def add(self, span: Span, share: float = 1.0) -> None:
         """Add a run's span, or a share of it, to the totals."""
         self.runs += 1
@@ -143,3 +147,9 @@ def quartiles(values: Iterable[float]) -> Spread | None:
     if len(known) < 2:
         return Spread(known[0], known[0], known[0]) if known else None
     return Spread(*statistics.quantiles(known, n=4, method="inclusive"))
+
+
+def rate(n: int, seconds: float) -> float:
+    """So many a second; 0 where that is no number."""
+    found = n / seconds if seconds > 0 else 0.0
+    return found if math.isfinite(found) else 0.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.chat.tools.choice import tool_choice
 from ggpipe.errors import SettingError, UsageError
 
 
@@ -43,18 +44,28 @@ class Chat:
         return self.of_messages([{"role": role, "content": text} for role, text in (*texts, ("user", _utf8(prompt)))])
 
     def of_messages(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        choice: Any = None,
+        parallel: bool | None = None,
     ) -> Conversation:
-        """A conversation whose messages and tools are as in OpenAI's API. Raises SettingError, UsageError."""
+        """A conversation whose messages and tools are as in OpenAI's API; `choice` and `parallel` are `tool_choice` and
+        `parallel_tool_calls` there. Raises SettingError, UsageError."""
         for one in (*messages, *tools):
             if not isinstance(one, Mapping):
                 raise UsageError(f"messages and tools must be objects, as in OpenAI's API, got {one!r}")
-        return Conversation(
-            messages=tuple(map(dict, messages)), tools=tuple(map(dict, tools)), template=self._source(),
-            further=self.template_kwargs or {},
-        )  # fmt: skip
+        checked, wanted = tool_choice(tools, choice, parallel)
+        return self.completed(Conversation(messages=tuple(map(dict, messages)), tools=checked, choice=wanted))
 
-    def _source(self) -> str | None:
+    def completed(self, conversation: Conversation) -> Conversation:
+        """With the template, and with further names that it does not have itself. Raises SettingError, UsageError."""
+        further = {**(self.template_kwargs or {}), **conversation.further}
+        return replace(conversation, template=self.source, further=further)
+
+    @property
+    def source(self) -> str | None:
+        """The template instead of the model's own; None where there is none. Raises SettingError, UsageError."""
         template = self.template
         if self.template_file is not None:
             if template is not None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.checks import check_choice, check_range
+from ggpipe.config import MOST_NORM, Pooling
 from ggpipe.errors import SettingError, UsageError
 
+_CLIENT_LIMIT_S = 60.0
+_MOST_WAITING = 900  # fewer than wait for an engine at most
+_MORE_CONNECTIONS = 100
+_ORIGIN = re.compile(r"\*|localhost|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+", re.IGNORECASE)
+_PREFIX = re.compile(r"(/[\w.~-]+)*", re.ASCII)
+ALL_ORIGINS, LOCAL_ORIGINS = "*", "localhost"
+LogFormat = Literal["text", "json"]
 ReasoningOutput = Literal["auto", "deepseek", "none"]
 
 
@@ -28,9 +37,22 @@ class ServerConfig:
     """More keys, one a line."""
     ssl_key_file: Path | None = None
     ssl_cert_file: Path | None = None
+    cors_origins: tuple[str, ...] | None = None
+    """Pages of other servers that may use this one, by their origin, as in https://example.org:8443; `localhost`: all
+    of this machine; `*`: all. None: all where there are API keys, else those of this machine."""
+    static_path: Path | None = None
+    """Folder whose files are at `/`, instead of the page."""
+    webui: bool = True
+    """The page is at `/`."""
+    api_prefix: str = ""
+    """What all paths begin with, as in /llm."""
+    jinja: bool = True
+    """Chat templates are in the Jinja language: always so."""
+    n_http_threads: int = -1
+    """Not used: an event loop answers all clients."""
     timeout_s: float = 3600.0
-    """How long a client may take to send a request or to take a part of its answer, and how long running requests may
-    go on when the server is to end."""
+    """How long a client may take to send a request, and how long running requests may go on when the server is to
+    end."""
     sse_ping_interval_s: float = 30.0
     """Streams without news send a comment so often; -1: never."""
     n_slots: int = 4
@@ -39,15 +61,34 @@ class ServerConfig:
     """Requests that wait beyond those; further ones are refused."""
     n_branches: int = 1
     """Branches of draft tokens, as `SpeculationConfig.n_parallel`."""
-    max_body_mib: int = 32
+    max_body_mib: int = 8
     """How large the body of a request may be."""
+    log_file: Path | None = None
+    """File that gets the log as well as stderr."""
+    log_format: LogFormat = "text"
+    log_disable: bool = False
+    """Nothing is logged on stderr."""
+    slots: bool = True
+    """`GET /slots` is answered."""
+    keep_slots: bool = False
+    """All slots are saved when the server ends, and restored when it starts."""
     metrics: bool = False
     """`/metrics` is answered."""
+    embeddings: bool = False
+    """Not used: embeddings are answered beside texts."""
+    pooling: Pooling | None = None
+    """How embeddings are made; None: as the model's file says."""
+    embd_normalize: int = 2
+    """How they are normalized, as `embeddings.normalized` says, where a request does not say it."""
     reasoning_format: ReasoningOutput = "auto"
     """What the model thinks before it answers is `reasoning_content`, or with `none` a part of the content."""
 
     def __post_init__(self) -> None:
         check_range("port", self.port, 0, 65535)
+        check_choice("log_format", self.log_format, get_args(LogFormat))
+        if self.pooling is not None:
+            check_choice("pooling", self.pooling, get_args(Pooling))
+        check_range("embd_normalize", self.embd_normalize, -1, MOST_NORM)
         check_choice("reasoning_format", self.reasoning_format, get_args(ReasoningOutput))
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise SettingError(f"`timeout_s` must be a number of seconds above 0, got {self.timeout_s:g}")
@@ -56,11 +97,42 @@ class ServerConfig:
                 f"`sse_ping_interval_s` must be -1 (never) or a number of seconds above 0, "
                 f"got {self.sse_ping_interval_s:g}"
             )
-        if self.n_waiting < 0:
-            raise SettingError(f"`n_waiting` must be 0 or more, got {self.n_waiting}")
+        check_range("n_waiting", self.n_waiting, 0, _MOST_WAITING)
         check_range("max_body_mib", self.max_body_mib, 1, 1024)
+        for origin in self.cors_origins or ():
+            if origin and not _ORIGIN.fullmatch(origin):
+                raise SettingError(
+                    f"`cors_origins` {origin}: write origins as in https://example.org:8443, without a path, "
+                    "or localhost, or *"
+                )
+        if self.static_path is not None and not self.webui:
+            raise UsageError("`static_path` takes the place of the page: leave out `webui`")
+        if self.static_path is not None and not self.static_path.is_dir():
+            raise SettingError(f"`static_path` {self.static_path}: there is no such folder")
+        if not _PREFIX.fullmatch(self.api_prefix):
+            raise SettingError(
+                f"`api_prefix` must be as in /llm or /a/b, without a slash at its end, got {self.api_prefix!r}"
+            )
+        if not self.jinja:
+            raise SettingError("`jinja` cannot be off: all chat templates are read as Jinja")
         if (self.ssl_key_file is None) != (self.ssl_cert_file is None):
             raise UsageError("`ssl_key_file` and `ssl_cert_file` belong together: give both, or none")
+
+    @property
+    def client_limit_s(self) -> float:
+        """How long a client may take for the head of a request, and to take a part of its answer."""
+        return min(self.timeout_s, _CLIENT_LIMIT_S)
+
+    @property
+    def n_connections(self) -> int:
+        """Connections of clients, at most: more than requests that are served or wait."""
+        return 2 * (self.n_slots + self.n_waiting) + _MORE_CONNECTIONS
+
+    def origins(self, has_keys: bool) -> tuple[str, ...]:
+        """As `cors_origins`."""
+        if self.cors_origins is None:
+            return (ALL_ORIGINS if has_keys else LOCAL_ORIGINS,)
+        return tuple(filter(None, self.cors_origins))
 
     def keys(self) -> tuple[str, ...]:
         """All API keys; none: every request is answered. Raises SettingError for a file that cannot be read, or that

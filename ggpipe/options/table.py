@@ -1,4 +1,4 @@
-"""All options and all commands, as a table over the records that hold settings (`config.py`, `options/settings.py`).
+"""All options, as a table over the records that hold settings (`config.py`, `options/settings.py`).
 
 A row is the field that an option sets, its flags, and its help. The field's type and default are the record's. The
 table has the order of --help; `docs/flags.md` is made from it.
@@ -13,7 +13,7 @@ from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig,
 from ggpipe.options import lists, sampling
 from ggpipe.options.chat import Chat, json_object
 from ggpipe.options.grammar import Constraint
-from ggpipe.options.option import Command, Option
+from ggpipe.options.option import Option
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import (
     BatchSettings,
@@ -96,10 +96,25 @@ OPTIONS: tuple[Option, ...] = (
     _option(ServerConfig, SERVER, "api_key_file", "--api-key-file", metavar="FILE", help="More keys, one a line."),
     _option(ServerConfig, SERVER, "ssl_key_file", "--ssl-key-file", metavar="FILE", help="Private key for HTTPS, PEM."),
     _option(ServerConfig, SERVER, "ssl_cert_file", "--ssl-cert-file", metavar="FILE", help="Certificate for HTTPS, PEM."),
-    _option(ServerConfig, SERVER, "timeout_s", "-to", "--timeout", metavar="S", help="Seconds that a client may take to send a request, or to take a part of its answer; and that running requests may go on after SIGTERM."),
+    _option(ServerConfig, SERVER, "cors_origins", "--cors-origins", metavar="LIST", parse=lists.words, help="Pages of other servers that may use this one, by origin (https://a.org,http://b.org:3000); localhost: all of this machine; *: all. Default: * with API keys, else localhost."),
+    _option(ServerConfig, SERVER, "static_path", "--path", metavar="FOLDER", help="Answer with this folder's files instead of the page. They need no API key."),
+    _option(ServerConfig, SERVER, "webui", "--webui/--no-webui", "--ui/--no-ui", help="Answer / with the page."),
+    _option(ServerConfig, SERVER, "api_prefix", "--api-prefix", metavar="PREFIX", help="What all paths begin with, as in /llm."),
+    _option(ServerConfig, SERVER, "n_http_threads", "--threads-http", metavar="N", help="Taken for llama-server's users, and not used: one event loop answers all clients."),
+    _option(ServerConfig, SERVER, "timeout_s", "-to", "--timeout", metavar="S", help="Seconds that a client may take to send a request, and that running requests may go on after SIGTERM."),
     _option(ServerConfig, SERVER, "sse_ping_interval_s", "--sse-ping-interval", metavar="S", help="Seconds after which a stream without news sends a comment, so that nobody takes it for dead; -1: never."),
     _option(ServerConfig, SERVER, "max_body_mib", "--max-body", metavar="MIB", help="Size of a request's body, at most."),
+    _option(ServerConfig, SERVER, "log_file", "--log-file", metavar="FILE", help="Write the log to this file, too: a line for each request. A file that logrotate moved away is made anew."),
+    _option(ServerConfig, SERVER, "log_format", "--log-format", metavar="text|json", help="Lines of the log: for people, or each a JSON object (--log-jsonl is short for it)."),
+    _option(ServerConfig, SERVER, "log_disable", "--log-disable", help="Log nothing on stderr but why the server ends."),
+    _option(ServerConfig, SERVER, "slots", "--slots/--no-slots", help="Answer GET /slots: what each of the -np requests does."),
+    _option(EngineConfig, SERVER, "slot_save_path", "--slot-save-path", metavar="FOLDER", help="Folder for what POST /slots saves of conversations, and restores: a file of each rank, on its own machine."),
+    _option(ServerConfig, SERVER, "keep_slots", "--keep-slots", help="Save all slots in --slot-save-path when the server ends, and restore them when it starts."),
     _option(ServerConfig, SERVER, "metrics", "--metrics", help="Answer /metrics, for Prometheus."),
+    _option(ServerConfig, SERVER, "jinja", "--jinja/--no-jinja", help="Read chat templates as Jinja. They always are."),
+    _option(ServerConfig, SERVER, "embeddings", "--embedding", "--embeddings", help="Taken for llama-server's users, and not used: embeddings are answered beside texts."),
+    _option(ServerConfig, SERVER, "pooling", "--pooling", metavar="none|mean|cls|last", help="How embeddings are made of the hidden states of a text's tokens: each token's, the mean, the first one, the last one. Default: as the model's file says."),
+    _option(ServerConfig, SERVER, "embd_normalize", "--embd-normalize", metavar="N", help="How embeddings are normalized: 2 to length 1, 1 to a sum of 1, -1 not at all, 0 to 32760 as the largest number, above 2 by the p-norm."),
     _option(ServerConfig, SERVER, "reasoning_format", "--reasoning-format", metavar="auto|deepseek|none", help="Answer what the model thinks as reasoning_content (auto, deepseek), or as a part of the content (none)."),
 
     _option(BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: a line for each; a list of texts in JSON, as SpecInfer takes it; or lines in JSON of OpenAI's batch format."),
@@ -134,6 +149,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(RecordSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. May be repeated."),
 
     _option(ContextConfig, COMPUTE, "n_ctx", "-c", "--ctx-size", metavar="N", help="Context size in tokens; 0: the model's own."),
+    _option(EngineConfig, COMPUTE, "warmup", "--warmup/--no-warmup", help="Take the memory of all KV cells while loading; else each takes its own when it is used first."),
     _option(EngineConfig, COMPUTE, "n_requests", "--concurrent", metavar="N", help="Requests that are served at the same time; further ones wait. They share the context."),
     _option(ContextConfig, COMPUTE, "n_batch", "-b", "--batch-size", metavar="N", help="Prompt tokens in a batch, at most."),
     _option(ContextConfig, COMPUTE, "n_ubatch", "-ub", "--ubatch-size", metavar="N", help="Prompt tokens in a run, at most. Each stage computes one run at a time."),
@@ -152,7 +168,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="What the machines of a group send each other of their sums; f16: half the bytes, rounded."),
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="End the job when a rank sends nothing for so many seconds; 0: never."),
     _option(Ranks, RANKS, "restart", "--restart", metavar="N", help="Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a machine that cannot be reached go to the others."),
-    _option(Ranks, RANKS, "hostfile", "--hostfile", metavar="FILE", help="Machines to start ranks on, in mpirun's format."),
+    _option(Ranks, RANKS, "hostfile", "--hostfile", metavar="FILE", help="Machines to start ranks on, in mpirun's format. Default: those of the Slurm job, or this one."),
     _option(ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to start. Default: the slots of --hostfile, or one."),
     _option(PlanSettings, RANKS, "users", "--users", metavar="N", help="Plan for N users at the same time: for most tokens per second of all of them together."),
     _option(PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to use, the draft's included. Default: the fastest number."),
@@ -252,150 +268,3 @@ OPTIONS: tuple[Option, ...] = (
     _option(BenchSettings, OUTPUT, "trace", "--trace", metavar="FOLDER", help="Write the timeline of each mode's median run, for Perfetto or chrome://tracing."),
 )
 # fmt: on
-
-_WEIGHTS = (Models, Loading, ModelConfig, Loras)
-_COMPUTING = (ContextConfig, PipelineConfig, Ranks, DraftConfig, Log)
-
-COMMANDS: tuple[Command, ...] = (
-    Command(
-        name="generate",
-        help="""Continue a prompt with a model whose layers are spread over ranks.
-
-        Works under mpirun or srun, alone with --mpi-layer-split (mpirun is started for you), and on one rank without
-        MPI. The text goes to stdout, everything else to stderr.
-        """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, PromptCacheFile, SpeculationConfig, SamplingConfig, Constraint,
-                 GenerateOutput),
-        required=frozenset({"model"}),
-    ),
-    Command(
-        name="chat",
-        help="""Talk with a model whose layers are spread over ranks.
-
-        Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With -p or -f, the first question is asked
-        already. Without a terminal on stdin, what comes from there is one question (behind that of -p), whose answer
-        goes to stdout. Ranks that die are started again, three times in ten minutes, and the answer goes on.
-        """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, SpeculationConfig, SamplingConfig, ChatOutput),
-        leave_out=frozenset({"single_turn"}),
-        required=frozenset({"model"}),
-        defaults={"restart": 3},
-    ),
-    Command(
-        name="batch",
-        help="""Answer a file of prompts, several at a time.
-
-        An interrupted job goes on when it is started again with the same OUT. A prompt that cannot be answered has an
-        error there; the others are answered, and the exit code is 1. Settings in a prompt's own body come before those
-        of the command line.
-        """,
-        records=(*_WEIGHTS, *_COMPUTING, EngineConfig, Prompt, Chat, SpeculationConfig, SamplingConfig, Constraint,
-                 BatchSettings),
-        leave_out=frozenset({"prompt", "file", "escape"}),
-        required=frozenset({"model", "input", "output"}),
-        defaults={"n_requests": 4},
-    ),
-    Command(
-        name="record",
-        help="""Record a draft model's candidates for each token of the target's text, for `ggpipe simulate`.
-
-        The target alone writes the text, on as many ranks as --mpi-layer-split names. The draft reads it in the first
-        rank.
-        """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, SamplingConfig, RecordSettings),
-        leave_out=frozenset({"file"}),
-        required=frozenset({"model", "output"}),
-        defaults={"n_predict": 256},
-    ),
-    Command(
-        name="simulate",
-        help="""Simulate `generate` on a cluster: the same scheduler and draft logic, on virtual time.
-
-        Without --mode all three modes are simulated. Models come from the cluster file, or with -m and -md from the
-        headers of GGUF files.
-        """,
-        records=(Cluster, Models, SimulatedText, SimulatedTraffic, ContextConfig, PipelineConfig, Ranks, DraftConfig, SpeculationConfig,
-                 SimulateSettings),
-        leave_out=frozenset({
-            "threads_batch", "flash_attn", "fast_attention", "exact", "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale",
-            "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "hostfile",
-            "rank_timeout_s", "restart", "check_memory", "draft.threads_batch",
-        }),
-        required=frozenset({"cluster"}),
-    ),
-    Command(
-        name="plan",
-        help="""Find the fastest way to run a model on a cluster: layers of each machine, place of the draft, flags.
-
-        Without CLUSTER the machines of --hostfile, or this one, are measured first. Memory comes from the model's
-        header, speeds from short simulations. The last line is a command to paste.
-        """,
-        records=(Cluster, *_WEIGHTS, *_COMPUTING, SimulatedText, PlanSettings),
-        leave_out=frozenset({
-            "shares", "n_predict", "seed", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire",
-        }),
-    ),
-    Command(
-        name="profile",
-        help="""Measure how fast ranks compute a model's layers, their memory, and the links between them.
-
-        Under mpirun or srun on all ranks at once; else it starts them: those of --hostfile, or -r ranks on this
-        machine. A table goes to stderr. Without --layers a quarter of the layers is measured, or as many as the time
-        allows. With -md each rank also measures all of the draft, with the same threads.
-        """,
-        records=(*_WEIGHTS, *_COMPUTING, ProfileSettings),
-        leave_out=frozenset({
-            "shares", "draft.threads", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire",
-        }),
-        required=frozenset({"model"}),
-    ),
-    Command(
-        name="bench",
-        help="""Measure all modes side by side: they take turns in one job, with the same prompts and the same seed.
-
-        Models are loaded once. Each mode warms up, then the rounds follow. Ctrl-C ends the bench and shows the results
-        so far. With several --mpi-layer-split, layouts are compared in the fastest mode, or in those of --modes.
-        """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, BenchSettings),
-        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares", "stop"}),
-        required=frozenset({"model"}),
-        defaults={"n_predict": 128, "seed": 1},
-    ),
-    Command(
-        name="demo",
-        help="""Watch a bundled model write a tale: two ranks hold its layers, a third runs the draft model.
-
-        A part of the tale is written a second time without the draft model, to compare the speeds. The first demo
-        inflates the bundled models to the cost of large ones, with zeros: 447 MB in the cache folder, of which 33 MB
-        take space on the disk. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, other tale.
-        """,
-        records=(Loading, ModelConfig, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, GenerateOutput,
-                 DemoSettings),
-        leave_out=frozenset({"override_kv", "restart"}),
-        defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
-    ),
-    Command(
-        name="serve",
-        help="""Serve OpenAI's API and llama-server's over HTTP, several requests at a time.
-
-        The ranks are started here, and started again when they die (--restart): streams go on where they were. The
-        port answers at once, /health with 503 until the model is loaded. Sampling flags are for requests that do not
-        say otherwise. SIGTERM ends it when the running requests are answered.
-        """,
-        records=(*_WEIGHTS, *_COMPUTING, ServerConfig, Prompt, Chat, EngineConfig, SpeculationConfig, SamplingConfig,
-                 Constraint),
-        leave_out=frozenset({"prompt", "file", "escape", "single_turn", "system", "n_requests", "n_parallel"}),
-        required=frozenset({"model"}),
-        defaults={"restart": 10},
-    ),
-    Command(
-        name="rank",
-        help="""Be a rank of a Python program's engine, which starts it (`ggpipe/api/`).""",
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, PromptCacheFile, EngineConfig, SpeculationConfig, SamplingConfig,
-                 Constraint),
-        leave_out=frozenset({"prompt", "file", "escape"}),
-        required=frozenset({"model"}),
-        defaults={"n_requests": 4},
-        hidden=True,
-    ),
-)  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ggpipe.config import EngineConfig
 from ggpipe.errors import UsageError
-from ggpipe.launch.hostfile import hosts_of
+from ggpipe.launch.job import slots_of
 
 
 def ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
@@ -14,7 +14,7 @@ def ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
     n_target = config.pipeline.n_ranks
     n_ranks = (n_target or 0) + config.n_draft_ranks
     if config.pipeline.auto:
-        n_ranks = len(hosts_of(hostfile)) if hostfile is not None else _ranks_here(config)
+        n_ranks = len(slots_of(hostfile)) or _ranks_here(config)
     if hostfile is None and n_ranks <= 1:
         return None
     if n_target is None and not config.pipeline.auto:

@@ -12,11 +12,10 @@ in `step`.
 from __future__ import annotations
 
 import collections
-import gc
 import itertools
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ggpipe.config import SamplingConfig, Saves, SpeculationConfig
 from ggpipe.core.draft_messages import Begin
@@ -24,6 +23,7 @@ from ggpipe.core.events import (
     Arrived,
     Cancel,
     Drafted,
+    Embed,
     Emit,
     Event,
     Fetch,
@@ -39,15 +39,18 @@ from ggpipe.core.events import (
     Steer,
     Stop,
     Submit,
+    TaskDone,
     Tick,
 )
-from ggpipe.core.messages import RowLogits, Run, RunResult
-from ggpipe.core.request import Finish, Request, Token, TokenProb, check_prompt
+from ggpipe.core.messages import RowLogits, Run, RunResult, Want, WantKind
+from ggpipe.core.request import Finish, PromptTask, Request, Token, TokenProb, check_prompt
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.errors import QueueFull, UsageError
-from ggpipe.llama.grammars.constrained_sampler import ConstrainedSampler, Drawn, NoTokenFits
-from ggpipe.llama.grammars.grammar import Grammar
+from ggpipe.embeddings import Pooled
+from ggpipe.errors import QueueFull
+from ggpipe.llama import machine
+from ggpipe.llama.grammars.constrained_sampler import ConstrainedSampler, Drawn, NoTokenFits, sampler_at
+from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.metrics.run_counter import RunCounter
@@ -74,7 +77,12 @@ class ActiveRequest:
         self.sampled: collections.deque[tuple[str, tuple[TokenProb, ...], bool]] = collections.deque()
         """Of tokens that are sampled and not given out yet: `Token.text`, `probs` and `redrawn`."""
         self.not_saved: list[str] = []
-        """Why parts of the prompt cache are not written, a line each."""
+        """Why parts of a prefix are not written, or not restored, a line each."""
+        self.n_saved_bytes = 0
+        """Of its files."""
+        self.restores = request.restores
+        self.pooled = Pooled(request.task.pooling if request.task is not None else "last")
+        """Its embedding, where that is wanted."""
 
     @property
     def is_active(self) -> bool:
@@ -98,6 +106,8 @@ class RequestEnded:
     rest: str
     """Text behind the last token's: what may have begun a stop string, a character whose last bytes never came, as a
     replacement character; mostly empty."""
+    embedding: tuple[bytes, ...] = ()
+    """As `ClientRequest.embedding`."""
 
 
 EngineEvent = TokenReady | RequestEnded
@@ -126,13 +136,20 @@ class Engine:
         self._ids = itertools.count(1)
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[EngineEvent] = []
+        self._unsettled: list[ConstrainedSampler] = []
+        """They have left something for when the next run is being computed."""
         self._counter = RunCounter(self.ranks, self._stats_of)
-        gc.freeze()  # what is there now stays: the collector need not look at it again
+        machine.collect_new_objects()
 
     @property
     def run_cost(self) -> RunCost:
         """What runs of this pipeline take."""
         return self._scheduler.cost
+
+    @property
+    def n_cells(self) -> int:
+        """KV cells in use: of requests, kept prefixes and draft tokens."""
+        return self._scheduler.n_cells
 
     # Requests
 
@@ -150,6 +167,8 @@ class Engine:
         cache_prompt: bool = True,
         tokens: Sequence[int] = (),
         redrawn: Collection[int] = (),
+        task: PromptTask | None = None,
+        user: str = "",
     ) -> ActiveRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
@@ -160,19 +179,26 @@ class Engine:
 
         `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
         behind them, and `n_predict` counts them; `stats` may have their times already. `redrawn`: the places of those
-        that were drawn at the second attempt (`Token.redrawn`).
+        that were drawn at the second attempt (`Token.redrawn`). `task`: what is done instead of all this. `user`: as of
+        `Request`.
 
         Raises UsageError for a bad prompt or grammar, QueueFull when too many wait.
         """
         self.check_prompt(prompt)
+        if task is not None:
+            task.check(self._head.limits, self._head.head.config.slot_save_path is not None)
+            if task.kind == "embed":
+                ModelHeader(self._head.model_file).check_embedding(len(prompt), task.pooling)
+                cache_prompt = False
+            n_predict, speculation = 0, SpeculationConfig(mode="iterative")
         n_most = self._head.limits.n_requests + self._head.head.config.n_queued
         if len(self._active) >= n_most:
             raise QueueFull(
                 f"{len(self._active)} requests are being served or wait: try again later, or raise `n_queued`"
             )
         stats = stats if stats is not None else RequestStats()
-        sampler, replays = self._sampler(prompt, sampling, tokens, redrawn), sampling.remembers_rows
-        want = sampler.replay_want(len(tokens)) if replays and tokens else sampler.want()
+        sampler = sampler_at(prompt, sampling, tokens, redrawn, self.vocab, self.n_ctx)
+        want = sampler.replay_want(len(tokens)) if sampling.remembers_rows and tokens else sampler.want()
         decoder = TextDecoder(self.vocab, sampling.stop)
         for token in tokens:
             decoder.push(token)
@@ -180,62 +206,33 @@ class Engine:
             id=next(self._ids),
             prompt=prompt,
             n_predict=n_predict,
-            speculation=self._possible(speculation or SpeculationConfig()),
+            speculation=self._head.possible(speculation or SpeculationConfig()),
             ends=self._ends,
             banned=sampler.banned,
             want_grows=sampler.want_grows,
             cache_prompt=cache_prompt,
-            remembers_rows=replays,
+            user=user,
+            remembers_rows=sampling.remembers_rows,
             is_stopped=decoder.is_stopped,
-            saves=self._saves,
+            saves=self._saves if task is None else "prompt" if task.kind == "save" else "nothing",
+            task=task,
         ).after(tokens)
+        want = Want(WantKind.HIDDEN) if request.embeds else want
         stats.seed, stats.n_prompt = sampler.seed, len(prompt)
         stats.arrived = stats.arrived or time.monotonic()
-        stats.ranks = [
-            RankStats(rank=r.rank, draft=r.draft, host=r.host, layers=r.layers, threads=r.threads) for r in self.ranks
-        ]
+        stats.ranks = [rank.unused() for rank in self.ranks]
         stats.speculation = request.speculation
         active = self._active[request.id] = ActiveRequest(request, sampler, decoder, stats)
-        if replays:
+        if sampling.remembers_rows:
             active.to_replay.extend((token, place in redrawn) for place, token in enumerate(tokens))
         draft_check = sampler.draft_check if isinstance(sampler, ConstrainedSampler) else None
         self._work([Arrived(request, want, stats.counters, draft_check)])
         return active
 
-    def _sampler(
-        self, prompt: tuple[int, ...], sampling: SamplingConfig, tokens: Sequence[int], redrawn: Collection[int]
-    ) -> Sampler | ConstrainedSampler:
-        """A sampler that is where the text is, but for rows that are to be replayed."""
-        grammar = Grammar(sampling.grammar, self.vocab) if sampling.grammar else None
-        sampler = Sampler(sampling, self.vocab, self.n_ctx)
-        sampler.accept(prompt)
-        if grammar is None:
-            if not sampling.remembers_rows:
-                sampler.resume(tokens)
-            return sampler
-        constrained = ConstrainedSampler(sampler, grammar)
-        try:
-            if sampling.remembers_rows:
-                constrained.check(tokens)
-            else:
-                constrained.resume(tokens, redrawn)
-        except NoTokenFits:
-            constrained.close()
-            raise UsageError("the text so far does not fit `grammar`") from None
-        return constrained
-
     def cancel(self, request: ActiveRequest) -> None:
-        """End a request soon; `RequestEnded` follows, after tokens that are generated already. Does nothing when it is
-        over."""
+        """End a request soon, if it is not over; `RequestEnded` follows, after tokens that are generated already."""
         if request.is_active:
             self._work([Stop(request.id)])
-
-    def _possible(self, speculation: SpeculationConfig) -> SpeculationConfig:
-        if not self.can_speculate:
-            speculation = replace(speculation, mode="iterative")
-        if self._head.head.config.context.exact and not self._head.exact_in_company:  # branches are company
-            speculation = speculation.as_chain
-        return speculation
 
     # Work
 
@@ -245,6 +242,9 @@ class Engine:
         Raises RunError when a rank breaks, Terminated when this process is to end.
         """
         if not self._events:
+            for sampler in self._unsettled:
+                sampler.settle()
+            self._unsettled.clear()
             self._take(self._head.next(self._scheduler.wake_at))
         events, self._events = self._events, []
         return events
@@ -266,8 +266,8 @@ class Engine:
                 self._work([Drafted(batch)])
             case PartSpan(run, span):
                 self._counter.add_part(run, span)
-            case Received(_, PrefixSaved(request, problem)):
-                self._saved(request, problem)
+            case Received(_, PrefixSaved() as saved):
+                self._saved(saved)
             case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
                 self._work([Tick()])
 
@@ -286,7 +286,7 @@ class Engine:
         for active in self._active.values():
             active.stats.n_in_flight = self._scheduler.n_in_flight
 
-    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch | Replay) -> Event | None:
+    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch | Replay | Embed) -> Event | None:
         """Perform one action; returns the event that follows from it, if any."""
         match action:
             case Submit(run):
@@ -304,6 +304,9 @@ class Engine:
                 active = self._active[request]
                 for row in rows:
                     active.sampler.replay(row, *active.to_replay.popleft())
+            case Embed(request, rows):
+                for row in rows:
+                    self._active[request].pooled.add(row.logits)
             case Sample(request, row):
                 return self._sample(self._active[request], row)
             case Fetch(request, run_id, row_number):
@@ -345,13 +348,19 @@ class Engine:
     def _emit(self, active: ActiveRequest, token: int, drafted: bool) -> None:
         active.stats.token_times.append(time.monotonic())
         active.stats.drafted.append(drafted)
+        if isinstance(active.sampler, ConstrainedSampler):
+            self._unsettled.append(active.sampler)
         text, probs, redrawn = active.sampled.popleft()
         self._events.append(TokenReady(active, Token(token, text, drafted, probs, redrawn)))
 
-    def _saved(self, request: int, problem: str) -> None:
+    def _saved(self, saved: PrefixSaved) -> None:
+        request, active = saved.request, self._active[saved.request]
         self._n_unsaved[request] -= 1
-        if problem:
-            self._active[request].not_saved.append(problem)
+        active.n_saved_bytes += saved.n_bytes
+        if saved.problem:
+            active.not_saved.append(saved.problem)
+        if active.restores and not self._n_unsaved[request]:
+            self._work([TaskDone(request, is_whole=not active.not_saved)])
         self._finish_saved(request)
 
     def _finish_saved(self, request: int) -> None:
@@ -363,11 +372,13 @@ class Engine:
         active = self._active.pop(request)
         active.stats.finish = self._unsaved.pop(request)
         active.sampler.close()
-        self._events.append(RequestEnded(active, active.decoder.finish()))
+        embedding = tuple(vector.tobytes() for vector in active.pooled.vectors)
+        if not all(embedding):
+            active.not_saved.append(f"'{self._head.model_file.architecture}' models give no embeddings here")
+        self._events.append(RequestEnded(active, active.decoder.finish(), embedding))
 
     def _stats_of(self, request: int) -> RequestStats | None:
-        active = self._active.get(request)
-        return active.stats if active is not None else None
+        return active.stats if (active := self._active.get(request)) is not None else None
 
     # Measuring, ending
 

@@ -19,7 +19,7 @@ from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import Progress
 from ggpipe.llama.libllama import native
 from ggpipe.llama.model_shape import shape_of
-from ggpipe.llama.prompt_cache import PromptCache
+from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Cut, Stage
 from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
@@ -162,6 +162,13 @@ def prompt_cache(config: EngineConfig, transport: Transport) -> PromptCache | No
     return PromptCache(config.prompt_cache.path, transport.rank, read_only=config.prompt_cache.saves == "nothing")
 
 
+def prefix_files(config: EngineConfig, transport: Transport, draft: bool) -> PrefixFiles | None:
+    """This rank's saved prefixes, if there are to be any; drafts have none. Raises SettingError."""
+    if config.slot_save_path is None or draft:
+        return None
+    return PrefixFiles(config.slot_save_path, transport.rank)
+
+
 def membership(config: EngineConfig, transport: Transport, ranks: Sequence[int]) -> Membership | None:
     """This rank's in the group of these ranks; None where it is alone."""
     if len(ranks) == 1:
@@ -182,11 +189,13 @@ def stage_loader(
     model_file: ModelFile,
     layers: tuple[int, int],
     draft: bool,
-    prompt_cache: PromptCache | None = None,
+    files: Sequence[PromptCache | PrefixFiles | None] = (),
     group: Membership | None = None,
+    warmup: bool = False,
 ) -> Callable[[Progress], Stage]:
     """A function that makes this rank's stage, of the target or of the draft, given a callback for its progress, and
-    describes it to `prompt_cache`. `group`: that of the ranks that hold these layers together, if there are several."""
+    describes it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if
+    there are several. `warmup`: as of `Stage`."""
     threads = threads_of(config, transport, draft)
     part = config.draft if draft and config.draft is not None else config
     shares_cores = draft and transport.ranks_on_host > config.n_draft_ranks
@@ -195,7 +204,7 @@ def stage_loader(
         if shares_cores:
             machine.yield_to_others()
         n_prefixes = config.n_prefixes(part.context)
-        saves_states = prompt_cache is not None and n_prefixes > 0
+        saves_states = n_prefixes > 0 and any(one is not None for one in files)
         stage = Stage(
             model_file,
             layers,
@@ -206,9 +215,11 @@ def stage_loader(
             n_prefixes,
             saves_states,
             group.join() if group is not None else None,
+            warmup,
         )
-        if prompt_cache is not None:
-            prompt_cache.describe(stage, model_file, part.model, part.context)
+        for one in files:
+            if one is not None:
+                one.describe(stage, model_file, part.model, part.context)
         return stage
 
     return load

@@ -6,15 +6,16 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
-from ggpipe.config import EngineConfig
+from ggpipe.config import EngineConfig, SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch, Steering
 from ggpipe.core.messages import Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
 from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.control_channel import ControlChannel, Received
@@ -170,6 +171,7 @@ class LoadedHead:
         head: Head,
         pipeline: Pipeline,
         draft_rank: int | None,
+        model_file: ModelFile,
         vocab: Vocab,
         limits: Limits,
         warnings: tuple[str, ...],
@@ -184,6 +186,7 @@ class LoadedHead:
         layers of the target, and of the draft.
         """
         self.head = head
+        self.model_file = model_file
         self.vocab = vocab
         self.limits = limits
         self.warnings = warnings
@@ -197,6 +200,14 @@ class LoadedHead:
     def can_speculate(self) -> bool:
         """There is a draft model, and both models can roll back."""
         return self._draft_rank is not None
+
+    def possible(self, speculation: SpeculationConfig) -> SpeculationConfig:
+        """That, or what is nearest to it here."""
+        if not self.can_speculate:
+            speculation = replace(speculation, mode="iterative")
+        if self.head.config.context.exact and not self.exact_in_company:  # branches are company
+            speculation = speculation.as_chain
+        return speculation
 
     # Sending
 
@@ -234,8 +245,8 @@ class LoadedHead:
                 return result
             case Fetched() as fetched:
                 return fetched
-            case Saved(request, problem):
-                return Received(HEAD, PrefixSaved(request, problem))
+            case Saved(request, problem, n_bytes):
+                return Received(HEAD, PrefixSaved(request, problem, n_bytes))
             case Passed() as outcome:
                 self._pipeline.deliver(outcome)
         return None

@@ -14,7 +14,7 @@ from ggpipe.core.layout import Layout, lay_out
 from ggpipe.core.messages import Restored
 from ggpipe.core.radix_tree import agreeing
 from ggpipe.core.request import Limits
-from ggpipe.errors import RunError
+from ggpipe.errors import MemoryNeededError, RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
@@ -41,7 +41,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         part = draft_layout if draft_layout is not None and hello.holds_draft else layout
         ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
         if rank != HEAD:
-            head.channel.send(rank, Load(part))
+            head.channel.send(rank, Load(part, agreed.warmup))
     with contextlib.ExitStack() as loaded:  # closed again when loading fails
         pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed)))
         vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
@@ -88,6 +88,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             head,
             pipeline,
             draft_rank,
+            agreed.model_file,
             vocab,
             limits,
             warnings,
@@ -108,6 +109,8 @@ class _Agreed:
     draft_layout: Layout | None
     prompt_cache: PromptCache | None
     """The head's."""
+    warmup: bool
+    """As of `Stage`."""
     warnings: list[str]
 
 
@@ -125,14 +128,22 @@ def _agree(head: Head) -> _Agreed:
         n_layer = hellos[n_target].n_layer
         draft_layout = lay_out(n_layer, draft.n_ranks, draft.shares, n_target, draft.group_sizes)
     layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares, HEAD, config.pipeline.group_sizes)
-    if config.pipeline.check_memory:
-        handshake.check_memory(hellos, config, model_file, layout, draft_layout)
+    warmup = config.warmup
+    if config.pipeline.check_memory or warmup:
+        try:
+            handshake.check_memory(hellos, config, model_file, layout, draft_layout)
+        except MemoryNeededError as e:
+            if config.pipeline.check_memory:
+                raise
+            warnings.append(f"`warmup` is left out, so that memory may run out later: {e}")
+            warmup = False
     return _Agreed(
         model_file=model_file,
         hellos=hellos,
         layout=layout,
         draft_layout=draft_layout,
         prompt_cache=prompt_cache,
+        warmup=warmup,
         warnings=warnings,
     )
 
@@ -155,10 +166,15 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
 
         cache, stage = agreed.prompt_cache, layout.stage_of(HEAD)
         group = handshake.membership(head.config, transport, stage.ranks)
-        load = handshake.stage_loader(head.config, transport, agreed.model_file, stage.layers, False, cache, group)
+        files = handshake.prefix_files(head.config, transport, False)
+        load = handshake.stage_loader(
+            head.config, transport, agreed.model_file, stage.layers, False, (cache, files), group, agreed.warmup
+        )
         send = deliver_here if transport.sends_from_any_thread else inbox.put
         poll_s = handshake.poll_s(head.config)
-        thread = StageThread(HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache, group=group)
+        thread = StageThread(
+            HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache, group=group, prefix_files=files
+        )  # fmt: skip
         inbox.relieved = thread.relief_s
         return thread
 

@@ -57,14 +57,15 @@ def run_rank(
     settle: Settle | None = None,
     report: Report = lambda _: None,
     say: Say = lambda _: None,
+    signals: Signals | None = None,
 ) -> int:
     """Run this process's part and return its exit code: `head` on rank 0, a worker elsewhere.
 
     `head` gets the channel to all ranks, with nothing loaded yet (see `Session.load`), and returns the exit code for
     all ranks. Errors of any rank are raised on the head. Where our own launcher started the ranks, its front end is
-    served instead of `head`, and gets the errors and the lines.
+    served instead of `head`, and gets the errors and the lines. `signals`: this process's, if they are a server's.
     """
-    with _connected(config, report, say) as own:
+    with _connected(config, report, say, signals) as own:
         transport = own.transport
         if settle is not None:
             config = settle(transport, own.attend, config, own.say)
@@ -137,9 +138,9 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _connected(config: EngineConfig, report: Report, say: Say) -> Iterator[_Rank]:
+def _connected(config: EngineConfig, report: Report, say: Say, signals: Signals | None = None) -> Iterator[_Rank]:
     tune()
-    signals = Signals(rank_in_environment() or 0, has_user=not is_served())
+    signals = signals or Signals(rank_in_environment() or 0, has_user=not is_served())
     transport = connect(config)
     front_end: FrontEnd | None = None
 

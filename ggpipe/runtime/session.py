@@ -9,14 +9,19 @@ with Head(transport, config) as head:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from ggpipe.chat.answer import answer_format
 from ggpipe.chat.conversation import CHATML, ChatPrompt, Conversation
-from ggpipe.chat.reasoning import reasoning_format
 from ggpipe.chat.template import ChatTemplate
+from ggpipe.chat.tools.grammar import grammar_of_calls
 from ggpipe.errors import QueueFull, UsageError
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_header import ModelHeader, n_numbers
+from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime import engine
-from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, ModelInfo, RequestEnded, TokenReady
 from ggpipe.runtime.engine import ActiveRequest, Engine
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.loading import load_all
@@ -25,9 +30,12 @@ from ggpipe.runtime.loading import load_all
 class Session(EngineClient):
     """See the module's text. All methods but `stop` belong to the main thread."""
 
-    def __init__(self, head: Head, engine: Engine, warnings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, head: Head, engine: Engine, warnings: tuple[str, ...] = (), model: ModelInfo | None = None
+    ) -> None:
         """`head`: the one that the engine was loaded with; it says when the user wants an end."""
-        super().__init__(head, head.ranks, engine.n_ctx, engine.can_speculate, warnings, engine.vocab.sampling())
+        sampling = engine.vocab.sampling()
+        super().__init__(head, head.ranks, engine.n_ctx, engine.can_speculate, warnings, sampling, model)
         self.engine = engine
         self.vocab = engine.vocab
         self._head = head
@@ -45,7 +53,7 @@ class Session(EngineClient):
         loaded = load_all(head, on_progress)
         engine = Engine(loaded)
         head.at_close(engine.close)
-        return cls(head, engine, loaded.warnings)
+        return cls(head, engine, loaded.warnings, _model_info(loaded.model_file, loaded.vocab))
 
     @property
     def is_open(self) -> bool:
@@ -58,11 +66,17 @@ class Session(EngineClient):
         vocab, tools = self.vocab, conversation.tools
         source = conversation.template or (vocab.template("tool_use") if tools else None) or vocab.template() or CHATML
         template = self._compiled(source)
-        text = template.render(conversation.messages, tools or None, **conversation.further)
-        begun = template.generation_prompt(text, conversation.messages, tools or None, **conversation.further)
-        marks = reasoning_format(source, begun, vocab.special_tokens)
-        pieces = template.pieces(text)
-        return ChatPrompt(vocab.tokenize_pieces(pieces), marks, "".join(piece for piece, _ in pieces))
+        own = conversation.begun
+        messages = conversation.messages if own is None else conversation.messages[:-1]
+        text, begun = template.conversation(messages, tools, **conversation.further)
+        answer, choice = answer_format(source, begun, vocab.special_tokens, tools), conversation.choice
+        pieces = [*template.pieces(text)]
+        if own is not None:
+            behind, reasoning = answer.reasoning.begun(own.get("reasoning_content") or "", own.get("content") or "")
+            pieces, answer = [*pieces, *behind], replace(answer, reasoning=reasoning)
+        grammar = grammar_of_calls(answer.form, answer.reasoning, tools, choice)
+        written = "".join(piece for piece, _ in pieces)
+        return ChatPrompt(vocab.tokenize_pieces(pieces), answer, written, grammar, choice.must_call)
 
     def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
         self._check_tokens(tokens)
@@ -100,6 +114,8 @@ class Session(EngineClient):
                 request.cache_prompt,
                 request.token_ids,
                 request.redrawn,
+                request.task,
+                request.user,
             )
         except (UsageError, QueueFull) as e:
             request.error = e
@@ -116,22 +132,42 @@ class Session(EngineClient):
         events, self._refused = self._refused, []
         if events:
             return events
-        for event in self.engine.step():
+        happened = self.engine.step()
+        self.n_cells = self.engine.n_cells
+        for event in happened:
             match event:
                 case engine.TokenReady(active, token):
                     events.append(TokenReady(self._client_requests[active.id], token))
-                case engine.RequestEnded(active, rest):
+                case engine.RequestEnded(active, rest, embedding):
                     request = self._client_requests.pop(active.id)
                     del self._active[request.id]
                     request.rest, request.not_saved = rest, tuple(active.not_saved)
+                    request.n_saved_bytes, request.embedding = active.n_saved_bytes, embedding
                     events.append(RequestEnded(request))
         return events
+
+
+def _model_info(model_file: ModelFile, vocab: Vocab) -> ModelInfo:
+    header = ModelHeader(model_file)
+    return ModelInfo(
+        chat_template=vocab.template() or "",
+        bos_token=vocab.bos_text,
+        eos_token=vocab.eos_text,
+        vocab_type=vocab.kind,
+        n_vocab=vocab.n_tokens,
+        n_ctx_train=header.number("context_length"),
+        n_embd=header.width,
+        n_params=sum(map(n_numbers, model_file.tensors.values())),
+        n_bytes=model_file.n_bytes,
+        pooling=header.pooling,
+    )
 
 
 class LocalRanks:
     """Ranks whose head is in this process, as a front end sees them before anything is loaded."""
 
     is_loading = False
+    n_restarts = 0
     """Nobody starts them again."""
 
     def __init__(self, head: Head) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ggpipe.core.messages import Restored, RowLogits, Run, RunResult, Save, Span
+from ggpipe.core.messages import Restore, Restored, RowLogits, Run, RunResult, Save, Span
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import Progress
-from ggpipe.llama.prompt_cache import PromptCache
+from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Stage
 from ggpipe.runtime.inbox import poll_interval
 from ggpipe.transport import codec
@@ -72,10 +72,12 @@ class PartDone:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A sequence of a request is on disk, or `problem` says why it is not."""
+    """A sequence of a request is on disk, or restored, or `problem` says why it is not."""
 
     request: int
     problem: str
+    n_bytes: int = 0
+    """Of its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,12 @@ class StageThread:
         poll_s: tuple[float, float] = (1e-3, 10e-3),
         prompt_cache: PromptCache | None = None,
         group: Membership | None = None,
+        prefix_files: PrefixFiles | None = None,
     ) -> None:
         """`load` makes the stage and reports its progress. `notify`, and `deliver` for what comes of runs, are called
         from the thread. `pump` is called while the thread has nothing to do: it polls, and submits what came.
         `poll_s`: while a run is computed, the main thread polls after a quarter of a run, within these seconds.
-        `prompt_cache`: `load` has described the stage to it. `group`: `load` joins it.
+        `prompt_cache`, `prefix_files`: `load` has described the stage to them. `group`: `load` joins it.
         """
         self._rank = rank
         self._load = load
@@ -123,14 +126,16 @@ class StageThread:
         self._pump = pump
         self._poll_s = poll_s
         self._prompt_cache = prompt_cache
+        self._prefix_files = prefix_files
         self._group = group
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bell = Bell()
         self._last_run_s = 0.0
         self._last_active = time.monotonic()
         self._cancelled: set[int] = set()
-        self._kept: dict[int, Mapping[int, RowLogits]] = {}
+        self._kept: dict[int, dict[int, RowLogits]] = {}
         """Whole rows, by run and row."""
+        self._keeping = threading.Lock()
         self._last_done = -1
         self._computing: int | None = None
         self._closing = False
@@ -159,7 +164,8 @@ class StageThread:
 
     def fetch(self, request: int, run: int, row: int) -> None:
         """Deliver a whole row that was kept, for a request. Raises RunError where there is none."""
-        kept = self._kept.get(run, {}).get(row)
+        with self._keeping:
+            kept = self._kept.get(run, {}).get(row)
         if kept is None:
             raise RunError(f"row {row} of run {run} is not kept; the ranks are out of step")
         self._deliver(Fetched(request, kept))
@@ -186,13 +192,16 @@ class StageThread:
             while (job := self._next_job()) is not None:
                 self._computing, save = job.run.id, job.run.save
                 job = replace(job, run=self._decided(job.run))
-                if save is not None and job.run.cancelled:
+                if isinstance(save, Save) and job.run.cancelled:
                     save = replace(save, tokens=())  # they are not computed
                 outcome = self._compute(stage, job)
                 self._computing, self._last_done = None, job.run.id
                 self._last_active = time.monotonic()
                 self._cancelled.discard(job.run.id)
-                self._deliver(outcome)
+                with self._keeping:  # nobody asks for these rows before the result is out
+                    self._deliver(outcome)
+                    if isinstance(outcome, Ended) and outcome.result.rows:
+                        self._keep(stage, job.run)
                 if save is not None:  # the next stages save theirs meanwhile
                     self._notify(self._save(stage, save))
             self._stage = None
@@ -207,6 +216,10 @@ class StageThread:
             error.__cause__ = e
             self._notify(Broke(error))
 
+    def _keep(self, stage: Stage, run: Run) -> None:
+        if rows := stage.kept(run):
+            self._kept[run.id] = rows
+
     def _decided(self, run: Run) -> Run:
         """The run, cancelled or not. All parts of a group decide alike, or some would wait for sums of the others."""
         cancelled = run.id in self._cancelled
@@ -214,11 +227,19 @@ class StageThread:
             cancelled = self._group.agree(cancelled)
         return replace(run, cancelled=True) if cancelled else run
 
-    def _save(self, stage: Stage, save: Save) -> Saved:
-        assert self._prompt_cache is not None
-        problem = self._prompt_cache.save(stage, save.seq, save.tokens) if save.tokens else ""
+    def _save(self, stage: Stage, save: Save | Restore) -> Saved:
+        files, problem, n_bytes = self._prefix_files, "", 0
+        if isinstance(save, Restore):
+            assert files is not None
+            problem, n_bytes = files.restore(stage, save.seq, save.tokens, save.file)
+        elif save.file and save.tokens:
+            assert files is not None
+            problem, n_bytes = files.save(stage, save.seq, save.tokens, save.file)
+        elif save.tokens:
+            assert self._prompt_cache is not None
+            problem = self._prompt_cache.save(stage, save.seq, save.tokens)
         self._last_active = time.monotonic()
-        return Saved(save.request, problem)
+        return Saved(save.request, problem, n_bytes)
 
     def _report_progress(self, done_bytes: int, all_bytes: int) -> bool:
         self._notify(Loading(done_bytes, all_bytes))
@@ -257,8 +278,6 @@ class StageThread:
         for old in [old for old in self._kept if old < run.kept_from]:
             del self._kept[old]
         outcome = stage.decode(run, job.incoming, headroom)
-        if outcome.kept:
-            self._kept[run.id] = outcome.kept
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)

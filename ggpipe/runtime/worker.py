@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from ggpipe.core.messages import RunRecord
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.prompt_cache import PromptCache
+from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.vocab import Vocab
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel, Received
@@ -66,6 +65,7 @@ class Worker:
         self._draft = config.draft if handshake.is_draft(config, transport) else None
         """The draft model, if this rank serves it."""
         self._prompt_cache: PromptCache | None = None
+        self._prefix_files: PrefixFiles | None = None
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
@@ -73,12 +73,13 @@ class Worker:
             model = self._draft.model if self._draft is not None else self._config.model
             model_file = ModelFile.open(model.path)
             self._prompt_cache = handshake.prompt_cache(self._config, self._transport)
+            self._prefix_files = handshake.prefix_files(self._config, self._transport, self._draft is not None)
             self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._draft is not None))
             match self._channel.receive().message:
                 case Quit(exit_code):
                     return exit_code
-                case Load(layout):
-                    with contextlib.closing(self._load(layout, model_file)) as pipeline:
+                case Load(layout, warmup):
+                    with contextlib.closing(self._load(layout, model_file, warmup)) as pipeline:
                         return self._serve(pipeline)
                 case message:
                     raise RunError(f"the head sent {type(message).__name__} instead of Load: use one ggpipe everywhere")
@@ -90,7 +91,7 @@ class Worker:
                     case Quit(exit_code):
                         return exit_code
 
-    def _load(self, layout: Layout, model_file: ModelFile) -> Pipeline:
+    def _load(self, layout: Layout, model_file: ModelFile, warmup: bool) -> Pipeline:
         """Our place in the pipeline of the target, or of the draft; our stage begins to load, if we hold layers."""
         rank = self._transport.rank
         leads = self._draft is not None and rank == layout.head
@@ -107,8 +108,9 @@ class Worker:
                 model_file,
                 stage.layers,
                 self._draft is not None,
-                self._prompt_cache,
+                (self._prompt_cache, self._prefix_files),
                 group,
+                warmup,
             )
             deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
             pump = self._inbox.pump if self._transport.must_poll and not leads else None
@@ -122,6 +124,7 @@ class Worker:
                 poll_s,
                 self._prompt_cache,
                 group,
+                self._prefix_files,
             )
             self._inbox.take_run = lambda message: thread.submit_message(message.payload)
             self._inbox.relieved = thread.relief_s
@@ -169,13 +172,13 @@ class Worker:
                         draft_head.ended(result)
                     case Passed() | Ended() | PartDone() | Fetched() as outcome:
                         pipeline.deliver(outcome)
-                    case Saved(request, problem):
+                    case Saved(request, problem, n_bytes):
                         place = f"{self._transport.place}: " if problem else ""
-                        self._channel.send(HEAD, PrefixSaved(request, place + problem))
+                        self._channel.send(HEAD, PrefixSaved(request, place + problem, n_bytes))
                     case Loading(done_bytes, total_bytes):
                         self._channel.send(HEAD, StageLoading(done_bytes, total_bytes))
                     case Loaded() as loaded:
-                        gc.freeze()  # what is there now stays: the collector can skip it
+                        machine.collect_new_objects()
                         self._channel.send(HEAD, self._stage_loaded(loaded))
                     case Broke(error):
                         self._channel.fail(error)

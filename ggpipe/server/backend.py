@@ -5,26 +5,34 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
-import threading
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
+from ggpipe.chat.answer import AnswerFormat
 from ggpipe.chat.conversation import ChatPrompt, Conversation
-from ggpipe.chat.reasoning import ReasoningFormat
-from ggpipe.config import SpeculationConfig
-from ggpipe.core.request import Token, check_prompt
+from ggpipe.config import Pooling, SpeculationConfig
+from ggpipe.core.request import Finish, PromptTask, Token, check_prompt
 from ggpipe.errors import GgpipeError
+from ggpipe.metrics.occupancy import Occupancy
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.options.sampling import SamplingOf
-from ggpipe.runtime.channel.client import EngineClient
+from ggpipe.runtime.channel.client import EngineClient, ModelInfo
 from ggpipe.sampling import SamplingConfig
 from ggpipe.server.errors import ApiError
+from ggpipe.server.json import dumps
+from ggpipe.server.slots.table import Slots
+from ggpipe.server.totals import Totals
 
 T = TypeVar("T")
+
+_MOST_PER_CELL, _MOST_BESIDE = 64, 64 * 1024  # bytes of prompts; tokens have about 4
+_MEASURE_S = 10.0
 
 
 class Status(enum.Enum):
@@ -38,55 +46,23 @@ class Status(enum.Enum):
     """Running requests end, and no new ones begin."""
 
 
-class Totals:
-    """What was done for all requests that ended. Filled in by the engine's thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.n_requests = 0
-        self.prompt_tokens = 0
-        """Without those that the prefix cache had."""
-        self.cached_tokens = 0
-        self.prompt_s = 0.0
-        """From arrival to the first token."""
-        self.predicted_tokens = 0
-        self.predicted_s = 0.0
-        self.most_tokens = 0
-        """Of a prompt and its text."""
-        self.draft_tokens = 0
-        self.accepted_tokens = 0
-        self.drafts = 0
-        """Runs with draft tokens that came back."""
-
-    def add(self, stats: RequestStats) -> None:
-        """A request has ended."""
-        counters = stats.counters
-        with self._lock:
-            self.n_requests += 1
-            self.cached_tokens += counters.cached_tokens
-            self.prompt_tokens += stats.n_prompt - counters.cached_tokens if stats.n_generated else 0
-            self.prompt_s += stats.ttft_s or 0.0
-            self.predicted_tokens += stats.n_generated
-            self.predicted_s += stats.decode_s
-            self.most_tokens = max(self.most_tokens, stats.n_prompt + stats.n_generated)
-            self.draft_tokens += counters.submitted_tokens
-            self.accepted_tokens += counters.accepted_tokens
-            self.drafts += counters.verified_runs
-
-
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
     """A text that is written."""
 
-    def __init__(
-        self, index: int, prompt: int, feed: Feed, marks: ReasoningFormat | None, cancel: Callable[[], None]
-    ) -> None:
-        """`index`, `prompt`: its number and its prompt's number, in one request. `marks`: how reasoning is marked in
-        it."""
-        self.index = index
-        self.prompt = prompt
-        self.feed = feed
-        self.marks = marks
-        self._cancel = cancel
+    index: int
+    """Its number, in one request."""
+    prompt: int
+    """Its prompt's number, in one request."""
+    feed: Feed
+    marks: AnswerFormat | None
+    """How reasoning and calls are marked in it; None: all of it is text."""
+    user: str
+    """Whom it is for, as of `Request`."""
+    sampling: SamplingConfig
+    n_predict: int
+    end: Callable[[], None]
+    """Has the engine cancel it."""
 
     @property
     def stats(self) -> RequestStats:
@@ -96,7 +72,7 @@ class Generation:
     def cancel(self) -> None:
         """End it soon, if it has not ended."""
         if not self.feed.has_ended:
-            self._cancel()
+            self.end()
 
     async def news(self) -> AsyncGenerator[Sequence[Token], None]:
         """Tokens as they come, those together that are there together. Raises ApiError."""
@@ -128,7 +104,14 @@ class Backend:
         self.n_predict = n_predict
         self.n_ctx = 0
         """KV cells, for all requests together; 0 before the model is loaded."""
+        self.model: ModelInfo | None = None
+        """None before it is loaded."""
         self.began = time.time()
+        self.occupancy = Occupancy()
+        self._measured_at = -math.inf
+        self._n_measured: int | None = None
+        """How often ranks had been started again when their clocks were compared."""
+        self.slots = Slots(n_slots)
         self._thread = thread
         self._usual = usual
         self._sampling = SamplingConfig()
@@ -166,21 +149,47 @@ class Backend:
         return self._thread.ranks
 
     @property
+    def open(self) -> Collection[Generation]:
+        """Texts of answers that were not sent whole."""
+        return self._open
+
+    @property
     def n_active(self) -> int:
         """Requests of the engine that have not ended, waiting ones too."""
         return self._thread.n_active
+
+    @property
+    def n_cells(self) -> int:
+        """KV cells in use: of requests, kept prefixes and draft tokens."""
+        return self._thread.n_cells
 
     @property
     def n_restarts(self) -> int:
         """How often ranks were started again."""
         return self._thread.n_restarts
 
-    async def load(self) -> None:
-        """Wait until the model is loaded. Raises what that failed with."""
+    def measure(self) -> None:
+        """Have ranks asked for their memory, unless that was done seconds ago, and once for their clocks."""
+        now = time.monotonic()
+        if self.status is not Status.OK or now < self._measured_at + _MEASURE_S:
+            return
+        self._measured_at = now
+        if self._n_measured == self.n_restarts:
+            self._thread.ask(lambda engine: engine.measure())
+        else:
+            self._n_measured = self.n_restarts
+            self._thread.ask(_measure_all)
+
+    async def load(self, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Wait until the model is loaded, and then for `prepare`. Raises what that failed with."""
         await self._thread.loaded.wait_async(None)
         if self._thread.loaded.error is not None:
             raise self._thread.loaded.error
-        self._sampling, self.n_ctx = await self.ask(lambda engine: (self._usual(engine.sampling), engine.n_ctx))
+        self._sampling, self.n_ctx, self.model = await self.ask(
+            lambda engine: (self._usual(engine.sampling), engine.n_ctx, engine.model)
+        )
+        if prepare is not None:
+            await prepare()
         self._is_loaded = True
 
     async def failed(self) -> GgpipeError:
@@ -225,15 +234,32 @@ class Backend:
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's tokens."""
+        self._check_size(len(text), "the prompt")
         return await self.ask(lambda engine: engine.tokenize(text))
 
     async def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         """A conversation as the model reads it."""
+        n_bytes = len(dumps((conversation.messages, conversation.tools, conversation.further)))
+        self._check_size(n_bytes, "the conversation")
         return await self.ask(lambda engine: engine.tokenize_chat(conversation))
+
+    def _check_size(self, n: int, what: str) -> None:
+        """All texts wait while the model's vocabulary reads one. Raises ApiError for one that is clearly too long."""
+        if n > (most := _MOST_PER_CELL * self.n_ctx + _MOST_BESIDE):
+            raise ApiError(400, f"{what} has more than {most} bytes: too many for the context of {self.n_ctx} tokens")
 
     async def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
         """The text of each token."""
         return await self.ask(lambda engine: engine.detokenize(tokens))
+
+    async def stop_string(self, generation: Generation) -> str:
+        """The stop string that ended a text; empty: none has."""
+        if generation.stats.finish is not Finish.STOP_STRING:
+            return ""
+        pieces = await self.detokenize([token.id for token in generation.feed.tokens])
+        text = b"".join(pieces).decode("utf-8", "replace")
+        found = [(text.find(stop), stop) for stop in generation.sampling.stop if stop in text]
+        return min(found)[1] if found else ""
 
     def sampling(self, own: SamplingOf) -> SamplingConfig:
         """How tokens are drawn: as the server was started, with what a request says. Raises ApiError."""
@@ -244,33 +270,92 @@ class Backend:
 
     def begin(
         self,
-        prompts: Sequence[tuple[tuple[int, ...], ReasoningFormat | None]],
+        prompts: Sequence[tuple[tuple[int, ...], AnswerFormat | None]],
         sampling: Sequence[SamplingConfig],
         n_predict: int,
         cache_prompt: bool,
+        user: str,
+        slot: int = -1,
     ) -> list[Generation]:
-        """Have prompts continued, each once for each of `sampling`. Raises ApiError where too many wait already."""
+        """Have prompts continued, each once for each of `sampling`. Raises ApiError where too many wait already.
+
+        `slot`: the number of the one that is to be used, where it is free; -1: any.
+
+        One that is a user's only one is taken even then, as long as `n_slots` more wait at most.
+        """
+        self._check_room([tokens for tokens, _ in prompts], len(sampling), user)
+        generations: list[Generation] = []
+        for prompt, (tokens, marks) in enumerate(prompts):
+            for drawn in sampling:
+                stats = RequestStats(n_prompt=len(tokens))
+                feed = Feed(functools.partial(self.totals.add, stats, self.ranks))
+                feed.stats = stats
+                self._thread.submit(
+                    feed,
+                    tokens,
+                    functools.partial(_given, drawn),
+                    n_predict,
+                    self._speculation,
+                    cache_prompt,
+                    user=user,
+                )
+                self.slots.begin(tokens, drawn, n_predict, feed, slot)
+                generations.append(
+                    Generation(
+                        index=len(generations), prompt=prompt, feed=feed, marks=marks, user=user, sampling=drawn,
+                        n_predict=n_predict, end=functools.partial(self._thread.cancel, feed),
+                    )
+                )  # fmt: skip
+        return generations
+
+    def embed(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, user: str) -> list[Generation]:
+        """Have prompts' embeddings made. Raises as `begin`."""
+        self._check_room(prompts, 1, user)
+        generations: list[Generation] = []
+        for i, tokens in enumerate(prompts):
+            stats = RequestStats(n_prompt=len(tokens))
+            feed = Feed(functools.partial(self.totals.add, stats, self.ranks))
+            feed.stats = stats
+            sampling, task = functools.partial(_given, SamplingConfig()), PromptTask("embed", pooling=pooling)
+            self._thread.submit(feed, tokens, sampling, 0, self._speculation, task=task, user=user)
+            generations.append(
+                Generation(
+                    index=i, prompt=i, feed=feed, marks=None, user=user, sampling=SamplingConfig(), n_predict=0,
+                    end=functools.partial(self._thread.cancel, feed),
+                )
+            )  # fmt: skip
+        return generations
+
+    @property
+    def n_fair(self) -> int:
+        """Requests of one client at a time that leave room for others'."""
+        return self.n_slots + self._n_waiting // 4
+
+    def _check_room(self, prompts: Sequence[tuple[int, ...]], n_each: int, user: str) -> None:
+        """Raises ApiError where too many requests wait already, and for prompts that cannot be served."""
         self.check()
-        n_most, n_new = self.n_slots + self._n_waiting, len(prompts) * len(sampling)
-        if self.n_active + n_new > n_most:
+        n_most, n_new = self.n_slots + self._n_waiting, len(prompts) * n_each
+        is_only = n_new == 1 and not any(one.user == user and not one.feed.has_ended for one in self._open)
+        if self.n_active + n_new > n_most + (self.n_slots if is_only else 0):
             raise ApiError(503, f"{self.n_active} requests are being served or wait: try again later")
-        for tokens, _ in prompts:
+        for tokens in prompts:
             try:
                 check_prompt(tokens, self.n_ctx)
             except GgpipeError as e:
                 raise ApiError.of(e) from e
-        generations: list[Generation] = []
-        for prompt, (tokens, marks) in enumerate(prompts):
-            for drawn in sampling:
-                stats = RequestStats()
-                feed = Feed(functools.partial(self.totals.add, stats))
-                feed.stats = stats
-                self._thread.submit(
-                    feed, tokens, functools.partial(_given, drawn), n_predict, self._speculation, cache_prompt
-                )
-                cancel = functools.partial(self._thread.cancel, feed)
-                generations.append(Generation(len(generations), prompt, feed, marks, cancel))
-        return generations
+
+    async def do(self, task: PromptTask, prompt: tuple[int, ...]) -> int:
+        """Have something done with a prompt; returns the bytes of its files. Raises GgpipeError."""
+        feed, sampling = Feed(), functools.partial(_given, SamplingConfig())
+        self._thread.submit(feed, prompt, sampling, 0, self._speculation, task=task)
+        try:
+            await feed.wait_async(None)
+        finally:
+            if not feed.has_ended:
+                self._thread.cancel(feed)
+        if feed.error is not None:
+            raise feed.error
+        return feed.n_saved_bytes
 
     @contextmanager
     def answering(self, generations: Sequence[Generation]) -> Iterator[None]:
@@ -287,6 +372,11 @@ class Backend:
             self._n_answers -= 1
             if not self._n_answers:
                 self._is_idle.set()
+
+
+def _measure_all(engine: EngineClient) -> None:
+    engine.align_clocks()
+    engine.measure()
 
 
 def _given(drawn: SamplingConfig, _: SamplingConfig) -> SamplingConfig:

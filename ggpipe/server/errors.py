@@ -1,16 +1,18 @@
-"""What clients get instead of an answer: OpenAI's error object, with llama-server's types."""
+"""What clients get instead of an answer: OpenAI's error object, with llama-server's types, or Anthropic's."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from ggpipe.errors import GgpipeError, QueueFull, SettingError, UsageError
+from ggpipe.errors import BodyError, GgpipeError, QueueFull, SettingError, UsageError
+from ggpipe.openai.sampling import BODY_NAMES
 from ggpipe.server.json import JsonResponse
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
@@ -20,10 +22,24 @@ _TYPES = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    431: "request_too_large",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER_S = 5
+CLIENT_LEFT = 499
+"""As nginx notes it; nobody reads this answer."""
 
-BODY_NAMES = {"temp": "temperature", "n_ctx": "--ctx-size"}
-"""What bodies of requests call a setting, where it has another name than in the library's messages."""
+_NAMES = {**BODY_NAMES, "n_ctx": "--ctx-size", "slot_save_path": "--slot-save-path"}
+"""What clients read instead of a setting's name."""
 
 
 class ApiError(Exception):
@@ -42,20 +58,29 @@ class ApiError(Exception):
         error = {"code": self.status, "message": self.message, "type": _TYPES.get(self.status, "server_error")}
         return {"error": {**error, "param": self.param}}
 
-    def response(self) -> JsonResponse:
-        """As an answer. One that may be taken later says when."""
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """As JSON of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> JsonResponse:
+        """As an answer in the form of the API at `path`. One that may be taken later says when."""
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else None
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
-        return JsonResponse(self.body, self.status, headers)
+        body = self.anthropic_body if path.startswith(_ANTHROPIC_PATH) else self.body
+        return JsonResponse(body, self.status, headers)
 
     @staticmethod
     def of(error: GgpipeError) -> ApiError:
         """An error of the engine, in the words of bodies."""
-        message = re.sub(r"`([\w.]+)`", lambda found: f"`{BODY_NAMES.get(found[1], found[1])}`", str(error))
+        if isinstance(error, BodyError):
+            return ApiError(400, str(error), error.param)
+        message = re.sub(r"`([\w.]+)`", lambda found: f"`{_NAMES.get(found[1], found[1])}`", str(error))
         if isinstance(error, QueueFull):
             return ApiError(503, message)
         if isinstance(error, UsageError):
             field = error.field if isinstance(error, SettingError) else ""
-            return ApiError(400, message, BODY_NAMES.get(field, field) or None)
+            return ApiError(400, message, _NAMES.get(field, field) or None)
         return ApiError(503, message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -23,9 +22,3 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return dumps(content)
-
-
-def rate(n: int, seconds: float) -> float:
-    """So many a second; 0 where that is no number."""
-    found = n / seconds if seconds > 0 else 0.0
-    return found if math.isfinite(found) else 0.0

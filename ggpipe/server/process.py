@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 
 from ggpipe.api.engine_thread import EngineThread
-from ggpipe.errors import GgpipeError, SettingError
+from ggpipe.errors import GgpipeError, SettingError, Terminated
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
-from ggpipe.server.app import Server, application
+from ggpipe.runtime.signals import Signals
+from ggpipe.server.app import application
 from ggpipe.server.backend import Backend
+from ggpipe.server.clients.connections import protocol
+from ggpipe.server.clients.receiving import Bodies
+from ggpipe.server.endpoints.shared import Server
+from ggpipe.server.slots.saved import SavedSlots
 
 _LAST_WORDS_S = 2
 """For connections to be closed, once all is answered."""
+_KILLS_S = 1.0
+"""Open MPI's mpirun sends SIGCONT, SIGTERM and SIGKILL, a quarter of a second apart."""
 _MOST_HEADER_BYTES = 64 * 1024
+_MOST_UNSENT_BYTES = 128 * 1024
+"""That the kernel keeps for a client which does not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +46,7 @@ class Serving:
     keys: tuple[str, ...]
     backend: Callable[[EngineThread], Backend]
     """Makes what the endpoints use; called in the event loop."""
+    slot_save_path: Path | None = None
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -47,6 +60,7 @@ def listen(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_UNSENT_BYTES)
         listener.bind(address)
         listener.listen(1024)
     except OSError as e:
@@ -59,17 +73,30 @@ def url(config: ServerConfig, listener: socket.socket) -> str:
     """Where clients find it."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.ssl_cert_file is not None else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.api_prefix}"
 
 
-def serve(serving: Serving, listener: socket.socket, thread: EngineThread, on_loaded: Callable[[], None]) -> None:
+def _is_on_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def serve(
+    serving: Serving,
+    listener: socket.socket,
+    thread: EngineThread,
+    on_loaded: Callable[[], None],
+    signals: Signals | None = None,
+) -> None:
     """Answer clients until SIGTERM or Ctrl-C; a second one cuts off what is being answered.
+
+    `signals`: those of the first rank, where the user has started the ranks. Then SIGUSR1 ends it as SIGTERM does, and
+    Open MPI's mpirun, which kills all ranks a moment after SIGTERM, cuts off what is being answered.
 
     Raises what the engine ended with, SettingError for files of HTTPS that cannot be used. The engine is closed.
     """
     try:
         with contextlib.closing(listener):
-            asyncio.run(_serve(serving, listener, thread, on_loaded))
+            asyncio.run(_serve(serving, listener, thread, on_loaded, signals))
     finally:
         thread.close()
 
@@ -82,14 +109,27 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _serve(
-    serving: Serving, listener: socket.socket, thread: EngineThread, on_loaded: Callable[[], None]
+    serving: Serving,
+    listener: socket.socket,
+    thread: EngineThread,
+    on_loaded: Callable[[], None],
+    signals: Signals | None,
 ) -> None:
     config = serving.config
     backend = serving.backend(thread)
-    server = Server(backend=backend, config=config, chat=serving.chat, model=serving.model, path=serving.path)
+    saved_slots = SavedSlots(backend, serving.slot_save_path)
+    server = Server(
+        backend=backend,
+        bodies=Bodies(config.max_body_mib, config.timeout_s),
+        config=config,
+        chat=serving.chat,
+        model=serving.model,
+        path=serving.path,
+        saved_slots=saved_slots,
+    )
     settings = uvicorn.Config(
-        application(server, serving.keys),
-        http="h11",
+        application(server, serving.keys, _is_on_loopback(listener)),
+        http=protocol(config.n_connections, config.client_limit_s),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -105,25 +145,30 @@ async def _serve(
     except OSError as e:  # ssl.SSLError is one
         raise SettingError(f"`ssl_cert_file` {config.ssl_cert_file}: cannot use it: {e.strerror or e}") from e
     http = _Uvicorn(settings)
-    is_ending = asyncio.Event()
+    is_ending, is_cut_off = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
         if is_ending.is_set():
+            is_cut_off.set()
             backend.cut_off()
         is_ending.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, end)
+    if signals is not None:
+        _follow_mpirun(loop, signals, thread, end)
 
     async def drain() -> None:
         await is_ending.wait()
         if not thread.loaded.has_ended:  # nothing runs yet
             thread.stop()
         await backend.drain(config.timeout_s)
+        if config.keep_slots and thread.loaded.has_ended:
+            await _until(is_cut_off, saved_slots.keep())
 
     async def load() -> None:
-        await backend.load()
+        await backend.load(saved_slots.bring_back if config.keep_slots else None)
         on_loaded()
 
     running = asyncio.create_task(http.serve([listener]))
@@ -142,3 +187,41 @@ async def _serve(
     if failing.done() and not failing.cancelled() and not is_ending.is_set():
         error: GgpipeError = failing.result()
         raise error
+
+
+async def _until(is_cut_off: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    """Do something, as long as it is not cut off."""
+    tasks = (asyncio.create_task(work), asyncio.create_task(is_cut_off.wait()))
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _follow_mpirun(
+    loop: asyncio.AbstractEventLoop, signals: Signals, thread: EngineThread, end: Callable[[], None]
+) -> None:
+    """mpirun sends SIGTERM when it is to end, and when a rank is gone."""
+    continued_s = -math.inf
+
+    def on_continue() -> None:
+        nonlocal continued_s
+        continued_s = loop.time()
+        signals.signalled(signal.SIGCONT)
+
+    def on_terminate() -> None:
+        signals.signalled(signal.SIGTERM)
+        asking = loop.run_in_executor(None, signals.gone)
+        asking.add_done_callback(lambda done: on_gone(done.result()))
+
+    def on_gone(gone: str) -> None:
+        if gone:
+            thread.fail(Terminated(f"{gone}; only ranks that ggpipe has started itself are started again"))
+            return
+        end()
+        if loop.time() < continued_s + _KILLS_S:
+            end()
+
+    loop.add_signal_handler(signal.SIGCONT, on_continue)
+    loop.add_signal_handler(signal.SIGTERM, on_terminate)
+    loop.add_signal_handler(signal.SIGUSR1, end)

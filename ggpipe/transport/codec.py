@@ -18,21 +18,35 @@ import msgspec
 import numpy as np
 
 from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Steering
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Save, Span, Want, WantKind
+from ggpipe.core.messages import (
+    KvKind,
+    KvOp,
+    Restore,
+    Row,
+    RowLogits,
+    Run,
+    RunRecord,
+    RunResult,
+    Save,
+    Span,
+    Want,
+    WantKind,
+)
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 7
-# version, flags, spans, wants, run, first run of kept rows, rows, operations, sequence ids of all rows,
-# banned ids of all wants, numbers of what is to be saved, bytes of a row mask (for rows that died in flight; 0 so far)
+VERSION = 11
+# version, flags, spans, wants, run, first run of kept rows, rows, operations, sequence ids of all rows, ids that wants
+# name, numbers of what is to be saved or restored, bytes of a row mask (for rows that died in flight; 0 so far)
 _RUN = struct.Struct("<BBHIqqIIIIII")
 _OP = struct.Struct("<Biiii")
-_WANT = struct.Struct("<B?II")
+# kind, keeps, sums, n, banned ids, other ids
+_WANT = struct.Struct("<B??III")
 _SPAN = struct.Struct("<idddq")
 # version, flags, spans, run, rows
 _RESULT = struct.Struct("<BBHqI")
-# row, kind, count, log-sum-exp
-_ROW = struct.Struct("<iiId")
+# row, kind, count, how many of them come last since they are named, log-sum-exp
+_ROW = struct.Struct("<iiIId")
 # version, kind, request, epoch, lead, tokens
 _STEER = struct.Struct("<BBqqiI")
 _BEGIN, _ACCEPTED, _DONE = 1, 2, 3
@@ -56,16 +70,20 @@ _FLAGS_AND_SPANS, _FLAGS_AT = struct.Struct("<BH"), 1  # of a run
 def run_header(run: Run) -> bytes:
     """The run's header without spans."""
     seqs = [s for row in run.rows for s in row.seqs]
-    banned = [t for want in run.wants for t in want.banned]
+    named = [t for want in run.wants for t in (*want.banned, *want.also)]
     table = [x for row in run.rows for x in (row.token, row.pos, row.request, row.want, len(row.seqs))]
-    save = (run.save.request, run.save.seq, *run.save.tokens) if run.save is not None else ()
+    save: tuple[int, ...] = ()
+    if run.save is not None:
+        name = run.save.file.encode()
+        restores = isinstance(run.save, Restore)
+        save = (run.save.request, run.save.seq, restores, len(name), *name, *run.save.tokens)
     flags = _CANCELLED if run.cancelled else 0
     return b"".join((
         _RUN.pack(VERSION, flags, 0, len(run.wants), run.id, run.kept_from, len(run.rows), len(run.ops),
-                  len(seqs), len(banned), len(save), 0),
+                  len(seqs), len(named), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
-        *(_WANT.pack(want.kind, want.keeps, want.n, len(want.banned)) for want in run.wants),
-        _ints(banned), _ints(table), _ints(seqs), _ints(save),
+        *(_WANT.pack(want.kind, want.keeps, want.sums, want.n, len(want.banned), len(want.also)) for want in run.wants),
+        _ints(named), _ints(table), _ints(seqs), _ints(save),
     ))  # fmt: skip
 
 
@@ -82,7 +100,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     """A run, its header without spans, the spans, and where the activations start."""
     view = memoryview(payload)
     _check_version(view)
-    _, flags, n_spans, n_wants, run_id, kept_from, n_rows, n_ops, n_seqs, n_banned, n_save, n_mask = _RUN.unpack_from(
+    _, flags, n_spans, n_wants, run_id, kept_from, n_rows, n_ops, n_seqs, n_named, n_save, n_mask = _RUN.unpack_from(
         view
     )
     at = _RUN.size
@@ -90,25 +108,24 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     if n_ops:
         ops = tuple(KvOp(KvKind(kind), *rest) for kind, *rest in _OP.iter_unpack(view[at : at + n_ops * _OP.size]))
         at += n_ops * _OP.size
-    wants: tuple[Want, ...] = ()
+    wants: list[Want] = []
     if n_wants:
         heads = list(_WANT.iter_unpack(view[at : at + n_wants * _WANT.size]))
         at += n_wants * _WANT.size
-        banned = _read_ints(view, at, n_banned)
-        at += 4 * n_banned
-        starts = itertools.accumulate((count for *_, count in heads), initial=0)
-        wants = tuple(
-            Want(WantKind(kind), n, tuple(banned[start : start + count]), keeps)
-            for (kind, keeps, n, count), start in zip(heads, starts, strict=False)
-        )
+        named = iter(_read_ints(view, at, n_named))
+        at += 4 * n_named
+        for kind, keeps, sums, n, n_banned, n_also in heads:
+            banned, also = tuple(itertools.islice(named, n_banned)), tuple(itertools.islice(named, n_also))
+            wants.append(Want(WantKind(kind), n, banned, keeps, sums, also))
     table = _read_ints(view, at, 5 * n_rows)
     at += 20 * n_rows
     seqs = _read_ints(view, at, n_seqs)
     at += 4 * n_seqs
-    save: Save | None = None
+    save: Save | Restore | None = None
     if n_save:
-        request, seq, *tokens = _read_ints(view, at, n_save)
-        save = Save(request, seq, tuple(tokens))
+        request, seq, restores, n_name, *numbers = _read_ints(view, at, n_save)
+        name, tokens = bytes(numbers[:n_name]).decode(), tuple(numbers[n_name:])
+        save = Restore(request, seq, tokens, name) if restores else Save(request, seq, tokens, name)
         at += 4 * n_save
     at += n_mask
     rows, used = [], 0
@@ -122,7 +139,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         id=run_id,
         rows=tuple(rows),
         ops=ops,
-        wants=wants,
+        wants=tuple(wants),
         cancelled=bool(flags & _CANCELLED),
         save=save,
         kept_from=kept_from,
@@ -139,10 +156,10 @@ def result_message(result: RunResult) -> Payload:
     for row in result.rows:
         if row.ids is None:
             logits = np.asarray(row.logits, "<f4").tobytes()
-            parts += [_ROW.pack(row.row, WantKind.FULL, len(logits) // 4, row.log_sum_exp), logits]
+            parts += [_ROW.pack(row.row, WantKind.FULL, len(logits) // 4, 0, row.log_sum_exp), logits]
         else:
             n = len(row.ids)
-            parts += [_ROW.pack(row.row, WantKind.TOP, n, row.log_sum_exp), _ints(row.ids)]
+            parts += [_ROW.pack(row.row, WantKind.TOP, n, row.n_also, row.log_sum_exp), _ints(row.ids)]
             parts.append(struct.pack(f"<{n}f", *row.logits))
     return b"".join(parts)
 
@@ -155,11 +172,12 @@ def read_result(payload: Payload) -> RunResult:
     spans, at = _read_spans(view, _RESULT.size, n_spans)
     rows = []
     for _ in range(n_rows):
-        row, kind, n, log_sum_exp = _ROW.unpack_from(view, at)
+        row, kind, n, n_also, log_sum_exp = _ROW.unpack_from(view, at)
         at += _ROW.size
         if kind == WantKind.TOP:
             ids = tuple(_read_ints(view, at, n))
-            rows.append(RowLogits(row, ids, struct.unpack_from(f"<{n}f", view, at + 4 * n), log_sum_exp))
+            logits = struct.unpack_from(f"<{n}f", view, at + 4 * n)
+            rows.append(RowLogits(row, ids, logits, log_sum_exp, n_also))
             at += 8 * n
         else:
             rows.append(RowLogits(row, None, np.frombuffer(view, "<f4", n, at), log_sum_exp))

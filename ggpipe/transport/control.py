@@ -38,7 +38,7 @@ from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 10
+VERSION = 11
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -72,6 +72,8 @@ class Load(ControlMessage, frozen=True):
     """Load your layers of this layout of the target, or of the draft on a draft rank."""
 
     layout: Layout
+    warmup: bool = False
+    """As of `Stage`."""
 
 
 class DraftVocab(ControlMessage, frozen=True, kw_only=True):
@@ -140,11 +142,13 @@ class Clock(ControlMessage, frozen=True):
 
 
 class PrefixSaved(ControlMessage, frozen=True):
-    """A rank is through with what a request saves."""
+    """A rank is through with what a request saves or restores."""
 
     request: int
     problem: str
-    """Why its file is as it was; empty when it was written."""
+    """Why its file is as it was, or not restored; empty when that was done."""
+    n_bytes: int
+    """Of its file."""
 
 
 class AskUsage(ControlMessage, frozen=True):

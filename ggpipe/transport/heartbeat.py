@@ -147,15 +147,19 @@ class Heartbeat:
             self._continued_s = now
         self._bell.ring()
 
-    def terminated(self) -> Terminated:
-        """What SIGTERM on the head means, in words. Takes a moment, in which ranks that live send a beat."""
+    def gone(self) -> str:
+        """After SIGTERM on the head: `rank 1 (node2) is gone` in words, or nothing where all live. Takes a moment, in
+        which ranks that live send a beat."""
         now = time.monotonic()
         deadline = now + (_HURRY_S if now < self._continued_s + _SIGNALS_S else _ROLL_CALL_S)
         while (dead := [rank for rank in self._peers if self._is_dead(rank)]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             self._receive()
-        are = "is" if len(dead) == 1 else "are"
-        error = Terminated(f"{self._names(dead)} {are} gone: killed, or crashed" if dead else "terminated from outside")
+        return f"{self._names(dead)} {'is' if len(dead) == 1 else 'are'} gone: killed, or crashed" if dead else ""
+
+    def terminated(self) -> Terminated:
+        """What SIGTERM on the head means. Takes a moment, as `gone`."""
+        error = Terminated(self.gone() or "terminated from outside")
         error.is_reported = self._is_reported
         return error
 

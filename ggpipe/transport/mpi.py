@@ -22,7 +22,7 @@ mpi4py.rc.thread_level = "multiple"
 mpi4py.rc.finalize = False  # MpiTransport.close does, or aborts: a failed rank must not wait for the others
 
 from ggpipe.errors import LaunchError, MpiError, RunError  # noqa: E402
-from ggpipe.launch.environment import size_in_environment  # noqa: E402
+from ggpipe.launch.environment import is_srun, size_in_environment  # noqa: E402
 from ggpipe.launch.sockets import sharing  # noqa: E402
 from ggpipe.transport.base import Kind, Message, OverMemory, OverMessages, Payload, Transport  # noqa: E402
 
@@ -55,7 +55,7 @@ class MpiTransport(Transport):
         if launched > 1 and self.size == 1:
             raise LaunchError(
                 f"started {launched} processes but MPI reports size 1: this mpirun (or srun) belongs to another MPI "
-                f"than mpi4py's ({library_name()}); start ggpipe with that one's mpirun"
+                f"than mpi4py's ({library_name()}); start ggpipe with that one's mpirun{_with_srun()}"
             )
         self.host = MPI.Get_processor_name()
         self.hosts = tuple(self._comm.allgather(self.host))
@@ -210,6 +210,10 @@ def _identity(file: int) -> tuple[int, int]:
     """What no other file of this machine has."""
     status = os.fstat(file)
     return status.st_dev, status.st_ino
+
+
+def _with_srun() -> str:
+    return f", or with srun --mpi={'pmix' if 'Open MPI' in library_name() else 'pmi2'}" if is_srun() else ""
 
 
 def library_name() -> str:

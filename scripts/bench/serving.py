@@ -12,6 +12,8 @@ users   1, 4 and 8 users at a time, each with a prompt of 16 tokens and 64 token
 again   the second question of a conversation of 1,000 tokens: its time to first token against the first one's.
 prompt  one user decodes while another's prompt of 2,000 tokens comes in: the first one's latencies between tokens
         against its usual ones, and the prompt's time to first token against what it takes alone.
+
+`scripts/bench/serving --http` measures servers instead, see `scripts/bench/serving_http.py`.
 """
 
 from __future__ import annotations
@@ -330,6 +332,10 @@ def limit(times: dict[int, float], n_users: int, n_stages: int) -> tuple[float, 
 
 def main() -> int:
     """Parse the command line and bench, or run one rank's part."""
+    if sys.argv[1:2] == ["--http"]:
+        from scripts.bench import serving_http  # which imports this module
+
+        return serving_http.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-n", type=int, default=64, help="tokens to generate for each user")

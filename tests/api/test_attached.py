@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from support.commands import TARGET
 from support.servers import DRAFT, Serving, server
@@ -28,7 +29,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required"
 def serving() -> Iterator[Serving]:
     with server(
         "-md", str(DRAFT), "--mode", "speculative", "-c", "2048", "-np", "4", "--exact",
-        "--api-key", KEY, "--alias", "tales",
+        "--api-key", KEY, "--alias", "tales", "--pooling", "mean",
     ) as own:  # fmt: skip
         own.wait_until_ready()
         yield own
@@ -57,16 +58,22 @@ def test_it_writes_what_an_engine_of_its_own_writes(engine: AttachedEngine) -> N
     found = answers(engine)
     with Engine(TARGET, draft=DRAFT, n_ctx=2048, n_requests=4, threads=1, exact=True, live=False) as own:
         expected = answers(own)
+        embeddings = own.embed([PROMPT, [5, 6, 7]], pooling="mean")
     for answer, other in zip(found, expected, strict=True):
         assert (answer.text, answer.content, answer.finish) == (other.text, other.content, other.finish)
         assert [token.id for token in answer.tokens] == [token.id for token in other.tokens]
         assert [token.text for token in answer.tokens] == [token.text for token in other.tokens]
         assert (answer.stats.seed, answer.stats.n_prompt) == (other.stats.seed, other.stats.n_prompt)
         assert answer.stats.n_generated == len(answer.tokens)
+    for vector, expected_vector in zip(engine.embed([PROMPT, [5, 6, 7]]), embeddings, strict=True):
+        np.testing.assert_array_equal(vector, expected_vector)
+    with pytest.raises(ggpipe.SettingError, match="`pooling` is a setting of the server"):
+        engine.embed([PROMPT], pooling="last")
     assert json.loads(found[3].text).keys() == {"n"}
     for token, twin in zip(found[-1].tokens, expected[-1].tokens, strict=True):
         assert token.probs == twin.probs != ()
-    assert any(answer.stats.counters.submitted_tokens for answer in found)
+    alone = engine.generate(PROMPT, n_predict=40, temp=0).wait()  # in company there may be no room for draft tokens
+    assert alone.stats.counters.submitted_tokens > 0
 
 
 def test_probabilities_of_the_draw(engine: AttachedEngine) -> None:

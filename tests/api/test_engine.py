@@ -11,13 +11,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from support.commands import TARGET, processes_with, wait_for
 
 import ggpipe
 from ggpipe import Engine, Finish
 from ggpipe.api.arguments import NAMES, ROWS
-from ggpipe.options.table import COMMANDS, OPTIONS
+from ggpipe.options.commands import COMMANDS
+from ggpipe.options.table import OPTIONS
 
 PROMPT = "Once upon a time"
 SIGNALS = set(signal.Signals) - {signal.SIGALRM}  # pytest-timeout's
@@ -64,6 +66,26 @@ def test_tokens_are_a_prompt(engine: Engine) -> None:
     first = engine.generate(PROMPT, n_predict=5).wait()
     ids = [token.id for token in first.tokens]
     assert engine.generate(ids, n_predict=2).wait().stats.n_prompt == 5
+
+
+def test_embeddings(engine: Engine) -> None:
+    """Of many texts, beside an answer; a text's last token is the one that `last` takes."""
+    answer = engine.generate(PROMPT, n_predict=50)
+    texts = [f"{PROMPT} there were {n} kings" for n in range(20)]
+    found = engine.embed(texts, pooling="last")
+    assert [float(vector @ vector) for vector in found] == pytest.approx([1] * 20, abs=1e-5)
+    (rows,) = engine.embed(texts[3:4], pooling="none", normalize=-1)
+    np.testing.assert_allclose(rows[-1] / np.linalg.norm(rows[-1]), found[3], atol=0.01)
+    (mean,) = asyncio.run(engine.embed_async(texts[3:4], pooling="mean", normalize=-1))
+    np.testing.assert_allclose(mean, rows.mean(axis=0), atol=0.02)
+    (first,) = engine.embed(texts[3:4], pooling="cls", normalize=0)
+    assert abs(first).max() == pytest.approx(32760)
+    assert len(answer.wait().tokens) == 50
+    with pytest.raises(ggpipe.SettingError, match="`pooling` is missing"):
+        engine.embed([PROMPT])
+    with pytest.raises(ggpipe.UsageError, match="the prompt is empty"):
+        engine.embed([[5], []], pooling="last")
+    assert engine.embed([], pooling="last") == []
 
 
 def test_several_threads(engine: Engine) -> None:

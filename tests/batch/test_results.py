@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ggpipe.batch.bodies import Answered, body_of
-from ggpipe.batch.results import OutputFormat, Results
+from ggpipe.batch.results import OutputFormat, Results, Text, body_of
 from ggpipe.batch.tasks import Task, read_tasks
+from ggpipe.chat.answer import AnswerFormat
 from ggpipe.chat.reasoning import ReasoningFormat
-from ggpipe.core.request import Finish, Token, TokenProb
+from ggpipe.core.request import Finish, Token
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
 
@@ -21,9 +21,10 @@ def tasks_of(folder: Path, text: str = "b\na\nc\n") -> list[Task]:
     return read_tasks(folder / "in", None, lambda _: None)
 
 
-def answered(text: str = "one", marks: ReasoningFormat | None = None) -> Answered:
+def answered(text: str = "one", marks: AnswerFormat | None = None) -> list[Text]:
     stats = RequestStats(n_prompt=2, arrived=1.0, token_times=[1.5, 2.5], finish=Finish.LENGTH)
-    return Answered(stats=stats, prompt=(7, 8), tokens=[Token(5, text), Token(6, "!")], rest="", marks=marks)
+    tokens = [Token(5, text), Token(6, "!")]
+    return [Text(prompt=0, stats=stats, prompt_tokens=(7, 8), tokens=tokens, rest="", marks=marks)]
 
 
 def results(folder: Path, tasks: list[Task], format: OutputFormat = "openai") -> Results:
@@ -58,7 +59,7 @@ def test_an_entry(tmp_path: Path) -> None:
 
 def test_a_conversations_entry(tmp_path: Path) -> None:
     (task, *_) = tasks_of(tmp_path)
-    marks = ReasoningFormat(begins=("<think>",), ends=("</think>",))
+    marks = AnswerFormat(reasoning=ReasoningFormat(begins=("<think>",), ends=("</think>",)))
     with results(tmp_path, [task]) as found:
         found.answer(task, answered("<think>well</think>yes", marks))
     (entry,) = entries(tmp_path)
@@ -66,20 +67,10 @@ def test_a_conversations_entry(tmp_path: Path) -> None:
     assert choice["message"] == {"role": "assistant", "content": "yes!", "reasoning_content": "well"}
 
 
-def test_probabilities() -> None:
-    probs = (TokenProb(5, b"one", -0.5), TokenProb(5, b"one", -0.5), TokenProb(9, b"\xc3", -1.5))
-    base = answered()
-    tokens = [Token(5, "one", probs=probs), Token(6, "!", probs=probs)]
-    one = Answered(stats=base.stats, prompt=(7,), tokens=tokens, rest="", marks=None)
-    two = Answered(stats=base.stats, prompt=(7,), tokens=tokens, rest="", marks=ReasoningFormat(begins=(), ends=()))
-    texts = body_of("i", "m", one)["choices"][0]["logprobs"]
-    assert texts == {
-        "tokens": ["one", "one"], "token_logprobs": [-0.5, -0.5], "text_offset": [0, 3],
-        "top_logprobs": [{"one": -0.5, "\ufffd": -1.5}] * 2,
-    }  # fmt: skip
-    first = body_of("i", "m", two)["choices"][0]["logprobs"]["content"][0]
-    assert (first["token"], first["logprob"], first["bytes"]) == ("one", -0.5, [111, 110, 101])
-    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -1.5, "bytes": [195]}
+def test_several_texts_are_choices() -> None:
+    body = body_of("i", "m", [*answered("one"), *answered("two")])
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "one!"), (1, "two!")]
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (2, 4)
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"id": "batch_re', b'{"id": "batch_req_9", "response": {"a"', b"\n\n"])

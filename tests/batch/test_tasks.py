@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ggpipe.batch.bodies import CHAT, COMPLETIONS, ask_of
 from ggpipe.batch.tasks import Format, Task, read_tasks
 from ggpipe.chat.conversation import Conversation
 from ggpipe.errors import UsageError
+from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody
 from ggpipe.sampling import SamplingConfig
 
 
@@ -22,7 +22,7 @@ def read(folder: Path, text: str, format: Format | None = None, chat: Conversati
 
 
 def prompts(tasks: list[Task]) -> list[object]:
-    return [task.ask.prompt if task.ask is not None else None for task in tasks]
+    return [task.body.prompts[0] if task.body is not None else None for task in tasks]
 
 
 def line(custom_id: object = "a", body: Any = None, **changes: object) -> str:
@@ -54,8 +54,8 @@ def test_plain_prompts_may_be_a_users_messages(tmp_path: Path) -> None:
 def test_bad_lines_are_errors_beside_the_others(tmp_path: Path) -> None:
     lines = [line("a"), "{bad", "5", line(5), line("a"), line("b", []), line("c", url="/v1/embeddings"), line("d")]
     tasks = read(tmp_path, "\n".join(lines), "openai")
-    assert [task.custom_id for task in tasks if task.ask is not None] == ["a", "d"]
-    errors = [task.error for task in tasks if task.ask is None]
+    assert [task.custom_id for task in tasks if task.body is not None] == ["a", "d"]
+    errors = [task.error for task in tasks if task.body is None]
     assert errors[0].startswith("line 2: ")
     assert errors[1:] == [
         "line 3: must be an object",
@@ -81,74 +81,56 @@ def test_a_missing_file(tmp_path: Path) -> None:
         read(tmp_path, "Once", "specinfer")
 
 
-def test_settings_of_a_body() -> None:
+def body_error(folder: Path, url: str, body: dict[str, object]) -> str:
+    """Why a line with this body is not answered."""
+    (task,) = read(folder, line(body=body, url=url), "openai")
+    return task.error
+
+
+def test_settings_of_a_body(tmp_path: Path) -> None:
     body = {"prompt": [5, 6], "max_tokens": 7, "temperature": 0, "top_k": 3, "seed": 9, "stop": "x", "model": "any",
-            "logit_bias": {"5": -1}, "n": 1, "ignore_eos": True, "frequency_penalty": None}  # fmt: skip
-    ask = ask_of("POST", COMPLETIONS, body)
-    assert (ask.prompt, ask.n_predict) == ((5, 6), 7)
-    drawn = ask.drawn(SamplingConfig(top_p=0.5))
-    assert drawn == SamplingConfig(
+            "logit_bias": {"5": -1}, "n": 2, "ignore_eos": True, "frequency_penalty": None, "user": "me"}  # fmt: skip
+    (task,) = read(tmp_path, line(body=body))
+    assert task.body is not None
+    assert (task.body.prompts, task.body.most_tokens(5), task.body.n_choices) == ([[5, 6]], 7, 2)
+    assert task.body.sampling(SamplingConfig(top_p=0.5)) == SamplingConfig(
         temp=0.0, top_k=3, seed=9, stop=("x",), logit_bias=((5, -1.0),), ignore_eos=True, top_p=0.5
     )
 
 
-def test_a_conversation() -> None:
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 4, "tools": [{"type": "f"}],
+def test_a_conversation(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 4, "tools": [tool],
             "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
-    ask = ask_of("POST", CHAT, body)
-    assert ask.n_predict == 4
-    assert ask.prompt == Conversation(
-        messages=({"role": "user", "content": "Hello"},), tools=({"type": "f"},), further={"enable_thinking": False}
-    )
+    (task,) = read(tmp_path, line(body=body, url=CHAT))
+    assert isinstance(task.body, ChatBody)
+    assert task.body.prompts == [
+        Conversation(
+            messages=({"role": "user", "content": "Hello"},), tools=(tool,), further={"enable_thinking": False}
+        )
+    ]
 
 
-def test_probabilities() -> None:
-    for changes, n_probs in (({"logprobs": 3}, 3), ({"logprobs": True}, 1), ({"logprobs": True, "top_logprobs": 2}, 2)):
-        ask = ask_of("POST", COMPLETIONS, {"prompt": "Once", **changes})
-        assert ask.sampling == {"n_probs": n_probs}
-    assert ask_of("POST", COMPLETIONS, {"prompt": "Once", "logprobs": False}).sampling == {}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}},
-        {"json_schema": {"type": "integer"}},
-        {"grammar": 'root ::= "yes"'},
-    ],
-)
-def test_texts_that_are_held_to_a_grammar(changes: dict[str, object]) -> None:
-    assert "root ::=" in ask_of("POST", COMPLETIONS, {"prompt": "Once", **changes}).sampling["grammar"]
+def test_several_prompts_in_a_line(tmp_path: Path) -> None:
+    (task,) = read(tmp_path, line(body={"prompt": ["a", "b"], "n": 3}))
+    assert task.body is not None
+    assert (task.body.prompts, task.key) == (["a", "b"], "a")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": ""}, "body.prompt must be a text or a list of tokens"),
-        ({"prompt": ["a", "b"]}, "body.prompt must be a text or a list of tokens"),
-        ({"max_tokens": 1.5}, "body.max_tokens must be a whole number, got 1.5"),
-        ({"max_tokens": -3}, "body.max_tokens must be a number of tokens, got -3"),
-        ({"temperature": "hot"}, 'body.temperature must be a number, got "hot"'),
-        ({"top_k": True}, "body.top_k must be a whole number, got true"),
-        ({"ignore_eos": 1}, "body.ignore_eos must be true or false, got 1"),
-        ({"n": 2}, "body.n must be 1 here"),
-        ({"stop": [1]}, "body.stop must be a text or a list of texts"),
-        ({"logit_bias": {"a": 1}}, "body.logit_bias must be an object of tokens and biases"),
-        ({"top_logprobs": 3}, "body.top_logprobs needs body.logprobs: set it to true"),
-        (
-            {"response_format": {"type": "xml"}},
-            "body.response_format must have the type text, json_object or json_schema",
-        ),
-        ({"grammar": "", "json_schema": {}}, "body must have one of grammar, json_schema and response_format"),
+        ({"max_tokens": 1.5}, "`max_tokens`: expected `int | null`, got `float`"),
+        ({"max_tokens": -3}, "`max_tokens` must be -1 (no bound) or a number of tokens, got -3"),
+        ({"n": 0}, "`n` must be a number from 1 to 64, got 0"),
+        ({"echo": True}, "`echo` is not supported: leave it out"),
+        ({"temperature": float("nan")}, "`temperature` must be a finite number, got nan"),
         ({"max_tokenz": 3}, "body.max_tokenz is not known here"),
-        ({"top_p": float("nan")}, "`top_p` must be a finite number, got nan"),
+        ({"prompt": None}, "`prompt`: expected `str | array`, got `null`"),
     ],
 )
-def test_bad_bodies(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        ask_of("POST", COMPLETIONS, {"prompt": "Once", **changes})
-    assert str(caught.value) == message
+def test_bad_bodies(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    assert body_error(tmp_path, COMPLETIONS, {"prompt": "Once", **changes}) == f"line 1: {message}"
 
 
 def test_prompts_that_begin_alike_are_next_to_each_other(tmp_path: Path) -> None:

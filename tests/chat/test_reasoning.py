@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ggpipe.chat.answer import answer_format
 from ggpipe.chat.reasoning import Piece, ReasoningFormat, ReasoningParser, reasoning_format
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -92,6 +93,16 @@ def test_the_marks_of_templates(name: str, prompt: str, begins: str, is_open: bo
 
 
 def test_special_tokens_that_are_marks_have_a_text() -> None:
-    found = reasoning_format("[THINK]", "", {"[THINK]": 5, "[/THINK]": 6, "[INST]": 7})
+    found = answer_format("[THINK]", "", {"[THINK]": 5, "[/THINK]": 6, "[INST]": 7})
     assert found.token_texts == {5: "[THINK]", 6: "[/THINK]"}
     assert [found.text_of(5, ""), found.text_of(7, ""), found.text_of(8, "x")] == ["[THINK]", "", "x"]
+
+
+@pytest.mark.parametrize("marks", [THINK, HARMONY, OPEN])
+@pytest.mark.parametrize(("thought", "answer"), [("so", ""), ("so", "yes"), ("", "yes")])
+def test_an_answer_that_has_begun_goes_on(marks: ReasoningFormat, thought: str, answer: str) -> None:
+    pieces, rest = marks.begun(thought, answer)
+    expected = [(kind, text) for kind, text in ((True, thought), (False, answer)) if text]
+    assert parsed(marks, *(text for text, _ in pieces)) == expected
+    assert [text for text, is_literal in pieces if is_literal] == [text for _, text in expected]
+    assert parsed(rest, " and more") == [(not answer, "and more" if not answer else " and more")]

@@ -70,12 +70,16 @@ def test_a_bad_line_does_not_stop_the_others(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
     good = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}
     long = {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": {"prompt": "word " * 3000}}
-    lines = [json.dumps(long), "{bad", json.dumps(good)]
+    several = {**long, "custom_id": "several", "body": {"prompt": ["Once", "The king"], "n": 2, "max_tokens": 3}}
+    lines = [json.dumps(long), "{bad", json.dumps(good), json.dumps(several)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     done = ggpipe("batch", tmp_path / "in.jsonl", "-o", tmp_path / "out", "-m", TARGET, "-t", 1, "-c", 512)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "2 of 3 prompts have an error instead of an answer" in done.stderr
+    assert "2 of 4 prompts have an error instead of an answer" in done.stderr
     found = {entry["custom_id"]: entry for entry in answers(tmp_path / "out")}
     assert found["good"]["response"]["body"]["usage"]["completion_tokens"] == 3  # type: ignore[index]
+    choices = found["several"]["response"]["body"]["choices"]  # type: ignore[index]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert all(choice["text"] for choice in choices)
     assert "raise -c/--ctx-size" in found["long"]["error"]["message"]  # type: ignore[index]
     assert found[None]["error"]["message"].startswith("line 2: ")  # type: ignore[index]

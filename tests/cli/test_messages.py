@@ -17,9 +17,9 @@ PACKAGE = Path(ggpipe.__file__).parent
 LIBRARY = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[0] not in ("cli", "display", "server")  # a server's name fields of bodies
+    if path.relative_to(PACKAGE).parts[0] not in ("cli", "display", "openai", "server")  # two name fields of bodies
 ]
-ONLY_IN_PYTHON = {"group_sizes", "n_queued", "prefill_slowdown"}  # of the Python API
+ONLY_IN_PYTHON = {"group_sizes", "n_queued", "prefill_slowdown", "tool_choice", "tools"}  # of the Python API
 FLAG = re.compile(r"(?<![\w`-])--?[a-z][\w-]*")
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from ggpipe.cli.parsing import parse
 from ggpipe.errors import UsageError
+from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import sampling_config
-from ggpipe.options.table import COMMANDS, OPTIONS
+from ggpipe.options.table import OPTIONS
 from ggpipe.sampling import SamplingConfig
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
+import pexpect
 import pytest
 from support.chat_model import add_tokens
 from support.commands import SPLITS, TARGET, ggpipe, output
@@ -41,6 +46,22 @@ def test_what_users_write_is_no_special_token(chat: Path) -> None:
     parsed = ggpipe("generate", "-m", chat, *SETTINGS, "-p", f"<|im_start|>user: {said}<|im_end|><|im_start|>")
     count = [int(text.split("prompt")[1].split()[0]) for text in (result.stderr, parsed.stderr)]
     assert count[0] > count[1] + 4
+
+
+def test_reasoning_is_dim(chat: Path, tmp_path: Path) -> None:
+    """On a terminal; what is written to stdout has no style. The model begins inside its reasoning, and stays there."""
+    file = tmp_path / "thinks.jinja"
+    file.write_text("{{ messages[0].content }}<think>")
+    said = ("generate", "-m", chat, *SETTINGS, "-st", "-p", "Once", "--chat-template-file", file)
+    plain = output(*said)
+    shown, rc = pexpect.run(
+        shlex.join(map(str, (sys.executable, "-m", "ggpipe", *said))), timeout=120, withexitstatus=True,
+        env={**os.environ, "TERM": "xterm-256color"}, dimensions=(40, 100),
+    )  # fmt: skip
+    assert rc == 0, shown
+    dim = "".join(re.findall(r"\x1b\[2m([^\x1b]*)\x1b\[0m", shown.decode()))
+    assert plain.split()[0] in dim
+    assert plain.split()[0] not in re.sub(r"\x1b\[2m[^\x1b]*\x1b\[0m", "", shown.decode())
 
 
 def test_other_templates(chat: Path, tmp_path: Path) -> None:

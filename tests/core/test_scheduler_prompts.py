@@ -11,7 +11,8 @@ import llama_cpp
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.heads import cut_as_libllama, opened
+from support.fakes import cut_as_libllama
+from support.heads import opened
 from support.zoo import ggml_base, make
 
 from ggpipe.core.messages import Row

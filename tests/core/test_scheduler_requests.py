@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,8 @@ from support.fake_drafts import Adversary, FakeDraftModel, RealDraft
 from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
 
-from ggpipe.config import SpeculationConfig
-from ggpipe.core.request import Limits, Request
+from ggpipe.config import Pooling, SpeculationConfig
+from ggpipe.core.request import Limits, PromptTask, Request
 
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
 
@@ -97,6 +98,26 @@ def requests(
         want_grows=draw(st.booleans()),
         remembers_rows=draw(st.booleans()),
         saves=draw(st.sampled_from(["nothing", "prompt", "text"])),
+    )
+
+
+@st.composite
+def tasks(draw: st.DrawFn, request: Request) -> Request:
+    """A request, or what is to be done with its prompt instead."""
+    kinds: tuple[Literal["save", "restore", "erase", "embed"] | None, ...] = (
+        None, None, None, "save", "restore", "erase", "embed",
+    )  # fmt: skip
+    poolings: tuple[Pooling, ...] = ("none", "mean", "cls", "last")
+    kind = draw(st.sampled_from(kinds))
+    if kind is None:
+        return request
+    return replace(
+        request,
+        n_predict=0,
+        speculation=SpeculationConfig(mode="iterative"),
+        saves="prompt" if kind == "save" else "nothing",
+        cache_prompt=request.cache_prompt and kind != "embed",
+        task=PromptTask(kind, draw(st.sampled_from(["whole", "whole", "damaged"])), draw(st.sampled_from(poolings))),
     )
 
 
@@ -202,7 +223,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
         model=FakeModel(1000, draw(st.integers(0, 99)), draws=draw(st.booleans())),
         agreement=draw(st.sampled_from([0.5, 0.9])),
         adversary=False,
-        requests=[draw(requests(i + 1, speculations, (0, 2, 10))) for i in range(8)],
+        requests=[draw(tasks(draw(requests(i + 1, speculations, (0, 2, 10))))) for i in range(8)],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 900), max_size=2)),
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),

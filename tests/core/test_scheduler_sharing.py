@@ -177,3 +177,18 @@ def test_a_prompt_beside_nobody_goes_in_as_libllama_cuts_it() -> None:
     pipeline.arrive(1, 1200)
     pipeline.step()
     assert pipeline.sizes == [(0, 512), (0, 512), (1, 175)]
+
+
+def test_prompts_of_more_users_than_decode_go_in_at_once() -> None:
+    pipeline = Pipeline(1, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}, text_s=0.2, slowdown=3.0)
+    pipeline.arrive(1, n_prompt=17)
+    pipeline.step()
+    pipeline.step()  # its tokens have shown what a run takes
+    for number in (2, 3, 4):
+        pipeline.arrive(number, n_prompt=9)
+    pipeline.step()
+    assert pipeline.sizes[-1] == (4, 24), "one waits for three, and no longer than three of its runs for each of four"
+    for number in (5, 6, 7):
+        pipeline.arrive(number, n_prompt=33)
+    pipeline.step()
+    assert pipeline.sizes[-1][1] < 20, "four wait for three"

@@ -119,6 +119,20 @@ def test_tabs_keep_their_place() -> None:
     assert texts(stream.rows(12, 5)) == [" " * 8 + "c   ", "d"]
 
 
+def test_what_is_no_answer_stands_apart() -> None:
+    stream = TextStream()
+    for text, plain in (("thinking", True), (" on", True), ("answer", False), (" goes on", False)):
+        stream.feed(text, plain=plain)
+    stream.end()
+    stream.take()
+    assert "".join(s.text for s in stream.complete) == "thinking on\n\nanswer goes on\n"
+    stream = TextStream()
+    stream.feed("only thinking", plain=True)
+    stream.end()
+    stream.take()
+    assert "".join(s.text for s in stream.complete) == "only thinking\n"
+
+
 def test_rows_break_at_the_edge_and_keep_the_tail() -> None:
     stream = TextStream()
     stream.feed("abcdefgh漢字ij")

@@ -66,6 +66,16 @@ def test_what_is_not_supported_is_named(schema: Any, why: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def _optional(n: int) -> str:
+    return json.dumps({"properties": {f"property_{i}": {"type": "string"} for i in range(n)}})
+
+
+def test_thousands_of_optional_properties() -> None:
+    check(grammar_of(_optional(3000)))  # in a part of a second, since all streams wait for it
+    with pytest.raises(UsageError, match="the schema has 5000 optional properties, of which 4000 are supported"):
+        grammar_of(_optional(5000))
+
+
 def test_a_schema_that_is_only_itself_is_refused() -> None:
     with pytest.raises(UsageError, match="begins with itself"):
         check(grammar_of('{"$ref": "#"}'))

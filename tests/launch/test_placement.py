@@ -163,7 +163,7 @@ def again(
         draft=DraftConfig(model=MODEL, shares=draft_shares) if draft else None,
     )
     first = Job(["generate"], 3, hostfile)
-    made = jobs_again(first, hostfile, config, arguments, lambda: None)
+    made = jobs_again(first, config, arguments, lambda: None)
     if not away:
         assert made == [first]
     return made

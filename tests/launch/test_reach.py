@@ -15,7 +15,13 @@ MPIRUN = """#!/bin/sh
 case "$1 $*" in
   --version*) echo "mpirun (Open MPI) 5.0" ;;
   *) for host; do case "$host" in */[0-9]) read -r name slots < "$host"; break ;; esac; done
-     case "$name" in there) exit 0 ;; slow) sleep 0.3 ;; silent) sleep 60 ;; *) exit 1 ;; esac ;;
+     case "$name" in
+       there) echo reached ;;
+       slow) sleep 0.3; echo reached ;;
+       endless) echo reached; sleep 60 ;;
+       silent) sleep 60 ;;
+       *) echo "no $name"; exit 1 ;;
+     esac ;;
 esac
 """
 
@@ -31,6 +37,11 @@ def fake_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_machines_that_answer_and_machines_that_do_not() -> None:
     assert unreachable(["there", "slow", "there"], lambda: None) == set()
     assert unreachable(["there", "gone", "slow"], lambda: None) == {"gone"}
+
+
+def test_mpirun_that_never_ends() -> None:
+    """It has started a process there."""
+    assert unreachable(["there", "endless"], lambda: None) == set()
 
 
 def test_a_silent_machine_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from support.zoo import make
 
 from ggpipe.config import ContextConfig
 from ggpipe.core.messages import Row, Run, Want, WantKind
-from ggpipe.llama.libllama import native
+from ggpipe.llama import machine
 
 # Plain heads, grouped heads, one KV head, windows, windows and sinks, keys wider than values
 MODELS = ("llama", "qwen3", "falcon", "gemma3", "gpt-oss", "deepseek2")
@@ -21,7 +21,7 @@ ROWS = (300, 1, 20, 70, 2, 5, 290, 1, 33, 9)
 """Rows of each run. From 64 on ggml computes in another way; a run's rows see up to 700 cells."""
 
 pytestmark = pytest.mark.skipif(
-    not {"AVX2", "FMA", "F16C"} <= set(native.cpu_features()), reason="needs a CPU with AVX2"
+    not {"AVX2", "FMA", "F16C"} <= set(machine.cpu_features()), reason="needs a CPU with AVX2"
 )
 
 

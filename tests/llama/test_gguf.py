@@ -95,6 +95,21 @@ def test_names_of_any_kind(whole: Path, tmp_path: Path) -> None:
         load_stage(path).close()
 
 
+def test_cut_while_it_is_loaded(whole: Path, tmp_path: Path) -> None:
+    """Memory of a file that has become shorter must not be touched: that would kill the process."""
+    path = tmp_path / "model.gguf"
+    shutil.copy(whole, path)
+    file = ModelFile.open(path)
+
+    def cut(_done: int, _all: int) -> bool:
+        os.truncate(path, file.header_bytes[0])
+        return True
+
+    model = ModelConfig(path=path, load_mode="mmap", repack=False)
+    with pytest.raises(ModelError, match=f"cannot read {path} into memory: .*; copy it again"):
+        Stage(file, (1, 2), model, ContextConfig(n_ctx=64), (1, 1), cut)
+
+
 def test_missing(tmp_path: Path) -> None:
     assert refused(tmp_path / "no.gguf") == f"cannot open model file {tmp_path / 'no.gguf'}: No such file or directory"
     assert "Is a directory" in refused(tmp_path)

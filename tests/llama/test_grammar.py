@@ -6,6 +6,7 @@ import ctypes
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from support.common_sampler import common_chain
 from support.grammars import GRAMMARS, SCHEMAS, fits
 
 from ggpipe.config import ModelConfig
-from ggpipe.core.messages import RowLogits, WantKind
+from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import UsageError
 from ggpipe.grammar.gbnf import check
 from ggpipe.grammar.json_schema import grammar_of
@@ -24,7 +25,8 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.grammars.constrained_sampler import ConstrainedSampler, NoTokenFits
 from ggpipe.llama.grammars.draft_check import DraftCheck
 from ggpipe.llama.grammars.grammar import Grammar
-from ggpipe.llama.libllama import lib, native
+from ggpipe.llama.libllama import lib
+from ggpipe.llama.params import best_of, whole_row
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.sampling import SamplingConfig
@@ -84,24 +86,26 @@ class Reference:
 class Rank:
     """The last rank: the best logits of a row, and the whole row when it is asked for it."""
 
-    def __init__(self, sampler: ConstrainedSampler) -> None:
+    def __init__(self, sampler: ConstrainedSampler, drafts: bool = False) -> None:
+        """`drafts`: rows are those of draft tokens, which were submitted before the last token was drawn."""
         self.sampler = sampler
         self.n_fetched = 0
+        self._drafts = drafts
+        self._before: Want | None = None
 
     def draw(self, logits: Logits) -> tuple[int, bool]:
-        want = self.sampler.want()
-        whole = logits.copy()
-        whole[list(want.banned)] = -np.inf
-        row = RowLogits(0, None, whole, 0.0)
-        if want.kind is WantKind.TOP:
-            assert want.keeps
-            ids, best, log_sum_exp = native.top(logits.ctypes.data, len(logits), want.n, list(want.banned))
-            row = RowLogits(0, tuple(ids), tuple(best), log_sum_exp)
-        drawn = self.sampler.sample(row)
+        own = want = self.sampler.want()
+        self.sampler.settle()
+        if self._drafts and (before := self._before) is not None and before.kind is own.kind:
+            want = replace(before, n=before.n + self.sampler.want_grows)
+        self._before = own
+        assert want.keeps is (want.kind is WantKind.TOP)
+        whole = whole_row(0, logits, want)
+        drawn = self.sampler.sample(best_of(0, logits, want) if want.keeps else whole)
         if drawn is None:
-            assert want.kind is WantKind.TOP
+            assert want.keeps
             self.n_fetched += 1
-            drawn = self.sampler.sample(RowLogits(0, None, whole, 0.0))
+            drawn = self.sampler.sample(whole)
         assert drawn is not None
         return drawn.token, drawn.is_second
 
@@ -136,11 +140,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", CONFIGS)
 @pytest.mark.parametrize("name", ["words", "negated", "json", "enum", "georgian"])
-def test_tokens_are_those_of_llama_cpp(settings: str, name: str, vocab: Vocab) -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_tokens_are_those_of_llama_cpp(settings: str, name: str, drafts: bool, vocab: Vocab) -> None:
     n_second = 0
     for seed in range(3):
         config = SamplingConfig(seed=seed, grammar=GRAMMARS[name].grammar, **CONFIGS[settings])
-        reference, rank = Reference(config, vocab), Rank(constrained(config, vocab))
+        reference, rank = Reference(config, vocab), Rank(constrained(config, vocab), drafts)
         for logits, _ in zip(rows(vocab, seed, 0.5), range(60), strict=False):
             try:
                 token, is_second = rank.draw(logits)
@@ -197,19 +202,23 @@ def test_a_resumed_sampler_that_remembers_rows(vocab: Vocab, fields: dict[str, A
     second.sampler.close()
 
 
-def test_a_whole_row_is_fetched_only_where_few_tokens_fit(vocab: Vocab) -> None:
-    for grammar, seldom in ((GRAMMARS["json"].grammar, False), ("root ::= [^0-9]+", True)):
-        rank = Rank(constrained(SamplingConfig(seed=1, grammar=grammar), vocab))
-        n = 0
-        for logits in rows(vocab, 3, 0.0):
-            token, _ = rank.draw(logits)
-            if token in vocab.end_tokens or n == 4:
-                break
-            rank.sampler.accept((token,))
-            n += 1
-        assert n > 0
-        assert (rank.n_fetched == 0) == seldom, grammar
-        rank.sampler.close()
+@pytest.mark.parametrize(
+    ("grammar", "n_fetched"),
+    [
+        (r"root ::= [^0-9]+", 0),
+        (r"root ::= [0-9]+", 1),
+        (r"root ::= [^\x00-\x7f]+", 1),
+        (r"root ::= [#$%&@]{4} [x-z]+", 2),
+    ],
+)
+def test_a_whole_row_is_fetched_only_where_few_tokens_fit_first(grammar: str, n_fetched: int, vocab: Vocab) -> None:
+    """Then the tokens that fit are asked for, as long as they are few."""
+    rank = Rank(constrained(SamplingConfig(seed=1, grammar=grammar, ignore_eos=True), vocab))
+    for logits, _ in zip(rows(vocab, 3, 0.0), range(8), strict=False):
+        token, _ = rank.draw(logits)
+        rank.sampler.accept((token,))
+    assert rank.n_fetched == n_fetched
+    rank.sampler.close()
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

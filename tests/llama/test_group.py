@@ -141,6 +141,7 @@ def test_memory(repack: bool, folder: Path) -> None:
             held = stage._native.slice_bytes + stage._native.mapped_bytes
             assert 0.45 * weights < held < 0.55 * weights
             assert (stage._native.slice_bytes > 0.4 * held) == repack or stage._native.slice_bytes < 0.4 * held
+            assert sum(size for _, size in stage._native.mapped_ranges) == stage._native.mapped_bytes
     finally:
         parts.close()
 

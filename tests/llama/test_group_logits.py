@@ -70,9 +70,15 @@ def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
     """As many as are wanted, and whole rows: the same logits."""
     path = make("llama", tmp_path / "llama.gguf", n_ff=512)
     prompt = run_of(1, range(5, 25), 0)
-    wants = (Want(WantKind.FULL), Want(WantKind.TOP), Want(WantKind.TOP, 40), Want(WantKind.TOP, 9, banned=(3, 300)))
+    wants = (
+        Want(WantKind.FULL),
+        Want(WantKind.TOP),
+        Want(WantKind.TOP, 40),
+        Want(WantKind.TOP, 9, banned=(3, 300)),
+        Want(WantKind.TOP, 5, sums=False, also=(0, 200, 383)),
+    )
     with Pipeline(path, context=ContextConfig(n_ctx=256, n_seq=4), shares=[(2, 1, 1)]) as pipeline:
-        rows = tuple(replace(row, want=i % 4 if i >= 12 else -1) for i, row in enumerate(prompt.rows))
+        rows = tuple(replace(row, want=i % 5 if i >= 12 else -1) for i, row in enumerate(prompt.rows))
         first = pipeline.outcome(replace(prompt, rows=rows, wants=wants))
         again = pipeline.outcome(
             Run(
@@ -84,14 +90,18 @@ def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
     whole = {row.row: row.logits for row in again.rows}
     assert [row.row for row in first.rows] == list(range(12, 20))
     for row in first.rows:
-        want = wants[row.row % 4]
+        want = wants[row.row % 5]
         if row.ids is None:
             np.testing.assert_array_equal(row.logits, whole[row.row])
             continue
         logits = whole[row.row].copy()
         logits[list(want.banned)] = -np.inf
-        order = np.lexsort((np.arange(len(logits)), -logits))[: want.n]
-        assert row.ids == tuple(order.tolist())
+        order = np.lexsort((np.arange(len(logits)), -logits))
+        order = order[(np.arange(len(order)) < want.n) | np.isin(order, want.also)]
+        assert row.ids is not None
+        assert row.ids[: want.n] == tuple(order[: want.n].tolist())
+        assert set(row.ids) == set(order.tolist())
+        order = np.array(row.ids)
         assert row.logits == tuple(logits[order].tolist())
-        if want.n > 1:
+        if want.n > 1 and want.sums:
             assert row.log_sum_exp == pytest.approx(float(np.log(np.exp(logits.astype(float)).sum())), abs=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from support.zoo import ggml_base
 
 import ggpipe
-from ggpipe.llama import libllama
+from ggpipe.llama import libllama, machine
 from ggpipe.llama.libllama import native
 
 
@@ -25,7 +25,7 @@ def test_the_stub_is_up_to_date() -> None:
 
 def test_versions_and_features() -> None:
     assert native.ggml_version() == "0.25.3"
-    assert native.cpu_features()
+    assert machine.cpu_features()
 
 
 def test_numa_is_initialised_although_headers_were_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_numa_is_initialised_although_headers_were_read_before(monkeypatch: pyte
 @pytest.fixture
 def locked_memory() -> Iterator[None]:
     """As with --mlock."""
-    if error := native.lock_memory():
+    if error := machine.lock_memory():
         pytest.skip(f"cannot lock memory: {error}")
     yield
     ctypes.CDLL(None).munlockall()

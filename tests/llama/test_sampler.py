@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.common_sampler import common_chain
 
@@ -18,7 +16,8 @@ from ggpipe.config import ModelConfig
 from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.libllama import lib, native
+from ggpipe.llama.libllama import lib
+from ggpipe.llama.params import best_of, whole_row
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import Vocab
 from ggpipe.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
@@ -65,12 +64,7 @@ class Reference:
 
 def extract(logits: Logits, want: Want) -> RowLogits:
     """What the last stage makes of a row that was asked for."""
-    if want.kind is FULL:
-        full = logits.copy()
-        full[list(want.banned)] = -np.inf
-        return RowLogits(0, None, full, 0.0)
-    ids, best, log_sum_exp = native.top(logits.ctypes.data, len(logits), want.n, list(want.banned))
-    return RowLogits(0, tuple(ids), tuple(best), log_sum_exp)
+    return whole_row(0, logits, want) if want.kind is FULL else best_of(0, logits, want)
 
 
 def rows(n_vocab: int, seed: int) -> Iterator[Logits]:
@@ -173,8 +167,8 @@ CASES = {
     "min_keep": Case(SamplingConfig(seed=2, top_p=0.01, min_p=0.9, min_keep=4, temp=3.0), lambda _: 40),
     "bias down": Case(SamplingConfig(seed=2, top_k=5, logit_bias=((7, -3.0), (7, -1.0), (9, -2.0))), lambda _: 5 + 2),
     "bias down, greedy": Case(SamplingConfig(temp=0, logit_bias=((7, -3.0), (9, -2.0))), lambda _: 1 + 2),
-    "bias up": Case(SamplingConfig(seed=2, top_k=5, logit_bias=((7, 3.0), (9, -2.0))), None),
-    "bias up, greedy": Case(SamplingConfig(temp=0, logit_bias=((7, 2.0),)), None),
+    "bias up": Case(SamplingConfig(seed=2, top_k=5, logit_bias=((7, 9.0), (9, -2.0), (90, 8.5))), lambda _: 5 + 1),
+    "bias up, greedy": Case(SamplingConfig(temp=0, logit_bias=((7, 5.0), (9, 4.0))), lambda _: 1),
     "bias to never": Case(SamplingConfig(seed=2, logit_bias=((7, -math.inf), (9, -math.inf))), lambda _: 40),
 }
 STATEFUL = [name for name, case in CASES.items() if case.config.remembers_rows]
@@ -199,6 +193,7 @@ def test_tokens_are_llama_cpps(name: str, vocab: Vocab) -> None:
         assert want.kind is (FULL if case.n is None else TOP)
         assert want.n == (1 if case.n is None else case.n(seen))
         never = [token for token, bias in config.logit_bias if bias == -math.inf]
+        assert set(want.also) == {token for token, bias in config.logit_bias if bias > 0}
         assert set(want.banned) == {*never, *(vocab.end_tokens if config.ignore_eos else ())}
         token = ours.sample(extract(row, want))
         assert token == theirs.sample(row)
@@ -296,7 +291,7 @@ def test_log_probabilities_of_the_model(name: str, vocab: Vocab) -> None:
     ours, theirs = Sampler(config, vocab, N_CTX), Reference(config, vocab)
     for _, row in zip(range(50), rows(vocab.n_tokens, seed=1), strict=False):
         want = ours.want()
-        assert want.kind is (FULL if name in ("whole rows", "bias up") else TOP)
+        assert want.kind is (FULL if name == "whole rows" else TOP)
         token = ours.sample(extract(row, want))
         assert token == theirs.sample(row)
         logprobs = row.astype(np.float64) - np.logaddexp.reduce(row.astype(np.float64))
@@ -346,58 +341,3 @@ def test_a_bias_of_no_token(vocab: Vocab) -> None:
 def test_the_seed_that_libllama_takes_for_random_is_refused() -> None:
     with pytest.raises(UsageError, match="4294967294"):
         SamplingConfig(seed=2**32 - 1)
-
-
-# native.top
-
-
-def numpy_top(row: Logits, k: int, banned: list[int]) -> tuple[list[int], list[float]]:
-    kept = np.setdiff1d(np.arange(len(row)), banned)
-    order = kept[np.argsort(-row[kept], kind="stable")][:k]
-    return order.tolist(), row[order].tolist()
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 400), st.integers(0, 2**32), st.sampled_from([3, 1000]), st.data())
-def test_top_is_numpys(n_vocab: int, seed: int, n_values: int, data: st.DataObject) -> None:
-    """Few different values: ties everywhere."""
-    row = (np.random.default_rng(seed).integers(0, n_values, n_vocab) / 7).astype(np.float32)
-    k = data.draw(st.integers(0, n_vocab + 3))
-    banned = data.draw(st.lists(st.integers(0, n_vocab - 1), max_size=5))
-    ids, logits, log_sum_exp = native.top(row.ctypes.data, n_vocab, k, banned)
-    assert (ids, logits) == numpy_top(row, k, banned)
-    kept = np.delete(row.astype(np.float64), banned)
-    if k <= 1:
-        assert math.isnan(log_sum_exp)
-    elif len(kept):
-        assert log_sum_exp == pytest.approx(np.logaddexp.reduce(kept), rel=1e-6, abs=1e-6)
-
-
-def test_of_equal_logits_the_lower_id_is_the_better_one() -> None:
-    row = np.array([1, 3, 2, 3, 3, 2], np.float32)
-    ids, logits, _ = native.top(row.ctypes.data, 6, 4, [])
-    assert (ids, logits) == ([1, 3, 4, 2], [3, 3, 3, 2])
-    assert native.top(row.ctypes.data, 6, 2, [])[0] == [1, 3]
-    assert native.top(row.ctypes.data, 6, 2, [1, 4, 1])[0] == [3, 2]
-
-
-def test_fewer_are_left_than_wanted() -> None:
-    row = np.array([1, 2, 3], np.float32)
-    assert native.top(row.ctypes.data, 3, 3, [2])[0] == [1, 0]
-    assert native.top(row.ctypes.data, 3, 9, [])[0] == [2, 1, 0]
-    assert native.top(row.ctypes.data, 3, 0, [])[0] == []
-
-
-def test_minus_infinity_is_the_worst() -> None:
-    row = np.array([-np.inf, 2, -np.inf, 1], np.float32)
-    ids, logits, log_sum_exp = native.top(row.ctypes.data, 4, 4, [])
-    assert (ids, logits) == ([1, 3, 0, 2], [2, 1, -np.inf, -np.inf])
-    assert log_sum_exp == pytest.approx(np.logaddexp(2, 1))
-
-
-@pytest.mark.parametrize("offset", [-1e4, 0.0, 1e4])
-def test_the_log_sum_exp_of_large_logits(offset: float) -> None:
-    row = np.random.default_rng(1).standard_normal(50_000).astype(np.float32) * 5 + np.float32(offset)
-    _, best, log_sum_exp = native.top(row.ctypes.data, len(row), 2, [])
-    assert best[0] == row.max()
-    assert log_sum_exp == pytest.approx(np.logaddexp.reduce(row.astype(np.float64)), rel=1e-7)

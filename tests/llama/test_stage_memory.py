@@ -1,15 +1,22 @@
 """A stage reads its own share of a model and keeps no more than that in memory."""
 
+import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.commands import TARGET
 from support.zoo import _copy, pair_script
 
+from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_shape import shape_of
+from ggpipe.llama.stage import Stage
 
 MB = 1_000_000
 N_LAYER = 6
@@ -87,3 +94,41 @@ def test_mapped_stage_reads_only_what_it_repacks(models: Mapping[str, Path]) -> 
     share, headers = share_bytes(file, *STAGES["middle"]), 2 * sum(file.header_bytes)
     assert got["read"] <= share + headers + MB
     assert got["grown"] < share + 60 * MB
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_cells_have_memory_from_the_start_or_when_they_are_used(warmup: bool) -> None:
+    file, context = ModelFile.open(TARGET), ContextConfig(n_ctx=32768, n_ubatch=8)
+    cells = shape_of(file).cell_bytes((0, file.n_layer)) * context.n_ctx
+    before = resident_bytes()
+    stage = Stage(file, (0, file.n_layer), ModelConfig(path=TARGET), context, (1, 1), warmup=warmup)
+    taken = resident_bytes() - before
+    stage.close()
+    assert cells > 100 * MB
+    assert (taken > 0.9 * cells) if warmup else (taken < 0.5 * cells)
+
+
+def resident_bytes() -> int:
+    """RSS."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_objects_that_refer_to_themselves_do_not_stay_for_long() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+            alive.add(id(self))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    alive: set[int] = set()
+    thresholds = gc.get_threshold()
+    try:
+        machine.collect_new_objects()
+        for _ in range(20_000):
+            Cycle()
+        assert len(alive) < 1000
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -12,9 +12,12 @@ from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.errors import MemoryNeededError
+from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.runtime.handshake import check_memory, hello
+from ggpipe.runtime.head import Head
+from ggpipe.runtime.session import Session
 from ggpipe.transport.local import LocalWorld
 
 CONFIG = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024))
@@ -58,3 +61,15 @@ def test_memory_is_checked_on_request() -> None:
     much = ggpipe(*text, *SPLITS[2], "--check-memory", "-c", 2_000_000_000)
     assert much.returncode == 2
     assert "GB available: add machines or memory, or lower -c/--ctx-size or -ub/--ubatch-size" in much.stderr
+
+
+def test_cells_take_their_memory_later_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warnings() -> tuple[str, ...]:
+        with Head(LocalWorld(1).transports[0], replace(CONFIG, warmup=True)) as head:
+            return Session.load(head).warnings
+
+    assert not warnings()
+    monkeypatch.setattr(machine, "available_bytes", lambda: 10**6)
+    (warning,) = warnings()
+    assert warning.startswith("`warmup` is left out, so that memory may run out later: ")
+    assert "0.0 GB available" in warning

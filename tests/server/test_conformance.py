@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 
+import numpy as np
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
@@ -19,15 +20,10 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me 
 def serving() -> Iterator[Serving]:
     with server(
         "-md", str(DRAFT), "--mpi-layer-split", "0.5,0.5", "-c", "4096", "-np", "8", "--alias", "tales",
-        "--api-key", f"other,{KEY}", "--metrics", "--max-waiting", "8", "--sse-ping-interval", "0.2",
+        "--api-key", f"other,{KEY}", "--metrics",
+        "--embeddings", "--pooling", "mean", "--max-waiting", "8", "--sse-ping-interval", "0.2",
     ) as own:  # fmt: skip
         own.wait_until_ready()
-        yield own
-
-
-@pytest.fixture
-def client(serving: Serving) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0, timeout=120) as own:
         yield own
 
 
@@ -109,6 +105,53 @@ def test_a_text_is_held_to_a_schema(client: openai.OpenAI) -> None:
     assert wrong.value.param == "grammar"
 
 
+def test_embeddings_beside_texts(client: openai.OpenAI, serving: Serving) -> None:
+    texts = ["The king sleeps.", "The queen is awake, and she waits for a ship. " * 30, "A"]
+    stream = client.chat.completions.create(model="", messages=HELLO, max_tokens=200, temperature=0, stream=True)
+    with stream:
+        next(iter(stream))
+        found = client.embeddings.create(model="", input=texts)
+    assert ([one.index for one in found.data], found.model) == ([0, 1, 2], "tales")
+    _, counted = authorized(serving, "POST", "/tokenize", {"content": "".join(texts), "add_special": True})
+    assert isinstance(counted, dict)
+    assert found.usage.prompt_tokens == found.usage.total_tokens
+    assert abs(found.usage.prompt_tokens - len(counted["tokens"])) < 6
+    vectors = [np.array(one.embedding) for one in found.data]
+    assert [float(vector @ vector) for vector in vectors] == pytest.approx([1, 1, 1], abs=1e-5)
+    _, tokens = authorized(serving, "POST", "/tokenize", {"content": texts[0], "add_special": True})
+    assert isinstance(tokens, dict)
+    again = client.embeddings.create(model="", input=[tokens["tokens"]], encoding_format="float")
+    np.testing.assert_allclose(again.data[0].embedding, vectors[0], atol=0.01)
+    body = {"content": texts[:2], "embd_normalize": -1}
+    status, native = authorized(serving, "POST", "/embedding", body)
+    assert status == 200
+    assert isinstance(native, list)
+    raw = np.array(native[1]["embedding"][0])
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), vectors[1], atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", []]}, "input"),
+        ({"input": ["a", 5]}, "input"),
+        ({"input": [1, -1]}, "input[1]"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "embd_normalize": -2}, "embd_normalize"),
+        ({"input": "tale " * 5000}, None),
+        ({"input": [99999]}, None),
+    ],
+    ids=str,
+)
+def test_wrong_embeddings(serving: Serving, body: object, field: str | None) -> None:
+    status, answer = authorized(serving, "POST", "/v1/embeddings", body)
+    assert status == 400
+    assert isinstance(answer, dict)
+    assert answer["error"]["param"] == field
+
+
 def test_errors_name_the_field(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="", messages=HELLO, temperature="warm")  # type: ignore[call-overload]
@@ -118,11 +161,30 @@ def test_errors_name_the_field(client: openai.OpenAI) -> None:
     assert negative.value.param == "repeat_penalty"
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model="", prompt="tale " * 5000)
-    with pytest.raises(openai.InternalServerError, match="embeddings"):  # 501
-        client.embeddings.create(model="", input="a")
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model="", input="a", dimensions=3)
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
     assert [model.id for model in client.models.list()] == ["tales"]
+    assert client.models.retrieve("tales").object == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other/model")
+
+
+def test_tokens_are_counted_and_timed(serving: Serving, client: openai.OpenAI) -> None:
+    counted = client.responses.input_tokens.count(model="", input="Tell me of a king.")
+    chat = authorized(serving, "POST", "/v1/chat/completions/input_tokens", {"messages": HELLO})
+    assert chat == (200, counted.to_dict())
+    chunks = list(
+        client.chat.completions.create(
+            model="", messages=HELLO, max_tokens=3, stream=True, reasoning_effort="none",
+            extra_body={"timings_per_token": True, "return_origins": True, "sse_ping_interval": -1},
+        )
+    )  # fmt: skip
+    timings = [own for chunk in chunks if (own := (chunk.model_extra or {}).get("timings")) is not None]
+    assert [own["predicted_n"] for own in timings] == sorted(own["predicted_n"] for own in timings)
+    assert len(timings) > 1
+    assert timings[-1]["prompt_n"] + timings[-1]["cache_n"] == counted.input_tokens
 
 
 def test_eight_at_a_time(serving: Serving) -> None:
@@ -183,6 +245,11 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
     assert isinstance(answer, dict)
     assert [one["id"] for one in answer["completion_probabilities"]] == answer["tokens"]
     assert {len(one["top_probs"]) for one in answer["completion_probabilities"]} <= {1, 2}
+    word = answer["content"].split()[1]
+    stopped = authorized(serving, "POST", "/completions", {**body, "n_predict": 20, "stop": ["never", word]})[1]
+    assert isinstance(stopped, dict)
+    assert (stopped["stop_type"], stopped["stopping_word"], stopped["has_new_line"]) == ("word", word, False)
+    assert {"seed", "top_k", "n_predict"} <= set(stopped["generation_settings"])
     status, answer = authorized(serving, "POST", "/apply-template", {"messages": HELLO})
     assert isinstance(answer, dict)
     assert status == 200

@@ -113,6 +113,17 @@ def test_no_agreement_costs_nothing() -> None:
     assert stats.counters.cancelled_runs > 50
 
 
+def test_a_single_stage_has_draft_tokens_only_where_rows_are_cheap() -> None:
+    """A draft token behind the root's run saves no time there, and drafting may take cores from the stage."""
+    dear, cheap = (cluster((0.020,), 0.002, row_share=share) for share in (1.2, 0.1))
+    text = tokens(0.6, 200)
+    plain, rare = checked(dear, text, ITERATIVE), checked(dear, text, ASYNC)
+    assert rare.decode_s < 1.03 * plain.decode_s
+    often = checked(cheap, text, ASYNC)
+    assert often.decode_s < 0.8 * plain.decode_s
+    assert len(rare.draft_runs) < len(often.draft_runs) / 2
+
+
 def test_stages_on_the_same_cores_slow_each_other_down() -> None:
     apart, together = (cluster((0.1, 0.1), 0.05, cores=n) for n in (3, 1))
     text = tokens(0.9)

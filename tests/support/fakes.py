@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunResult, Save, Span, Want
+from ggpipe.core.messages import KvKind, KvOp, Restore, Row, RowLogits, Run, RunResult, Save, Span, Want
 from ggpipe.core.prefix_cache import RESTORED
 from ggpipe.core.request import Finish
 
@@ -118,9 +118,10 @@ class FakeCache:
             if not cell.seqs:
                 self.cells.remove(cell)
 
-    def restore(self, tokens: Tokens) -> None:
-        """Before anything else: what a file has, as the sequence `RESTORED`."""
-        self.decode([Row(token=token, pos=i, seqs=(RESTORED,), request=0) for i, token in enumerate(tokens)])
+    def restore(self, tokens: Tokens, seq: int = RESTORED) -> None:
+        """What a file has, into an empty sequence."""
+        assert not self.history(seq), "something is in that sequence"
+        self.decode([Row(token=token, pos=i, seqs=(seq,), request=0) for i, token in enumerate(tokens)])
 
     def history(self, seq: int) -> Tokens:
         """The tokens of a sequence. It must have no gap."""
@@ -168,6 +169,11 @@ class FakeCache:
             self._remove(seq, min(row.pos for row in rows if seq in row.seqs), math.inf)
 
 
+def restorable(restore: Restore) -> Tokens:
+    """What files have of a prefix: some are damaged."""
+    return restore.tokens[: len(restore.tokens) // 2] if restore.file == "damaged" else restore.tokens
+
+
 @dataclass(frozen=True)
 class Restored:
     """What files have before the first request."""
@@ -204,7 +210,10 @@ class FakeStage:
             self.cache.apply(op)
         if run.id in self.cancelled:
             run = replace(run, cancelled=True)
-        if run.save is not None:
+        if isinstance(run.save, Restore):
+            assert not run.rows
+            self.cache.restore(restorable(run.save), run.save.seq)
+        elif run.save is not None:
             assert not run.rows
             assert run.cancelled or not run.save.tokens or self.cache.history(run.save.seq) == run.save.tokens
             self.saved.append(run.save)
@@ -276,6 +285,8 @@ class FakePipeline:
         assert len(run.rows) <= self._n_rows, "more rows than a batch holds"
         for op in run.ops:
             self._plan.apply(op)
+        if isinstance(run.save, Restore):
+            self._plan.restore(restorable(run.save), run.save.seq)
         self.rows_of[run.id] = []
         for row, history in zip(run.rows, self._plan.decode(run.rows), strict=True):
             assert (row.request, history) not in self.run_of, "evaluated twice"
@@ -363,3 +374,15 @@ class FakePipeline:
             assert not stage.cancels
             assert {seq: stage.cache.history(seq) for seq in kept} == kept
             assert all(cell.seqs <= kept.keys() for cell in stage.cache.cells), "cells are left behind"
+
+
+def cut_as_libllama(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
+    """llama.cpp's tools feed `n_batch` tokens to llama_decode, which computes `n_ubatch` at a time."""
+    lengths = []
+    while n_tokens > 0:
+        batch = min(n_tokens, n_batch)
+        n_tokens -= batch
+        while batch > 0:
+            lengths.append(min(batch, n_ubatch))
+            batch -= lengths[-1]
+    return lengths

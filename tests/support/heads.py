@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ggpipe.core.events import (
@@ -12,6 +11,7 @@ from ggpipe.core.events import (
     Arrived,
     Cancel,
     Drafted,
+    Embed,
     Emit,
     Event,
     Fetch,
@@ -26,45 +26,27 @@ from ggpipe.core.events import (
     Steer,
     Stop,
     Submit,
+    TaskDone,
     Tick,
 )
-from ggpipe.core.messages import Row, RowLogits, Run, RunRecord, Want, WantKind
-from ggpipe.core.request import Counters, Finish, Limits, Request
+from ggpipe.core.messages import Restore, Row, RowLogits, Run, RunRecord, Want, WantKind
+from ggpipe.core.request import Finish, Limits, Request
 from ggpipe.core.scheduler import Scheduler
 from support.fake_drafts import Adversary, RealDraft
-from support.fakes import END, NO_FILES, FakeModel, FakePipeline, Move, Restored, Tokens, chance, is_below
-
-
-@dataclass
-class Seen:
-    """What the head did for one request."""
-
-    request: Request
-    text: list[int] = field(default_factory=list)
-    n_sampled: int = 0
-    n_drafted: int = 0
-    """Tokens that were in the pipeline before they were drawn."""
-    runs: list[Run] = field(default_factory=list)
-    n_done: int = 0
-    """Runs that the scheduler said ended."""
-    n_replayed: int = 0
-    """Rows of a resumed text that came back."""
-    told: list[int] = field(default_factory=list)
-    """Tokens that the draft was sent."""
-    stopped: bool = False
-    ended: bool = False
-    """The end token was drawn."""
-    finish: Finish | None = None
-    counters: Counters = field(default_factory=Counters)
-
-    @property
-    def tokens(self) -> Tokens:
-        return (*self.request.prompt, *self.text)
-
-    def lives(self, history: Tokens) -> bool:
-        """It is part of the text, or may become so."""
-        n = min(len(history), len(self.tokens))
-        return history[:n] == self.tokens[:n]
+from support.fakes import (
+    END,
+    NO_FILES,
+    FakeModel,
+    FakePipeline,
+    Move,
+    Restored,
+    Tokens,
+    chance,
+    cut_as_libllama,
+    is_below,
+    restorable,
+)
+from support.seen import Seen
 
 
 class Head:
@@ -89,6 +71,7 @@ class Head:
         self.seen: dict[int, Seen] = {}
         self.to_sample: collections.deque[Sample] = collections.deque()
         self.to_fetch: collections.deque[Fetch] = collections.deque()
+        self.restoring: list[Run] = []
         self.fetched: set[tuple[int, int]] = set()
         """Requests, and how many tokens were sampled when a whole row came."""
         self.kept_from = 0
@@ -129,6 +112,8 @@ class Head:
         moves += self.pipeline.moves("target", self._hear_result)
         if self.to_sample:
             moves.append(("sample", self._sample))
+        if self._restored():
+            moves.append(("restored", self._task_done))
         if self.to_fetch:
             moves.append(("fetch", self._fetch))
         if self.draft is not None:
@@ -136,6 +121,16 @@ class Head:
             if self.draft.batches:
                 moves.append(("draft tokens", self._take_micro_batch))
         return moves
+
+    def _restored(self) -> list[Run]:
+        """Runs that are through all stages."""
+        return [run for run in self.restoring if run.id not in self.pipeline.in_flight]
+
+    def _task_done(self) -> None:
+        run = self._restored()[0]
+        self.restoring.remove(run)
+        assert isinstance(run.save, Restore)
+        self.handle(TaskDone(run.save.request, is_whole=restorable(run.save) == run.save.tokens))
 
     def drain(self) -> None:
         """Let everything end, the youngest thing first."""
@@ -173,7 +168,7 @@ class Head:
         if self._needs_row(seen):
             self.handle(RowNeeded(sample.request))
             return
-        assert seen.n_replayed == len(seen.request.replayed)
+        assert seen.n_replayed == len(seen.request.wanted)
         assert sample.row.ids is not None
         assert sample.row.logits >= self._want(seen).n, "fewer logits than sampling takes"
         token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
@@ -221,11 +216,11 @@ class Head:
             case Fetch(request):
                 assert all(fetch.request != request for fetch in self.to_fetch)
                 self.to_fetch.append(action)
-            case Replay(request, rows):
+            case Replay(request, rows) | Embed(request, rows):
                 seen = self.seen[request]
                 for row in rows:
-                    history = seen.request.prompt[: seen.request.replayed[seen.n_replayed] + 1]
-                    assert row.ids == self.model.ranking(history, len(row.ids or ()))
+                    place = [*seen.request.wanted, len(seen.request.prompt) - 1][seen.n_replayed]
+                    assert row.ids == self.model.ranking(seen.request.prompt[: place + 1], len(row.ids or ()))
                     seen.n_replayed += 1
             case Emit(request, token, drafted):
                 seen = self.seen[request]
@@ -252,6 +247,8 @@ class Head:
         self.pipeline.submit(run)
         assert run.kept_from <= run.id
         self.kept_from = max(self.kept_from, run.kept_from)
+        if isinstance(run.save, Restore):
+            self.restoring.append(run)
         if not run.rows:
             assert run.save or all(seen.finish is not None for seen in self.seen.values())
             return
@@ -265,7 +262,7 @@ class Head:
             draft_tokens = [history for history in histories if len(history) > len(seen.tokens)]
             assert len(draft_tokens) <= seen.request.speculation.n_draft
             for row, history in zip((row for row in run.rows if row.request == request), histories, strict=True):
-                is_replayed = row.pos in seen.request.replayed
+                is_replayed = row.pos in seen.request.wanted
                 assert (row.want >= 0) == (is_replayed or len(history) >= len(seen.request.prompt))
             if seen.request.n_predict > 0:
                 assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
@@ -341,6 +338,11 @@ class Head:
             if n_resumed and not text and why is not Finish.END_OF_TEXT:
                 assert not seen.runs, "it was over before it was resumed"
                 return
+        if request.embeds and reason is not Finish.STOPPED:
+            assert seen.n_replayed == len(request.wanted) + 1
+        if request.task is not None and request.task.kind not in ("save", "embed"):
+            assert not seen.runs
+            return
         n_prompt = len(request.prompt)
         rows = [[row for row in run.rows if row.request == request.id] for run in seen.runs]
         lengths = [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
@@ -361,18 +363,6 @@ class Head:
         self.scheduler.validate()
         if self.draft is not None:
             self.draft.check_empty()
-
-
-def cut_as_libllama(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
-    """llama.cpp's tools feed `n_batch` tokens to llama_decode, which computes `n_ubatch` at a time."""
-    lengths = []
-    while n_tokens > 0:
-        batch = min(n_tokens, n_batch)
-        n_tokens -= batch
-        while batch > 0:
-            lengths.append(min(batch, n_ubatch))
-            batch -= lengths[-1]
-    return lengths
 
 
 def opened(**limits: int) -> Head:

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ggpipe.chat.answer import answer_format
 from ggpipe.chat.conversation import ChatPrompt, Conversation
-from ggpipe.chat.reasoning import reasoning_format
 from ggpipe.config import SamplingConfig
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import (
@@ -46,7 +46,7 @@ class Counting(EngineClient):
         return tuple(chr(token).encode() for token in tokens)
 
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
-        return ChatPrompt(self.tokenize(str(conversation.messages[-1]["content"])), reasoning_format("", ""))
+        return ChatPrompt(self.tokenize(str(conversation.messages[-1]["content"])), answer_format("", ""))
 
     def measure(self) -> None:
         self._alive()

@@ -107,6 +107,16 @@ class Reference:
         assert status == 0, f"llama_decode returns {status}"
         return np.array([self._row(i) for i, row in enumerate(run.rows) if row.want >= 0])
 
+    def hidden(self, run: Run) -> Logits:
+        """As `decode`: the last hidden states of the wanted rows, (rows, width)."""
+        lib.llama_set_embeddings(self._context, True)
+        self.decode(run)
+        lib.llama_set_embeddings(self._context, False)
+        width = (int(lib.llama_model_n_embd_out(self._model)),)
+        wanted = [i for i, row in enumerate(run.rows) if row.want >= 0]
+        pointers = [lib.llama_get_embeddings_ith(self._context, i) for i in wanted]
+        return np.array([np.ctypeslib.as_array(pointer, width) for pointer in pointers])
+
     def apply(self, op: KvOp) -> bool:
         """One operation on the KV cells; False where libllama cannot do it."""
         match op.kind:

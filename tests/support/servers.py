@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ggpipe.launch.environment import mpi_environment
 from support.commands import ROOT, TARGET
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -49,6 +50,14 @@ class Serving:
             found = {name.lower(): value for name, value in answer.getheaders()}
             return answer.status, json.loads(text) if is_json else text.decode(), found
 
+    @contextlib.contextmanager
+    def streaming(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        """A stream that has begun. Its client leaves at the end."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps({**body, "stream": True}).encode())
+            yield connection.getresponse()
+
     def wait_until_ready(self) -> None:
         """It has loaded."""
         self.wait_for(lambda: self.ask("GET", "/health")[0] == 200)
@@ -76,12 +85,13 @@ class Serving:
 
 
 @contextlib.contextmanager
-def server(*arguments: str) -> Iterator[Serving]:
-    """`ggpipe serve ARGUMENTS` with the bundled pair. It listens, and has not loaded yet."""
+def server(*arguments: str, launch: Sequence[str] = ()) -> Iterator[Serving]:
+    """`ggpipe serve ARGUMENTS` with the bundled pair, behind `launch`. It listens, and has not loaded yet."""
     command = [sys.executable, "-P", "-m", "ggpipe", "serve", "-m", str(TARGET), "--port", "0", "-t", "1", *arguments]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=dict(os.environ), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+        [*launch, *command], cwd=ROOT, env={**os.environ, **mpi_environment()}, stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     own = Serving(process)
 
     def read() -> None:

@@ -23,9 +23,10 @@ from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import leave_status
+from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config
 from ggpipe.options.settings import Prompt
-from ggpipe.options.table import COMMANDS, OPTIONS
+from ggpipe.options.table import OPTIONS
 from ggpipe.runtime.channel.client import RequestEnded, StartedRanks, TokenReady
 
 PROMPTS = Path(__file__).parents[2] / "prompts"

@@ -41,7 +41,7 @@ def row_logits(draw: st.DrawFn) -> RowLogits:
     if draw(st.booleans()):
         return RowLogits(row, None, np.array(values, np.float32), log_sum_exp)
     ids = draw(st.lists(INT32, min_size=len(values), max_size=len(values)))
-    return RowLogits(row, tuple(ids), tuple(values), log_sum_exp)
+    return RowLogits(row, tuple(ids), tuple(values), log_sum_exp, draw(st.integers(0, len(ids))))
 
 
 TOKENS = st.lists(INT32, max_size=9).map(tuple)
@@ -159,7 +159,7 @@ def test_a_branching_run() -> None:
         Row(token=8, pos=12, seqs=(2,), request=7, want=1),
     )
     ops = (KvOp(KvKind.RM, 3, p0=4), KvOp(KvKind.CP, 0, 1, 0, 10))
-    wants = (Want(WantKind.TOP, 40, (2, 3)), Want(WantKind.FULL, 1, (0,)))
+    wants = (Want(WantKind.TOP, 40, (2, 3), True, False, (7, 9)), Want(WantKind.FULL, 1, (0,)))
     run = Run(id=2**40, rows=rows, ops=ops, wants=wants)
     spans = (
         Span(rank=0, start_s=7.5, compute_s=0.25, busy_s=0.5, sent_bytes=4096),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ggpipe.batch.bodies import Answered, Ask
-from ggpipe.batch.results import Results
+from ggpipe.batch.results import Results, Text
 from ggpipe.batch.tasks import Task, read_tasks
-from ggpipe.chat.conversation import Conversation
-from ggpipe.chat.reasoning import ReasoningFormat
+from ggpipe.chat.answer import AnswerFormat
+from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
@@ -22,6 +22,8 @@ from ggpipe.display.format import human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
 from ggpipe.errors import RunError, UsageError
+from ggpipe.openai.answers import draws
+from ggpipe.openai.bodies import Prompt as BodyPrompt
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
@@ -51,10 +53,23 @@ def run(options: Options) -> int:
 
 @dataclass(kw_only=True)
 class _Flight:
-    """A task whose answer is being written."""
+    """A task whose texts are being written."""
 
     task: Task
-    marks: ReasoningFormat | None
+    texts: list[Text | None]
+    """Those that have ended; None for the others."""
+    error: str = ""
+    """Why one of them could not be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a request's text belongs."""
+
+    flight: _Flight
+    index: int
+    prompt: int
+    marks: AnswerFormat | None
 
 
 @dataclass
@@ -78,10 +93,12 @@ class _Work:
         self._n_at_a_time = 2 * config.n_requests  # some wait in the head, so that it is never idle
         self._sampling: SamplingOf = functools.partial(sampling_config, options)
         self._speculation: SpeculationConfig = speculation_config(options)
+        self._chat = options[Chat]
         self._n_predict = options[Prompt].n_predict
         self._color = options[BatchSettings].color
         self._left = collections.deque(results.left)
-        self._flights: dict[int, _Flight] = {}
+        self._places: dict[int, _Place] = {}
+        """By the requests' ids."""
         self._is_stopped = False
 
     def run(self, warnings: list[str]) -> int:
@@ -91,7 +108,7 @@ class _Work:
         if n_before:
             show(f"{n_before} of {n_all} prompts are answered already")
         with BatchProgress(open_terminal(self._color), n_all) as progress:
-            while self._left and self._left[0].ask is None:  # they come first: they have no key
+            while self._left and self._left[0].body is None:  # they come first: they have no key
                 self._fail(self._left.popleft())
             if self._left:
                 engine = self._ranks.load()
@@ -105,7 +122,7 @@ class _Work:
             f"{n_new} prompts answered, {tally.n_tokens} tokens in {human_seconds(seconds)}"
             + (f", {human_rate(tally.rate)}" if tally.n_tokens else "")
         )
-        if self._left or self._flights or self._is_stopped:
+        if self._left or self._places or self._is_stopped:
             n_left = n_all - results.n_answered - results.n_failed
             show(f"interrupted, {n_left} of {n_all} prompts are left: the same command goes on with them")
             return INTERRUPTED
@@ -115,56 +132,69 @@ class _Work:
         return 0
 
     def _serve(self, engine: EngineClient, on_change: Callable[[], None], tally: _Tally) -> None:
-        while (self._left and not self._is_stopped) or self._flights:
+        while (self._left and not self._is_stopped) or self._places:
             self._is_stopped = self._is_stopped or self._ranks.is_ending()
-            while self._left and not self._is_stopped and len(self._flights) < self._n_at_a_time:
+            while self._left and not self._is_stopped and len(self._places) < self._n_at_a_time:
                 self._submit(engine, self._left.popleft())
             for event in engine.step():
                 match event:
                     case TokenReady():
                         tally.n_tokens += 1
                     case RequestEnded(request):
-                        self._end(request, self._flights.pop(request.id))
+                        self._end(request, self._places.pop(request.id))
             on_change()
 
     def _submit(self, engine: EngineClient, task: Task) -> None:
-        ask = task.ask
-        if ask is None:
+        body = task.body
+        if body is None:
             self._fail(task)
             return
         try:
-            prompt, marks = _tokens(engine, ask)
-            engine.check_prompt(prompt)
-            sampling = ask.drawn(self._sampling(engine.sampling))
+            prompts = [self._read(engine, prompt) for prompt in body.prompts]
+            usual = body.sampling(self._sampling(engine.sampling))
+            for tokens, chat in prompts:  # a conversation is alone
+                engine.check_prompt(tokens)
+                usual = usual if chat is None else chat.held(usual)
+            drawn = draws(usual, body.n_choices)
         except UsageError as e:
             self._results.fail(task, in_flags(str(e)))
             return
-        n_predict = self._n_predict if ask.n_predict is None else ask.n_predict
-        request = engine.submit(prompt, sampling, n_predict, self._speculation)
-        self._flights[request.id] = _Flight(task=task, marks=marks)
+        flight = _Flight(task=task, texts=[None] * (len(prompts) * len(drawn)))
+        n_predict, caches = body.most_tokens(self._n_predict), body.cache_prompt is not False
+        for i, (prompt, sampling) in enumerate(itertools.product(range(len(prompts)), drawn)):
+            tokens, chat = prompts[prompt]
+            marks = None if chat is None else chat.answer
+            request = engine.submit(tokens, sampling, n_predict, self._speculation, cache_prompt=caches)
+            self._places[request.id] = _Place(flight=flight, index=i, prompt=prompt, marks=marks)
 
-    def _end(self, request: ClientRequest, flight: _Flight) -> None:
+    def _read(self, engine: EngineClient, prompt: BodyPrompt) -> tuple[tuple[int, ...], ChatPrompt | None]:
+        match prompt:
+            case str():
+                return engine.tokenize(prompt), None
+            case Conversation():
+                chat = engine.tokenize_chat(self._chat.completed(prompt))
+                return chat.tokens, chat
+        return tuple(prompt), None
+
+    def _end(self, request: ClientRequest, place: _Place) -> None:
+        flight = place.flight
         if request.error is not None:
-            self._results.fail(flight.task, in_flags(str(request.error)))
+            flight.error = in_flags(str(request.error))
         elif request.stats.finish is Finish.STOPPED:
             self._is_stopped = True
+        flight.texts[place.index] = Text(
+            prompt=place.prompt, stats=request.stats, prompt_tokens=request.prompt, tokens=request.tokens,
+            rest=request.rest, marks=place.marks,
+        )  # fmt: skip
+        texts = [text for text in flight.texts if text is not None]
+        if len(texts) < len(flight.texts):
+            return
+        if flight.error:
+            self._results.fail(flight.task, flight.error)
+        elif any(text.stats.finish is Finish.STOPPED for text in texts):
             self._left.append(flight.task)
         else:
-            answered = Answered(
-                stats=request.stats, prompt=request.prompt, tokens=request.tokens, rest=request.rest, marks=flight.marks
-            )  # fmt: skip
-            self._results.answer(flight.task, answered)
+            self._results.answer(flight.task, texts)
 
     def _fail(self, task: Task) -> None:
         self._results.fail(task, task.error)
-
-
-def _tokens(engine: EngineClient, ask: Ask) -> tuple[tuple[int, ...], ReasoningFormat | None]:
-    match ask.prompt:
-        case str() as text:
-            return engine.tokenize(text), None
-        case Conversation() as conversation:
-            chat = engine.tokenize_chat(conversation)
-            return chat.tokens, chat.reasoning
-        case tokens:
-            return tokens, None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ggpipe.chat.conversation import Conversation
+from ggpipe.chat.reasoning import Piece, ReasoningParser
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.config import SpeculationConfig
@@ -86,7 +87,7 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
     failure: GgpipeError | None = None
     display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading) if terminal is not None else None
 
-    def write(text: str, style: str | None = None) -> None:
+    def write(text: str) -> None:
         nonlocal stdout, failure
         try:
             if stdout is not None and not stdout.write(text, ranks.is_ending):
@@ -94,8 +95,13 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         except RunError as e:
             stdout, failure = None, e
             ranks.stop()
-        if display:
-            display.text(text, style)
+
+    def show_pieces(pieces: Iterable[Piece], style: str | None = None) -> None:
+        for piece in pieces:
+            if display and piece.is_reasoning:
+                display.aside(piece.text)
+            elif display:
+                display.text(piece.text, style)
 
     try:
         if display:
@@ -103,8 +109,9 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         engine = ranks.load()
         for warning in (*warnings, *engine.warnings):
             warn(warning)
-        chat = request.conversation
-        prompt = engine.tokenize(request.text) if chat is None else engine.tokenize_chat(chat).tokens
+        chat = engine.tokenize_chat(request.conversation) if request.conversation is not None else None
+        prompt = engine.tokenize(request.text) if chat is None else chat.tokens
+        parser = ReasoningParser(chat.answer.reasoning) if chat is not None else None
         engine.check_prompt(prompt)
         if display:
             display.request(stats)
@@ -112,8 +119,14 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
                 display.prompt(request.text)
         sampling = request.sampling(engine.sampling)
         for token in engine.generate(prompt, sampling, request.n_predict, stats, request.speculation):
-            write(token.text, origin_style(token.drafted))
+            write(token.text)
+            style = origin_style(token.drafted)
+            if chat is None or parser is None:
+                show_pieces([Piece(token.text, False)], style)
+            else:
+                show_pieces(parser.feed(chat.answer.text_of(token.id, token.text)), style)
         write(engine.rest)
+        show_pieces([Piece(engine.rest, False)] if parser is None else [*parser.feed(engine.rest), *parser.finish()])
         for line in engine.not_saved:
             warn(line)
         engine.measure()

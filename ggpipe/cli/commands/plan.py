@@ -19,7 +19,7 @@ from ggpipe.display.progress import SimulationProgress
 from ggpipe.display.tables.plan import GenerateCommand, print_plan, write_plan
 from ggpipe.errors import LaunchError, SettingError, UsageError
 from ggpipe.launch.environment import has_user
-from ggpipe.launch.hostfile import hosts_of
+from ggpipe.launch.job import slots_of
 from ggpipe.measure.profile import profile_ranks
 from ggpipe.options.engine_config import check_draft, draft_threads, engine_config
 from ggpipe.options.option import Options
@@ -137,7 +137,7 @@ class _Request:
 def _measure(request: _Request) -> int:
     """Profile the ranks, on which this command line runs as well, and plan from that on the first one."""
     options, settings, hostfile = request.options, request.settings, request.options[Ranks].hostfile
-    hosts = hosts_of(hostfile) if hostfile is not None and has_user() else []
+    hosts = slots_of(hostfile) if has_user() else []
     config = engine_config(options)
     if settings.mode == "iterative":
         config = replace(config, draft=None)

@@ -16,7 +16,7 @@ from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.profile import profile_table
 from ggpipe.errors import LaunchError
 from ggpipe.launch.environment import has_user, is_rank
-from ggpipe.launch.hostfile import hosts_of
+from ggpipe.launch.job import slots_of
 from ggpipe.measure.profile import profile_ranks
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
@@ -52,7 +52,7 @@ def run(options: Options) -> int:
 
         return profile_ranks(transport, config, settings.layers, settings.seconds, attend, announce)
 
-    n_ranks = wanted or (1 if hostfile is None or is_rank() else len(hosts_of(hostfile)))
+    n_ranks = wanted or (1 if is_rank() else len(slots_of(hostfile)) or 1)
     measured = run_profile(config, n_ranks, hostfile, options[Log].verbose, measure)
     if measured is not None:
         _show(measured)

@@ -3,45 +3,107 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
-import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ggpipe.api.engine_thread import EngineThread
-from ggpipe.cli.messages import show, warn
-from ggpipe.errors import GgpipeError, LaunchError, UsageError
+from ggpipe.cli.launching import NO_RESTART, run_this_rank
+from ggpipe.cli.messages import in_flags, report, warn
+from ggpipe.config import EngineConfig, SpeculationConfig
+from ggpipe.errors import GgpipeError, SettingError, UsageError
 from ggpipe.launch import environment
 from ggpipe.options.chat import Chat
+from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.server import ServerConfig
-from ggpipe.options.settings import Models, Prompt
-from ggpipe.options.table import COMMANDS, OPTIONS
+from ggpipe.options.settings import Log, Models, Prompt, Ranks
+from ggpipe.options.table import OPTIONS
+from ggpipe.runtime.signals import Signals
 from ggpipe.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from ggpipe.runtime.head import Head
 
 _NAMES = {"n_requests": "n_slots", "n_parallel": "n_branches"}
 """Settings of the ranks that have another name here."""
+_ENDS_S = 10.0  # beyond the time that running requests have
 _RANK = next(command for command in COMMANDS if command.name == "rank")
 
 
-def run(options: Options) -> int:
-    """Serve until it is ended. The exit code."""
-    if environment.is_rank():
-        raise LaunchError("`ggpipe serve` starts its ranks itself: name them with `shares`, without mpirun or srun")
-    try:
-        from ggpipe.server import backend, process
-    except ModuleNotFoundError as e:
-        raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
-    server, prompt = options[ServerConfig], options[Prompt]
+def run(options: Options, on_start: Callable[[EngineThread], None] = lambda _: None) -> int:
+    """Serve until it is ended; or be one of the ranks. `on_start` gets the engine, which loads. The exit code."""
     of_engine = options.of(_RANK, OPTIONS, _NAMES)
     try:
         config, speculation = engine_config(of_engine), speculation_config(of_engine)
     except GgpipeError as e:
         raise _named(e) from None
+    sampling_config(options, SamplingConfig())  # mistakes show at once
+    if not environment.is_rank():
+        return _serve(options, config, speculation, of_engine, on_start)
+    given = _GivenRanks(config, options)
+    if not environment.has_user():
+        return given.run(_not_the_head)
+    if options[Ranks].restart and options.is_given("restart"):
+        warn(NO_RESTART)
+    try:
+        return _serve(options, config, speculation, of_engine, on_start, given)
+    except GgpipeError as e:
+        if given.has_begun:
+            e.is_reported = e.is_reported or given.has_reported
+            raise
+        error = e
+    return given.run(functools.partial(_refuse, error))  # so that the other ranks leave
+
+
+class _GivenRanks:
+    """Ranks that the user has started with mpirun or srun, of which this process is one."""
+
+    def __init__(self, config: EngineConfig, options: Options) -> None:
+        timeout_s = options[ServerConfig].timeout_s
+        self.signals = Signals(environment.rank_in_environment() or 0, server_ends_s=timeout_s + _ENDS_S)
+        self.has_begun = self.has_reported = False
+        self._config = config
+        self._verbose = options[Log].verbose
+
+    def run(self, head: Callable[[Head], int]) -> int:
+        """Be a rank; as `first_rank` of EngineThread."""
+
+        def reporting(own: Head) -> int:
+            try:
+                return head(own)
+            except GgpipeError as e:
+                self._report(e)  # before the ranks leave, for which mpirun may give no time
+                raise
+
+        self.has_begun = True
+        return run_this_rank(self._config, reporting, self._verbose, self._report, self.signals)
+
+    def _report(self, error: GgpipeError) -> None:
+        report(_named(error))
+        error.is_reported = self.has_reported = True
+
+
+def _serve(
+    options: Options,
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    of_engine: Options,
+    on_start: Callable[[EngineThread], None],
+    given: _GivenRanks | None = None,
+) -> int:
+    """`given`: this process is the first of these."""
+    try:
+        from ggpipe.server import backend, log, process
+    except ModuleNotFoundError as e:
+        raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
+    server, prompt = options[ServerConfig], options[Prompt]
+    if server.keep_slots and config.slot_save_path is None:
+        raise SettingError("`keep_slots` needs a folder: name one with `slot_save_path`")
     usual = functools.partial(sampling_config, options)
-    usual(SamplingConfig())  # mistakes show at once
     path = options[Models].target
     assert path is not None  # it is required
     serving = process.Serving(
@@ -53,16 +115,44 @@ def run(options: Options) -> int:
         backend=lambda thread: backend.Backend(
             thread, usual, prompt.n_predict, speculation, server.n_slots, server.n_waiting
         ),
+        slot_save_path=config.slot_save_path,
     )
+    log.begin(server)
+
+    def say(line: str) -> None:
+        log.say(in_flags(line))
+
     for warning in warnings_of(of_engine):
-        warn(warning)
-    _log()
+        say(f"warning: {warning}")
+    if options.is_given("n_http_threads"):
+        say("warning: `n_http_threads` is not used: one event loop answers all clients")
     listener = process.listen(server)
     url = process.url(server, listener)
-    show(f"listening on {url}; loading {path}")
-    thread = EngineThread(config, of_engine.without(SamplingConfig, Constraint, Prompt), show, _named)
-    process.serve(serving, listener, thread, lambda: show(f"ready: {url}/v1"))
+    say(f"listening on {url}; loading {path}")
+    own = of_engine.without(SamplingConfig, Constraint, Prompt)
+    thread = EngineThread(config, own, say, _named, given.run if given is not None else None)
+    on_start(thread)
+
+    def on_loaded() -> None:
+        say(f"ready: {url}/v1")
+        environment.notify_systemd(f"READY=1\nSTATUS=serving {url}")
+
+    signals = given.signals if given is not None else None
+    try:
+        process.serve(serving, listener, thread, on_loaded, signals)
+    except GgpipeError as e:
+        log.note_end(in_flags(f"error: {e}"))
+        raise
+    say("ended")
     return 0
+
+
+def _not_the_head(_: Head) -> int:
+    raise AssertionError("the first rank is the head")
+
+
+def _refuse(error: GgpipeError, _: Head) -> int:
+    raise error
 
 
 def _chat(options: Options) -> Chat:
@@ -75,14 +165,5 @@ def _named(error: GgpipeError) -> GgpipeError:
     """The same error with this command's names of settings. They become flags on the terminal, and fields of bodies in
     answers."""
     own = type(error)(re.sub(r"`(\w+)`", lambda found: f"`{_NAMES.get(found[1], found[1])}`", str(error)))
-    own.__cause__ = error.__cause__
+    own.__cause__, own.is_reported = error.__cause__, error.is_reported
     return own
-
-
-def _log() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("ggpipe: %(message)s"))
-    log = logging.getLogger("ggpipe.server")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)

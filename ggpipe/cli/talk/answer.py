@@ -91,11 +91,11 @@ class Answerer:
                 f"the conversation has {len(prompt.tokens)} tokens and the context {engine.n_ctx}: /clear begins a new "
                 "one, /save keeps this one, and `n_ctx` makes room for longer ones"
             )
-        parser = ReasoningParser(prompt.reasoning)
+        parser = ReasoningParser(prompt.answer.reasoning)
         with self._shown(reply):
             tokens = engine.generate(prompt.tokens, sampling, self._n_predict, reply.stats, self._speculation)
             for token in tokens:
-                for piece in parser.feed(prompt.reasoning.text_of(token.id, token.text)):
+                for piece in parser.feed(prompt.answer.text_of(token.id, token.text)):
                     self._write(piece, reply, origin_style(token.drafted))
             for piece in [*parser.feed(engine.rest), *parser.finish()]:
                 self._write(piece, reply, None)

@@ -12,6 +12,7 @@ from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost
 
 _CLEARLY_MORE = 1.2  # times the accepted tokens a second: below, what is lost to runs of unequal length takes it up
+_FEWEST_JUDGED = 8  # draft tokens that show a drafter's agreement
 
 
 def best_rows(chances: Iterable[float], cost: RunCost) -> int:
@@ -74,6 +75,19 @@ def usual_rows_beside_roots(n_roots: int, limit: int, cost: RunCost, calibration
     agreement, depths = calibration.agreement, min(limit, calibration.reach)
     chances = [agreement**depth for depth in range(1, depths + 1) for _ in range(n_roots)]
     return rows_beside_roots(n_roots, chances, cost)
+
+
+def pays_beside_root(most: int, cost: RunCost, calibration: Calibration) -> bool:
+    """A root with a chain of usual draft tokens, at most `most`, brings more accepted tokens a second than alone. So it
+    does, too, until enough of them were judged."""
+    if calibration.n_judged < _FEWEST_JUDGED:
+        return True
+    gain, rate = 1.0, 1 / cost.time(1)
+    for n in range(1, min(most, calibration.reach) + 1):
+        gain += calibration.agreement**n
+        if gain / cost.time(1 + n) > rate:
+            return True
+    return False
 
 
 def rows_beside_root(

@@ -61,9 +61,17 @@ def _root(load: Load, state: RequestState) -> Sequence[Take]:
 
 def lead(load: Load, state: RequestState) -> int:
     """How far drafters may be ahead of the root: to fill the pipeline, and one run more, as far as draft tokens may be
-    accepted."""
+    accepted.
+
+    A single stage needs nothing to fill it: there draft tokens are of use in the root's run, and where they do not pay,
+    drafting would only take cores from the stage.
+    """
     speculation = state.request.speculation
     if speculation.mode != "async" or not speculation.continuous:
         return speculation.n_draft
+    if load.n_stages == 1 and load.shared_cost.is_known:  # which forgets slowly: each trial takes time
+        most = min(speculation.n_draft, load.limits.n_rows - 1)
+        if not frontier.pays_beside_root(most, load.shared_cost, state.calibration):
+            return 0
     usual = frontier.usual_rows(speculation.n_draft, load.cost, state.calibration)
     return min(usual * (load.limits.n_in_flight + 1), state.calibration.reach)

@@ -26,7 +26,7 @@ _FIRST_ROWS = 16  # of a run with a prompt beside others' tokens, before a run h
 def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
     """What goes in next; nothing when it is better to wait."""
     prompts = [state for state in states if state.phase is Phase.PREFILL]
-    decoding = [state for state in states if state.phase is Phase.DECODING]
+    decoding = [state for state in states if state.phase is Phase.DECODING and state.request.n_predict]
     for state in decoding:
         state.root_waits_until = None
     ready = [state for state in decoding if _root_is_ready(state)]
@@ -51,9 +51,9 @@ def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
     takes = [Take(state, nodes=[state.tree.root]) for state in ready[: load.limits.n_rows]]
     if prompts:
         n_prompt = load.limits.n_rows - len(takes)
-        if decoding:
+        n_left = sum(len(state.request.prompt) - state.n_past for state in prompts)
+        if decoding and not _goes_at_once(load, len(takes), n_left, len(decoding), len(prompts)):
             n_prompt = _prompt_rows(load, len(takes), len(decoding), n_prompt)
-            n_left = sum(len(state.request.prompt) - state.n_past for state in prompts)
             if not takes and load.n_in_flight and not load.has_prompts and n_left > _MANY_RUNS * n_prompt:
                 return ()  # it goes in with the tokens in flight, which would else wait for it
         return [*takes, *_shared_out(prompts, n_prompt)]
@@ -172,6 +172,20 @@ def _root_is_ready(state: RequestState) -> bool:
     if state.tree.root.submitted:
         return False
     return state.request.speculation.mode != "speculative" or not state.lead or state.all_complete
+
+
+def _goes_at_once(load: Load, n_tokens: int, n_left: int, n_decoding: int, n_waiting: int) -> bool:
+    """All that is left of prompts goes into one run, beside `n_tokens` accepted tokens: more requests wait than decode,
+    and the run takes those no longer than `prefill_slowdown` of theirs for each request.
+
+    That delays those that decode once, and many short runs of prompts take more time than one. With several stages,
+    short runs keep all of them busy.
+    """
+    if load.n_stages > 1 or n_waiting <= n_decoding or n_tokens + n_left > load.limits.n_rows:
+        return False
+    usual_s = load.cost.seconds(n_decoding)
+    most_s = load.limits.prefill_slowdown * usual_s * (n_decoding + n_waiting) / n_decoding
+    return load.cost.text_row_s(1) is not None and load.cost.text_s(n_tokens, n_left) < most_s
 
 
 def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:

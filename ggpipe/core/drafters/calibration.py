@@ -16,11 +16,14 @@ class Calibration:
     def __init__(self) -> None:
         self.agreement = 0.7
         """Share of draft tokens beside the target's token that were that token."""
+        self.n_judged = 0
+        """Draft tokens that it was learned from."""
         self._named = 0.7
         """Mean probability that the drafter gave them."""
 
     def judged(self, prob: float, right: bool) -> None:
         """A draft token that the drafter gave `prob` was the target's token, or another one was."""
+        self.n_judged += 1
         self.agreement += _JUDGE * (right - self.agreement)
         self._named += _JUDGE * (prob - self._named)
 

@@ -28,9 +28,11 @@ class TextStream:
         self.line: list[Segment] = []
         """The unfinished line after the complete ones."""
         self._wrap = _Wrap(80)
+        self._was_plain = False
 
     def feed(self, text: str, style: Style | None = None, plain: bool = False) -> None:
-        """Append text. Never waits. `plain`: it is shown as it is, also where other text is laid out."""
+        """Append text. Never waits. `plain`: it stands apart from what follows, and is shown as it is, also where
+        other text is laid out."""
         self._fed.append((text, style, plain))
 
     def end(self) -> None:
@@ -40,7 +42,10 @@ class TextStream:
     def take(self) -> None:
         """Divide the text that was fed into complete lines and the unfinished one."""
         while self._fed:
-            text, style, _ = self._fed.popleft()
+            text, style, is_plain = self._fed.popleft()
+            if text.strip():
+                text = "\n\n" + text if self._was_plain and not is_plain else text
+                self._was_plain = is_plain
             *ended, rest = harmless(text).split("\n")
             for part in ended:
                 self.complete += [*self.line, Segment(part, style), Segment("\n")]

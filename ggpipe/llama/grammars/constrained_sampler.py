@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.errors import UsageError
 from ggpipe.llama.grammars.draft_check import DraftCheck
 from ggpipe.llama.grammars.grammar import Grammar
 from ggpipe.llama.sampler import Sampler
+from ggpipe.llama.vocab import Vocab
+from ggpipe.sampling import SamplingConfig
 
 _LEAST, _MORE = 128, 4  # candidates that the last rank sends: at least, and times those of the sampler alone
+_MOST_NAMED = 2048  # tokens that fit, and are asked for by their names
 
 
 class NoTokenFits(Exception):
@@ -36,8 +42,21 @@ class ConstrainedSampler:
         """`own`: the sampler of the same request, which knows its prompt."""
         self._own = own
         self._grammar = grammar
+        self._is_closed = False
         self._is_rejected = False
         """A token was drawn that does not fit, and the whole row is awaited."""
+        self._is_narrow = False
+        """The best candidates were too few lately, so all tokens that fit are asked for, where they are not many."""
+        self._listed: frozenset[int] | None = None
+        """All tokens that fit, when they were listed last; None: they are many, or were not listed."""
+        self._is_up_to_date = False
+        """That was at this place of the text."""
+        self._is_steady = False
+        """They were the same as those listed before."""
+        self._fitting_token: int | None = None
+        """The token that was drawn last, until it is accepted."""
+        self._asked: tuple[Want, frozenset[int] | None, Want] | None = None
+        """The last of the sampler's wants, the tokens named beside it, and what it was made into."""
         self.banned = own.banned
         self.seed = own.seed
         self.want_grows = own.want_grows
@@ -45,10 +64,41 @@ class ConstrainedSampler:
         """Says which draft tokens fit."""
 
     def want(self) -> Want:
-        """What drawing the next token takes: a few more than without the grammar, and the row is kept."""
+        """What drawing the next token takes: the row is kept, and a few more come than without the grammar.
+
+        Where only few tokens fit, those come. Draft tokens' rows get the same: often as much fits behind them.
+        """
         want = self._own.want()
-        n = want.n if want.kind is WantKind.FULL else max(_MORE * want.n, _LEAST)
-        return replace(want, n=n, keeps=want.kind is WantKind.TOP)
+        if want.kind is WantKind.FULL:
+            return want
+        if self._is_narrow and not self._is_steady:
+            self._list()
+        named = self._listed if self._is_narrow else None
+        if self._asked is None or self._asked[0] is not want or self._asked[1] is not named:
+            if named is None:
+                asked = replace(want, n=max(_MORE * want.n, _LEAST), keeps=True)
+            else:
+                asked = replace(want, keeps=True, also=tuple(named.union(want.also)))
+            self._asked = want, named, asked
+        return self._asked[2]
+
+    def _list(self) -> None:
+        """List all tokens that fit, where they are not many."""
+        if self._is_up_to_date:
+            return
+        fitting = self._grammar.all(_MOST_NAMED)
+        listed = frozenset(fitting.tolist()).difference(self.banned) if fitting is not None else None
+        self._is_narrow = listed is not None
+        self._is_steady = listed is not None and listed == self._listed
+        self._listed = self._listed if self._is_steady else listed
+        self._is_up_to_date = True
+
+    @property
+    def _few(self) -> frozenset[int] | None:
+        """All tokens that fit next, where they were to be asked for."""
+        if self._is_narrow:
+            self._list()
+        return self._listed if self._is_narrow else None
 
     def sample(self, row: RowLogits) -> Drawn | None:
         """Draw from a row that was asked for by `want`; None: the whole row is needed, with which to call this again.
@@ -56,38 +106,61 @@ class ConstrainedSampler:
         Raises NoTokenFits.
         """
         if not self._is_rejected:
-            token = self._own.sample(row)
-            if self._grammar.allowed([token])[0]:
+            token, few = self._own.sample(self._without_grammar(row)), self._few
+            if self._grammar.fits(token) if few is None else token in few:
+                self._fitting_token = token
                 return Drawn(token)
         self._is_rejected = True
         fitting = self._fitting(row)
         if fitting is None:
+            self._is_narrow = True
             return None
         self._is_rejected = False
         if not np.isfinite(fitting.logits).any():
             raise NoTokenFits
-        return Drawn(self._own.sample(fitting, row), is_second=True)
+        self._fitting_token = self._own.sample(fitting, row)
+        return Drawn(self._fitting_token, is_second=True)
+
+    def _without_grammar(self, row: RowLogits) -> RowLogits:
+        """What the last rank would have sent of this row without the grammar."""
+        want = self._own.want()
+        if row.ids is None or len(row.ids) == want.n:
+            return row
+        others = [place for place in range(want.n, len(row.ids)) if row.ids[place] in want.also] if want.also else ()
+        ids = row.ids[: want.n] + tuple(row.ids[place] for place in others)
+        logits = row.logits[: want.n] + tuple(row.logits[place] for place in others)
+        return RowLogits(row.row, ids, logits, row.log_sum_exp)
 
     def _fitting(self, row: RowLogits) -> RowLogits | None:
         """The row's tokens that fit, or the best ones of them: as many as the sampler looks at. None: this row has not
-        as many. Where the whole vocabulary has not as many, others fill up, with logits of minus infinity."""
+        as many, and may not have all. Where the whole vocabulary has not as many, others fill up, with logits of minus
+        infinity."""
         want = self._own.want()
-        logits = np.array(row.logits, np.float32)
         if row.ids is not None:
-            ids = np.asarray(row.ids, np.int32)
-            fits = self._grammar.allowed(ids) & np.isfinite(logits) & ~np.isin(ids, self.banned)
-            if np.count_nonzero(fits) < want.n:
-                return None
-            return replace(row, ids=tuple(ids[fits].tolist()), logits=tuple(logits[fits].tolist()))
+            few = self._few
+            if few is None:
+                allowed = self._grammar.allowed(row.ids).tolist()
+                fits = [fits and id not in self.banned for id, fits in zip(row.ids, allowed, strict=True)]
+            else:
+                fits = [id in few for id in row.ids]
+            pairs = list(itertools.compress(zip(row.ids, row.logits, strict=True), fits))
+            if sum(fits[: len(row.ids) - row.n_also]) < want.n:
+                if few is None or len(pairs) != len(few):
+                    return None
+                others = itertools.compress(row.ids, (not fits for fits in fits))
+                pairs += [(id, -math.inf) for id in itertools.islice(others, max(want.n - len(pairs), 0))]
+            found, their_logits = zip(*pairs, strict=True)
+            return RowLogits(row.row, found, their_logits, row.log_sum_exp)
+        logits = np.array(row.logits, np.float32)
         logits[list(self.banned)] = -np.inf
         n = want.n if want.kind is WantKind.TOP else len(logits)
-        found = self._grammar.best(logits, n)
+        best = self._grammar.best(logits, n)
         masked = np.full_like(logits, -np.inf)
-        masked[found] = logits[found]
+        masked[best] = logits[best]
         if want.kind is WantKind.FULL:
             return replace(row, logits=masked)
-        order = np.lexsort((found, -logits[found]))
-        ids = found[order][:n]
+        order = np.lexsort((best, -logits[best]))
+        ids = best[order][:n]
         if len(ids) < n:
             ids = np.concatenate((ids, np.flatnonzero(np.isneginf(masked))[: n - len(ids)].astype(np.int32)))
         return replace(row, ids=tuple(ids.tolist()), logits=tuple(masked[ids].tolist()))
@@ -100,10 +173,22 @@ class ConstrainedSampler:
     def accept(self, tokens: Iterable[int]) -> None:
         """Drawn tokens. Raises NoTokenFits for one that does not fit."""
         for token in tokens:
-            if not self._grammar.accept(token):
+            if token == self._fitting_token:
+                self._grammar.go_on(token)
+            elif not self._grammar.accept(token):
                 raise NoTokenFits
+            self._fitting_token, self._is_up_to_date = None, False
             self.draft_check.accept(token)
             self._own.accept((token,))
+
+    def settle(self) -> None:
+        """Do what `accept` and `want` have left for later: when the run is being computed that it would hold up. Does
+        nothing when this is closed."""
+        if self._is_closed:
+            return
+        self._grammar.settle()
+        if self._is_narrow:
+            self._list()
 
     def resume(self, tokens: Sequence[int], second: Collection[int]) -> None:
         """Tokens that another process drew with the same seed and grammar: go on as if they were drawn here. `second`:
@@ -137,6 +222,36 @@ class ConstrainedSampler:
 
     def close(self) -> None:
         """Free it. A second call does nothing."""
+        self._is_closed = True
         self.draft_check.close()
         self._grammar.close()
         self._own.close()
+
+
+def sampler_at(
+    prompt: Sequence[int],
+    sampling: SamplingConfig,
+    tokens: Sequence[int],
+    redrawn: Collection[int],
+    vocab: Vocab,
+    n_ctx: int,
+) -> Sampler | ConstrainedSampler:
+    """A sampler behind a prompt and `tokens` of its text, but for rows that are to be replayed. `redrawn`: places of
+    tokens that were drawn at the second attempt. Raises UsageError where the text does not fit the grammar."""
+    grammar = Grammar(sampling.grammar, vocab) if sampling.grammar else None
+    sampler = Sampler(sampling, vocab, n_ctx)
+    sampler.accept(prompt)
+    if grammar is None:
+        if not sampling.remembers_rows:
+            sampler.resume(tokens)
+        return sampler
+    constrained = ConstrainedSampler(sampler, grammar)
+    try:
+        if sampling.remembers_rows:
+            constrained.check(tokens)
+        else:
+            constrained.resume(tokens, redrawn)
+    except NoTokenFits:
+        constrained.close()
+        raise UsageError("the text so far does not fit `grammar`") from None
+    return constrained

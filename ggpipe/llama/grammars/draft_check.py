@@ -36,7 +36,7 @@ class DraftCheck:
                     grammar = None
                 self._behind[path[:n]] = grammar
             grammar = self._behind[path[:n]]
-        found = grammar is not None and bool(grammar.allowed([token])[0])
+        found = grammar is not None and grammar.fits(token)
         self._spent_s += time.monotonic() - start
         return found
 

@@ -35,16 +35,30 @@ class Grammar:
             raise UsageError(f"`grammar` is not a grammar in GBNF: {last_error()}")
         self._vocab = vocab
         self._sampler: Any = sampler
+        self._behind: int | None = None
+        """A token that fits, behind which it is to go on."""
+        self._one = lib.llama_token_data()
+        self._only_one = lib.llama_token_data_array(ctypes.pointer(self._one), 1, -1, False)
 
     def clone(self) -> Grammar:
         """Another one that stands where this one does."""
+        self.settle()
         other = Grammar.__new__(Grammar)
         other._vocab = self._vocab
         other._sampler = lib.llama_sampler_clone(self._sampler)
+        other._behind, other._one, other._only_one = None, self._one, self._only_one
         return other
+
+    def fits(self, token: int) -> bool:
+        """Whether it may be the next one."""
+        self.settle()
+        self._one.id, self._one.logit = token, 0.0  # type: ignore[assignment]
+        lib.llama_sampler_apply(self._sampler, ctypes.byref(self._only_one))
+        return bool(self._one.logit == 0.0)
 
     def allowed(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
         """Which of these may be the next one. 5 µs, and 0.1 µs for each token."""
+        self.settle()
         candidates = np.zeros(len(tokens), _CANDIDATE)
         candidates["id"] = tokens
         data = ctypes.cast(candidates.ctypes.data, ctypes.POINTER(lib.llama_token_data))
@@ -56,18 +70,18 @@ class Grammar:
     def best(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int32]:
         """All that may be next of a whole row, or at least the `n` most probable ones of them; without tokens whose
         logits are minus infinity."""
-        found = self._all(_FEW)
+        found = self.all(_FEW)
         if found is None and n < _FEW < len(logits):
             few = np.argpartition(logits, -_FEW)[-_FEW:].astype(np.int32)
             few = few[self.allowed(few)]
             if np.count_nonzero(np.isfinite(logits[few])) >= n:
                 found = few
         if found is None:
-            found = self._all(len(logits))
+            found = self.all(len(logits))
             assert found is not None
         return found[np.isfinite(logits[found])]
 
-    def _all(self, most: int) -> NDArray[np.int32] | None:
+    def all(self, most: int) -> NDArray[np.int32] | None:
         """All tokens that may be the next one; None when more than `most` were tried.
 
         What a token begins with must fit, so no token is tried that begins with another one that does not.
@@ -86,10 +100,21 @@ class Grammar:
 
     def accept(self, token: int) -> bool:
         """Go on behind a token; False when it is not allowed, and nothing changes. An end of the text stays there."""
-        if not self.allowed([token])[0]:  # libllama would end the process
+        if not self.fits(token):  # libllama would end the process
             return False
         lib.llama_sampler_accept(self._sampler, token)
         return True
+
+    def go_on(self, token: int) -> None:
+        """As `accept`, for a token that fits for certain; it takes place in `settle`, or when it matters."""
+        self.settle()
+        self._behind = token
+
+    def settle(self) -> None:
+        """Do now what `go_on` has left for later."""
+        if self._behind is not None:
+            token, self._behind = self._behind, None
+            lib.llama_sampler_accept(self._sampler, token)
 
     def close(self) -> None:
         """Free it. A second call does nothing."""

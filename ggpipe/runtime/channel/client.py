@@ -21,9 +21,35 @@ from typing import Protocol
 
 from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.config import SamplingConfig, SpeculationConfig
-from ggpipe.core.request import Token, check_prompt
+from ggpipe.core.request import PromptTask, Token, check_prompt
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.metrics.stats import RankStats, RequestStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the target's file says of it, for those who ask a server; 0 where it does not."""
+
+    chat_template: str = ""
+    """The usual one of the file; nothing where it has none."""
+    bos_token: str = ""
+    """The text of the token that begins a text."""
+    eos_token: str = ""
+    """The text of the token that ends a text."""
+    vocab_type: int = 0
+    """libllama's number of the tokenizer's kind."""
+    n_vocab: int = 0
+    """Tokens of the vocabulary."""
+    n_ctx_train: int = 0
+    """Tokens of the context that it was trained with."""
+    n_embd: int = 0
+    """Numbers that a layer gives for each token."""
+    n_params: int = 0
+    """Numbers of all weights."""
+    n_bytes: int = 0
+    """Bytes of all weights."""
+    pooling: str = ""
+    """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,6 +62,8 @@ class ClientRequest:
     n_predict: int
     speculation: SpeculationConfig | None
     cache_prompt: bool
+    user: str
+    """As `Request.user`."""
     stats: RequestStats
     """Filled in while the request is served. Times are this process's `time.monotonic`."""
     given: tuple[int, ...] = ()
@@ -44,13 +72,19 @@ class ClientRequest:
     """The places of those of them that were drawn at the second attempt."""
     tokens: list[Token] = field(default_factory=list)
     """Those behind them."""
+    task: PromptTask | None = None
+    """What is done instead of continuing the prompt."""
     n_resumed: int = 0
     """Tokens of its text that were known when the ranks that serve it now took it."""
     rest: str = ""
     """Text behind the last token's: what may have begun a stop string, and a replacement character for one whose last
     bytes never came; mostly empty."""
     not_saved: tuple[str, ...] = ()
-    """Why parts of the prompt cache are not written, a line each."""
+    """Why parts of a prefix are not written to disk, or not restored, a line each."""
+    n_saved_bytes: int = 0
+    """Of the files of its task."""
+    embedding: tuple[bytes, ...] = ()
+    """Its embedding, not normalized, where that is its task: a vector of 32-bit floats, or one for each token."""
     error: GgpipeError | None = None
     """Why it was not taken, or not ended."""
 
@@ -128,16 +162,21 @@ class EngineClient(abc.ABC):
         can_speculate: bool,
         warnings: tuple[str, ...] = (),
         sampling: SamplingConfig | None = None,
+        model: ModelInfo | None = None,
     ) -> None:
         self.ranks = ranks
         """All ranks in order; behind them the draft inside the head's process, if there is one."""
         self.n_ctx = n_ctx
         """KV cells, for all requests together."""
+        self.n_cells = 0
+        """Those of them in use: of requests, kept prefixes and draft tokens."""
         self.can_speculate = can_speculate
         self.warnings = warnings
         self.sampling = sampling or SamplingConfig()
         """What the model's file recommends, and llama.cpp's defaults for the rest: for settings that the user leaves
         out."""
+        self.model = model or ModelInfo()
+        """The target."""
         self.rest = ""
         """Of the last `generate`, as `ClientRequest.rest`."""
         self.not_saved: tuple[str, ...] = ()
@@ -159,6 +198,8 @@ class EngineClient(abc.ABC):
         cache_prompt: bool = True,
         tokens: tuple[int, ...] = (),
         redrawn: tuple[int, ...] = (),
+        task: PromptTask | None = None,
+        user: str = "",
     ) -> ClientRequest:
         """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
 
@@ -167,6 +208,9 @@ class EngineClient(abc.ABC):
 
         `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
         behind them, and `n_predict` counts them. `redrawn`: the places of those that were drawn at the second attempt.
+        `task`: what is done instead.
+
+        `user`: whom it is for. Users take turns where requests wait.
         """
         request = ClientRequest(
             id=next(self._ids),
@@ -175,9 +219,11 @@ class EngineClient(abc.ABC):
             n_predict=n_predict,
             speculation=speculation,
             cache_prompt=cache_prompt,
+            user=user,
             stats=stats if stats is not None else RequestStats(),
             given=tokens,
             given_redrawn=redrawn,
+            task=task,
         )
         self._take_in(request)
         return request

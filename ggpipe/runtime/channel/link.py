@@ -215,9 +215,11 @@ class Listener:
 
         Raises LaunchError when that one speaks another version.
         """
-        connections = [pending.connection for pending in self._pending]
-        ready = select.select((self._socket, *connections), (), (), timeout_s)[0]
-        for pending in [pending for pending in self._pending if pending.connection in ready]:
+        poll = select.poll()  # select refuses files above 1023, and a server has many
+        for one in (self._socket, *(pending.connection for pending in self._pending)):
+            poll.register(one, select.POLLIN)
+        ready = {file for file, _ in poll.poll(timeout_s * 1000)}
+        for pending in [pending for pending in self._pending if pending.connection.fileno() in ready]:
             try:
                 data = pending.connection.recv(_GREETING_BYTES - len(pending.greeting))
             except OSError:
@@ -229,7 +231,7 @@ class Listener:
                 return link
         for pending in [pending for pending in self._pending if time.monotonic() > pending.deadline]:
             self._drop(pending, "it said nothing of this job's secret")
-        if self._socket in ready:
+        if self._socket.fileno() in ready:
             with contextlib.suppress(OSError):  # gone already
                 connection, (host, *_) = self._socket.accept()
                 connection.setblocking(False)

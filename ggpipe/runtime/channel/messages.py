@@ -26,11 +26,12 @@ from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.cluster.profile import Profile
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.messages import RunRecord
-from ggpipe.core.request import Counters, Finish, Token
+from ggpipe.core.request import Counters, Finish, PromptTask, Token
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.metrics.stats import RankStats
+from ggpipe.runtime.channel.client import ModelInfo
 
-VERSION = 10
+VERSION = 14
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -53,6 +54,9 @@ class Submit(Message, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     redrawn: tuple[int, ...]
     """The places of those that were drawn at the second attempt."""
+    task: PromptTask | None
+    user: str
+    """As `Request.user`."""
 
 
 class Cancel(Message, frozen=True):
@@ -124,6 +128,7 @@ class Loaded(Message, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     sampling: SamplingConfig
     """As `EngineClient.sampling`."""
+    model: ModelInfo
 
 
 class Started(Message, frozen=True, kw_only=True):
@@ -153,10 +158,14 @@ class Figures(Message, frozen=True, kw_only=True):
     n_in_flight: int
     runs: tuple[RunRecord, ...]
     draft_runs: tuple[RunRecord, ...]
+    started_s: float | None
+    """As `RequestStats.started`."""
     ranks: tuple[RankStats, ...]
     """Each rank's work for the request."""
     totals: tuple[RankStats, ...]
     """Each rank's work for all requests."""
+    n_cells: int
+    """As `EngineClient.n_cells`."""
 
 
 class Ended(Message, frozen=True, kw_only=True):
@@ -168,7 +177,11 @@ class Ended(Message, frozen=True, kw_only=True):
     rest: str
     """As `ClientRequest.rest`."""
     not_saved: tuple[str, ...]
-    """Why parts of the prompt cache are not written, a line each."""
+    """As `ClientRequest.not_saved`."""
+    n_saved_bytes: int
+    """As `ClientRequest.n_saved_bytes`."""
+    embedding: tuple[bytes, ...]
+    """As `ClientRequest.embedding`."""
 
 
 class Refused(Message, frozen=True):

@@ -223,7 +223,9 @@ class RemoteEngine(EngineClient):
 
     def __init__(self, ranks: RemoteRanks, loaded: Loaded, offset_s: float) -> None:
         """`offset_s`: this process's clock minus the head's."""
-        super().__init__(ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings, loaded.sampling)
+        super().__init__(
+            ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings, loaded.sampling, loaded.model
+        )
         self._own = ranks
         self._offset_s = offset_s
         self._kept: list[FromHead] = []
@@ -286,6 +288,8 @@ class RemoteEngine(EngineClient):
                 cache_prompt=request.cache_prompt,
                 tokens=request.token_ids,
                 redrawn=request.redrawn,
+                task=request.task,
+                user=request.user,
             )
         )
 
@@ -322,13 +326,17 @@ class RemoteEngine(EngineClient):
                 cached = stats.counters.cached_tokens if request.n_resumed else message.counters.cached_tokens
                 stats.counters = dataclasses.replace(message.counters, cached_tokens=cached)
                 stats.n_in_flight = message.n_in_flight
+                if stats.started is None and message.started_s is not None:
+                    stats.started = message.started_s + self._offset_s
                 stats.runs += message.runs
                 stats.draft_runs += message.draft_runs
                 stats.ranks[:] = message.ranks
+                self.n_cells = message.n_cells
                 self._show(message.totals)
             case Ended():
                 stats.finish, stats.ended = message.finish, message.ended_s + self._offset_s
                 request.rest, request.not_saved = message.rest, message.not_saved
+                request.n_saved_bytes, request.embedding = message.n_saved_bytes, message.embedding
             case Refused():
                 request.error = error_of(message)
         if request.is_active:

@@ -56,6 +56,7 @@ def serve(front_end: FrontEnd, head: Head) -> None:
             can_speculate=session.can_speculate,
             warnings=session.warnings,
             sampling=session.sampling,
+            model=session.model,
         )
     )
     server = _Server(front_end, session)
@@ -111,6 +112,8 @@ class _Server:
                     cache_prompt=message.cache_prompt,
                     tokens=message.tokens,
                     redrawn=message.redrawn,
+                    task=message.task,
+                    user=message.user,
                 )
                 return self._submit(message.request, request)
             case Cancel(number):
@@ -167,6 +170,8 @@ class _Server:
             ended_s=stats.ended,
             rest=request.rest,
             not_saved=request.not_saved,
+            n_saved_bytes=request.n_saved_bytes,
+            embedding=request.embedding,
         )
         return [figures, ended]
 
@@ -179,8 +184,10 @@ class _Server:
             n_in_flight=stats.n_in_flight,
             runs=tuple(stats.runs),
             draft_runs=tuple(stats.draft_runs),
+            started_s=stats.started,
             ranks=tuple(stats.ranks),
             totals=self._totals(),
+            n_cells=self._session.n_cells,
         )
         stats.runs.clear()
         stats.draft_runs.clear()

@@ -56,7 +56,7 @@ def supervised(
     `arguments`: as for `jobs_again`. `on_begin` is called before anything is started. Only for a process that is no
     rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start for.
     """
-    hostfile, timeout_s = first.hostfile, config.pipeline.rank_timeout_s
+    timeout_s = config.pipeline.rank_timeout_s
 
     def way(job: Job, is_first: bool = False) -> Way:
         limit_s = math.inf if is_first or not timeout_s else max(_STARTS_WITHIN * timeout_s, _STARTS_WITHIN_S)
@@ -71,7 +71,7 @@ def supervised(
         return Way(start, job.line)
 
     def again(attend: Callable[[], None]) -> list[Way]:
-        jobs = [first] if hostfile is None else jobs_again(first, hostfile, config, arguments, attend)
+        jobs = jobs_again(first, config, arguments, attend) if first.slots else [first]
         return [way(job) for job in jobs]
 
     with Supervisor(again, n_restarts, user.show) as supervisor:

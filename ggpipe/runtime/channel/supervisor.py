@@ -230,7 +230,9 @@ class SupervisedEngine(EngineClient):
     """The engine of ranks that may be other ones than before. All methods but `stop` belong to the main thread."""
 
     def __init__(self, own: Supervisor, engine: EngineClient, on_line: Callable[[str], None]) -> None:
-        super().__init__(own, own.ranks, engine.n_ctx, engine.can_speculate, engine.warnings, engine.sampling)
+        super().__init__(
+            own, own.ranks, engine.n_ctx, engine.can_speculate, engine.warnings, engine.sampling, engine.model
+        )
         self._own = own
         self._engine = engine
         self._on_line = on_line
@@ -268,6 +270,7 @@ class SupervisedEngine(EngineClient):
                 events = self._engine.step()
             except _DEATHS as e:
                 self._go_on(e)
+            self.n_cells = self._engine.n_cells
         for event in events:
             if isinstance(event, RequestEnded):
                 self._requests.pop(event.request.id, None)

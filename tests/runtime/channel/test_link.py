@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -51,6 +52,18 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
 
 
 @pytest.fixture
+def many_files() -> Iterator[None]:
+    """More than `select` takes are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
 def pair() -> Iterator[tuple[Link[FromHead], Link[FromFrontEnd]]]:
     """The front end's end and the head's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -80,6 +93,12 @@ def test_the_process_with_the_secret_is_connected(lines: Lines) -> None:
     front_end.close()
     assert head.receive(WAIT_S) is None
     assert lines.said == []
+    head.close()
+
+
+def test_a_process_with_many_files_is_connected(many_files: None, lines: Lines) -> None:
+    head = link.connect()
+    lines.accept().close()
     head.close()
 
 

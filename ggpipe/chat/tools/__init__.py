@@ -1,0 +1,1 @@
+"""What models write to call tools, and what they read of tools."""

@@ -1,0 +1,68 @@
+"""Bodies as typed structs. What is wrong in one is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from ggpipe.errors import BodyError
+
+_MOST_NESTING = 64
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+def decode(kind: type[B], data: bytes) -> B:
+    """A body from JSON. Raises BodyError."""
+    return _checked(lambda: msgspec.json.decode(data, type=kind))
+
+
+def convert(kind: type[B], value: object) -> B:
+    """A body from what JSON became in Python. Raises BodyError."""
+    return _checked(lambda: msgspec.convert(value, kind))
+
+
+def _checked(read: Callable[[], B]) -> B:
+    try:
+        body = read()
+    except msgspec.ValidationError as e:
+        what, _, path = str(e).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or None
+        missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
+        if missing is not None:
+            param = f"{param}.{missing[1]}" if param else missing[1]
+            raise BodyError(f"`{param}` is missing", param) from None
+        raise BodyError(f"`{param}`: {_lower(what)}" if param else _lower(what), param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
+        raise BodyError(f"the body is no JSON that can be read: {_lower(str(e))}") from None
+    for name in body.__struct_fields__:
+        if _is_deep(getattr(body, name)):
+            raise BodyError(f"`{name}` is nested more than {_MOST_NESTING} times", name)
+    return body
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(_MOST_NESTING):
+        level = [inner for one in level for inner in _inner(one)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(value: object) -> Iterable[object]:
+    match value:
+        case dict():
+            return value.values()
+        case list():
+            return value
+        case msgspec.Struct():
+            return msgspec.structs.asdict(value).values()
+    return ()

@@ -1,0 +1,1 @@
+"""What is answered, by subject; `app.py` has their paths."""

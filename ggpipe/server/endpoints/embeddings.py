@@ -1,0 +1,82 @@
+"""Endpoints that give embeddings: OpenAI's and llama-server's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ggpipe.config import Pooling
+from ggpipe.embeddings import Vector, chosen, normalized
+from ggpipe.errors import SettingError
+from ggpipe.openai.embeddings import EmbeddingBody
+from ggpipe.server.backend import Generation
+from ggpipe.server.clients.keys import user_of
+from ggpipe.server.endpoints.shared import Server
+from ggpipe.server.errors import ApiError
+from ggpipe.server.json import JsonResponse
+from ggpipe.server.log import note_texts
+from ggpipe.server.texts.stream import whole
+
+
+class Embeddings:
+    """See the module's text."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def openai(self, request: Request) -> Response:
+        """`/v1/embeddings`"""
+        body = await self._server.body(request, EmbeddingBody)
+        if body.input is None and body.content is not None:
+            return await self._native(request, body)
+        pooling = self._pooling()
+        if pooling == "none":
+            raise ApiError(
+                400,
+                "without pooling there is a vector for each token, which this API does not have: start the server with "
+                "`--pooling` mean or last, or use /embeddings",
+            )
+        generations = await self._embed(request, body, pooling)
+        vectors = [vector for one in generations for vector in self._vectors(body, pooling, one)]
+        return JsonResponse(body.answer(self._server.model, vectors, sum(one.stats.n_prompt for one in generations)))
+
+    async def native(self, request: Request) -> Response:
+        """`/embedding`, `/embeddings`"""
+        return await self._native(request, await self._server.body(request, EmbeddingBody))
+
+    async def _native(self, request: Request, body: EmbeddingBody) -> Response:
+        pooling = self._pooling()
+        generations = await self._embed(request, body, pooling)
+        found = ([vector.tolist() for vector in self._vectors(body, pooling, one)] for one in generations)
+        return JsonResponse([{"index": i, "embedding": vectors} for i, vectors in enumerate(found)])
+
+    def _pooling(self) -> Pooling:
+        """As the server was started, or as the model's file says. Raises ApiError where it says something else."""
+        model = self._server.backend.model
+        assert model is not None  # it is loaded
+        try:
+            return chosen(self._server.config.pooling, model.pooling or "none")
+        except SettingError as e:
+            raise ApiError(501, "This model is made to rank texts: its embeddings need `--pooling`") from e
+
+    def _vectors(self, body: EmbeddingBody, pooling: Pooling, one: Generation) -> Sequence[Vector]:
+        """A text's, normalized where there is one for all of it."""
+        norm = self._server.config.embd_normalize if body.embd_normalize is None else body.embd_normalize
+        vectors = [np.frombuffer(data, np.float32) for data in one.feed.embedding]
+        return vectors if pooling == "none" else [normalized(vector, norm) for vector in vectors]
+
+    async def _embed(self, request: Request, body: EmbeddingBody, pooling: Pooling) -> list[Generation]:
+        """All prompts, as many at a time as leave room for others. Raises ApiError."""
+        backend, user = self._server.backend, user_of(request)
+        assert backend.model is not None  # it is loaded
+        body.check(backend.model.n_embd)
+        prompts = [await backend.tokenize(one) if isinstance(one, str) else tuple(one) for one in body.prompts]
+        found: list[Generation] = []
+        for at in range(0, len(prompts), backend.n_fair):
+            found += (new := backend.embed(prompts[at : at + backend.n_fair], pooling, user))
+            note_texts(request.scope, found)
+            await whole(request, backend, new)
+        return found

@@ -1,0 +1,104 @@
+"""Endpoints that write texts: OpenAI's, Anthropic's and llama-server's."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.openai.answers import draws
+from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody, Prompt
+from ggpipe.openai.response_writer import ResponseWriter
+from ggpipe.openai.responses import ResponsesBody
+from ggpipe.server.clients.keys import user_of
+from ggpipe.server.endpoints.shared import Server
+from ggpipe.server.errors import ApiError
+from ggpipe.server.json import JsonResponse
+from ggpipe.server.log import note_texts
+from ggpipe.server.texts.anthropic import MessageWriter
+from ggpipe.server.texts.anthropic_bodies import MessagesBody
+from ggpipe.server.texts.bodies import NativeBody
+from ggpipe.server.texts.named_events import MessagesReply, ResponsesReply
+from ggpipe.server.texts.native import NativeReply
+from ggpipe.server.texts.openai import ChatReply, CompletionReply, Reply
+from ggpipe.server.texts.stream import EventStream, whole
+
+
+class Texts:
+    """See the module's text."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def chat_completions(self, request: Request) -> Response:
+        """`/v1/chat/completions`"""
+        body = await self._server.body(request, ChatBody)
+        reply = ChatReply(self._server.model, self._splits(body))
+        return await self._answer(request, body, reply)
+
+    async def completions(self, request: Request) -> Response:
+        """`/v1/completions`"""
+        body = await self._server.body(request, CompletionBody)
+        return await self._answer(request, body, CompletionReply(self._server.model, splits=False))
+
+    async def completion(self, request: Request) -> Response:
+        """`/completion`"""
+        body = await self._server.body(request, NativeBody)
+        if body.n_choices != 1:
+            raise ApiError(400, "`n` must be 1 here: /v1/completions writes several texts", "n")
+        backend, is_of_draw = self._server.backend, bool(body.post_sampling_probs)
+        reply = NativeReply(self._server.model, is_of_draw, backend.slots.slot_of, backend.stop_string)
+        return await self._answer(request, body, reply)
+
+    async def responses(self, request: Request) -> Response:
+        """`/v1/responses`"""
+        body = await self._server.body(request, ResponsesBody)
+        return await self._answer(
+            request, body, ResponsesReply(ResponseWriter(body, self._server.model), self._splits(body))
+        )
+
+    async def messages(self, request: Request) -> Response:
+        """`/v1/messages`"""
+        body = await self._server.body(request, MessagesBody)
+        writer = MessageWriter(self._server.model)
+        reply = MessagesReply(writer, self._splits(body), self._server.backend.stop_string)
+        return await self._answer(request, body, reply)
+
+    def _splits(self, body: ChatBody | ResponsesBody | MessagesBody) -> bool:
+        """Reasoning is told apart."""
+        return (body.reasoning_format or self._server.config.reasoning_format) != "none"
+
+    async def _answer(self, request: Request, body: GenerationBody, reply: Reply) -> Response:
+        backend = self._server.backend
+        body.check()
+        slot = -1 if body.id_slot is None else body.id_slot
+        if not -1 <= slot < backend.n_slots:
+            raise ApiError(400, f"`id_slot` must be -1 (any) or a number from 0 to {backend.n_slots - 1}", "id_slot")
+        found = [await self._read(prompt) for prompt in body.prompts]
+        drawn = backend.sampling(body.sampling)
+        for _, chat in found:  # a conversation is alone
+            drawn = drawn if chat is None else chat.held(drawn)
+        prompts = [(tokens, None if chat is None else chat.answer) for tokens, chat in found]
+        sampling = draws(drawn, body.n_choices)
+        n_predict = body.most_tokens(backend.n_predict)
+        generations = backend.begin(
+            prompts, sampling, n_predict, body.cache_prompt is not False, user_of(request), slot
+        )
+        note_texts(request.scope, generations)
+        if body.stream:
+            config, own_s = self._server.config, body.sse_ping_interval
+            ping_s = max(config.sse_ping_interval_s if own_s is None else own_s, 0.0)
+            events = reply.stream(generations, body)
+            return EventStream(backend, generations, events, reply.failure, ping_s, config.client_limit_s)
+        await whole(request, backend, generations)
+        return JsonResponse(await reply.whole(generations))
+
+    async def _read(self, prompt: Prompt) -> tuple[tuple[int, ...], ChatPrompt | None]:
+        """A prompt's tokens, and what else is known of a conversation."""
+        match prompt:
+            case str():
+                return await self._server.backend.tokenize(prompt), None
+            case Conversation():
+                chat = await self._server.backend.tokenize_chat(self._server.chat.completed(prompt))
+                return chat.tokens, chat
+        return tuple(prompt), None

@@ -1,0 +1,228 @@
+"""The log: a line for each request, and for what else happens, on stderr and in a file. It never ends the server."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import stat
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ggpipe.errors import SettingError
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.options.server import LogFormat, ServerConfig
+from ggpipe.server.backend import Generation
+from ggpipe.server.errors import CLIENT_LEFT
+from ggpipe.server.json import dumps
+from ggpipe.server.totals import Totals
+
+_LOG = logging.getLogger("ggpipe.server")
+_UNNOTED = ("/health", "/v1/health", "/metrics", "/live", "/")
+_PAGE = "/page/"
+"""What is asked for all the time has no line, unless it was refused."""
+_MOST_ID_CHARACTERS = 64
+_TEXTS = "texts"
+
+
+def begin(config: ServerConfig) -> None:
+    """Log as the settings say. Raises SettingError for a file that cannot be written."""
+    handlers: list[logging.Handler] = []
+    if not config.log_disable:
+        handlers.append(_Stderr(sys.stderr))
+        handlers[0].setFormatter(_Formatter(config.log_format, with_time=False))
+    if config.log_file is not None:
+        handlers.append(LogFile(config.log_file))
+        handlers[-1].setFormatter(_Formatter(config.log_format, with_time=True))
+    _LOG.handlers[:] = handlers
+    _LOG.setLevel(logging.INFO)
+    _LOG.propagate = False
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+
+
+def say(line: str) -> None:
+    """Log a line."""
+    _LOG.info("%s", line)
+
+
+def note_end(line: str) -> None:
+    """Log why the server ends: to the file alone, since the user gets the error."""
+    for handler in _LOG.handlers:
+        if isinstance(handler, LogFile):
+            handler.handle(_LOG.makeRecord(_LOG.name, logging.ERROR, "", 0, "%s", (line,), None))
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nobody reads it any more."""
+
+
+class _Formatter(logging.Formatter):
+    """A line as text, or as one JSON object."""
+
+    def __init__(self, format: LogFormat, with_time: bool) -> None:
+        super().__init__()
+        self._is_json = format == "json"
+        self._with_time = with_time
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+        at = at.replace("+00:00", "Z")
+        message = " ".join(record.getMessage().splitlines())
+        if not self._is_json:
+            return f"{at} {message}" if self._with_time else f"ggpipe: {message}"
+        fields: Mapping[str, Any] | None = getattr(record, "fields", None)
+        return dumps(
+            {"time": at, "level": record.levelname.lower(), **({"message": message} if fields is None else fields)}
+        ).decode()
+
+
+class LogFile(logging.Handler):
+    """Whole lines at the end of a file. A file that was moved away is made anew, and one that was emptied is gone on
+    with, so logrotate needs no signal. While it cannot be written, lines are dropped, and stderr has one line of it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises SettingError."""
+        super().__init__()
+        self._path = path
+        self._is_broken = False
+        try:
+            self._fd = self._opened()
+        except OSError as e:
+            raise SettingError(f"`log_file` {path}: cannot write it: {e.strerror}") from e
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._follow_path()
+            self._write(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+            self._is_broken = False
+        except OSError as e:
+            if not self._is_broken:
+                self._is_broken = True
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(f"ggpipe: {self._path}: lines are dropped: {e.strerror}\n")
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o640)
+
+    def _follow_path(self) -> None:
+        own = os.fstat(self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            now = os.stat(self._path)
+            if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino):
+                return
+        fd = self._opened()
+        os.close(self._fd)
+        self._fd = fd
+
+    def _write(self, line: bytes) -> None:
+        n = os.write(self._fd, line)
+        if n < len(line):  # the disk is full
+            about = os.fstat(self._fd)
+            if stat.S_ISREG(about.st_mode):
+                os.ftruncate(self._fd, about.st_size - n)
+            raise OSError(0, "no room for a whole line")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        super().close()
+
+
+class RequestLog:
+    """Gives each request an id, counts its answer, and notes it when it has ended."""
+
+    def __init__(self, app: ASGIApp, model: str, totals: Totals, paths: Collection[str]) -> None:
+        """`model`: the one that is served. `paths`: those that are counted by themselves."""
+        self._app = app
+        self._model = model
+        self._totals = totals
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, id = time.monotonic(), CLIENT_LEFT, _id_of(scope)
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            path = scope["path"]
+            self._totals.responses[path if path in self._paths else "other", status] += 1
+            is_usual = path in _UNNOTED or path.startswith(_PAGE)
+            if not is_usual or status not in (200, 304, 503):
+                self._note(scope, id, status, time.monotonic() - began)
+
+    def _note(self, scope: Scope, id: str, status: int, seconds: float) -> None:
+        client = scope.get("client")
+        fields: dict[str, Any] = {
+            "event": "request", "id": id, "method": scope["method"], "path": scope["path"], "status": status,
+            "seconds": round(seconds, 3), "client": client[0] if client else None,
+        }  # fmt: skip
+        line = f"{id} {scope['method']} {scope['path']} {status}, {seconds:.3f} s"
+        texts: Sequence[RequestStats] | None = scope.get("state", {}).get(_TEXTS)
+        if texts is not None:
+            own = _figures(texts)
+            fields.update({"model": self._model, **own})
+            line += f", {_in_words(own)}"
+        _LOG.info("%s", line, extra={"fields": fields})
+
+
+def note_texts(scope: Scope, generations: Sequence[Generation]) -> None:
+    """These texts are written for the request."""
+    scope.setdefault("state", {})[_TEXTS] = [generation.stats for generation in generations]
+
+
+def _figures(all: Sequence[RequestStats]) -> dict[str, Any]:
+    """Sums, and the means of times; None where nothing was measured."""
+
+    def mean(of: Callable[[RequestStats], float | None]) -> float | None:
+        found = [value for stats in all if (value := of(stats)) is not None]
+        return round(sum(found) / len(found), 4) if found else None
+
+    return {
+        "prompt_tokens": sum(stats.n_prompt for stats in all),
+        "cached_tokens": sum(stats.counters.cached_tokens for stats in all),
+        "tokens": sum(stats.n_generated for stats in all),
+        "draft_tokens": sum(stats.counters.submitted_tokens for stats in all),
+        "accepted_tokens": sum(stats.counters.accepted_tokens for stats in all),
+        "queued_s": mean(lambda stats: stats.queue_s),
+        "ttft_s": mean(lambda stats: stats.ttft_s),
+        "tokens_per_s": mean(lambda stats: stats.decode_tps),
+        "finish": ", ".join(sorted({stats.finish.value if stats.finish else "cut off" for stats in all})),
+    }
+
+
+def _in_words(own: Mapping[str, Any]) -> str:
+    parts = [f"{own['prompt_tokens']} prompt tokens ({own['cached_tokens']} cached)", f"{own['tokens']} tokens"]
+    if own["draft_tokens"]:
+        parts[-1] += f" ({own['accepted_tokens']} of {own['draft_tokens']} draft tokens accepted)"
+    for name, words, unit in (("queued_s", "waited", "s"), ("ttft_s", "first token", "s"), ("tokens_per_s", "", "t/s")):
+        if own[name] is not None:
+            parts.append(f"{words} {own[name]:.3g} {unit}".strip())
+    return ", ".join([*parts, own["finish"]])
+
+
+def _id_of(scope: Scope) -> str:
+    """The client's or a proxy's `X-Request-Id`, as far as it is a plain word; else a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    is_plain = given.isascii() and given.replace("-", "").replace("_", "").isalnum()
+    return given if is_plain and len(given) <= _MOST_ID_CHARACTERS else uuid.uuid4().hex[:16]

@@ -1,0 +1,105 @@
+// Answers that are written now. They go on while another conversation is shown.
+
+import { ApiError, ask, events } from "./api.js";
+import { addToCall, messages, write } from "./conversation.js";
+import { sampling } from "./settings.js";
+
+export class Answers {
+  #running = new Map(); // by the node's id: how it is stopped, and what is known of it beside its text
+
+  /** `on.change(conversation, node)`: there is more of it. `on.end(conversation, node)`. `on.save(conversation)`. */
+  constructor(on) {
+    this.on = on;
+  }
+
+  /** `{began, first, last, tokens, heard, progress}` while it is written; times as `performance.now`, and `progress` as
+   * the server's `prompt_progress`. */
+  of(node) {
+    return this.#running.get(node.id) ?? null;
+  }
+
+  get count() {
+    return this.#running.size;
+  }
+
+  in(conversation) {
+    return conversation.nodes.some((node) => this.#running.has(node.id));
+  }
+
+  stop(conversation) {
+    for (const node of conversation.nodes) this.#running.get(node.id)?.controller.abort();
+  }
+
+  /** Keep what has come since the last time. */
+  save() {
+    for (const run of this.#running.values()) {
+      if (run.isChanged) this.on.save(run.conversation);
+      run.isChanged = false;
+    }
+  }
+
+  /** Have a node of the assistant written, behind what it has. */
+  async write(conversation, node) {
+    const run = { conversation, isChanged: false, controller: new AbortController(), began: performance.now(), first: null, last: null, tokens: 0, heard: performance.now(), progress: null };
+    this.#running.set(node.id, run);
+    Object.assign(node, { state: "writing", error: undefined, finish: undefined });
+    const isBehind = Boolean(node.content || node.reasoning);
+    this.on.change(conversation, node);
+    try {
+      await this.on.save(conversation);
+      const body = {
+        messages: messages(conversation, isBehind ? node.id : node.parent),
+        stream: true,
+        return_origins: true,
+        return_progress: true,
+        ...sampling(conversation.settings),
+      };
+      const response = await ask("v1/chat/completions", { body, signal: run.controller.signal });
+      for await (const { data } of events(response)) {
+        run.heard = performance.now();
+        if (data === "[DONE]") break;
+        if (data) this.#take(node, run, JSON.parse(data));
+        run.isChanged ||= Boolean(data);
+        this.on.change(conversation, node);
+      }
+      node.state = node.finish ? "done" : "broken";
+      if (!node.finish) node.error = "The stream ended too early.";
+    } catch (error) {
+      this.#fail(node, run, error);
+    }
+    this.#running.delete(node.id);
+    conversation.updated = Date.now();
+    this.on.end(conversation, node);
+    await this.on.save(conversation);
+  }
+
+  #take(node, run, chunk) {
+    if (chunk.error) throw ApiError.of(chunk, 500);
+    if (chunk.prompt_progress) run.progress = chunk.prompt_progress;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta ?? {};
+    if (content || reasoning || calls) {
+      run.first ??= run.heard;
+      run.last = run.heard;
+      run.tokens += 1;
+    }
+    if (reasoning) node.reasoning = (node.reasoning ?? "") + reasoning;
+    if (content) write(node, content, choice.origin);
+    for (const call of calls ?? []) addToCall(node, call);
+    if (choice.finish_reason) {
+      node.finish = choice.finish_reason;
+      node.timings = chunk.timings;
+    }
+  }
+
+  #fail(node, run, error) {
+    if (run.controller.signal.aborted) {
+      node.state = "stopped";
+      return;
+    }
+    node.state = "broken";
+    node.status = error instanceof ApiError ? error.status : 0;
+    node.error = error instanceof ApiError ? error.message : "The connection to the server broke.";
+  }
+}

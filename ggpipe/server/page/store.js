@@ -1,0 +1,64 @@
+// Conversations, kept in this browser (IndexedDB), and small settings (localStorage).
+
+const NAME = "ggpipe";
+const STORE = "conversations";
+
+function promised(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+/** All methods work without IndexedDB too, as long as the page is open: some private windows have none. */
+export class Store {
+  #database = null;
+
+  /** Returns whether conversations outlive the page. */
+  async open() {
+    try {
+      const request = indexedDB.open(NAME, 1);
+      request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
+      this.#database = await promised(request);
+      navigator.storage?.persist?.().catch(() => {});
+    } catch {
+      this.#database = null;
+    }
+    return this.#database !== null;
+  }
+
+  async all() {
+    return this.#database ? promised(this.#objects("readonly").getAll()) : [];
+  }
+
+  async put(conversation) {
+    if (this.#database) await promised(this.#objects("readwrite").put(conversation));
+  }
+
+  async remove(id) {
+    if (this.#database) await promised(this.#objects("readwrite").delete(id));
+  }
+
+  #objects(mode) {
+    return this.#database.transaction(STORE, mode).objectStore(STORE);
+  }
+}
+
+/** A small value in localStorage. */
+export function kept(name, otherwise) {
+  const key = `ggpipe.${name}`;
+  return {
+    get() {
+      try {
+        return JSON.parse(localStorage.getItem(key)) ?? otherwise;
+      } catch {
+        return otherwise;
+      }
+    },
+    set(value) {
+      try {
+        localStorage.setItem(key, JSON.stringify(value));
+      } catch { /* no room, or not allowed: it lasts as long as the page */ }
+    },
+  };
+}

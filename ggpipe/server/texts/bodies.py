@@ -1,0 +1,40 @@
+"""Bodies of llama-server's own endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ggpipe.openai.bodies import GenerationBody, Prompt
+from ggpipe.openai.sampling import TokenId
+
+
+class NativeBody(GenerationBody, kw_only=True):
+    """`/completion`."""
+
+    prompt: str | list[TokenId]
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return [self.prompt]
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """`/tokenize`."""
+
+    content: str
+    add_special: bool = False
+    with_pieces: bool = False
+
+
+class SlotBody(msgspec.Struct, kw_only=True):
+    """Of `/slots/{id_slot}`."""
+
+    filename: str = ""
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """`/detokenize`."""
+
+    tokens: list[TokenId]

@@ -1,0 +1,99 @@
+"""llama-server's own answers, of `/completion`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+from ggpipe.api.feed import Feed
+from ggpipe.core.request import Finish, Token, TokenProb
+from ggpipe.openai.answers import prob_of, probs_of, timings
+from ggpipe.openai.bodies import GenerationBody
+from ggpipe.server.backend import Generation
+from ggpipe.server.errors import ApiError
+from ggpipe.server.slots.table import settings
+from ggpipe.server.texts.stream import event, follow
+
+_STOP_TYPES = {
+    Finish.END_OF_TEXT: "eos", Finish.STOP_STRING: "word", Finish.NO_TOKEN: "eos", Finish.STOPPED: "none",
+}  # fmt: skip
+
+
+class NativeReply:
+    """Of llama-server's `/completion`."""
+
+    def __init__(
+        self,
+        model: str,
+        post_sampling_probs: bool,
+        slot_of: Callable[[Feed], int],
+        stop_string: Callable[[Generation], Awaitable[str]],
+    ) -> None:
+        """`post_sampling_probs`: probabilities are those of the draw. `slot_of`: the slot of a text. `stop_string`: the
+        one that ended a text; empty: none has."""
+        self._model = model
+        self._post_sampling_probs = post_sampling_probs
+        self._slot_of = slot_of
+        self._stop_string = stop_string
+
+    async def stream(self, generations: Sequence[Generation], body: GenerationBody) -> AsyncGenerator[bytes, None]:
+        """An event for each token, whether it has text or not, and one for the end."""
+        async for news in follow(generations, False, bool(body.return_progress)):
+            own = news.generation
+            if news.progress is not None:
+                yield event({**self._part(own, "", [], stop=False), "prompt_progress": vars(news.progress)})
+            for token in news.tokens:
+                part = self._part(own, token.text, [token], stop=False)
+                yield event({**part, "timings": timings(own.stats)} if body.timings_per_token else part)
+            if news.is_end:
+                yield event({**self._part(own, own.feed.rest, [], stop=True), **await self._end(own)})
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event that ends a stream which failed."""
+        return event(error.body)
+
+    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The text and how it ended."""
+        (own,) = generations
+        text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
+        return {**self._part(own, text, own.feed.tokens, stop=True), **await self._end(own)}
+
+    def _part(self, generation: Generation, text: str, tokens: Sequence[Token], stop: bool) -> dict[str, Any]:
+        found = {
+            "index": generation.index,
+            "content": text,
+            "tokens": [token.id for token in tokens],
+            "stop": stop,
+            "id_slot": self._slot_of(generation.feed),
+            "tokens_predicted": generation.stats.n_generated,
+            "tokens_evaluated": generation.stats.n_prompt,
+        }
+        post = self._post_sampling_probs
+        best_name = "top_probs" if post else "top_logprobs"
+        probs = [
+            _native_prob(own, post) | {best_name: [_native_prob(one, post) for one in best]}
+            for own, best in probs_of(tokens)
+        ]
+        return found | {"completion_probabilities": probs} if probs else found
+
+    async def _end(self, generation: Generation) -> dict[str, Any]:
+        stats = generation.stats
+        kind = _STOP_TYPES.get(stats.finish, "limit") if stats.finish is not None else "limit"
+        return {
+            "model": self._model,
+            "stop_type": kind,
+            "stopping_word": await self._stop_string(generation),
+            "has_new_line": any("\n" in token.text for token in generation.feed.tokens),
+            "truncated": stats.finish is Finish.CONTEXT_FULL,
+            "generation_settings": {**settings(generation.sampling, generation.n_predict), "seed": stats.seed},
+            "tokens_cached": stats.counters.cached_tokens,
+            "timings": timings(stats),
+        }
+
+
+def _native_prob(one: TokenProb, post_sampling: bool) -> dict[str, Any]:
+    found = prob_of(one)
+    if post_sampling:
+        found["prob"] = math.exp(found.pop("logprob"))
+    return found

@@ -1,0 +1,144 @@
+"""What is counted of all requests, for as long as the server runs. It takes the same memory however many there were."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import collections
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+
+from ggpipe.core.messages import RunRecord
+from ggpipe.core.request import Finish
+from ggpipe.metrics.activity import Part, part, parts_of
+from ggpipe.metrics.stats import RankStats, RequestStats
+
+_MOST_POSITIONS = 64
+"""Draft tokens further ahead than that are counted with the last ones."""
+_TIMES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Histogram:
+    """How many values were at most as large as each bound."""
+
+    def __init__(self, bounds: Sequence[float] = _TIMES_S) -> None:
+        self.sum = 0.0
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+
+    def add(self, values: Sequence[float]) -> None:
+        """Count these."""
+        ordered, at = sorted(values), 0
+        for place, bound in enumerate((*self._bounds, math.inf)):
+            upto = bisect.bisect_right(ordered, bound)
+            self._counts[place] += upto - at
+            at = upto
+        self.sum += sum(ordered)
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Each bound, and how many values were at most as large."""
+        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return list(zip(names, map(float, itertools.accumulate(self._counts)), strict=True))
+
+
+class Links:
+    """Time between the end of a run in a stage and its start in the next one: on the link, and waiting there."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Part, float] = collections.defaultdict(float)
+        """By the rank that sends."""
+        self.n_runs: collections.Counter[Part] = collections.Counter()
+
+    def add(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
+        """Count a request's runs. `ranks`: all, with the offsets of their clocks."""
+        speakers = {part(rank): rank for rank, number in zip(ranks, parts_of(ranks), strict=True) if number == 0}
+        for runs, draft in ((stats.runs, False), (stats.draft_runs, True)):
+            for run in runs:
+                if not run.cancelled:
+                    self._add(run, draft, speakers)
+
+    def _add(self, run: RunRecord, draft: bool, speakers: dict[Part, RankStats]) -> None:
+        spans = [(speakers[span.rank, draft], span) for span in run.spans if (span.rank, draft) in speakers]
+        for (own, span), (other, next_span) in itertools.pairwise(spans):
+            if own.host != other.host and own.clock_offset_s == other.clock_offset_s:
+                continue  # their clocks were not compared yet
+            ended_s = span.start_s + span.busy_s + own.clock_offset_s
+            took_s = next_span.start_s + other.clock_offset_s - ended_s
+            if took_s >= 0:
+                self.seconds[part(own)] += took_s * run.share
+                self.n_runs[part(own)] += 1
+
+
+class Totals:
+    """What was done for all requests that ended. Sums are filled in by the engine's thread, all else by the event
+    loop."""
+
+    def __init__(self) -> None:
+        """To be called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self.n_requests = 0
+        self.prompt_tokens = 0
+        """Without those that the prefix cache had."""
+        self.cached_tokens = 0
+        self.prompt_s = 0.0
+        """From arrival to the first token, or to the end where none was asked for."""
+        self.predicted_tokens = 0
+        self.predicted_s = 0.0
+        self.most_tokens = 0
+        """Of a prompt and its text."""
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self.drafts = 0
+        """Runs with draft tokens that came back."""
+        self.by_finish: collections.Counter[Finish | None] = collections.Counter()
+        """Requests by why they ended; None: an error."""
+        self.n_cache_hits = 0
+        """Requests of which the prefix cache had a part."""
+        self.accepted_at: list[int] = []
+        """Accepted draft tokens by how many draft tokens were in front of them."""
+        self.runs = 0.0
+        self.run_parts = 0
+        """Of runs: requests that had rows in them."""
+        self.ttft, self.itl, self.queued, self.duration = Histogram(), Histogram(), Histogram(), Histogram()
+        self.links = Links()
+        self.responses: collections.Counter[tuple[str, int]] = collections.Counter()
+        """By the endpoint's path and the status."""
+
+    def add(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
+        """A request has ended."""
+        counters = stats.counters
+        with self._lock:
+            self.n_requests += 1
+            self.cached_tokens += counters.cached_tokens
+            if stats.n_generated or stats.finish is Finish.LENGTH:
+                self.prompt_tokens += stats.n_prompt - counters.cached_tokens
+                first = stats.token_times[0] if stats.token_times else stats.ended
+                self.prompt_s += first - stats.arrived if first is not None else 0.0
+            self.predicted_tokens += stats.n_generated
+            self.predicted_s += stats.decode_s
+            self.most_tokens = max(self.most_tokens, stats.n_prompt + stats.n_generated)
+            self.draft_tokens += counters.submitted_tokens
+            self.accepted_tokens += counters.accepted_tokens
+            self.drafts += counters.verified_runs
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._measure, stats, ranks)
+
+    def _measure(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
+        counters = stats.counters
+        self.by_finish[stats.finish] += 1
+        self.n_cache_hits += counters.cached_tokens > 0
+        for lead, (_, n_accepted) in counters.by_lead.items():
+            place = min(max(lead - 1, 0), _MOST_POSITIONS - 1)
+            self.accepted_at += [0] * (place + 1 - len(self.accepted_at))
+            self.accepted_at[place] += n_accepted
+        self.runs += sum(run.share for run in stats.runs)
+        self.run_parts += len(stats.runs)
+        self.ttft.add([stats.ttft_s] if stats.ttft_s is not None else [])
+        self.itl.add(stats.itl_s)
+        self.queued.add([stats.queue_s] if stats.queue_s is not None else [])
+        self.duration.add([stats.ended - stats.arrived] if stats.ended is not None else [])
+        self.links.add(stats, list(ranks))

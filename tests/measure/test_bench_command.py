@@ -1,0 +1,152 @@
+"""`ggpipe bench`, as its users start it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, TARGET, ggpipe, processes_with
+from support.zoo import make
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+MODES = ("iterative", "speculative", "async", "single")
+LAYOUT = ("--mpi-layer-split",)
+PAIR = ("bench", "-m", TARGET, "-md", DRAFT, "-t", 1)
+
+
+def test_a_bench_over_mpi(tmp_path: Path) -> None:
+    result = ggpipe(
+        *PAIR, "-n", 8, "--rounds", 1, "-c", 256, "--mpi-layer-split", "0.5,0.5/1.0", "--exact",
+        "--csv", tmp_path / "r.csv", "--json", tmp_path / "r.json", "--plots", tmp_path / "new" / "plots",
+        "--trace", tmp_path / "traces",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == list(MODES)
+    assert lines[-1] == "Medians [quartiles] of 1 round, 2 prompts, 8 tokens each. All texts are the same."
+    assert [line.split()[1] for line in result.stderr.splitlines()] == ["chat", "long"], "left out"
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + 8
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert (read["model"], read["draft_model"]) == (TARGET.name, DRAFT.name)
+    assert {run["prompt"] for run in read["runs"]} == {"tale", "program"}
+    assert all(run["n_generated_tokens"] == 8 for run in read["runs"])
+    assert sorted(path.stem for path in (tmp_path / "traces").iterdir()) == sorted(MODES)
+    assert len(list((tmp_path / "new" / "plots").glob("*.svg"))) == 5
+
+
+def test_layouts_side_by_side(tmp_path: Path) -> None:
+    layouts = ("0.5,0.5/1.0", "1.0*2")
+    result = ggpipe(
+        *PAIR, "-n", 8, "--rounds", 1, "-c", 256, "-f", "prompts/tale.txt", "--temp", 0,
+        "--mpi-layer-split", layouts[0], "--mpi-layer-split", layouts[1],
+        "--csv", tmp_path / "r.csv", "--json", tmp_path / "r.json", "--trace", tmp_path / "traces",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    titles, *lines, _, verdict = result.stdout.splitlines()
+    assert titles.split()[:8] == ["layout", "mode", "t/s", "x", "first", "prefill", "t/s", "TTFT"]
+    assert [line.split()[:2] for line in lines] == [[layout, "async"] for layout in layouts]
+    assert verdict.startswith("Medians [quartiles] of 1 round, 1 prompt, 8 tokens each.")
+    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    assert [(row["layout"], row["mode"]) for row in rows] == [(layout, "async") for layout in layouts]
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert [(own["layout"], len(run["ranks"])) for own, run in zip(read["summary"], read["runs"], strict=True)] == [
+        (layouts[0], 3),
+        (layouts[1], 3),  # the draft is in the head's process
+    ]
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {"0.5,0.5_1.0_async.json", "1.0_2_async.json"}
+
+
+def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
+    marker = f"bench-{os.getpid()}.csv"
+    command = [*PAIR, "-n", 16, "--rounds", 100_000, "-c", 256, "--mpi-layer-split", "0.5,0.5/1.0"]
+    command += ["-f", "prompts/tale.txt", "--csv", tmp_path / marker]
+    terminal, inner = pty.openpty()  # the bar is drawn there
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ggpipe", *map(str, command)], cwd=ROOT, env={**os.environ, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=inner, start_new_session=True,
+    )  # fmt: skip
+    os.close(inner)
+    shown: list[bytes] = []
+    try:
+        while b"round 3" not in b"".join(shown):
+            shown.append(os.read(terminal, 4096))
+        process.send_signal(signal.SIGINT)
+        reader = threading.Thread(target=read_all, args=(terminal, shown))
+        reader.start()
+        out, _ = process.communicate(timeout=30)
+        reader.join(10)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        os.close(terminal)
+    assert process.returncode == 0, shown
+    assert b"stopped; these are the results so far:" in b"".join(shown)
+    assert b"Medians [quartiles] of" in out
+    assert len((tmp_path / marker).read_text().splitlines()) >= 1 + 2 * len(MODES)
+    assert not processes_with(marker)
+
+
+def read_all(terminal: int, shown: list[bytes]) -> None:
+    with contextlib.suppress(OSError):  # that is how a terminal ends
+        while True:
+            shown.append(os.read(terminal, 4096))
+
+
+def test_a_model_alone_has_one_mode(tmp_path: Path) -> None:
+    result = ggpipe("bench", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 4, "--rounds", 1, "-c", 128, "-t", 1)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "ggpipe: mode single is left out: one rank holds the whole model anyway\n"
+    assert [line.split()[0] for line in result.stdout.splitlines()[:2]] == ["mode", "iterative"]
+
+
+def test_a_model_that_cannot_roll_back_is_not_speculated_for(tmp_path: Path) -> None:
+    model = make("mamba", tmp_path / "mamba.gguf")
+    flags = ("-f", "prompts/tale.txt", "-n", 4, "--rounds", 1, "-c", 128, "-t", 1)
+    result = ggpipe("bench", "-m", model, "-md", model, *flags)
+    assert result.returncode == 0, result.stderr
+    assert "cannot roll back" in result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[:2]] == ["mode", "iterative"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--modes", "iterative,psychic"), ("--modes must be iterative", "psychic")),
+        (("--modes", "async"), ("-md",)),
+        (("--modes", "single", "-f", "prompts/tale.txt", "-c", "256"), ("nothing to measure", "mode single")),
+        (("--rounds", "0"), ("--rounds",)),
+        (("-n", "1"), ("-n/--predict", "got 1")),
+        (("-n", "-1"), ("-n/--predict", "got -1")),
+        (("-f", "nowhere.txt"), ("nowhere.txt",)),
+        (("-f", "prompts/long.txt", "-c", "256"), ("719", "raise -c")),
+        (("-f", "prompts/tale.txt", "-c", "256", "-n", "200"), ("tale has 57 tokens", "raise -c/--ctx-size to 257")),
+        (("-n", "500", "-c", "128"), ("raise -c",)),
+        (("--plots", "here", "--plot-format", "gif"), ("--plot-format must be svg, png or pdf, got gif",)),
+        (("--plots", "pyproject.toml"), ("pyproject.toml",)),
+        (("--csv", "/nowhere/runs.csv"), ("/nowhere",)),
+        (("--mpi-layer-split", "0.5,0.5/1.0"), ("-md",)),
+        (("--mode", "async"), ("--mode",)),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0/1.0"), ("a split with ranks behind the /", "-md")),
+        ((*LAYOUT, "1.0", *LAYOUT, "0.05,0.05,0.9"), ("layout 0.05,0.05,0.9: rank 1 would get no layer",)),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0"), ("--mpi-layer-split names 1.0 twice",)),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0*2", "--modes", "single"), ("--modes single is not for several",)),
+    ],
+)  # fmt: skip
+def test_flags_that_make_no_sense(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    result = ggpipe("bench", "-m", TARGET, "-t", 1, *arguments)
+    assert (result.returncode, result.stdout) == (2, ""), result
+    *others, line = result.stderr.splitlines()
+    assert line.startswith("ggpipe: error: "), result.stderr
+    assert all("left out" in other for other in others)
+    for word in words:
+        assert word in line

@@ -1,0 +1,88 @@
+"""What bodies become, and how mistakes in them are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ggpipe.errors import BodyError
+from ggpipe.openai.bodies import ChatBody, CompletionBody
+from ggpipe.openai.decode import convert, decode
+from ggpipe.sampling import SamplingConfig
+
+
+def completion(**changes: object) -> CompletionBody:
+    return convert(CompletionBody, {"prompt": "Once", **changes})
+
+
+def test_bytes_and_values_are_read_alike() -> None:
+    body = {"prompt": [5, 6], "stop": ["x", ""], "samplers": "kp", "logit_bias": [[5, False]], "temp": 0.5, "any": [1]}
+    own = convert(CompletionBody, body)
+    assert own == decode(CompletionBody, json.dumps(body).encode())
+    assert own.sampling(SamplingConfig(top_p=0.5)) == SamplingConfig(
+        stop=("x",), samplers=("top_k", "top_p"), logit_bias=((5, float("-inf")),), temp=0.5, top_p=0.5
+    )
+
+
+def test_probabilities() -> None:
+    usual = SamplingConfig(n_probs=4)
+    for changes, n_probs in (
+        ({}, 4), ({"logprobs": 3}, 3), ({"logprobs": True}, 1), ({"logprobs": True, "top_logprobs": 2}, 2),
+        ({"logprobs": False}, 4), ({"n_probs": 7}, 7),
+    ):  # fmt: skip
+        assert completion(**changes).sampling(usual).n_probs == n_probs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}},
+        {"json_schema": {"type": "integer"}},
+        {"grammar": 'root ::= "yes"'},
+    ],
+)
+def test_texts_that_are_held_to_a_grammar(changes: dict[str, object]) -> None:
+    assert "root ::=" in completion(**changes).sampling(SamplingConfig()).grammar
+
+
+def test_messages_as_templates_take_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = convert(ChatBody, {"messages": [{"role": "developer", "content": parts}, {"role": "assistant"}]})
+    (conversation,) = body.prompts
+    assert conversation.messages == ({"role": "system", "content": "a\nb"}, {"role": "assistant", "content": ""})
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": True}, "top_k"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"stop": [1]}, "stop[...]"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 3000}, "logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"grammar": "root ::= nothing"}, "grammar"),
+        ({"grammar": "a", "json_schema": {}}, "grammar"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [-1]}, "prompt[...]"),
+        ({"response_format": {"type": "json_schema", "schema": json.loads("[" * 99 + "]" * 99)}}, "response_format"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, object], param: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        read(changes)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param.removesuffix("[...]"))
+
+
+def read(changes: dict[str, object]) -> None:
+    body = completion(**changes)
+    body.check()
+    body.sampling(SamplingConfig())
+    assert body.prompts

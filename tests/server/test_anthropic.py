@@ -1,0 +1,115 @@
+"""Anthropic's blocks as conversations, and the blocks of an answer as its own client puts them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ggpipe.core.request import Finish
+from ggpipe.errors import BodyError
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.openai.decode import convert
+from ggpipe.server.texts.anthropic import MessageWriter
+from ggpipe.server.texts.anthropic_bodies import MessagesBody
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "I look.", "signature": ""},
+            {"type": "text", "text": "Well"},
+            {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "And?"},
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+        ],
+    },
+]
+
+
+def body(**changes: object) -> MessagesBody:
+    return convert(MessagesBody, {"messages": MESSAGES, "max_tokens": 5, **changes})
+
+
+def test_blocks_become_messages() -> None:
+    tools = [{"name": "look", "description": "Looks", "input_schema": {"type": "object"}}, {"type": "bash_1"}]
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    own = body(system=[{"type": "text", "text": "Be brief."}], tools=tools, thinking=thinking, stop_sequences=["x"])
+    (conversation,) = own.prompts
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    assert list(conversation.messages) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "Well", "reasoning_content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "user", "content": "And?"},
+    ]
+    function = {"name": "look", "parameters": {"type": "object"}, "description": "Looks"}
+    assert list(conversation.tools) == [{"type": "function", "function": function}]
+    assert conversation.further == {"enable_thinking": True}
+    assert (own.stop, own.most_tokens(-1)) == (["x"], 5)
+
+
+def test_a_number_that_changes_with_each_request_is_left_out() -> None:
+    first, second = (
+        body(system=f"x-anthropic-billing-header: cc_version=2; cch={number};You").prompts for number in ("a5145", "b1")
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0]"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, object], param: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        read(changes)
+    assert caught.value.param == param
+
+
+def read(changes: dict[str, object]) -> None:
+    own = body(**changes)
+    own.check()
+    assert own.prompts
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [(Finish.END_OF_TEXT, "tool_use"), (Finish.LENGTH, "max_tokens")],
+    ids=lambda value: str(value),
+)
+def test_blocks_of_an_answer(finish: Finish, reason: str) -> None:
+    writer = MessageWriter("m")
+    stats = RequestStats(n_prompt=3, token_times=[1.0, 2.0], finish=finish)
+    kinds: list[str] = []
+    for events in (
+        writer.begin(stats), writer.reasoning("I look."), writer.text("Well"), writer.begin_call("c1", "look"),
+        writer.arguments('{"at"'), writer.arguments(": 1}"), writer.end_call(), writer.end(stats, None),
+    ):  # fmt: skip
+        kinds += [event["type"].removeprefix("content_") + str(event.get("index", "")) for event in events]
+    assert kinds == [
+        "message_start", "block_start0", "block_delta0", "block_delta0", "block_stop0", "block_start1", "block_delta1",
+        "block_stop1", "block_start2", "block_delta2", "block_delta2", "block_stop2", "message_delta", "message_stop",
+    ]  # fmt: skip
+    message = writer.message
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "I look.", "signature": ""},
+        {"type": "text", "text": "Well"},
+        {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}},
+    ]
+    assert message["stop_reason"] == reason

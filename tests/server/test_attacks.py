@@ -1,0 +1,141 @@
+"""What bad clients send, and how slowly, against a server with short limits."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
+
+import pytest
+from starlette.routing import Route
+from support.http_streams import Stream, read_stream
+from support.mutations import LIMIT_S, answer_to, mutation
+from support.servers import Serving, server
+
+from ggpipe.options.server import ServerConfig
+from ggpipe.server.app import application
+
+N_MUTATIONS, TIMEOUT_S = 300, 3
+PROMPT = {"prompt": "Once upon a time", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    with server(
+        "-c", "4096", "-n", "4", "-np", "4", "--max-waiting", "4", "--max-body", "1", "--timeout", str(TIMEOUT_S),
+        "--metrics",
+    ) as own:  # fmt: skip
+        own.wait_until_ready()
+        yield own
+        assert not [line for line in own.lines if "a bug" in line or "Traceback" in line or "broke" in line]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_stuck(serving: Serving) -> Iterator[None]:
+    yield
+    serving.wait_for(lambda: "llamacpp:requests_processing 0.0" in serving.ask("GET", "/metrics")[1])
+    assert serving.ask("POST", "/v1/completions", PROMPT)[0] == 200
+
+
+def connect(serving: Serving, data: bytes = b"", small: bool = False) -> socket.socket:
+    found = socket.socket()
+    if small:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    found.settimeout(LIMIT_S)
+    found.connect(("127.0.0.1", serving.port))
+    found.sendall(data)
+    return found
+
+
+def received(connection: socket.socket) -> bytes:
+    """All until the server closes it."""
+    found = bytearray()
+    try:
+        while data := connection.recv(65536):
+            found += data
+    except ConnectionResetError:
+        pass
+    return bytes(found)
+
+
+def test_mutated_requests_are_the_clients_mistakes(serving: Serving) -> None:
+    routes = [route for route in application(MagicMock(config=ServerConfig()), ()).routes if isinstance(route, Route)]
+    gets = sorted(route.path for route in routes if "GET" in (route.methods or ()))
+    posts = sorted(route.path for route in routes if "POST" in (route.methods or ()))
+    mutations = [mutation(number, gets, posts) for number in range(N_MUTATIONS)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda one: answer_to(serving.port, one), mutations))
+    for one, (status, body) in zip(mutations, answers, strict=True):
+        assert status < 500 or status == 501, (one.how, body)
+        assert status or not one.is_whole, one.how
+        if status >= 400 and not one.how.startswith("HEAD"):
+            assert json.loads(body)["error"]["message"], one.how
+
+
+def test_slow_clients_are_closed_and_hold_nobody_up(serving: Serving) -> None:
+    silent = connect(serving)
+    head = connect(serving, b"POST /v1/completions HTTP/1.1\r\nHo")
+    body = connect(serving, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+    endless = connect(serving, b"POST /nothing HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    stream = json.dumps({"prompt": "The", "stream": True, "n": 4, "max_tokens": 400, "logprobs": 20, "temperature": 2})
+    length = f"Content-Length: {len(stream)}\r\n\r\n"
+    unread = connect(serving, f"POST /v1/completions HTTP/1.1\r\nHost: a\r\n{length}{stream}".encode(), small=True)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(received, connection) for connection in (silent, head, body, endless)]
+        deadline = time.monotonic() + LIMIT_S
+        while not all(answer.done() for answer in answers) and time.monotonic() < deadline:
+            for connection, byte in ((head, b"s"), (body, b" "), (endless, b"1\r\nx\r\n")):
+                try:
+                    connection.sendall(byte)
+                except OSError:
+                    continue
+            assert serving.ask("GET", "/health")[0] == 200
+            time.sleep(0.2)
+    first_lines = [answer.result().partition(b"\r\n")[0] for answer in answers]
+    assert first_lines[0] == b""
+    assert [line.split()[1] for line in first_lines[1:]] == [b"408", b"408", b"404"]
+    serving.wait_for(lambda: any("a client did not take its stream" in line for line in serving.lines))
+    assert b"[DONE]" not in received(unread)
+    for connection in (silent, head, body, endless, unread):
+        connection.close()
+
+
+def test_idle_connections_make_room_for_others(serving: Serving) -> None:
+    idle = [connect(serving) for _ in range(200)]
+    assert serving.ask("POST", "/v1/completions", PROMPT)[0] == 200
+    serving.wait_for(lambda: any("more than 116 connections" in line for line in serving.lines))
+    assert received(idle[0]) == b""
+    for connection in idle:
+        connection.close()
+
+
+def test_a_request_does_not_wait_behind_all_of_another_client(serving: Serving) -> None:
+    n_tokens = {0: 700, 1: 800, 2: 800, 3: 800}
+    first_tokens: dict[int, float] = {}
+
+    def read(number: int) -> Stream:
+        body = {"prompt": "The king", "n_predict": n_tokens.get(number, 90), "ignore_eos": True}
+        return read_stream(serving.port, body, on_token=lambda: first_tokens.setdefault(number, time.monotonic()))
+
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(read, number) for number in range(4)]
+        serving.wait_for(lambda: len(first_tokens) == 4)
+        streams += [pool.submit(read, number) for number in range(4, 8)]
+        serving.wait_for(lambda: "llamacpp:requests_deferred 4.0" in serving.ask("GET", "/metrics")[1])
+        assert serving.ask("POST", "/v1/completions", PROMPT)[0] == 503
+        short = {"prompt": "The king", "n_predict": 2}
+        other = read_stream(serving.port, short, source="127.0.0.2")
+        answered = time.monotonic()
+    assert other.is_whole
+    assert all(stream.result().is_whole for stream in streams)
+    assert answered < max(first_tokens.values())
+
+
+def test_large_bodies_and_headers_are_refused(serving: Serving) -> None:
+    status, answer, _ = serving.ask("POST", "/v1/completions", b" " * (2**20 + 1))
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+    with connect(serving, b"GET /health HTTP/1.1\r\nX: " + b"x" * 100_000) as connection:
+        assert b" 431 " in received(connection).partition(b"\r\n")[0]
