@@ -84,6 +84,15 @@ def mpi_environment() -> dict[str, str]:
     return environment
 
 
+def session_folder(path: str) -> dict[str, str]:
+    """Variables that have mpirun keep its files on this machine in the folder `path`.
+
+    Open MPI names them after its process. One that was killed leaves them behind, and a later one with the same process
+    id would not start.
+    """
+    return {"PRTE_MCA_prte_local_tmpdir_base": path, "OMPI_MCA_orte_local_tmpdir_base": path}
+
+
 def leave_status(exit_code: int) -> int:
     """What this process is to exit with, so that its launcher ends with `exit_code`.
 

@@ -10,13 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ggpipe.errors import LaunchError
-from ggpipe.launch.environment import die_with_parent, mpi_environment
+from ggpipe.launch.environment import die_with_parent, mpi_environment, session_folder
 
 _TICK_S = 0.02
 _KILL_AFTER_S = 2.0
@@ -99,11 +100,15 @@ class RankProcesses:
         self._is_alone = n_ranks == 1 and hostfile is None
         start = [] if self._is_alone else mpirun_command(find_mpirun(), n_ranks, hostfile, sorted(environment))
         command = [*start, *rank_command(arguments)]
+        try:
+            self._folder = tempfile.mkdtemp(prefix="ggpipe-mpirun-")
+        except OSError as e:
+            raise LaunchError(f"mpirun has no folder for its files ({e}); make room, or set TMPDIR to another") from e
         read, write = os.pipe()
         # In a session of its own: the terminal's Ctrl-C is for us, and the ranks get it as a message.
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, **mpi_environment(), **environment},
+            env={**session_folder(self._folder), **os.environ, **mpi_environment(), **environment},
             stdin=subprocess.DEVNULL,
             stdout=write,
             stderr=write,
@@ -166,6 +171,7 @@ class RankProcesses:
                 self._process.wait(_KILL_AFTER_S)
         kill_session(self._process.pid)
         self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, fd: int) -> None:
         """In a thread of its own: hand lines on, and keep mpirun's reports, which stand between rules of - or =."""

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,25 @@ def test_ranks_import_nothing_from_the_current_directory(tmp_path: Path) -> None
     result = ggpipe(*TEXT, "-p", "Once", *SPLITS[2], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI's would keep a later mpirun with the same process id from starting."""
+    if not mpirun.is_open_mpi(mpirun.find_mpirun()):
+        pytest.skip("hydra has no files")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(Path("/tmp").glob("ompi*"))
+    ranks = mpirun.RankProcesses(["--version"], 2, None, {"GGPIPE_CHANNEL": "", "PATH": os.environ["PATH"]})
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/*")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    (mpirun_pid,) = (int(folder.name.rpartition(".")[2]) for folder in tmp_path.glob("*/*"))
+    os.kill(mpirun_pid, signal.SIGKILL)
+    ranks.wait()
+    assert list(tmp_path.glob("*/*"))
+    ranks.end()
+    assert not list(tmp_path.iterdir())
+    assert set(Path("/tmp").glob("ompi*")) <= before
 
 
 @pytest.mark.parametrize("moment", ["mpirun", "ranks"])
