@@ -17,20 +17,28 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ggpipe.batch.tasks import Task
-from ggpipe.chat.answer import AnswerFormat, whole_answer
+from ggpipe.chat.answer import AnswerFormat, AnswerParser, whole_answer
 from ggpipe.core.request import Token
+from ggpipe.embeddings import Vector
 from ggpipe.errors import RunError, UsageError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.openai.answers import chat_logprobs, finish_reason, text_logprobs, timings, usage
+from ggpipe.openai.bodies import ChatBody, CompletionBody
+from ggpipe.openai.embeddings import EmbeddingBody
+from ggpipe.openai.response_writer import ResponseWriter
+from ggpipe.openai.responses import ResponsesBody
+from ggpipe.openai.writer import Writing
 
 OutputFormat = Literal["openai", "specinfer"]
 
 _PART = ".part"
+_OF_SPECINFER = (CompletionBody, ChatBody)
+"""What SpecInfer's format has answers to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text that was written for a task."""
+    """A text that was written for a task, or an embedding that was made."""
 
     prompt: int
     """Its prompt's number in the task."""
@@ -41,6 +49,8 @@ class Text:
     """Text of a character whose last bytes never came."""
     marks: AnswerFormat | None
     """How reasoning and calls are marked in the answer to a conversation; None: it is a text."""
+    vector: Vector | None = None
+    """The embedding; None: it is a text."""
 
 
 class Results:
@@ -52,6 +62,12 @@ class Results:
         self._lines_path = path if format == "openai" else path.with_name(path.name + _PART)
         if format == "specinfer" and path.exists() and not self._lines_path.exists():
             raise UsageError(f"{path} exists: name another file for the answers, or remove it")
+        others = [task for task in tasks if task.body is not None and not isinstance(task.body, _OF_SPECINFER)]
+        if format == "specinfer" and others:
+            raise UsageError(
+                f"custom_id {others[0].custom_id}: SpecInfer's format is for /v1/completions and /v1/chat/completions; "
+                "leave out `output_format`"
+            )
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is not a file: name one for the answers, which are read again when a job goes on")
         self._answered: dict[str, dict[str, Any]] = {}
@@ -76,7 +92,7 @@ class Results:
 
     def answer(self, task: Task, texts: Sequence[Text]) -> None:
         """Write an answer. Raises RunError."""
-        response = {"status_code": 200, "request_id": task.id, "body": body_of(task.id, self._model, texts)}
+        response = {"status_code": 200, "request_id": task.id, "body": body_of(task, self._model, texts)}
         entry: dict[str, Any] = {"id": task.id, "custom_id": task.custom_id, "response": response, "error": None}
         if self._format == "specinfer":
             entry["token_ids"] = [[*text.prompt_tokens, *(token.id for token in text.tokens)] for text in texts]
@@ -135,7 +151,7 @@ class Results:
         """As SpecInfer writes them: latency in microseconds, runs of the target, tokens, prompt and text."""
         parts = []
         for task in self._tasks:
-            if (entry := self._answered.get(task.id)) is None or task.body is None:
+            if (entry := self._answered.get(task.id)) is None or not isinstance(task.body, _OF_SPECINFER):
                 continue
             body, prompts = entry["response"]["body"], task.body.prompts
             choices, timing = body["choices"], body["timings"]
@@ -167,25 +183,46 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if is_answer else None
 
 
-def body_of(identity: str, model: str, texts: Sequence[Text]) -> dict[str, Any]:
+def body_of(task: Task, model: str, texts: Sequence[Text]) -> dict[str, Any]:
     """A response of OpenAI's API to a task."""
+    match task.body:
+        case EmbeddingBody() as body:
+            vectors = [text.vector for text in texts if text.vector is not None]
+            return body.answer(model, vectors, sum(text.stats.n_prompt for text in texts))
+        case ResponsesBody() as body:
+            return _response(task.id, body, model, texts[0])
     return {
-        "id": identity,
+        "id": task.id,
         "object": "text_completion" if texts[0].marks is None else "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [_choice(identity, index, text) for index, text in enumerate(texts)],
+        "choices": [_choice(task, index, text) for index, text in enumerate(texts)],
         "usage": usage(texts),
         "timings": timings(texts[0].stats),
     }
 
 
-def _choice(identity: str, index: int, text: Text) -> dict[str, Any]:
+def _choice(task: Task, index: int, text: Text) -> dict[str, Any]:
     if text.marks is None:
         written = "".join(token.text for token in text.tokens) + text.rest
         choice = {"index": index, "finish_reason": finish_reason(text.stats), "text": written}
         return {**choice, "logprobs": text_logprobs(text.tokens)}
+    splits = not isinstance(task.body, ChatBody) or task.body.reasoning_format != "none"
     pieces = [(token.id, token.text) for token in text.tokens]
-    answer = whole_answer(text.marks, f"{identity}/{index}", pieces, text.rest)
+    answer = whole_answer(text.marks, f"{task.id}/{index}", pieces, text.rest, splits)
     choice = {"index": index, "finish_reason": finish_reason(text.stats, answer), "message": answer.message}
     return {**choice, "logprobs": chat_logprobs(text.tokens)}
+
+
+def _response(identity: str, body: ResponsesBody, model: str, text: Text) -> dict[str, Any]:
+    assert text.marks is not None  # it is a conversation's
+    writer, parser = ResponseWriter(body, model), AnswerParser(text.marks, identity, body.reasoning_format != "none")
+    writing = Writing(writer)
+    parts = [(parser.feed(text.marks.text_of(token.id, token.text)), [token]) for token in text.tokens]
+    parts.append(([*parser.feed(text.rest), *parser.finish()], []))
+    for events, tokens in parts:
+        for _ in writing.add(events, tokens):  # a stream's events
+            pass
+    for _ in writer.end(text.stats, writing.n_reasoning):
+        pass
+    return {**writer.response, "timings": timings(text.stats)}

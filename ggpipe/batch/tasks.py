@@ -17,14 +17,26 @@ from ggpipe.chat.conversation import Conversation
 from ggpipe.errors import UsageError
 from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, GenerationBody, Prompt
 from ggpipe.openai.decode import convert
+from ggpipe.openai.embeddings import EMBEDDINGS, EmbeddingBody
+from ggpipe.openai.responses import RESPONSES, ResponsesBody
 from ggpipe.openai.sampling import BODY_NAMES
 from ggpipe.sampling import SamplingConfig
 
 Format = Literal["lines", "specinfer", "openai"]
 
 _ID_DIGITS = 16
-_KINDS: dict[str, type[GenerationBody]] = {COMPLETIONS: CompletionBody, CHAT: ChatBody}
-_IGNORED = frozenset({"metadata", "parallel_tool_calls", "service_tier", "store", "user"})
+TaskBody = GenerationBody | EmbeddingBody
+"""A request for texts, or for embeddings."""
+
+_KINDS: dict[str, type[TaskBody]] = {
+    COMPLETIONS: CompletionBody, CHAT: ChatBody, RESPONSES: ResponsesBody, EMBEDDINGS: EmbeddingBody,
+}  # fmt: skip
+_IGNORED = frozenset(
+    {
+        "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "service_tier", "store", "truncation", "user",
+    }
+)  # fmt: skip
 """Fields of OpenAI's API that change nothing here."""
 
 
@@ -36,7 +48,7 @@ class Task:
     """Made of its place in the file and of its text."""
     custom_id: str | None
     """The user's name for it; else its number, from 1 on. None: it has none that can be read."""
-    body: GenerationBody | None = None
+    body: TaskBody | None = None
     """What is to be answered."""
     error: str = ""
     """Why it cannot be."""
@@ -119,12 +131,12 @@ def _from_line(number: int, line: str) -> Task:
     return Task(id=identity, custom_id=custom_id, body=body, key=key)
 
 
-def _body(method: object, url: object, body: object) -> GenerationBody:
+def _body(method: object, url: object, body: object) -> TaskBody:
     """What a line asks for. Raises UsageError that names what is wrong."""
     if method != "POST":
         raise UsageError(f"method must be POST, got {method!r}")
     if not isinstance(url, str) or url not in _KINDS:
-        raise UsageError(f"url must be {' or '.join(_KINDS)}, got {url!r}")
+        raise UsageError(f"url must be one of {', '.join(_KINDS)}, got {url!r}")
     if not isinstance(body, dict):
         raise UsageError("body must be an object")
     kind = _KINDS[url]
@@ -132,9 +144,10 @@ def _body(method: object, url: object, body: object) -> GenerationBody:
         if value is not None and name not in kind.__struct_fields__ and name not in _IGNORED:
             raise UsageError(f"body.{name} is not known here")
     own = convert(kind, body)
-    own.check()
-    own.sampling(SamplingConfig())
-    own.most_tokens(-1)
+    if isinstance(own, GenerationBody):
+        own.check()
+        own.sampling(SamplingConfig())
+        own.most_tokens(-1)
     return own
 
 

@@ -126,8 +126,11 @@ class WholeAnswer:
         return found
 
 
-def whole_answer(form: AnswerFormat, key: str, pieces: Iterable[tuple[int, str]], rest: str = "") -> WholeAnswer:
-    """The parts of an answer's text. `pieces`: its tokens and what came with each; `rest`: text behind them."""
-    parser = AnswerParser(form, key)
+def whole_answer(
+    form: AnswerFormat, key: str, pieces: Iterable[tuple[int, str]], rest: str = "", splits: bool = True
+) -> WholeAnswer:
+    """The parts of an answer's text. `pieces`: its tokens and what came with each; `rest`: text behind them; `splits`:
+    reasoning is told apart."""
+    parser = AnswerParser(form, key, splits)
     text = "".join(form.text_of(token, text) for token, text in pieces) + rest
     return WholeAnswer([*parser.feed(text), *parser.finish()])

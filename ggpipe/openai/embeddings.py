@@ -13,6 +13,7 @@ from ggpipe.embeddings import Vector
 from ggpipe.errors import BodyError
 from ggpipe.openai.sampling import TokenId
 
+EMBEDDINGS = "/v1/embeddings"
 MOST_TEXTS = 2048
 
 
@@ -54,6 +55,10 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
                 f"`embd_normalize` must be a number from -1 to {MOST_NORM}, got {self.embd_normalize}",
                 "embd_normalize",
             )
+
+    def norm(self, usual: int) -> int:
+        """How vectors are normalized, as `embeddings.normalized` says."""
+        return usual if self.embd_normalize is None else self.embd_normalize
 
     def answer(self, model: str, vectors: Sequence[Vector], n_tokens: int) -> dict[str, Any]:
         """OpenAI's object about one vector for each prompt; `n_tokens` of all of them."""

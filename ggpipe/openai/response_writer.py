@@ -13,8 +13,7 @@ from ggpipe.core.request import Token
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.openai.answers import chat_logprobs, finish_reason, timings
 from ggpipe.openai.responses import ResponsesBody
-
-Event = dict[str, Any]
+from ggpipe.openai.writer import Event
 
 
 class ResponseWriter:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.checks import check_choice, check_range
-from ggpipe.config import MOST_NORM, Pooling
 from ggpipe.errors import SettingError, UsageError
 
 _CLIENT_LIMIT_S = 60.0
@@ -76,19 +75,12 @@ class ServerConfig:
     """`/metrics` is answered."""
     embeddings: bool = False
     """Not used: embeddings are answered beside texts."""
-    pooling: Pooling | None = None
-    """How embeddings are made; None: as the model's file says."""
-    embd_normalize: int = 2
-    """How they are normalized, as `embeddings.normalized` says, where a request does not say it."""
     reasoning_format: ReasoningOutput = "auto"
     """What the model thinks before it answers is `reasoning_content`, or with `none` a part of the content."""
 
     def __post_init__(self) -> None:
         check_range("port", self.port, 0, 65535)
         check_choice("log_format", self.log_format, get_args(LogFormat))
-        if self.pooling is not None:
-            check_choice("pooling", self.pooling, get_args(Pooling))
-        check_range("embd_normalize", self.embd_normalize, -1, MOST_NORM)
         check_choice("reasoning_format", self.reasoning_format, get_args(ReasoningOutput))
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise SettingError(f"`timeout_s` must be a number of seconds above 0, got {self.timeout_s:g}")

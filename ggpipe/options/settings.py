@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ggpipe.checks import check_choice
-from ggpipe.config import LoadMode, Mode, PromptCacheConfig
+from ggpipe.checks import check_choice, check_range
+from ggpipe.config import MOST_NORM, LoadMode, Mode, Pooling, PromptCacheConfig
 from ggpipe.core.layout import parse_shares
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.options.escapes import unescape
@@ -187,6 +187,21 @@ class BatchSettings:
         if self.format is not None:
             check_choice("format", self.format, get_args(BatchFormat))
         check_choice("output_format", self.output_format, get_args(BatchOutput))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings:
+    """Of embeddings, where a request does not say it."""
+
+    pooling: Pooling | None = None
+    """How they are made; None: as the model's file says."""
+    embd_normalize: int = 2
+    """How they are normalized, as `embeddings.normalized` says."""
+
+    def __post_init__(self) -> None:
+        if self.pooling is not None:
+            check_choice("pooling", self.pooling, get_args(Pooling))
+        check_range("embd_normalize", self.embd_normalize, -1, MOST_NORM)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.errors import GgpipeError, SettingError, Terminated
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
+from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.runtime.signals import Signals
 from ggpipe.server.app import application
 from ggpipe.server.backend import Backend
@@ -41,6 +42,7 @@ class Serving:
 
     config: ServerConfig
     chat: Chat
+    embeddings: EmbeddingSettings
     model: str
     path: str
     keys: tuple[str, ...]
@@ -123,6 +125,7 @@ async def _serve(
         bodies=Bodies(config.max_body_mib, config.timeout_s),
         config=config,
         chat=serving.chat,
+        embeddings=serving.embeddings,
         model=serving.model,
         path=serving.path,
         saved_slots=saved_slots,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ggpipe.batch.results import OutputFormat, Results, Text, body_of
@@ -67,8 +69,42 @@ def test_a_conversations_entry(tmp_path: Path) -> None:
     assert choice["message"] == {"role": "assistant", "content": "yes!", "reasoning_content": "well"}
 
 
-def test_several_texts_are_choices() -> None:
-    body = body_of("i", "m", [*answered("one"), *answered("two")])
+def task_of(folder: Path, url: str, body: dict[str, object]) -> Task:
+    line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+    (task,) = tasks_of(folder, json.dumps(line))
+    assert not task.error
+    return task
+
+
+def test_a_response(tmp_path: Path) -> None:
+    task = task_of(tmp_path, "/v1/responses", {"input": "Hello", "max_output_tokens": 2})
+    marks = AnswerFormat(reasoning=ReasoningFormat(begins=("<think>",), ends=("</think>",)))
+    body = body_of(task, "m", answered("<think>well</think>", marks))
+    assert (body["object"], body["status"], body["incomplete_details"]) == (
+        "response", "incomplete", {"reason": "max_output_tokens"},
+    )  # fmt: skip
+    thought, message = body["output"]
+    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "well")
+    assert (message["content"][0]["text"], message["status"]) == ("!", "incomplete")
+    assert (body["usage"]["output_tokens"], body["usage"]["output_tokens_details"]) == (2, {"reasoning_tokens": 1})
+    task = task_of(tmp_path, "/v1/responses", {"input": "Hello", "reasoning_format": "none"})
+    (message,) = body_of(task, "m", answered("<think>well</think>", marks))["output"]
+    assert message["content"][0]["text"] == "<think>well</think>!"
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    task = task_of(tmp_path, "/v1/embeddings", {"input": ["a", "b"]})
+    (one,) = answered()
+    texts = [dataclasses.replace(one, vector=np.array([0.5, i], np.float32)) for i in range(2)]
+    body = body_of(task, "m", texts)
+    assert [(found["index"], found["embedding"]) for found in body["data"]] == [(0, [0.5, 0]), (1, [0.5, 1])]
+    assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+    with pytest.raises(UsageError, match="custom_id a: SpecInfer's format is for"):
+        Results(tmp_path / "out", "specinfer", [task], "m")
+
+
+def test_several_texts_are_choices(tmp_path: Path) -> None:
+    body = body_of(tasks_of(tmp_path)[0], "m", [*answered("one"), *answered("two")])
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "one!"), (1, "two!")]
     assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (2, 4)
 

@@ -11,7 +11,9 @@ import pytest
 from ggpipe.batch.tasks import Format, Task, read_tasks
 from ggpipe.chat.conversation import Conversation
 from ggpipe.errors import UsageError
-from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody
+from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody
+from ggpipe.openai.embeddings import EMBEDDINGS
+from ggpipe.openai.responses import RESPONSES
 from ggpipe.sampling import SamplingConfig
 
 
@@ -52,7 +54,7 @@ def test_plain_prompts_may_be_a_users_messages(tmp_path: Path) -> None:
 
 
 def test_bad_lines_are_errors_beside_the_others(tmp_path: Path) -> None:
-    lines = [line("a"), "{bad", "5", line(5), line("a"), line("b", []), line("c", url="/v1/embeddings"), line("d")]
+    lines = [line("a"), "{bad", "5", line(5), line("a"), line("b", []), line("c", url="/v1/images"), line("d")]
     tasks = read(tmp_path, "\n".join(lines), "openai")
     assert [task.custom_id for task in tasks if task.body is not None] == ["a", "d"]
     errors = [task.error for task in tasks if task.body is None]
@@ -62,7 +64,7 @@ def test_bad_lines_are_errors_beside_the_others(tmp_path: Path) -> None:
         "line 4: custom_id must be a text",
         "custom_id a occurs twice",
         "line 6: body must be an object",
-        f"line 7: url must be {COMPLETIONS} or {CHAT}, got '/v1/embeddings'",
+        f"line 7: url must be one of {COMPLETIONS}, {CHAT}, {RESPONSES}, {EMBEDDINGS}, got '/v1/images'",
     ]
     tasks = read(tmp_path, '["a", 3, ""]')
     assert [task.error for task in tasks] == ["", "must be a text, got 3", 'must be a text, got ""']
@@ -91,7 +93,7 @@ def test_settings_of_a_body(tmp_path: Path) -> None:
     body = {"prompt": [5, 6], "max_tokens": 7, "temperature": 0, "top_k": 3, "seed": 9, "stop": "x", "model": "any",
             "logit_bias": {"5": -1}, "n": 2, "ignore_eos": True, "frequency_penalty": None, "user": "me"}  # fmt: skip
     (task,) = read(tmp_path, line(body=body))
-    assert task.body is not None
+    assert isinstance(task.body, CompletionBody)
     assert (task.body.prompts, task.body.most_tokens(5), task.body.n_choices) == ([[5, 6]], 7, 2)
     assert task.body.sampling(SamplingConfig(top_p=0.5)) == SamplingConfig(
         temp=0.0, top_k=3, seed=9, stop=("x",), logit_bias=((5, -1.0),), ignore_eos=True, top_p=0.5
@@ -109,6 +111,37 @@ def test_a_conversation(tmp_path: Path) -> None:
             messages=({"role": "user", "content": "Hello"},), tools=(tool,), further={"enable_thinking": False}
         )
     ]
+
+
+def test_responses_and_embeddings(tmp_path: Path) -> None:
+    response = {"model": "any", "input": "Hello", "instructions": "Be brief.", "max_output_tokens": 4, "store": False}
+    texts = {"model": "any", "input": ["a", "b"], "encoding_format": "float"}
+    tasks = read(
+        tmp_path, f"{line('r', response, url=RESPONSES)}\n{line('e', texts, url=EMBEDDINGS)}"
+    )  # fmt: skip
+    assert [task.error for task in tasks] == ["", ""]
+    ((conversation,), found) = prompts_of_all(tasks)
+    assert isinstance(conversation, Conversation)
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "Hello"]
+    assert found == ["a", "b"]
+
+
+def prompts_of_all(tasks: list[Task]) -> list[list[object]]:
+    return [[*task.body.prompts] for task in tasks if task.body is not None]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "message"),
+    [
+        (RESPONSES, {"input": "a", "background": True}, "`background` is not supported: leave it out"),
+        (RESPONSES, {"input": []}, "`input` is empty: give a text or items"),
+        (EMBEDDINGS, {}, "`input` is missing"),
+        (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "`encoding_format`: invalid enum value 'int8'"),
+        (EMBEDDINGS, {"input": "a", "temperature": 1}, "body.temperature is not known here"),
+    ],
+)
+def test_bad_bodies_of_these(tmp_path: Path, url: str, body: dict[str, object], message: str) -> None:
+    assert body_error(tmp_path, url, body) == f"line 1: {message}"
 
 
 def test_several_prompts_in_a_line(tmp_path: Path) -> None:

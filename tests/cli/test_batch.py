@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.commands import ROOT, SPLITS, TARGET, ggpipe, processes_with, ranks_of, wait_for
 
 N_PROMPTS = 16
@@ -71,15 +72,26 @@ def test_a_bad_line_does_not_stop_the_others(tmp_path: Path) -> None:
     good = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}
     long = {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": {"prompt": "word " * 3000}}
     several = {**long, "custom_id": "several", "body": {"prompt": ["Once", "The king"], "n": 2, "max_tokens": 3}}
-    lines = [json.dumps(long), "{bad", json.dumps(good), json.dumps(several)]
+    response = {**good, "custom_id": "response", "url": "/v1/responses"}
+    response["body"] = {"input": "Hello", "max_output_tokens": 3}
+    vectors = {**good, "custom_id": "vectors", "url": "/v1/embeddings", "body": {"input": ["Once"] * 9}}
+    narrow = {**vectors, "custom_id": "narrow", "body": {"input": "Once", "dimensions": 3}}
+    lines = ["{bad", *(json.dumps(one) for one in (long, good, several, response, vectors, narrow))]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    done = ggpipe("batch", tmp_path / "in.jsonl", "-o", tmp_path / "out", "-m", TARGET, "-t", 1, "-c", 512)
+    done = ggpipe(
+        "batch", tmp_path / "in.jsonl", "-o", tmp_path / "out", "-m", TARGET, "-t", 1, "-c", 512, "--pooling", "last"
+    )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
-    assert "2 of 4 prompts have an error instead of an answer" in done.stderr
+    assert "3 of 7 prompts have an error instead of an answer" in done.stderr
     found = {entry["custom_id"]: entry for entry in answers(tmp_path / "out")}
     assert found["good"]["response"]["body"]["usage"]["completion_tokens"] == 3  # type: ignore[index]
     choices = found["several"]["response"]["body"]["choices"]  # type: ignore[index]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert all(choice["text"] for choice in choices)
     assert "raise -c/--ctx-size" in found["long"]["error"]["message"]  # type: ignore[index]
-    assert found[None]["error"]["message"].startswith("line 2: ")  # type: ignore[index]
+    assert found["response"]["response"]["body"]["usage"]["output_tokens"] == 3  # type: ignore[index]
+    data = found["vectors"]["response"]["body"]["data"]  # type: ignore[index]
+    assert [one["index"] for one in data] == list(range(9))
+    assert sum(number**2 for number in data[8]["embedding"]) == pytest.approx(1, abs=1e-3)
+    assert "`dimensions` must be 256" in found["narrow"]["error"]["message"]  # type: ignore[index]
+    assert found[None]["error"]["message"].startswith("line 1: ")  # type: ignore[index]

@@ -6,8 +6,10 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ggpipe.batch.results import Results, Text
 from ggpipe.batch.tasks import Task, read_tasks
@@ -17,19 +19,23 @@ from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
 from ggpipe.config import EngineConfig, SpeculationConfig
-from ggpipe.core.request import Finish
+from ggpipe.core.request import Finish, PromptTask
 from ggpipe.display.format import human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
+from ggpipe.embeddings import chosen, normalized
 from ggpipe.errors import RunError, UsageError
 from ggpipe.openai.answers import draws
+from ggpipe.openai.bodies import GenerationBody
 from ggpipe.openai.bodies import Prompt as BodyPrompt
+from ggpipe.openai.embeddings import EmbeddingBody
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import BatchSettings, Models, Prompt
+from ggpipe.options.settings import BatchSettings, EmbeddingSettings, Models, Prompt
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEnded, StartedRanks, TokenReady
+from ggpipe.sampling import SamplingConfig
 
 
 def run(options: Options) -> int:
@@ -53,7 +59,7 @@ def run(options: Options) -> int:
 
 @dataclass(kw_only=True)
 class _Flight:
-    """A task whose texts are being written."""
+    """A task whose texts are being written, or embeddings made."""
 
     task: Task
     texts: list[Text | None]
@@ -70,6 +76,23 @@ class _Place:
     index: int
     prompt: int
     marks: AnswerFormat | None
+    norm: int
+    """How an embedding is normalized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ask:
+    """A request that a task needs."""
+
+    tokens: tuple[int, ...]
+    prompt: int
+    """Its prompt's number in the task."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    n_predict: int = 0
+    caches: bool = True
+    marks: AnswerFormat | None = None
+    task: PromptTask | None = None
+    norm: int = 2
 
 
 @dataclass
@@ -96,7 +119,10 @@ class _Work:
         self._chat = options[Chat]
         self._n_predict = options[Prompt].n_predict
         self._color = options[BatchSettings].color
+        self._embedding = options[EmbeddingSettings]
         self._left = collections.deque(results.left)
+        self._asks: collections.deque[tuple[_Flight, int, _Ask]] = collections.deque()
+        """Requests of tasks in flight that are not submitted yet, with the places of what comes of them."""
         self._places: dict[int, _Place] = {}
         """By the requests' ids."""
         self._is_stopped = False
@@ -132,10 +158,13 @@ class _Work:
         return 0
 
     def _serve(self, engine: EngineClient, on_change: Callable[[], None], tally: _Tally) -> None:
-        while (self._left and not self._is_stopped) or self._places:
+        while ((self._left or self._asks) and not self._is_stopped) or self._places:
             self._is_stopped = self._is_stopped or self._ranks.is_ending()
-            while self._left and not self._is_stopped and len(self._places) < self._n_at_a_time:
-                self._submit(engine, self._left.popleft())
+            while (self._left or self._asks) and not self._is_stopped and len(self._places) < self._n_at_a_time:
+                if self._asks:
+                    self._submit(engine, *self._asks.popleft())
+                else:
+                    self._begin(engine, self._left.popleft())
             for event in engine.step():
                 match event:
                     case TokenReady():
@@ -144,28 +173,57 @@ class _Work:
                         self._end(request, self._places.pop(request.id))
             on_change()
 
-    def _submit(self, engine: EngineClient, task: Task) -> None:
-        body = task.body
-        if body is None:
-            self._fail(task)
-            return
+    def _begin(self, engine: EngineClient, task: Task) -> None:
+        """Make requests of a task. One that is wrong becomes an error."""
         try:
-            prompts = [self._read(engine, prompt) for prompt in body.prompts]
-            usual = body.sampling(self._sampling(engine.sampling))
-            for tokens, chat in prompts:  # a conversation is alone
-                engine.check_prompt(tokens)
-                usual = usual if chat is None else chat.held(usual)
-            drawn = draws(usual, body.n_choices)
+            match task.body:
+                case None:
+                    self._fail(task)
+                    return
+                case EmbeddingBody() as body:
+                    asks = self._embeddings(engine, body)
+                case body:
+                    asks = self._texts(engine, body)
         except UsageError as e:
             self._results.fail(task, in_flags(str(e)))
             return
-        flight = _Flight(task=task, texts=[None] * (len(prompts) * len(drawn)))
+        flight = _Flight(task=task, texts=[None] * len(asks))
+        self._asks.extend((flight, i, ask) for i, ask in enumerate(asks))
+
+    def _texts(self, engine: EngineClient, body: GenerationBody) -> list[_Ask]:
+        prompts = [self._read(engine, prompt) for prompt in body.prompts]
+        usual = body.sampling(self._sampling(engine.sampling))
+        for tokens, chat in prompts:  # a conversation is alone
+            engine.check_prompt(tokens)
+            usual = usual if chat is None else chat.held(usual)
         n_predict, caches = body.most_tokens(self._n_predict), body.cache_prompt is not False
-        for i, (prompt, sampling) in enumerate(itertools.product(range(len(prompts)), drawn)):
-            tokens, chat = prompts[prompt]
-            marks = None if chat is None else chat.answer
-            request = engine.submit(tokens, sampling, n_predict, self._speculation, cache_prompt=caches)
-            self._places[request.id] = _Place(flight=flight, index=i, prompt=prompt, marks=marks)
+        return [
+            _Ask(
+                tokens=tokens, prompt=i, sampling=sampling, n_predict=n_predict, caches=caches,
+                marks=None if chat is None else chat.answer,
+            )
+            for (i, (tokens, chat)), sampling in itertools.product(enumerate(prompts), draws(usual, body.n_choices))
+        ]  # fmt: skip
+
+    def _embeddings(self, engine: EngineClient, body: EmbeddingBody) -> list[_Ask]:
+        own = self._embedding
+        body.check(engine.model.n_embd)
+        pooling = chosen(own.pooling, engine.model.pooling)
+        if pooling == "none":
+            raise UsageError("a vector for each token has no place here: set `pooling` to mean, cls or last")
+        prompts: Sequence[tuple[int, ...]] = [self._read(engine, prompt)[0] for prompt in body.prompts]
+        for tokens in prompts:
+            engine.check_prompt(tokens)
+        norm, task = body.norm(own.embd_normalize), PromptTask("embed", pooling=pooling)
+        return [_Ask(tokens=tokens, prompt=i, task=task, norm=norm) for i, tokens in enumerate(prompts)]
+
+    def _submit(self, engine: EngineClient, flight: _Flight, index: int, ask: _Ask) -> None:
+        request = engine.submit(
+            ask.tokens, ask.sampling, ask.n_predict, self._speculation, cache_prompt=ask.caches, task=ask.task
+        )
+        self._places[request.id] = _Place(
+            flight=flight, index=index, prompt=ask.prompt, marks=ask.marks, norm=ask.norm
+        )  # fmt: skip
 
     def _read(self, engine: EngineClient, prompt: BodyPrompt) -> tuple[tuple[int, ...], ChatPrompt | None]:
         match prompt:
@@ -182,9 +240,10 @@ class _Work:
             flight.error = in_flags(str(request.error))
         elif request.stats.finish is Finish.STOPPED:
             self._is_stopped = True
+        vectors = [normalized(np.frombuffer(data, np.float32), place.norm) for data in request.embedding]
         flight.texts[place.index] = Text(
             prompt=place.prompt, stats=request.stats, prompt_tokens=request.prompt, tokens=request.tokens,
-            rest=request.rest, marks=place.marks,
+            rest=request.rest, marks=place.marks, vector=vectors[0] if vectors else None,
         )  # fmt: skip
         texts = [text for text in flight.texts if text is not None]
         if len(texts) < len(flight.texts):

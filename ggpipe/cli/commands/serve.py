@@ -20,7 +20,7 @@ from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.server import ServerConfig
-from ggpipe.options.settings import Log, Models, Prompt, Ranks
+from ggpipe.options.settings import EmbeddingSettings, Log, Models, Prompt, Ranks
 from ggpipe.options.table import OPTIONS
 from ggpipe.runtime.signals import Signals
 from ggpipe.sampling import SamplingConfig
@@ -109,6 +109,7 @@ def _serve(
     serving = process.Serving(
         config=server,
         chat=_chat(options),
+        embeddings=options[EmbeddingSettings],
         model=server.alias or path.name,
         path=str(path),
         keys=server.keys(),

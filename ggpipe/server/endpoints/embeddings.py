@@ -58,13 +58,13 @@ class Embeddings:
         model = self._server.backend.model
         assert model is not None  # it is loaded
         try:
-            return chosen(self._server.config.pooling, model.pooling or "none")
+            return chosen(self._server.embeddings.pooling, model.pooling or "none")
         except SettingError as e:
             raise ApiError(501, "This model is made to rank texts: its embeddings need `--pooling`") from e
 
     def _vectors(self, body: EmbeddingBody, pooling: Pooling, one: Generation) -> Sequence[Vector]:
         """A text's, normalized where there is one for all of it."""
-        norm = self._server.config.embd_normalize if body.embd_normalize is None else body.embd_normalize
+        norm = body.norm(self._server.embeddings.embd_normalize)
         vectors = [np.frombuffer(data, np.float32) for data in one.feed.embedding]
         return vectors if pooling == "none" else [normalized(vector, norm) for vector in vectors]
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from ggpipe.openai.decode import decode
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
+from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server.backend import Backend
 from ggpipe.server.clients.receiving import Bodies
 from ggpipe.server.slots.saved import SavedSlots
@@ -26,6 +27,7 @@ class Server:
     bodies: Bodies
     config: ServerConfig
     chat: Chat
+    embeddings: EmbeddingSettings
     model: str
     """What clients call it."""
     path: str

@@ -11,8 +11,8 @@ from typing import Any
 from ggpipe.core.request import Finish, Token
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.openai.answers import finish_reason, timings
+from ggpipe.openai.writer import Event
 
-Event = dict[str, Any]
 _BEGUN: dict[str, dict[str, Any]] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},

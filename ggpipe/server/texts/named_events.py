@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
-from ggpipe.chat.tools import events
-from ggpipe.core.request import Token
 from ggpipe.openai.bodies import GenerationBody
 from ggpipe.openai.response_writer import ResponseWriter
+from ggpipe.openai.writer import Event, Writer, Writing
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
 from ggpipe.server.texts.anthropic import MessageWriter
-from ggpipe.server.texts.stream import News, follow
-
-Event = dict[str, Any]
-
-
-class Writer(Protocol):
-    """Makes an API's objects of an answer's parts."""
-
-    def reasoning(self, text: str) -> Iterable[Event]:
-        """The model thinks."""
-
-    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterable[Event]:
-        """The model answers."""
-
-    def begin_call(self, identity: str, name: str) -> Iterable[Event]:
-        """The model calls a tool."""
-
-    def arguments(self, text: str) -> Iterable[Event]:
-        """The next part of the call's arguments."""
-
-    def end_call(self) -> Iterable[Event]:
-        """All of them have come."""
+from ggpipe.server.texts.stream import follow
 
 
 class _NamedReply(abc.ABC):
@@ -43,10 +21,8 @@ class _NamedReply(abc.ABC):
 
     def __init__(self, writer: Writer, splits: bool) -> None:
         """`splits`: reasoning is told apart."""
-        self._writer = writer
+        self._writing = Writing(writer)
         self._splits = splits
-        self._n_reasoning = 0
-        """Tokens that were written before the answer began, where the model thought."""
 
     async def stream(self, generations: Sequence[Generation], body: GenerationBody) -> AsyncGenerator[bytes, None]:
         """Events, as the text comes. Raises ApiError."""
@@ -66,40 +42,20 @@ class _NamedReply(abc.ABC):
         return b"".join(map(_named, self._failed(error)))
 
     async def _events(self, generation: Generation, shows_progress: bool) -> AsyncGenerator[Event, None]:
-        is_begun, n_tokens, has_answer = False, 0, False
+        is_begun = False
         async for news in follow([generation], self._splits, shows_progress, by_token=True):
             if not is_begun:
                 is_begun = True
                 for one in self._begin(generation):
                     yield one
-            n_tokens += len(news.tokens)
-            has_answer = has_answer or any(isinstance(part, events.Text | events.CallBegun) for part in news.events)
-            if not has_answer and any(isinstance(part, events.Reasoning) for part in news.events):
-                self._n_reasoning = n_tokens
-            for one in self._parts(news):
+            if news.progress is not None:
+                for one in self._progress(vars(news.progress)):
+                    yield one
+            for one in self._writing.add(news.events, news.tokens):
                 yield one
             if news.is_end:
                 for one in await self._end(generation):
                     yield one
-
-    def _parts(self, news: News) -> Iterator[Event]:
-        writer = self._writer
-        if news.progress is not None:
-            yield from self._progress(vars(news.progress))
-        tokens = news.tokens
-        for part in news.events:
-            match part:
-                case events.Text(text):
-                    yield from writer.text(text, tokens)
-                    tokens = ()
-                case events.Reasoning(text):
-                    yield from writer.reasoning(text)
-                case events.CallBegun(_, identity, name):
-                    yield from writer.begin_call(identity, name)
-                case events.Arguments(_, text):
-                    yield from writer.arguments(text)
-                case events.CallEnded():
-                    yield from writer.end_call()
 
     # What the APIs do in their own ways
 
@@ -138,7 +94,7 @@ class ResponsesReply(_NamedReply):
         return self._response.progress(progress)
 
     async def _end(self, generation: Generation) -> Iterable[Event]:
-        return self._response.end(generation.stats, self._n_reasoning)
+        return self._response.end(generation.stats, self._writing.n_reasoning)
 
     def _failed(self, error: ApiError) -> Iterable[Event]:
         return self._response.fail(error.status, error.message, error.param)
