@@ -11,6 +11,7 @@ GgpipeError                         exit code 1
 │   ├── MemoryNeededError           a machine has less memory than its ranks need
 │   └── LaunchError                 ranks, hosts or mpirun do not fit the settings
 │       ├── StartError              mpirun did not get the ranks to start
+│       │   └── HostError           it did not start on one of the machines, or lost one
 │       └── MpiError                this rank cannot connect to the others
 └── RunError                        the input was right, but something broke
     ├── QueueFull                   too many requests wait already
@@ -73,6 +74,15 @@ class LaunchError(UsageError):
 
 class StartError(LaunchError):
     """mpirun ended, or took too long, before the first rank was connected with the front end."""
+
+
+class HostError(StartError):
+    """mpirun did not start on one of the machines, or lost one, before the first rank was connected."""
+
+    def __init__(self, message: str, report: str = "") -> None:
+        """`report`: mpirun's own, of several lines."""
+        super().__init__(message)
+        self.report = report
 
 
 class MpiError(LaunchError):

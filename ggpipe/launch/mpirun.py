@@ -25,6 +25,10 @@ _REPORTS_S = 2.0
 
 _RULE = re.compile(r"[-=]{40,}$")
 _OPEN_MPI_REPORT = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on (signal [^.]*)")
+_OPEN_MPI_LOST = re.compile(
+    r"daemon failed to report back.*?Remote host: (\S+)|lost communication with a remote daemon.*?Remote daemon: \S+ "
+    r"on node (\S+)|unable to reliably start one or more daemons|daemon has unexpectedly failed"
+)
 _HYDRA_REPORT = re.compile(r"PID (\d+) RUNNING AT (\S+) = EXIT CODE: (\d+)")
 
 
@@ -131,21 +135,31 @@ class RankProcesses:
         return 128 - code if code is not None and code < 0 else code
 
     def cause(self) -> str | None:
-        """The rank that ended the job, in mpirun's words; None when it did not name one. Waits a moment for it."""
+        """The rank that ended the job, in mpirun's words, or the signal that ended mpirun; None when neither is known.
+        Waits a moment for it."""
         deadline = time.monotonic() + _REPORTS_S
         while time.monotonic() < deadline:
             is_complete = not self._reader.is_alive()
-            if self._is_alone and (code := self._process.poll()) is not None:
-                return f"the rank ended: signal {-code}" if code < 0 else f"the rank ended with exit code {code}"
+            code = self._process.poll()
+            if self._is_alone and code is not None and code >= 0:
+                return f"the rank ended with exit code {code}"
             text = " ".join("".join(self._kept).split())
             if match := _OPEN_MPI_REPORT.search(text):
                 return f"rank {match[1]} ({match[2]}) ended: {match[3]}"
             if match := _HYDRA_REPORT.search(text):
                 return f"a rank on {match[2]} (process {match[1]}) ended with exit code {match[3]}"
+            if code is not None and code < 0:
+                return f"{'the rank' if self._is_alone else 'mpirun'} ended: signal {-code} ({signal.strsignal(-code)})"
             if is_complete:
                 return None
             time.sleep(_TICK_S)
         return None
+
+    def lost(self) -> str | None:
+        """The machine on which mpirun did not start, or which it lost, in words; None where it reports no such thing.
+        To be called once it has ended."""
+        match = _OPEN_MPI_LOST.search(" ".join(self.report().split()))
+        return (match[1] or match[2] or "one of the machines") if match else None
 
     def report(self) -> str:
         """What mpirun itself has printed, once it has ended."""

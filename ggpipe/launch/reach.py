@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ggpipe.launch.environment import die_with_parent, mpi_environment
+from ggpipe.launch.environment import die_with_parent, mpi_environment, session_folder
 from ggpipe.launch.hostfile import write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi, kill_session, mpirun_command
 
@@ -31,14 +31,14 @@ def unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
     """
     mpirun, printed = find_mpirun(), dict.fromkeys(hosts, b"")
     for_hydra = not is_open_mpi(mpirun)
-    with tempfile.TemporaryDirectory(prefix="ggpipe-") as folder, contextlib.ExitStack() as stack:
+    with _folder() as folder, contextlib.ExitStack() as stack:
         waiting = stack.enter_context(selectors.DefaultSelector())
         for i, host in enumerate(printed):
             own = Path(folder, str(i))
             write_hostfile(own, [host], for_hydra)
             process = subprocess.Popen(
                 [*mpirun_command(mpirun, 1, own, ()), "echo", _MARK],
-                env={**os.environ, **mpi_environment()},
+                env={**session_folder(folder), **os.environ, **mpi_environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -60,6 +60,11 @@ def unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
                 if is_there:
                     limit_s = min(max(_LIMIT_S, _TIMES * passed_s), _MOST_S)
     return {host for host, text in printed.items() if _MARK not in text}
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For files of all these mpiruns, which leave theirs when they are killed."""
+    return tempfile.TemporaryDirectory(prefix="ggpipe-", ignore_cleanup_errors=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

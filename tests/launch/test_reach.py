@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ case "$1 $*" in
        there) echo reached ;;
        slow) sleep 0.3; echo reached ;;
        endless) echo reached; sleep 60 ;;
-       silent) sleep 60 ;;
+       silent) mkdir "$PRTE_MCA_prte_local_tmpdir_base/ompi.$$"; sleep 60 ;;
        *) echo "no $name"; exit 1 ;;
      esac ;;
 esac
@@ -51,6 +52,16 @@ def test_a_silent_machine_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began < 55
     monkeypatch.setattr(reach, "_MOST_S", 0.5)
     assert unreachable(["silent"], lambda: None) == {"silent"}
+
+
+def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = tmp_path / "temporary", set[Path]()
+    own.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    monkeypatch.setattr(reach, "_MOST_S", 1.0)
+    assert unreachable(["silent"], lambda: seen.update(own.glob("*/ompi.*"))) == {"silent"}
+    assert seen
+    assert not list(own.iterdir())
 
 
 def test_the_user_stops_it() -> None:

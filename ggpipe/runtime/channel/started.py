@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ggpipe.config import EngineConfig
-from ggpipe.errors import GgpipeError, RankError, StartError, Terminated
+from ggpipe.errors import GgpipeError, HostError, LaunchError, RankError, StartError, Terminated
 from ggpipe.launch.hostfile import hosts_of
 from ggpipe.launch.job import Job, jobs_again
 from ggpipe.launch.mpirun import RankProcesses
+from ggpipe.launch.placement import listed
+from ggpipe.launch.reach import unreachable
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.link import Link, Listener, Waker
 from ggpipe.runtime.channel.messages import FromHead
@@ -62,11 +64,12 @@ def supervised(
         limit_s = math.inf if is_first or not timeout_s else max(_STARTS_WITHIN * timeout_s, _STARTS_WITHIN_S)
 
         def on_error(error: GgpipeError) -> None:
-            if not n_restarts:  # else it may be a reason to try again
+            if not n_restarts and not isinstance(error, HostError):  # else it may be a reason to try again
                 user.report(error)
 
         def start(own: Supervisor) -> contextlib.AbstractContextManager[RemoteRanks]:
-            return started(job, timeout_s, own.attend, user, limit_s, on_error, own.ranks)
+            ranks = started(job, timeout_s, own.attend, user, limit_s, on_error, own.ranks)
+            return _looking_for_hosts(ranks, job, own.attend) if is_first else ranks
 
         return Way(start, job.line)
 
@@ -78,6 +81,29 @@ def supervised(
         on_begin(supervisor)
         supervisor.start(way(first, is_first=True))
         yield supervisor
+
+
+@contextlib.contextmanager
+def _looking_for_hosts(
+    ranks: contextlib.AbstractContextManager[RemoteRanks], job: Job, attend: Callable[[], None]
+) -> Iterator[RemoteRanks]:
+    """Ranks on machines that were never there before: those that cannot be reached are the user's mistake. Where all
+    can, one was lost for a moment, which is a RankError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            own = stack.enter_context(ranks)
+        except HostError as e:
+            hosts = list(dict.fromkeys(job.slots[: job.n_ranks]))
+            away = unreachable(hosts, attend)
+            if not away:
+                raise RankError(str(e)) from e
+            with contextlib.suppress(OSError):
+                sys.stderr.write(e.report)
+            raise LaunchError(
+                f"{listed([host for host in hosts if host in away])} cannot be reached: mpirun starts nothing there; "
+                "check its name, that it runs, and that ssh logs in without a password"
+            ) from e
+        yield own
 
 
 @contextlib.contextmanager
@@ -166,6 +192,8 @@ def _accepted(
             return link
     if (cause := processes.cause()) is not None:
         raise RankError(cause)
+    if (host := processes.lost()) is not None:
+        raise HostError(f"mpirun did not start on {host}, or lost it", processes.report())
     with contextlib.suppress(OSError):
         sys.stderr.write(processes.report())
     raise StartError(f"mpirun ended with exit code {code} before the first rank was connected")
