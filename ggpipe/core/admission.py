@@ -62,6 +62,7 @@ class Admission:
             state = RequestState(
                 request=request,
                 want=arrived.want,
+                keeps=arrived.want.keeps,
                 counters=arrived.counters,
                 draft_check=arrived.draft_check,
                 prefix=prefix,

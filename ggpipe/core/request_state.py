@@ -75,6 +75,8 @@ class RequestState:
     """What the prefix cache had of its prompt, and its tree."""
     reserve: int
     """Cells that its text may take up, those of its prefix included."""
+    keeps: bool
+    """Some of its rows are kept (`Want.keeps`): what it wants may have changed since they were submitted."""
     phase: Phase = Phase.PREFILL
     finish: Finish | None = None
     """Why it ends; None before `Phase.ENDING`."""

@@ -199,6 +199,7 @@ class Scheduler:
             return
         if self._admission.withdraw(request_id):
             actions.append(Finished(request_id, Finish.STOPPED))
+            self._admit(actions)  # those behind it may need fewer cells
 
     def _end(self, state: RequestState, reason: Finish, actions: list[Action]) -> None:
         state.enter(Phase.ENDING)
@@ -254,8 +255,6 @@ class Scheduler:
 
     def _submit(self, takes: Sequence[Take], actions: list[Action]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
-        if not self._limits.partial_prefixes:  # libllama orders the rows of several sequences as it likes
-            takes = [take for take in takes if not take.state.request.embeds] or takes[:1]
         for take in takes:
             state, prompt = take.state, take.state.request.prompt[:-1]
             if take.n_prompt and state.saves_prompt and state.n_past == len(prompt):
@@ -267,7 +266,7 @@ class Scheduler:
             return False
         self._admission.make_room()
         self._load.submitted(parts, only_one=len(parts) == len(self._states) == 1)
-        kept = [state.oldest_run for state in self._states.values() if state.is_open and state.want.keeps]
+        kept = [state.oldest_run for state in self._states.values() if state.is_open and state.keeps]
         kept_from = min((run for run in kept if run is not None), default=None)
         actions.append(self._in_flight.submit(parts, tuple(wants), self._now, kept_from))
         return True
@@ -365,7 +364,7 @@ class Scheduler:
     def _sampled(self, event: Sampled, actions: list[Action]) -> None:
         if (state := self._states.get(event.request)) is None or not state.is_open:
             return  # stopped meanwhile
-        state.want = event.want
+        state.want, state.keeps = event.want, state.keeps or event.want.keeps
         if event.end:
             self._end(state, Finish.END_OF_TEXT, actions)
             return

@@ -358,3 +358,29 @@ def test_a_run_ends_once() -> None:
     head.drain()
     with pytest.raises(ValueError, match="run 1 is not in flight"):
         head.scheduler.handle(RunEnded(RunResult(1)), 0.0)
+
+
+def test_who_leaves_the_queue_lets_those_behind_it_in() -> None:
+    head = opened(n_requests=2)
+    head.arrive(Request(id=1, prompt=tuple(range(1, 21)), n_predict=8))
+    head.arrive(Request(id=2, prompt=(2, 3), n_predict=50))  # 28 of 64 cells are promised
+    head.arrive(Request(id=3, prompt=(2, 3), n_predict=8))
+    head.stop(2)
+    assert set(head.scheduler._states) == {1, 3}
+    head.drain()
+    head.check_end()
+
+
+def test_rows_are_kept_though_later_ones_need_not_be() -> None:
+    head = opened()
+    head.fetches = True
+    head.arrive(speculating())
+    a, b = right(head, 2)
+    draft_token(head, ROOT, 1, a)
+    rows_of_a = head.pipeline.live[-1].id
+    head.fetches = False  # as where sampling takes all logits from now on
+    come_back(head)
+    assert head.seen[1].text == [a]
+    draft_token(head, 1, 2, b)
+    assert head.pipeline.live[-1].id > rows_of_a
+    assert head.kept_from <= rows_of_a

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 
+import pytest
+
 from ggpipe.core.events import Arrived, RunEnded, Sample, Sampled, Submit
 from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
-from ggpipe.core.request import Limits, Request
+from ggpipe.core.request import Limits, PromptTask, Request
 from ggpipe.core.scheduler import Scheduler
 
 ONE = Want(WantKind.TOP, 1)
@@ -18,11 +20,16 @@ class Pipeline:
     `text_s`: that of each row of text, or by the least number of them."""
 
     def __init__(
-        self, n_stages: int, seconds: dict[int, float], text_s: float | dict[int, float] = 0.5, slowdown: float = 5.0
+        self,
+        n_stages: int,
+        seconds: dict[int, float],
+        text_s: float | dict[int, float] = 0.5,
+        slowdown: float = 5.0,
+        partial_prefixes: bool = True,
     ) -> None:
         limits = Limits(
             n_ctx=10_000, n_batch=512, n_ubatch=512, n_in_flight=n_stages + 1, n_seq=8, n_requests=8,
-            prefill_slowdown=slowdown,
+            prefill_slowdown=slowdown, partial_prefixes=partial_prefixes,
         )  # fmt: skip
         self.scheduler = Scheduler(limits)
         self.runs: list[Run] = []
@@ -36,6 +43,12 @@ class Pipeline:
     def arrive(self, number: int, n_prompt: int = 1) -> None:
         prompt = tuple(range(1, n_prompt + 1))
         self._handle(Arrived(Request(id=number, prompt=prompt, n_predict=1000), ONE))
+
+    def embed(self, number: int, n_prompt: int) -> None:
+        request = Request(
+            id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, task=PromptTask("embed")
+        )
+        self._handle(Arrived(request, ONE))
 
     def step(self) -> None:
         """The oldest run comes back."""
@@ -192,3 +205,19 @@ def test_prompts_of_more_users_than_decode_go_in_at_once() -> None:
         pipeline.arrive(number, n_prompt=33)
     pipeline.step()
     assert pipeline.sizes[-1][1] < 20, "four wait for three"
+
+
+def test_embeddings_of_recurrent_models_take_turns_with_texts() -> None:
+    """Their rows are in no run of others. With two requests writing, there is a row to take in every run."""
+    pipeline = Pipeline(2, FREE, partial_prefixes=False)
+    pipeline.arrive(1)
+    pipeline.arrive(2)
+    pipeline.embed(3, 20)
+    for _ in range(60):
+        for run in pipeline.runs:
+            requests = {row.request for row in run.rows}
+            assert requests == {3} or 3 not in requests
+        pipeline.step()
+    assert pipeline.scheduler.counters(1)
+    with pytest.raises(KeyError):
+        pipeline.scheduler.counters(3)

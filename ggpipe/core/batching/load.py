@@ -41,6 +41,8 @@ class Load:
         """Cells that no request holds or has reserved."""
         self.next_run_at: float | None = None
         """When the next run of draft tokens may go in."""
+        self.embeds_next = False
+        """An embedding was left out of the last run for others' rows."""
         self._in_flight = in_flight
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""

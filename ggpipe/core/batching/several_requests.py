@@ -25,6 +25,11 @@ _FIRST_ROWS = 16  # of a run with a prompt beside others' tokens, before a run h
 
 def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
     """What goes in next; nothing when it is better to wait."""
+    takes = _takes(load, states)
+    return takes if load.limits.partial_prefixes else _unmixed(load, takes)
+
+
+def _takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
     prompts = [state for state in states if state.phase is Phase.PREFILL]
     decoding = [state for state in states if state.phase is Phase.DECODING and state.request.n_predict]
     for state in decoding:
@@ -58,6 +63,17 @@ def next_takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
                 return ()  # it goes in with the tokens in flight, which would else wait for it
         return [*takes, *_shared_out(prompts, n_prompt)]
     return _with_draft_tokens(load, takes, decoding, n_rounds)
+
+
+def _unmixed(load: Load, takes: Sequence[Take]) -> Sequence[Take]:
+    """One embedding, or all but embeddings, in turns: with recurrent states libllama orders the rows of several
+    sequences as it likes."""
+    texts = [take for take in takes if not take.state.request.embeds]
+    embeddings = [take for take in takes if take.state.request.embeds]
+    takes_embedding = bool(embeddings) and (load.embeds_next or not texts)
+    if embeddings:
+        load.embeds_next = not takes_embedding
+    return embeddings[:1] if takes_embedding else texts
 
 
 def _with_draft_tokens(load: Load, takes: list[Take], decoding: Sequence[RequestState], n_rounds: int) -> list[Take]:
