@@ -96,8 +96,8 @@ class Rank:
     def draw(self, logits: Logits) -> tuple[int, bool]:
         own = want = self.sampler.want()
         self.sampler.settle()
-        if self._drafts and (before := self._before) is not None and before.kind is own.kind:
-            want = replace(before, n=before.n + self.sampler.want_grows)
+        if self._drafts and (before := self._before) is not None :
+            want = replace(before, n=before.n + self.sampler.want_grows) if before.keeps else before
         self._before = own
         assert want.keeps is (want.kind is WantKind.TOP)
         whole = whole_row(0, logits, want)
@@ -135,6 +135,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mirostat": {"mirostat": 2},
     "probs": {"n_probs": 3, "ignore_eos": True},
     "biased": {"logit_bias": ((300, 3.0), (301, -4.0))},
+    "whole rows soon": {"top_k": 2044, "repeat_penalty": 1.3, "min_p": 0.0, "top_p": 1.0},
 }
 
 

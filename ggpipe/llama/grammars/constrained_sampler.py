@@ -105,6 +105,8 @@ class ConstrainedSampler:
 
         Raises NoTokenFits.
         """
+        if row.ids is not None and self._own.want().kind is WantKind.FULL:
+            return None  # a draft token's row, submitted when fewer candidates were enough
         if not self._is_rejected:
             token, few = self._own.sample(self._without_grammar(row)), self._few
             if self._grammar.fits(token) if few is None else token in few:
@@ -238,14 +240,17 @@ def sampler_at(
 ) -> Sampler | ConstrainedSampler:
     """A sampler behind a prompt and `tokens` of its text, but for rows that are to be replayed. `redrawn`: places of
     tokens that were drawn at the second attempt. Raises UsageError where the text does not fit the grammar."""
-    grammar = Grammar(sampling.grammar, vocab) if sampling.grammar else None
     sampler = Sampler(sampling, vocab, n_ctx)
     sampler.accept(prompt)
-    if grammar is None:
+    if not sampling.grammar:
         if not sampling.remembers_rows:
             sampler.resume(tokens)
         return sampler
-    constrained = ConstrainedSampler(sampler, grammar)
+    try:
+        constrained = ConstrainedSampler(sampler, Grammar(sampling.grammar, vocab))
+    except UsageError:
+        sampler.close()
+        raise
     try:
         if sampling.remembers_rows:
             constrained.check(tokens)
