@@ -124,11 +124,12 @@ class EngineThread:
             self._feeds[feed], self._of_request[request.id] = request, feed
 
         with self._lock:
-            if self._error is None:
+            error = self._error
+            if error is None:
                 self._feeds[feed] = None
                 self._calls.append(call)
-        if self._error is not None:
-            feed.end(error=self._error)
+        if error is not None:
+            feed.end(error=error)
         self._wake()
 
     def cancel(self, feed: Feed) -> None:
@@ -165,11 +166,12 @@ class EngineThread:
                 answer.set_exception(e)
 
         with self._lock:
-            if self._error is None:
+            error = self._error  # one that comes later is set by `_fail`
+            if error is None:
                 self._questions.add(answer)
                 self._calls.append(call)
-        if self._error is not None and not answer.done():
-            answer.set_exception(self._error)
+        if error is not None:
+            answer.set_exception(error)
         self._wake()
         return answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable
@@ -96,7 +97,7 @@ def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Future[None]) -> Ca
             changed.set_result(None)
 
     def wake() -> None:
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, maybe in this moment
             loop.call_soon_threadsafe(come)
 
     return wake

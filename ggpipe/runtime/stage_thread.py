@@ -177,8 +177,9 @@ class StageThread:
         if self._group is not None:
             self._group.leave()
         while self._thread.is_alive() and not (self._group is not None and self._group.is_joining):
-            if self._stage is not None and self._computing is not None:
-                self._stage.cancel(self._computing)
+            stage, run = self._stage, self._computing  # which the thread may take back at any time
+            if stage is not None and run is not None:
+                stage.cancel(run)
             self._thread.join(0.01)
 
     def _work(self) -> None:

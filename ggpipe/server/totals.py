@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import collections
+import contextlib
 import itertools
 import math
 import threading
@@ -124,7 +125,7 @@ class Totals:
             self.draft_tokens += counters.submitted_tokens
             self.accepted_tokens += counters.accepted_tokens
             self.drafts += counters.verified_runs
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._measure, stats, ranks)
 
     def _measure(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
