@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ggpipe.errors import GgpipeError, LaunchError, RunError
+from ggpipe.errors import GgpipeError, LaunchError, RunError, UsageError
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.runtime.channel import messages
 from ggpipe.runtime.channel.messages import VERSION, Failed, FromFrontEnd, FromHead, Message
@@ -86,21 +86,18 @@ class Link(Generic[M]):
         """Send messages, in one piece; False when the other side has gone.
 
         Waits for a reader that does not read; `attend` is then called every 0.1 s, and may raise to give up the link.
+        Raises UsageError for a message that is too large; then nothing is sent.
         """
-        encoded = [messages.encode(message) for message in sent]
-        for frame in encoded:
-            if len(frame) > MAX_FRAME_BYTES:
-                raise RunError(f"a message of {len(frame)} bytes is too large, at most {MAX_FRAME_BYTES} can be sent")
+        frames = b"".join(map(framed, sent))
         with self._sending:
-            return self._send(b"".join(len(frame).to_bytes(4, "little") + frame for frame in encoded), attend)
+            return self._send(frames, attend)
 
     def send_if_free(self, message: Message) -> None:
         """Send, unless another thread is sending or the other side does not read."""
         if self._sending.acquire(blocking=False):
             try:
                 if self._wait(select.POLLOUT, 0):
-                    frame = messages.encode(message)
-                    self._send(len(frame).to_bytes(4, "little") + frame, lambda: None)
+                    self._send(framed(message), lambda: None)
             finally:
                 self._sending.release()
 
@@ -173,6 +170,14 @@ class Link(Generic[M]):
         """As `end`; no thread may be using the link. A second call does nothing."""
         self.end()
         self._connection.close()
+
+
+def framed(message: Message) -> bytes:
+    """A message with its length in front. Raises UsageError for one that is too large to be sent."""
+    data = messages.encode(message)
+    if len(data) > MAX_FRAME_BYTES:
+        raise UsageError(f"this takes a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent: give less")
+    return len(data).to_bytes(4, "little") + data
 
 
 # The front end's side

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.cluster.profile import Profile
-from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError
+from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
 from ggpipe.runtime.channel.link import Link, Waker
@@ -278,20 +278,22 @@ class RemoteEngine(EngineClient):
     def _submit(self, request: ClientRequest) -> None:
         stats = request.stats
         stats.n_prompt, stats.arrived = len(request.prompt), stats.arrived or time.monotonic()
-        self._own.send(
-            Submit(
-                request=request.id,
-                prompt=request.prompt,
-                sampling=request.sampling,
-                n_predict=request.n_predict,
-                speculation=request.speculation,
-                cache_prompt=request.cache_prompt,
-                tokens=request.token_ids,
-                redrawn=request.redrawn,
-                task=request.task,
-                user=request.user,
-            )
+        submit = Submit(
+            request=request.id,
+            prompt=request.prompt,
+            sampling=request.sampling,
+            n_predict=request.n_predict,
+            speculation=request.speculation,
+            cache_prompt=request.cache_prompt,
+            tokens=request.token_ids,
+            redrawn=request.redrawn,
+            task=request.task,
+            user=request.user,
         )
+        try:
+            self._own.send(submit)
+        except UsageError as e:
+            self._kept.append(Refused(request.id, type(e).__name__, str(e)))
 
     def _cancel(self, request: ClientRequest) -> None:
         if request.id not in self._cancelled:

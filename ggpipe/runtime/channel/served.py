@@ -11,6 +11,7 @@ from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import ClientRequest, RequestEnded, TokenReady
 from ggpipe.runtime.channel.front_end import FrontEnd
+from ggpipe.runtime.channel.link import framed
 from ggpipe.runtime.channel.messages import (
     Cancel,
     ChatTokenized,
@@ -199,7 +200,9 @@ class _Server:
 
 def _answer(answer: Callable[[], Message]) -> Message:
     try:
-        return answer()
+        message = answer()
+        framed(message)  # which may be too large
+        return message
     except UsageError as e:
         return _refused(0, e)
 

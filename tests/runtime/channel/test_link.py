@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ggpipe.errors import LaunchError, ModelError, RunError, Terminated
+from ggpipe.errors import LaunchError, ModelError, RunError, Terminated, UsageError
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.runtime.channel import link, messages
 from ggpipe.runtime.channel.link import Link, Listener, address_for
@@ -200,7 +200,7 @@ def test_what_is_no_message(data: bytes, why: str, pair: tuple[Link[FromHead], L
 
 
 def test_a_message_that_is_too_large(pair: tuple[Link[FromHead], Link[FromFrontEnd]]) -> None:
-    with pytest.raises(RunError, match="too large"):
+    with pytest.raises(UsageError, match="at most 67108864 can be sent: give less"):
         pair[0].send(Tokenize(bytes(link.MAX_FRAME_BYTES)))
 
 

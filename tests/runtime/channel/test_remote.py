@@ -26,7 +26,7 @@ from ggpipe.config import (
 from ggpipe.core.request import Finish
 from ggpipe.errors import RankError, RunError, SilentRankError, Terminated, UsageError
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.runtime.channel import messages, remote
+from ggpipe.runtime.channel import link, messages, remote
 from ggpipe.runtime.channel.client import EngineClient
 from ggpipe.runtime.channel.front_end import FrontEnd
 from ggpipe.runtime.channel.link import Link
@@ -204,6 +204,20 @@ def test_a_prompt_that_is_refused(connected: Connected) -> None:
             list(engine.generate((), GREEDY))
         with pytest.raises(UsageError, match="has 5000 tokens and the context 4096"):
             list(engine.generate((5,) * 5000, GREEDY))
+        assert text(engine, "The wolf", 3) == expected("The wolf", 3)
+
+
+def test_what_is_too_large_for_a_message_is_refused(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the ranks serve what comes next."""
+    with served(connected) as ranks:
+        engine = ranks.load()
+        monkeypatch.setattr(link, "MAX_FRAME_BYTES", 20_000)
+        for text_of in ("a" * 30_000, "é" * 8000):  # the question, and the answer
+            with pytest.raises(UsageError, match="at most 20000 can be sent"):
+                engine.tokenize(text_of)
+        with pytest.raises(UsageError, match="at most 20000 can be sent"):
+            list(engine.generate((300,) * 10_000, GREEDY))
+        monkeypatch.undo()
         assert text(engine, "The wolf", 3) == expected("The wolf", 3)
 
 
