@@ -144,7 +144,7 @@ def _read_header(path: Path) -> _Header:
                     _text(_tensor_name(gguf, i)),
                     first + int(_tensor_offset(gguf, i)),
                     int(_tensor_size(gguf, i)),
-                    _text(_type_name(_tensor_type(gguf, i))),
+                    _text(type_name(_tensor_type(gguf, i))),
                 )
                 for i in range(_n_tensors(gguf))
             ],
@@ -175,7 +175,7 @@ _tensor_name = ggml("gguf_get_tensor_name", ctypes.c_char_p, _gguf, _id)
 _tensor_offset = ggml("gguf_get_tensor_offset", ctypes.c_size_t, _gguf, _id)
 _tensor_size = ggml("gguf_get_tensor_size", ctypes.c_size_t, _gguf, _id)
 _tensor_type = ggml("gguf_get_tensor_type", ctypes.c_int, _gguf, _id)
-_type_name = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+type_name = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ggpipe.cluster.model_shape import FLOAT_BYTES
 from ggpipe.config import Pooling
 from ggpipe.errors import UsageError
-from ggpipe.llama.gguf import ModelFile, TensorInfo
+from ggpipe.llama.gguf import ModelFile, TensorInfo, type_name
 from ggpipe.llama.libllama import ggml, lib
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -166,19 +166,18 @@ class ModelHeader:
 
 
 def _number_bytes() -> dict[str, float]:
-    name = ggml("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
     block = ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
     block_bytes = ggml("ggml_type_size", ctypes.c_size_t, ctypes.c_int)
     types = [i for i in range(lib.GGML_TYPE_COUNT) if block_bytes(i) > 0]  # others were removed
-    return {name(i).decode(): block_bytes(i) / block(i) for i in types}
+    return {type_name(i).decode(): block_bytes(i) / block(i) for i in types}
 
 
 _NUMBER_BYTES = _number_bytes()
 
 
-def number_bytes(type_name: str) -> float:
+def number_bytes(name: str) -> float:
     """Bytes of a number of this type, as ggml names it."""
-    return _NUMBER_BYTES[type_name]
+    return _NUMBER_BYTES[name]
 
 
 def n_numbers(tensor: TensorInfo) -> int:

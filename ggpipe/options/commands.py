@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.options import settings
 from ggpipe.options.chat import Chat
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command
 from ggpipe.options.server import ServerConfig
-from ggpipe.options.settings import (
-    BatchSettings,
-    BenchSettings,
-    ChatOutput,
-    Cluster,
-    DemoSettings,
-    EmbeddingSettings,
-    GenerateOutput,
-    Loading,
-    Log,
-    Loras,
-    Models,
-    PlanSettings,
-    ProfileSettings,
-    Prompt,
-    PromptCacheFile,
-    Ranks,
-    RecordSettings,
-    SimulatedText,
-    SimulatedTraffic,
-    SimulateSettings,
-)
 from ggpipe.sampling import SamplingConfig
 
-_WEIGHTS = (Models, Loading, ModelConfig, Loras)
-_COMPUTING = (ContextConfig, PipelineConfig, Ranks, DraftConfig, Log)
+_WEIGHTS = (settings.Models, settings.Loading, ModelConfig, settings.Loras)
+_COMPUTING = (ContextConfig, PipelineConfig, settings.Ranks, DraftConfig, settings.Log)
 
 COMMANDS: tuple[Command, ...] = (
     Command(
@@ -45,13 +24,13 @@ COMMANDS: tuple[Command, ...] = (
         records=(
             *_WEIGHTS,
             *_COMPUTING,
-            Prompt,
+            settings.Prompt,
             Chat,
-            PromptCacheFile,
+            settings.PromptCacheFile,
             SpeculationConfig,
             SamplingConfig,
             Constraint,
-            GenerateOutput,
+            settings.GenerateOutput,
         ),
         required=frozenset({"model"}),
     ),
@@ -63,7 +42,7 @@ COMMANDS: tuple[Command, ...] = (
         already. Without a terminal on stdin, what comes from there is one question (behind that of -p), whose answer
         goes to stdout. Ranks that die are started again, three times in ten minutes, and the answer goes on.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, Chat, SpeculationConfig, SamplingConfig, ChatOutput),
+        records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, Chat, SpeculationConfig, SamplingConfig, settings.ChatOutput),
         leave_out=frozenset({"single_turn"}),
         required=frozenset({"model"}),
         defaults={"restart": 3},
@@ -80,13 +59,13 @@ COMMANDS: tuple[Command, ...] = (
             *_WEIGHTS,
             *_COMPUTING,
             EngineConfig,
-            Prompt,
+            settings.Prompt,
             Chat,
             SpeculationConfig,
             SamplingConfig,
             Constraint,
-            EmbeddingSettings,
-            BatchSettings,
+            settings.EmbeddingSettings,
+            settings.BatchSettings,
         ),
         leave_out=frozenset({"prompt", "file", "escape", "slot_save_path"}),
         required=frozenset({"model", "input", "output"}),
@@ -99,7 +78,7 @@ COMMANDS: tuple[Command, ...] = (
         The target alone writes the text, on as many ranks as --mpi-layer-split names. The draft reads it in the first
         rank.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, SamplingConfig, RecordSettings),
+        records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, SamplingConfig, settings.RecordSettings),
         leave_out=frozenset({"file"}),
         required=frozenset({"model", "output"}),
         defaults={"n_predict": 256},
@@ -112,16 +91,16 @@ COMMANDS: tuple[Command, ...] = (
         headers of GGUF files.
         """,
         records=(
-            Cluster,
-            Models,
-            SimulatedText,
-            SimulatedTraffic,
+            settings.Cluster,
+            settings.Models,
+            settings.SimulatedText,
+            settings.SimulatedTraffic,
             ContextConfig,
             PipelineConfig,
-            Ranks,
+            settings.Ranks,
             DraftConfig,
             SpeculationConfig,
-            SimulateSettings,
+            settings.SimulateSettings,
         ),
         leave_out=frozenset(
             {
@@ -154,7 +133,7 @@ COMMANDS: tuple[Command, ...] = (
         Without CLUSTER the machines of --hostfile, or this one, are measured first. Memory comes from the model's
         header, speeds from short simulations. The last line is a command to paste.
         """,
-        records=(Cluster, *_WEIGHTS, *_COMPUTING, SimulatedText, PlanSettings),
+        records=(settings.Cluster, *_WEIGHTS, *_COMPUTING, settings.SimulatedText, settings.PlanSettings),
         leave_out=frozenset(
             {
                 "shares",
@@ -176,7 +155,7 @@ COMMANDS: tuple[Command, ...] = (
         machine. A table goes to stderr. Without --layers a quarter of the layers is measured, or as many as the time
         allows. With -md each rank also measures all of the draft, with the same threads.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, ProfileSettings),
+        records=(*_WEIGHTS, *_COMPUTING, settings.ProfileSettings),
         leave_out=frozenset(
             {
                 "shares",
@@ -197,7 +176,7 @@ COMMANDS: tuple[Command, ...] = (
         Models are loaded once. Each mode warms up, then the rounds follow. Ctrl-C ends the bench and shows the results
         so far. With several --mpi-layer-split, layouts are compared in the fastest mode, or in those of --modes.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, Prompt, SpeculationConfig, SamplingConfig, BenchSettings),
+        records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, SpeculationConfig, SamplingConfig, settings.BenchSettings),
         leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares", "stop"}),
         required=frozenset({"model"}),
         defaults={"n_predict": 128, "seed": 1},
@@ -211,14 +190,14 @@ COMMANDS: tuple[Command, ...] = (
         take space on the disk. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, other tale.
         """,
         records=(
-            Loading,
+            settings.Loading,
             ModelConfig,
             *_COMPUTING,
-            Prompt,
+            settings.Prompt,
             SpeculationConfig,
             SamplingConfig,
-            GenerateOutput,
-            DemoSettings,
+            settings.GenerateOutput,
+            settings.DemoSettings,
         ),
         leave_out=frozenset({"override_kv", "restart"}),
         defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
@@ -236,8 +215,8 @@ COMMANDS: tuple[Command, ...] = (
             *_WEIGHTS,
             *_COMPUTING,
             ServerConfig,
-            EmbeddingSettings,
-            Prompt,
+            settings.EmbeddingSettings,
+            settings.Prompt,
             Chat,
             EngineConfig,
             SpeculationConfig,
@@ -254,8 +233,8 @@ COMMANDS: tuple[Command, ...] = (
         records=(
             *_WEIGHTS,
             *_COMPUTING,
-            Prompt,
-            PromptCacheFile,
+            settings.Prompt,
+            settings.PromptCacheFile,
             EngineConfig,
             SpeculationConfig,
             SamplingConfig,

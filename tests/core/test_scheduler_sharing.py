@@ -45,9 +45,7 @@ class Pipeline:
         self._handle(Arrived(Request(id=number, prompt=prompt, n_predict=1000), ONE))
 
     def embed(self, number: int, n_prompt: int) -> None:
-        request = Request(
-            id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, task=PromptTask("embed")
-        )
+        request = Request(id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, task=PromptTask("embed"))
         self._handle(Arrived(request, ONE))
 
     def step(self) -> None:

@@ -96,7 +96,7 @@ class Rank:
     def draw(self, logits: Logits) -> tuple[int, bool]:
         own = want = self.sampler.want()
         self.sampler.settle()
-        if self._drafts and (before := self._before) is not None :
+        if self._drafts and (before := self._before) is not None:
             want = replace(before, n=before.n + self.sampler.want_grows) if before.keeps else before
         self._before = own
         assert want.keeps is (want.kind is WantKind.TOP)
