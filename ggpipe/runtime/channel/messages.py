@@ -27,7 +27,7 @@ from ggpipe.cluster.profile import Profile
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.request import Counters, Finish, PromptTask, Token
-from ggpipe.errors import GgpipeError, RunError
+from ggpipe.errors import GgpipeError, RunError, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import ModelInfo
 
@@ -255,8 +255,13 @@ _FROM_HEAD: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes."""
-    return _ENCODER.encode(message)
+    """A message as bytes. Raises UsageError for values that none can hold, as in what users give to chat templates."""
+    try:
+        return _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise UsageError(
+            f"a value cannot be sent to the ranks ({e}): give what JSON has, and numbers of 64 bits"
+        ) from e
 
 
 def from_front_end(payload: bytes) -> FromFrontEnd:

@@ -14,6 +14,7 @@ import pytest
 from support.commands import TARGET, wait_for
 from support.pipeline import local_session
 
+from ggpipe.chat.conversation import Conversation
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -207,10 +208,14 @@ def test_a_prompt_that_is_refused(connected: Connected) -> None:
         assert text(engine, "The wolf", 3) == expected("The wolf", 3)
 
 
-def test_what_is_too_large_for_a_message_is_refused(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_message_can_hold_is_refused(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the ranks serve what comes next."""
     with served(connected) as ranks:
         engine = ranks.load()
+        for value in (10**30, "\ud800", object()):
+            asked = Conversation(messages=({"role": "user", "content": "a"},), further={"x": value})
+            with pytest.raises(UsageError, match="a value cannot be sent to the ranks"):
+                engine.tokenize_chat(asked)
         monkeypatch.setattr(link, "MAX_FRAME_BYTES", 20_000)
         for text_of in ("a" * 30_000, "é" * 8000):  # the question, and the answer
             with pytest.raises(UsageError, match="at most 20000 can be sent"):
