@@ -22,7 +22,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line, made fit for typer (`cli/argv.py`). Returns its exit code; errors are reported."""
     error: GgpipeError
     try:
-        code = make_app(COMMANDS, OPTIONS, _call)(list(arguments), standalone_mode=False, prog_name="ggpipe")
+        program = make_app(COMMANDS, OPTIONS, _call, arguments)
+        code = program(list(arguments), standalone_mode=False, prog_name="ggpipe")
         return leave_status(int(code or 0) or flush_stdout())
     except typer.Exit as e:
         return leave_status(e.exit_code or flush_stdout())

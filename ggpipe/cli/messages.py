@@ -15,6 +15,8 @@ from ggpipe.options.table import OPTIONS
 SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
 """How the command line calls a setting, by the name that messages have for it."""
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
 
 def in_flags(message: str) -> str:
     """A message of the library with flags in the place of settings: of `n_ctx` in backticks it makes -c/--ctx-size."""
@@ -22,8 +24,9 @@ def in_flags(message: str) -> str:
 
 
 def show(message: str) -> None:
-    """Print a message of the library, or of a command, as one line."""
-    print(f"ggpipe: {in_flags(message)}", file=sys.stderr)
+    """Print a message of the library, or of a command, as one line, whatever the names of files in it are."""
+    line = _CONTROL.sub(lambda match: repr(match[0])[1:-1], in_flags(message))
+    print(f"ggpipe: {line}", file=sys.stderr)
 
 
 def warn(message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -22,9 +22,16 @@ def parse(command: Command, table: Sequence[Option], arguments: Sequence[str]) -
 
 
 def make_app(
-    commands: Iterable[Command], table: Sequence[Option], run: Callable[[Command, Options], int]
+    commands: Sequence[Command],
+    table: Sequence[Option],
+    run: Callable[[Command, Options], int],
+    arguments: Sequence[str] = (),
 ) -> typer.Typer:
-    """The program: `run` is called with the command that was named and what was read, and returns the exit code."""
+    """The program: `run` is called with the command that was named and what was read, and returns the exit code.
+
+    `arguments`: those that it will be given. Where they begin with a command, the program has only that one, since
+    typer takes 10 ms for each.
+    """
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
@@ -41,7 +48,7 @@ def make_app(
     ) -> None:
         pass
 
-    for command in commands:
+    for command in [command for command in commands if command.name in arguments[:1]] or commands:
         _add(app, command, table, functools.partial(run, command))
     return app
 

@@ -26,6 +26,10 @@ from ggpipe.launch.environment import is_srun, size_in_environment  # noqa: E402
 from ggpipe.launch.sockets import sharing  # noqa: E402
 from ggpipe.transport.base import Kind, Message, OverMemory, OverMessages, Payload, Transport  # noqa: E402
 
+if "OMPI_MCA_PREFIXES" in os.environ:  # Open MPI 5's mpirun, which has added what the user's files say
+    # Its one-sided transport over libfabric is of no use here, and takes a second to find that out when MPI starts.
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+
 try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as e:

@@ -74,3 +74,8 @@ def test_only_the_first_rank_reports(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("PMI_RANK", "1")
     report(SettingError("`n_batch` must be 1"))
     assert capsys.readouterr().err == ""
+
+
+def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show("cannot open a\nb\x1b[31m.gguf ü")
+    assert capsys.readouterr().err == "ggpipe: cannot open a\\nb\\x1b[31m.gguf ü\n"

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from ggpipe.cli.messages import SPELLINGS, in_flags
-from ggpipe.cli.parsing import parse
+from ggpipe.cli.parsing import make_app, parse
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -337,3 +337,13 @@ def test_a_json_schema_becomes_a_grammar(tmp_path: Path) -> None:
 def test_what_no_text_can_be_held_to_is_refused(line: str, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         sampling_config(options(f"-m x {line}"))
+
+
+def test_the_program_has_only_the_command_that_is_asked_for() -> None:
+    def named(*arguments: str) -> list[str]:
+        program = make_app(COMMANDS, OPTIONS, lambda command, options: 0, arguments)
+        return [str(own.name) for own in program.registered_commands]
+
+    every = [command.name for command in COMMANDS]
+    assert named("plan", "--draft", "generate") == ["plan"]
+    assert named() == named("--help") == named("pln") == named("--x", "plan") == every

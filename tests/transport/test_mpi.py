@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -52,3 +53,14 @@ def test_one_thread_sends_while_another_one_receives_a_large_message() -> None:
     command = [sys.executable, "-c", SENDS_WHILE_RECEIVING]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.stdout == "True True\n", result.stderr
+
+
+def test_mpi_starts_without_the_transport_that_waits_for_a_second() -> None:
+    script = "import os, ggpipe.transport.mpi; print(os.environ.get('OMPI_MCA_btl'))"
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
+    under_mpirun = {"OMPI_MCA_PREFIXES": "mca,opal,ompi"}
+    for given, expected in ((under_mpirun, "^ofi"), ({**under_mpirun, "OMPI_MCA_btl": "self,sm"}, "self,sm")):
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={**own, **given}
+        )
+        assert done.stdout == f"{expected}\n", done.stderr

@@ -42,7 +42,8 @@ def run(options: Options) -> int:
     options = options.having(Models(pair.target, pair.draft))
     if options[Prompt].text is None and options[Prompt].file is None:
         options = options.having(replace(options[Prompt], text=_OPENING))
-    config, request = engine_config(options), request_of(options)
+    config = replace(engine_config(options), cache_prompt=True)  # the prompt comes twice
+    request = request_of(options)
 
     def front_end(ranks: StartedRanks) -> int:
         terminal = open_terminal(output.color)

@@ -1,0 +1,39 @@
+"""scripts/install, where all is installed already."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from support.commands import ROOT
+
+SUM = "cat pyproject.toml CMakeLists.txt native/* | sha256sum | cut -d' ' -f1"
+
+
+def test_modules_are_compiled_where_processes_may_not(tmp_path: Path) -> None:
+    for folder in ("scripts", "native", "ggpipe", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("pyproject.toml", "CMakeLists.txt", "native/x.cpp"):
+        (tmp_path / file).write_text(file)
+    shutil.copy(ROOT / "scripts" / "install", tmp_path / "scripts")
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    sources = subprocess.run(["sh", "-c", SUM], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / ".venv" / "installed").write_text(f"{sources} plots server openmpi\n")
+    module, compiled = tmp_path / "ggpipe" / "a.py", tmp_path / "ggpipe" / "__pycache__"
+    environment = {**os.environ, "GGPIPE_MPI": "openmpi", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def install() -> None:
+        subprocess.run([tmp_path / "scripts" / "install"], check=True, timeout=60, env=environment)
+
+    module.write_text("A = 1\n")
+    install()
+    (first,) = compiled.iterdir()
+    text = first.read_bytes()
+    module.write_text("A = 12\n")
+    later = (tmp_path / ".venv" / "compiled").stat().st_mtime + 1
+    os.utime(module, (later, later))
+    install()
+    assert first.read_bytes() != text
