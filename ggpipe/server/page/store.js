@@ -32,15 +32,23 @@ export class Store {
   }
 
   async put(conversation) {
-    if (this.#database) await promised(this.#objects("readwrite").put(conversation));
+    if (this.#database) await this.#change((objects) => objects.put(conversation));
   }
 
   async remove(id) {
-    if (this.#database) await promised(this.#objects("readwrite").delete(id));
+    if (this.#database) await this.#change((objects) => objects.delete(id));
   }
 
   #objects(mode) {
     return this.#database.transaction(STORE, mode).objectStore(STORE);
+  }
+
+  /** Committed at once: what waits for a commit is lost when the page is left or reloaded. */
+  #change(request) {
+    const objects = this.#objects("readwrite");
+    const done = promised(request(objects));
+    objects.transaction.commit();
+    return done;
   }
 }
 
