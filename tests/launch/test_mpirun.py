@@ -60,7 +60,7 @@ def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.glob("*/*"))
     ranks.end()
     assert not list(tmp_path.iterdir())
-    assert set(Path("/tmp").glob("ompi*")) <= before
+    assert set(Path("/tmp").glob(f"ompi*.{mpirun_pid}")) <= before
 
 
 @pytest.mark.parametrize("moment", ["mpirun", "ranks"])
