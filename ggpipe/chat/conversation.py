@@ -8,7 +8,7 @@ from typing import Any
 
 from ggpipe.chat.answer import AnswerFormat
 from ggpipe.chat.tools.choice import ToolChoice
-from ggpipe.errors import BodyError
+from ggpipe.errors import BodyError, UsageError
 from ggpipe.sampling import SamplingConfig
 
 CHATML = (
@@ -32,6 +32,21 @@ class Conversation:
     """In the Jinja language; None: the model's own, or ChatML where it has none."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Further names for the template, such as `enable_thinking`."""
+
+    def check(self) -> None:
+        """Raises UsageError for messages that no template can read."""
+        for i, message in enumerate(self.messages):
+            calls = message.get("tool_calls") or ()
+            if not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
+                why = "must be a list of calls, each with a `function` that has a `name`"
+                raise UsageError(f"`messages[{i}].tool_calls` {why}, and an `id` that is a text")
+            for name in ("role", "tool_call_id", "name", "reasoning_content"):
+                if not isinstance(message.get(name), str | None):
+                    raise UsageError(f"`messages[{i}].{name}` must be a text")
+            if not isinstance(message.get("content") or "", str | list | tuple):
+                raise UsageError(f"`messages[{i}].content` must be a text, or a list of parts")
+        if self.begun is not None and not isinstance(self.begun.get("content") or "", str):
+            raise UsageError("an answer that is to be gone on with must be a text")
 
     @property
     def begun(self) -> dict[str, Any] | None:
@@ -67,3 +82,11 @@ class ChatPrompt:
         """Settings with the grammar for the answer. Raises as `grammar_beside`."""
         grammar = self.grammar_beside(sampling.grammar)
         return sampling if grammar == sampling.grammar else replace(sampling, grammar=grammar)
+
+
+def _is_call(call: object) -> bool:
+    """A call of a tool, as in OpenAI's API."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("id"), str | None):
+        return False
+    function = call.get("function")
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)

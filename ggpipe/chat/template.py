@@ -22,6 +22,8 @@ from ggpipe.chat.literals import Literals
 from ggpipe.chat.tools.messages import for_template
 from ggpipe.errors import SettingError, UsageError
 
+_OWN_NAMES = ("messages", "tools", "add_generation_prompt")
+
 
 class ChatTemplate:
     """A template, compiled. Safe to use from several threads."""
@@ -42,6 +44,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
@@ -55,14 +58,17 @@ class ChatTemplate:
         plain = [self._literals.mark(_plain(message)) for message in messages]
         names = {**self._known, "add_generation_prompt": add_generation_prompt, "documents": None, **further}
         try:
-            return self._template.render(messages=plain, tools=None if tools is None else _plain(tools), **names)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
+            names |= {"messages": plain, "tools": None if tools is None else _plain(tools)}
+            return self._template.render(names)
+        except Exception as e:  # whatever a template does: it must not end the head
             raise UsageError(f"the model's chat template does not take this conversation: {e}") from e
 
     def conversation(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], **further: object
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], /, **further: object
     ) -> tuple[str, str]:
         """As `render`, with tools and calls as this template wants them; and the end of it, as `generation_prompt`."""
+        if name := next((name for name in _OWN_NAMES if name in further), None):
+            raise UsageError(f"`chat_template_kwargs` has `{name}`, which follows from the conversation: leave it out")
         for arguments_as_text in (False, True):
             written = for_template(messages, tools, self.source, arguments_as_text)
             try:
@@ -78,6 +84,7 @@ class ChatTemplate:
         self,
         rendered: str,
         messages: Sequence[Mapping[str, Any]],
+        /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **further: object,
     ) -> str:

@@ -63,6 +63,7 @@ class Session(EngineClient):
         return self.vocab.tokenize(text)
 
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
+        conversation.check()
         vocab, tools = self.vocab, conversation.tools
         source = conversation.template or (vocab.template("tool_use") if tools else None) or vocab.template() or CHATML
         template = self._compiled(source)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ggpipe.chat.conversation import CHATML
+from ggpipe.chat.conversation import CHATML, Conversation
 from ggpipe.chat.template import ChatTemplate
 from ggpipe.errors import SettingError, UsageError
 
@@ -189,3 +190,54 @@ def test_what_is_there_for_the_model_to_go_on_behind() -> None:
     assert template.generation_prompt(rendered, [USER], mood="quick") == "<a>quick\n"
     fixed = ChatTemplate("{{ messages[0].content }}<a>")
     assert fixed.generation_prompt(fixed.render([USER]), [USER]) == fixed.render([USER])
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_names_that_follow_from_the_conversation_are_not_to_be_set(name: str) -> None:
+    with pytest.raises(UsageError, match=f"`chat_template_kwargs` has `{name}`, which follows from the conversation"):
+        ChatTemplate(CHATML).conversation([USER], [], **{name: 1})
+
+
+def test_any_other_name_is_taken() -> None:
+    """Also those that are names in our own code."""
+    further = dict.fromkeys(("self", "rendered", "further", "names", "context", "environment", "", "a b"), 1)
+    assert "hello" in ChatTemplate(CHATML).conversation([{"role": "user", "content": "hello"}], [], **further)[0]
+
+
+def test_whatever_a_template_fails_with_is_the_users_error() -> None:
+    with pytest.raises(UsageError, match="does not take this conversation"):
+        ChatTemplate("{{ ('a' * 40000000000000) }}").render([USER])
+
+
+BARE_CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "wrong"),
+    [
+        ({"tool_calls": -1}, "tool_calls` must be a list of calls"),
+        ({"tool_calls": {"a": 1}}, "tool_calls` must be a list of calls"),
+        ({"tool_calls": [1.5]}, "tool_calls` must be a list of calls"),
+        ({"tool_calls": [{"id": "1", "function": {"name": 3}}]}, "tool_calls` must be a list of calls"),
+        ({"tool_calls": [{**BARE_CALL, "id": []}]}, "tool_calls` must be a list of calls"),
+        ({"role": "tool", "tool_call_id": {}}, "tool_call_id` must be a text"),
+        ({"content": 5}, "content` must be a text, or a list of parts"),
+        ({"reasoning_content": [1]}, "reasoning_content` must be a text"),
+        ({"content": ["a"]}, "an answer that is to be gone on with must be a text"),
+    ],
+)
+def test_messages_that_no_template_can_read(message: dict[str, Any], wrong: str) -> None:
+    conversation = Conversation(messages=(USER, {"role": "assistant", "content": "a", **message}))
+    with pytest.raises(UsageError, match=re.escape(wrong)):
+        conversation.check()
+
+
+@pytest.mark.parametrize("source", [CHATML, "{{ messages }}{{ tools }}"])
+def test_calls_and_results_without_ids(source: str) -> None:
+    messages = (
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}], "tool_calls": [BARE_CALL]},
+        {"role": "tool", "content": "7"},
+    )
+    conversation = Conversation(messages=(USER, *messages))
+    conversation.check()
+    assert "7" in ChatTemplate(source).conversation(conversation.messages, [])[0]

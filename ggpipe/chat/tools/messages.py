@@ -39,7 +39,7 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _message(message: Message, names: Mapping[Any, Any], arguments_as_text: bool) -> Message:
     if message.get("role") == "tool" and "name" not in message and message.get("tool_call_id") in names:
-        return {**message, "name": names[message["tool_call_id"]]}
+        return {**message, "name": names[message.get("tool_call_id")]}
     if not message.get("tool_calls"):
         return {name: value for name, value in message.items() if name != "tool_calls"}
     calls = []
@@ -69,7 +69,9 @@ def _as_text(message: Message) -> Message:
         return {"role": "user", "content": f"Result of {name}:\n{message.get('content') or ''}"}
     if not message.get("tool_calls"):
         return message
-    lines = [message["content"]] if message["content"] else []
+    content = message["content"]
+    parts = [{"text": content}] if isinstance(content, str) else [part for part in content if isinstance(part, Mapping)]
+    lines = [part["text"] for part in parts if isinstance(part.get("text"), str) and part["text"]]
     for call in message["tool_calls"]:
         function = _function(call)
         lines.append(json.dumps({"name": function.get("name"), "arguments": function["arguments"]}, ensure_ascii=False))
