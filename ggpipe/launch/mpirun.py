@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ggpipe.errors import LaunchError
@@ -29,6 +30,7 @@ _OPEN_MPI_LOST = re.compile(
     r"daemon failed to report back.*?Remote host: (\S+)|lost communication with a remote daemon.*?Remote daemon: \S+ "
     r"on node (\S+)|unable to reliably start one or more daemons|daemon has unexpectedly failed"
 )
+_SHARED_MEMORY = re.compile(r"(/\S+/(?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILINE)
 _HYDRA_REPORT = re.compile(r"PID (\d+) RUNNING AT (\S+) = EXIT CODE: (\d+)")
 
 
@@ -80,10 +82,17 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
 
 def kill_session(session: int) -> None:
     """Kill mpirun, its ranks on this machine and its remote shells, which wait for machines that are cut off."""
+    for folder in _session(session):
+        with contextlib.suppress(OSError):
+            os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _session(session: int) -> Iterator[Path]:
+    """Folders of the processes of a session."""
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if folder.name.isdecimal() and os.getsid(int(folder.name)) == session:
-                os.kill(int(folder.name), signal.SIGKILL)
+                yield folder
 
 
 class RankProcesses:
@@ -121,9 +130,18 @@ class RankProcesses:
         )
         os.close(write)
         self._kept: list[str] = []
+        self._shared_memory: set[str] = set()
+        """The beginnings of the names of files that ranks on this machine share."""
         self._is_muted = False
         self._reader = threading.Thread(target=self._read, args=(read,), name="mpirun's stderr", daemon=True)
         self._reader.start()
+
+    def connected(self) -> None:
+        """The ranks have started MPI. What they share on this machine is removed at the end: Open MPI's mpirun does it,
+        but not where it is killed."""
+        for folder in _session(self._process.pid):
+            with contextlib.suppress(OSError):
+                self._shared_memory.update(_SHARED_MEMORY.findall((folder / "maps").read_text()))
 
     def mute(self) -> None:
         """What ranks print from now on is dropped: why they end was said."""
@@ -186,6 +204,9 @@ class RankProcesses:
         kill_session(self._process.pid)
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+        for beginning in map(Path, self._shared_memory):
+            for file in beginning.parent.glob(f"{glob.escape(beginning.name)}*"):
+                file.unlink(missing_ok=True)
 
     def _read(self, fd: int) -> None:
         """In a thread of its own: hand lines on, and keep mpirun's reports, which stand between rules of - or =."""

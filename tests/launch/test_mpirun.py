@@ -63,6 +63,29 @@ def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(Path("/tmp").glob(f"ompi*.{mpirun_pid}")) <= before
 
 
+def test_a_killed_mpirun_leaves_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, own, other = (
+        tmp_path / "mpirun",
+        tmp_path / "sm_segment.here.0.7ad30001",
+        tmp_path / "sm_segment.here.0.7ad3",
+    )
+    program.write_text(
+        f"#!{sys.executable}\nimport mmap, sys, time\nif sys.argv[1] == '--version': sys.exit()\n"
+        f"for i in 0, 1:\n  file = open(f'{own}.{{i}}', 'w+b')\n  file.truncate(4096)\n"
+        "shared = mmap.mmap(file.fileno(), 4096)\ntime.sleep(60)\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(program))
+    Path(f"{other}.0").touch()
+    ranks = mpirun.RankProcesses([], 2, None, {})
+    deadline = time.monotonic() + 60
+    while not ranks._shared_memory and time.monotonic() < deadline:
+        time.sleep(0.02)
+        ranks.connected()
+    ranks.end()
+    assert [file.name for file in tmp_path.glob("sm_*")] == [f"{other.name}.0"]
+
+
 @pytest.mark.parametrize("moment", ["mpirun", "ranks"])
 def test_ctrl_c_while_ranks_start(moment: str) -> None:
     job = Job(f"start-{moment}", *SPLITS[2])

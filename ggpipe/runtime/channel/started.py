@@ -129,6 +129,7 @@ def started(
                 link = _accepted(listener, processes, attend, limit_s)
                 more_links = functools.partial(listener.accept, 0)
                 ranks = RemoteRanks(link, user.show, processes.cause, more_links, rank_timeout_s, all_ranks, user.waker)
+                processes.connected()
             with _ended(processes, user, rank_timeout_s or None), contextlib.closing(ranks):
                 yield ranks
 
