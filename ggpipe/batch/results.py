@@ -23,7 +23,7 @@ from ggpipe.embeddings import Vector
 from ggpipe.errors import RunError, UsageError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.openai.answers import chat_logprobs, finish_reason, text_logprobs, timings, usage
-from ggpipe.openai.bodies import ChatBody, CompletionBody
+from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from ggpipe.openai.embeddings import EmbeddingBody
 from ggpipe.openai.response_writer import ResponseWriter
 from ggpipe.openai.responses import ResponsesBody
@@ -203,15 +203,16 @@ def body_of(task: Task, model: str, texts: Sequence[Text]) -> dict[str, Any]:
 
 
 def _choice(task: Task, index: int, text: Text) -> dict[str, Any]:
+    n_best = task.body.n_best_probs if isinstance(task.body, GenerationBody) else None
     if text.marks is None:
         written = "".join(token.text for token in text.tokens) + text.rest
         choice = {"index": index, "finish_reason": finish_reason(text.stats), "text": written}
-        return {**choice, "logprobs": text_logprobs(text.tokens)}
+        return {**choice, "logprobs": text_logprobs(text.tokens, n_best)}
     splits = not isinstance(task.body, ChatBody) or task.body.reasoning_format != "none"
     pieces = [(token.id, token.text) for token in text.tokens]
     answer = whole_answer(text.marks, f"{task.id}/{index}", pieces, text.rest, splits)
     choice = {"index": index, "finish_reason": finish_reason(text.stats, answer), "message": answer.message}
-    return {**choice, "logprobs": chat_logprobs(text.tokens)}
+    return {**choice, "logprobs": chat_logprobs(text.tokens, n_best)}
 
 
 def _response(identity: str, body: ResponsesBody, model: str, text: Text) -> dict[str, Any]:

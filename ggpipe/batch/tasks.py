@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ggpipe.chat.conversation import Conversation
 from ggpipe.errors import UsageError
-from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, GenerationBody, Prompt
+from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, GenerationBody, Mixed, Prompt
 from ggpipe.openai.decode import convert
 from ggpipe.openai.embeddings import EMBEDDINGS, EmbeddingBody
 from ggpipe.openai.responses import RESPONSES, ResponsesBody
@@ -163,7 +163,7 @@ def _key(prompts: Sequence[Prompt]) -> str:
             return text
         case Conversation(messages=messages, tools=tools):
             return json.dumps([tools, messages])
-        case tokens:
+        case Mixed(parts=tokens) | tokens:
             return " ".join(map(str, tokens))
 
 

@@ -16,6 +16,7 @@ from ggpipe.errors import ModelError, RunError, SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.machine import advise, lock_memory
+from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.params import model_params, place_layers
 
 Progress = Callable[[int, int], bool]
@@ -93,9 +94,15 @@ def load_layers(
     """A `llama_model` with layers [first, last) on the stage's devices; hold `keep` as long.
 
     `in_group`: other ranks compute them together with this one.
-    Raises ModelError when libllama cannot load the model, RunError when `progress` stopped it, SettingError when memory
-    cannot be locked.
+    Raises ModelError when libllama cannot load the model, or it is of a kind that writes no texts, RunError when
+    `progress` stopped it, SettingError when memory cannot be locked.
     """
+    if not ModelHeader(file).is_causal:
+        raise ModelError(
+            f"{file.paths[0]}: this '{file.architecture}' model reads texts in both directions: it writes none, and "
+            "its embeddings are not made here, since the tokens behind one may be in another run; give a model with "
+            "causal attention"
+        )
     a, b = layers
     is_last = b == file.n_layer
     params = model_params(config, keep)

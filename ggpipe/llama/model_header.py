@@ -65,13 +65,13 @@ class ModelHeader:
         number = self.number("pooling_type", -1)
         return _POOLINGS[number] if 0 <= number < len(_POOLINGS) else ""
 
+    @property
+    def is_causal(self) -> bool:
+        """No token depends on those behind it. (Libllama knows more such models, which it calls diffusion models.)"""
+        return self._prefix not in _NOT_CAUSAL and self._metadata.get(f"{self._prefix}.attention.causal") is not False
+
     def check_embedding(self, n_tokens: int, pooling: Pooling) -> None:
-        """Raises UsageError for embeddings that cannot be had from the model, or not of so many tokens."""
-        if self._prefix in _NOT_CAUSAL or self._metadata.get(f"{self._prefix}.attention.causal") is False:
-            raise UsageError(
-                f"this '{self._prefix}' model gives no embeddings here: its tokens depend on those behind them, which "
-                "may be in another run; give a model with causal attention"
-            )
+        """Raises UsageError for embeddings that cannot be had of so many tokens."""
         if pooling == "none" and n_tokens * self.width > _MOST_NUMBERS:
             raise UsageError(
                 f"{n_tokens} vectors are too many for an answer: give {_MOST_NUMBERS // self.width} tokens at most, or "

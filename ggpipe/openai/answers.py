@@ -29,14 +29,16 @@ class Written(Protocol):
         """Its figures."""
 
 
-def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any] | None:
-    """Log-probabilities of a message's tokens; None where none were asked for."""
-    found = [prob_of(own) | {"top_logprobs": [prob_of(one) for one in best]} for own, best in probs_of(tokens)]
+def chat_logprobs(tokens: Sequence[Token], n_best: int | None = None) -> dict[str, Any] | None:
+    """Log-probabilities of a message's tokens, with the `n_best` best at each place (None: all that there are); None
+    where none were asked for."""
+    found = [prob_of(own) | {"top_logprobs": [prob_of(one) for one in best[:n_best]]} for own, best in probs_of(tokens)]
     return {"content": found} if found else None
 
 
-def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any] | None:
-    """Those of a text's tokens."""
+def text_logprobs(tokens: Sequence[Token], n_best: int | None = None, n_before: int = 0) -> dict[str, Any] | None:
+    """Those of a text's tokens. The token itself is always among the best. `n_before`: characters of the text in front
+    of these tokens."""
     probs = list(probs_of(tokens))
     if not probs:
         return None
@@ -44,8 +46,10 @@ def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any] | None:
     return {
         "tokens": texts,
         "token_logprobs": [max(own.logprob, _LEAST) for own, _ in probs],
-        "top_logprobs": [{_text(one): max(one.logprob, _LEAST) for one in best} for _, best in probs],
-        "text_offset": list(itertools.accumulate(map(len, texts), initial=0))[:-1],
+        "top_logprobs": [
+            {_text(one): max(one.logprob, _LEAST) for one in (*best[:n_best], own)} for own, best in probs
+        ],
+        "text_offset": list(itertools.accumulate(map(len, texts), initial=n_before))[:-1],
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -25,8 +25,55 @@ from ggpipe.sampling import SamplingConfig
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MOST_CHOICES = 64
 MOST_PROBS = 1000
-Prompt = str | Sequence[int] | Conversation
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A text to continue: texts and tokens."""
+
+    parts: tuple[int | str, ...]
+
+
+Prompt = str | Sequence[int] | Mixed | Conversation
 """A text to continue, as such or as tokens, or a conversation to answer."""
+
+
+class PromptObject(msgspec.Struct, kw_only=True):
+    """llama-server's form of a prompt that may have more than text."""
+
+    prompt_string: str
+    multimodal_data: list[str] | None = None
+
+
+PromptField = str | PromptObject | list[TokenId | str | list[TokenId | str] | PromptObject]
+"""One prompt, or several where a list has no token in itself."""
+
+
+def prompts_of(given: PromptField) -> Sequence[Prompt]:
+    """The prompts of a body. Raises BodyError."""
+    if not isinstance(given, list):
+        return [_prompt(given, "prompt")]
+    if not given or any(isinstance(part, int) for part in given):
+        parts = [part for part in given if isinstance(part, int | str)]
+        if len(parts) == len(given):
+            return [_prompt(parts, "prompt")]
+    elif len(given) <= MOST_CHOICES:
+        return [_prompt(one, f"prompt[{i}]") for i, one in enumerate(given) if not isinstance(one, int)]
+    raise BodyError(
+        f"`prompt` must be a text, a list of tokens and texts, or at most {MOST_CHOICES} of these", "prompt"
+    )  # fmt: skip
+
+
+def _prompt(one: str | PromptObject | list[int | str], at: str) -> Prompt:
+    match one:
+        case PromptObject(prompt_string=text, multimodal_data=data):
+            if data:
+                raise BodyError(f"`{at}.multimodal_data` is not supported: the model reads nothing but text", at)
+            return text
+        case list() as parts:
+            tokens = [part for part in parts if isinstance(part, int)]
+            return tokens if len(tokens) == len(parts) else Mixed(tuple(parts))
+    return one
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -150,8 +197,16 @@ class GenerationBody(SamplingBody, kw_only=True):
             if self.top_logprobs:
                 raise BodyError("`top_logprobs` needs `logprobs`: set it to true", "top_logprobs")
             return None
-        n_probs = self.number_of_probs("logprobs" if self.top_logprobs is None else "top_logprobs")
-        return max(n_probs, 1) if self.logprobs is True else n_probs
+        return max(self.number_of_probs("logprobs" if self.top_logprobs is None else "top_logprobs"), 1)
+
+    @property
+    def n_best_probs(self) -> int | None:
+        """Of the most probable tokens, how many are answered; None: all of `n_probs`."""
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        if self.top_logprobs is not None:
+            return self.top_logprobs
+        return 0 if self.logprobs is True else self.logprobs
 
     def number_of_probs(self, name: str) -> int:
         """The value of `logprobs` or `top_logprobs`. Raises BodyError."""
@@ -164,21 +219,14 @@ class GenerationBody(SamplingBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     """`/v1/completions`."""
 
-    prompt: str | list[TokenId | str | list[TokenId]]
+    prompt: PromptField
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        tokens = [one for one in self.prompt if isinstance(one, int)]
-        texts = [one for one in self.prompt if not isinstance(one, int)]
-        if (tokens and texts) or len(texts) > MOST_CHOICES:
-            most = f"at most {MOST_CHOICES} of these"
-            raise BodyError(f"`prompt` must be a text, a list of tokens, or {most}", "prompt")
-        return [*texts] if texts else [tokens]
+        return prompts_of(self.prompt)
 
     def check(self) -> None:
         """Raises BodyError for what no request can have, and for what is not done here."""

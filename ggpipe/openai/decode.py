@@ -45,7 +45,7 @@ def _checked(read: Callable[[], B]) -> B:
 
 
 def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
 def _is_deep(value: object) -> bool:

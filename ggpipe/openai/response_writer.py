@@ -22,6 +22,7 @@ class ResponseWriter:
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
         self._n_events = 0
+        self._n_best = body.n_best_probs
         self._output: list[dict[str, Any]] = []
         """The last item is open while `_is_open`."""
         self._is_open = False
@@ -77,7 +78,8 @@ class ResponseWriter:
             yield from self._close()
             yield from self._open({"type": "message", "id": _id("msg"), "role": "assistant", "content": []})
             yield from self._open_part({"type": "output_text", "annotations": [], "logprobs": [], "text": ""})
-        probs = _logprobs(tokens)
+        found = chat_logprobs(tokens, self._n_best)
+        probs = [] if found is None else list(found["content"])
         self._part["text"] += text
         self._part["logprobs"] += probs
         yield self._event(
@@ -186,8 +188,3 @@ class ResponseWriter:
 
 def _id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
-
-
-def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    found = chat_logprobs(tokens)
-    return [] if found is None else list(found["content"])

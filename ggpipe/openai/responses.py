@@ -75,6 +75,10 @@ class ResponsesBody(GenerationBody, kw_only=True):
         return max(0 if self.top_logprobs is None else self.number_of_probs("top_logprobs"), 1)
 
     @property
+    def n_best_probs(self) -> int | None:
+        return self.top_logprobs or 0
+
+    @property
     def schema_field(self) -> str:
         return super().schema_field if self.text is None or self.text.format is None else "text.format"
 

@@ -234,19 +234,24 @@ class Backend:
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's tokens."""
-        self._check_size(len(text), "the prompt")
+        self._check_size(len(text))
         return await self.ask(lambda engine: engine.tokenize(text))
+
+    async def tokenize_mixed(self, parts: Sequence[int | str]) -> tuple[int, ...]:
+        """The tokens of a prompt of texts and tokens."""
+        self._check_size(sum(len(part) if isinstance(part, str) else 1 for part in parts))
+        return await self.ask(lambda engine: engine.tokenize_mixed(parts))
 
     async def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         """A conversation as the model reads it."""
         n_bytes = len(dumps((conversation.messages, conversation.tools, conversation.further)))
-        self._check_size(n_bytes, "the conversation")
+        self._check_size(n_bytes)
         return await self.ask(lambda engine: engine.tokenize_chat(conversation))
 
-    def _check_size(self, n: int, what: str) -> None:
+    def _check_size(self, n_bytes: int) -> None:
         """All texts wait while the model's vocabulary reads one. Raises ApiError for one that is clearly too long."""
-        if n > (most := _MOST_PER_CELL * self.n_ctx + _MOST_BESIDE):
-            raise ApiError(400, f"{what} has more than {most} bytes: too many for the context of {self.n_ctx} tokens")
+        if n_bytes > _MOST_PER_CELL * self.n_ctx + _MOST_BESIDE:
+            raise ApiError.too_long(self.n_ctx)
 
     async def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
         """The text of each token."""
@@ -339,6 +344,8 @@ class Backend:
         if self.n_active + n_new > n_most + (self.n_slots if is_only else 0):
             raise ApiError(503, f"{self.n_active} requests are being served or wait: try again later")
         for tokens in prompts:
+            if len(tokens) >= self.n_ctx:
+                raise ApiError.too_long(self.n_ctx, len(tokens))
             try:
                 check_prompt(tokens, self.n_ctx)
             except GgpipeError as e:

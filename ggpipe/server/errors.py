@@ -17,6 +17,7 @@ _TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
@@ -30,6 +31,7 @@ _ANTHROPIC_TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     431: "request_too_large",
     503: "overloaded_error",
 }
@@ -73,6 +75,11 @@ class ApiError(Exception):
         return JsonResponse(body, self.status, headers)
 
     @staticmethod
+    def too_long(n_ctx: int, n_prompt: int | None = None) -> ApiError:
+        """A prompt that leaves no room for an answer. `n_prompt`: its tokens, None where they were not counted."""
+        return _TooLong(n_ctx, n_prompt)
+
+    @staticmethod
     def of(error: GgpipeError) -> ApiError:
         """An error of the engine, in the words of bodies."""
         if isinstance(error, BodyError):
@@ -84,3 +91,27 @@ class ApiError(Exception):
             field = error.field if isinstance(error, SettingError) else ""
             return ApiError(400, message, _NAMES.get(field, field) or None)
         return ApiError(503, message)
+
+
+class _TooLong(ApiError):
+    """Clients that shorten their conversations know it by llama-server's type and by words of these messages."""
+
+    def __init__(self, n_ctx: int, n_prompt: int | None) -> None:
+        self._numbers = {} if n_prompt is None else {"n_prompt_tokens": n_prompt}
+        self._numbers["n_ctx"] = n_ctx
+        self._length = f"{'too many' if n_prompt is None else n_prompt} tokens"
+        super().__init__(
+            400,
+            f"the request exceeds the available context size: the prompt has {self._length}, and this model's maximum "
+            f"context length is {n_ctx} tokens; shorten it, or start the server with a larger `--ctx-size`",
+        )
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {**super().body["error"], "type": "exceed_context_size_error", **self._numbers}
+        return {"error": error}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        message = f"prompt is too long: {self._length} > {self._numbers['n_ctx']} maximum (the server's context)"
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}

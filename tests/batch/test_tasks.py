@@ -159,7 +159,7 @@ def test_several_prompts_in_a_line(tmp_path: Path) -> None:
         ({"echo": True}, "`echo` is not supported: leave it out"),
         ({"temperature": float("nan")}, "`temperature` must be a finite number, got nan"),
         ({"max_tokenz": 3}, "body.max_tokenz is not known here"),
-        ({"prompt": None}, "`prompt`: expected `str | array`, got `null`"),
+        ({"prompt": None}, "`prompt`: expected `str | object | array`, got `null`"),
     ],
 )
 def test_bad_bodies(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun
-from support.zoo import make
+from support.zoo import FURTHER, ZOO, ZooModel, make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 RANKS = (1, 2, 3)
@@ -39,6 +39,16 @@ def test_truncated_gguf(n: int, size: int, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(TARGET.read_bytes()[:size])
     fails(ggpipe("generate", "-m", path, "-p", "x", *SPLITS[n]), "truncated", "copy it again")
+
+
+@pytest.mark.parametrize("arch", ["bert", "llama", "gemma-embedding"])
+def test_a_model_that_reads_in_both_directions(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal = {} if arch == "gemma-embedding" else {"attention.causal": False}
+    metadata = {**causal, "pooling_type": 1, "attention.sliding_window": 32}
+    monkeypatch.setitem(ZOO, "both", ZooModel(arch, metadata, n_layer=4))
+    monkeypatch.setitem(FURTHER, "tokenizer.ggml.token_type_count", 2)  # BERT's
+    path = make("both", tmp_path / "both.gguf")
+    fails(ggpipe("generate", "-m", path, "-p", "x", "-t", 1), "both.gguf", f"'{arch}' model", "causal attention")
 
 
 @pytest.mark.parametrize("n", RANKS)

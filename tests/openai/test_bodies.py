@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ggpipe.errors import BodyError
-from ggpipe.openai.bodies import ChatBody, CompletionBody
+from ggpipe.openai.bodies import ChatBody, CompletionBody, Mixed
 from ggpipe.openai.decode import convert, decode
 from ggpipe.sampling import SamplingConfig
 
@@ -69,7 +69,8 @@ def test_messages_as_templates_take_them() -> None:
         ({"grammar": "a", "json_schema": {}}, "grammar"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a", 1, [2]]}, "prompt"),
+        ({"prompt": [{"prompt_string": "a", "multimodal_data": ["x"]}]}, "prompt[0]"),
         ({"prompt": [-1]}, "prompt[...]"),
         ({"response_format": {"type": "json_schema", "schema": json.loads("[" * 99 + "]" * 99)}}, "response_format"),
     ],
@@ -79,6 +80,31 @@ def test_what_is_wrong_is_named(changes: dict[str, object], param: str) -> None:
         read(changes)
     assert caught.value.param is not None
     assert caught.value.param.startswith(param.removesuffix("[...]"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (["a", 1, "b"], [Mixed(("a", 1, "b"))]),
+        (["a", "b"], ["a", "b"]),
+        ({"prompt_string": "a"}, ["a"]),
+        (["a", [1, 2], [1, "b"], {"prompt_string": "c"}], ["a", [1, 2], Mixed((1, "b")), "c"]),
+    ],
+)
+def test_llama_servers_forms_of_prompts(prompt: object, found: list[object]) -> None:
+    assert completion(prompt=prompt).prompts == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked", "answered"),
+    [({}, None, None), ({"logprobs": 0}, 1, 0), ({"logprobs": True}, 1, 0), ({"logprobs": 3}, 3, 3),
+     ({"logprobs": True, "top_logprobs": 2}, 2, 2), ({"logprobs": False}, None, None)],
+)  # fmt: skip
+def test_log_probabilities(fields: dict[str, object], asked: int | None, answered: int | None) -> None:
+    body = completion(**fields)
+    assert (body.most_probs(), body.n_best_probs) == (asked, answered)
 
 
 def read(changes: dict[str, object]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import openai
@@ -91,6 +93,59 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     )
     found = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices]
     assert sum(len(probs.tokens or ()) for probs in found if probs is not None) == 4
+
+
+def test_none_of_the_best_log_probabilities(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "", "max_tokens": 3, "temperature": 0, "logprobs": True}
+    chat = client.chat.completions.create(messages=HELLO, **asked).choices[0]
+    assert chat.logprobs is not None
+    assert [token.top_logprobs for token in chat.logprobs.content or ()] == [[], [], []]
+    text = client.completions.create(prompt="The king", **asked | {"logprobs": 0}).choices[0]
+    assert text.logprobs is not None
+    assert text.logprobs.tokens is not None
+    assert [list(best) for best in text.logprobs.top_logprobs or ()] == [[token] for token in text.logprobs.tokens]
+    chunks = client.completions.create(prompt="The king", **asked | {"logprobs": 0}, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    offsets = [offset for part in parts if part is not None for offset in part.text_offset or ()]
+    assert offsets == text.logprobs.text_offset
+    assert offsets[2] > offsets[1] > 0
+
+
+def test_prompts_of_llama_server(serving: Serving) -> None:
+    def ask(prompt: object) -> Any:
+        status, found = authorized(serving, "POST", "/completion", {"prompt": prompt, "n_predict": 3, "temperature": 0})
+        assert status == 200
+        return found
+
+    one, other = ask("Once upon a time"), ask("The king")
+    several = ask(["Once upon a time", {"prompt_string": "The king"}])
+    assert [text["content"] for text in several] == [one["content"], other["content"]]
+    _, counted = authorized(serving, "POST", "/tokenize", {"content": " upon a time"})
+    assert isinstance(counted, dict)
+    mixed = ask(["Once", *counted["tokens"]])
+    assert (mixed["content"], mixed["tokens_evaluated"]) == (one["content"], one["tokens_evaluated"])
+
+
+def test_a_packed_body(serving: Serving) -> None:
+    data = gzip.compress(json.dumps({"prompt": "The king", "n_predict": 1}).encode())
+    for encoding, body, status in (
+        ("gzip", data, 200), ("gzip", data[:-9], 400), ("gzip", b"{}", 400), ("br", data, 415),
+        ("gzip", gzip.compress(bytes(9 * 2**20)), 413),
+    ):  # fmt: skip
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Encoding": encoding}
+        found, answer, _ = serving.ask("POST", "/completion", body, headers)
+        assert (found, "error" in answer) == (status, status != 200), answer
+
+
+def test_a_prompt_that_is_too_long(client: openai.OpenAI, serving: Serving) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096 tokens") as wrong:
+        client.completions.create(model="", prompt=[5] * 4096)
+    assert wrong.value.type == "exceed_context_size_error"
+    assert isinstance(wrong.value.body, dict)
+    assert (wrong.value.body["n_prompt_tokens"], wrong.value.body["n_ctx"]) == (4096, 4096)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model="", prompt="a" * 400_000)
+    assert wrong.value.type == "exceed_context_size_error"
 
 
 def test_a_text_is_held_to_a_schema(client: openai.OpenAI) -> None:

@@ -124,6 +124,10 @@ ZOO: dict[str, ZooModel] = {
 }
 
 
+FURTHER: dict[str, Value] = {}
+"""Metadata of all models, by their whole keys."""
+
+
 def make(
     name: str,
     path: Path,
@@ -222,7 +226,7 @@ def _metadata(model: ZooModel, n_layer: int, tokenizer: str) -> dict[str, Value]
         tokens, scores, types = pair_script().spm_vocab(N_VOCAB_SPM)
         vocab = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": types}
         vocab |= {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return meta | {f"tokenizer.ggml.{key}": value for key, value in vocab.items()}
+    return meta | {f"tokenizer.ggml.{key}": value for key, value in vocab.items()} | FURTHER
 
 
 def weights_of(name: str, n_elements: int, n_rows: int, seed: int, embedding: float) -> NDArray[np.float32]:

@@ -26,7 +26,7 @@ from ggpipe.display.progress import BatchProgress
 from ggpipe.embeddings import chosen, normalized
 from ggpipe.errors import RunError, UsageError
 from ggpipe.openai.answers import draws
-from ggpipe.openai.bodies import GenerationBody
+from ggpipe.openai.bodies import GenerationBody, Mixed
 from ggpipe.openai.bodies import Prompt as BodyPrompt
 from ggpipe.openai.embeddings import EmbeddingBody
 from ggpipe.options.chat import Chat
@@ -232,6 +232,8 @@ class _Work:
             case Conversation():
                 chat = engine.tokenize_chat(self._chat.completed(prompt))
                 return chat.tokens, chat
+            case Mixed(parts):
+                return engine.tokenize_mixed(parts), None
         return tuple(prompt), None
 
     def _end(self, request: ClientRequest, place: _Place) -> None:

@@ -277,6 +277,18 @@ class EngineClient(abc.ABC):
         handler."""
         self._owner.stop()
 
+    def tokenize_mixed(self, parts: Sequence[int | str]) -> tuple[int, ...]:
+        """The tokens of a prompt of texts and tokens. Only a text at its beginning gets what the model's texts begin
+        with, as BOS."""
+        begun, tokens = self.tokenize(""), list[int]()
+        for i, part in enumerate(parts):
+            if isinstance(part, int):
+                tokens.append(part)
+            else:
+                found = self.tokenize(part)
+                tokens += found[len(begun) :] if i and found[: len(begun)] == begun else found
+        return tuple(tokens)
+
     # One request
 
     def check_prompt(self, prompt: Sequence[int]) -> None:

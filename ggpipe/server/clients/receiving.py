@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 
 from starlette.requests import Request
 
 from ggpipe.server.errors import ApiError
 
+_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # as zlib takes them
 _BODIES = 4  # of full size, that may arrive at the same time
 
 
@@ -22,7 +24,11 @@ class Bodies:
         """Of all that are arriving."""
 
     async def read(self, request: Request) -> bytes:
-        """A whole body. Raises ApiError for one that is too large or comes too slowly, and where too much arrives."""
+        """A whole body. Raises ApiError for one that is too large, comes too slowly or is packed
+        in a way that is not known, and where too much arrives."""
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in (*_WINDOWS, "identity"):
+            raise ApiError(415, f"`Content-Encoding` must be gzip or deflate, or left out, got {encoding[:40]}")
         most = self._most_mib * 2**20
         data = bytearray()
         try:
@@ -38,4 +44,17 @@ class Bodies:
             raise ApiError(408, f"the body did not come within {self._limit_s:g} s") from None
         finally:
             self._n_bytes -= len(data)
-        return bytes(data)
+        return bytes(data) if encoding == "identity" else self._unpacked(data, encoding, most)
+
+    def _unpacked(self, data: bytearray, encoding: str, most: int) -> bytes:
+        """No more of it than a body may have is ever made."""
+        unpacking = zlib.decompressobj(_WINDOWS[encoding])
+        try:
+            found = unpacking.decompress(data, most + 1)
+        except zlib.error as e:
+            raise ApiError(400, f"the body is not in {encoding}, as its `Content-Encoding` says: {e}") from None
+        if len(found) > most:
+            raise ApiError(413, f"the body has more than {self._most_mib} MiB")
+        if not unpacking.eof:
+            raise ApiError(400, f"the body is cut off: its {encoding} does not end")
+        return found

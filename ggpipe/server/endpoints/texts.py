@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.openai.answers import draws
-from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody, Prompt
+from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody, Mixed, Prompt
 from ggpipe.openai.response_writer import ResponseWriter
 from ggpipe.openai.responses import ResponsesBody
 from ggpipe.server.clients.keys import user_of
@@ -33,19 +33,17 @@ class Texts:
     async def chat_completions(self, request: Request) -> Response:
         """`/v1/chat/completions`"""
         body = await self._server.body(request, ChatBody)
-        reply = ChatReply(self._server.model, self._splits(body))
+        reply = ChatReply(self._server.model, self._splits(body), body.n_best_probs)
         return await self._answer(request, body, reply)
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`"""
         body = await self._server.body(request, CompletionBody)
-        return await self._answer(request, body, CompletionReply(self._server.model, splits=False))
+        return await self._answer(request, body, CompletionReply(self._server.model, body.n_best_probs))
 
     async def completion(self, request: Request) -> Response:
         """`/completion`"""
         body = await self._server.body(request, NativeBody)
-        if body.n_choices != 1:
-            raise ApiError(400, "`n` must be 1 here: /v1/completions writes several texts", "n")
         backend, is_of_draw = self._server.backend, bool(body.post_sampling_probs)
         reply = NativeReply(self._server.model, is_of_draw, backend.slots.slot_of, backend.stop_string)
         return await self._answer(request, body, reply)
@@ -101,4 +99,6 @@ class Texts:
             case Conversation():
                 chat = await self._server.backend.tokenize_chat(self._server.chat.completed(prompt))
                 return chat.tokens, chat
+            case Mixed(parts):
+                return await self._server.backend.tokenize_mixed(parts), None
         return tuple(prompt), None

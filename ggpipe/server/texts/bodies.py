@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ggpipe.openai.bodies import GenerationBody, Prompt
+from ggpipe.openai.bodies import GenerationBody, Prompt, PromptField, prompts_of
 from ggpipe.openai.sampling import TokenId
 
 
 class NativeBody(GenerationBody, kw_only=True):
     """`/completion`."""
 
-    prompt: str | list[TokenId]
+    prompt: PromptField
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        return [self.prompt]
+        return prompts_of(self.prompt)
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -53,11 +53,13 @@ class NativeReply:
         """The event that ends a stream which failed."""
         return event(error.body)
 
-    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The text and how it ended."""
-        (own,) = generations
-        text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
-        return {**self._part(own, text, own.feed.tokens, stop=True), **await self._end(own)}
+    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any] | list[dict[str, Any]]:
+        """The text and how it ended; of several texts a list of these."""
+        found = []
+        for own in generations:
+            text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
+            found.append({**self._part(own, text, own.feed.tokens, stop=True), **await self._end(own)})
+        return found if len(found) > 1 else found[0]
 
     def _part(self, generation: Generation, text: str, tokens: Sequence[Token], stop: bool) -> dict[str, Any]:
         found = {

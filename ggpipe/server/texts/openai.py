@@ -31,7 +31,7 @@ class Reply(Protocol):
     def failure(self, error: ApiError) -> bytes:
         """The event that ends a stream which failed."""
 
-    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any] | list[dict[str, Any]]:
         """The answer, once all texts have ended."""
 
 
@@ -42,8 +42,8 @@ class _OpenAIReply(abc.ABC):
     whole_object = ""
     chunk_object = ""
 
-    def __init__(self, model: str, splits: bool) -> None:
-        """`splits`: reasoning is told apart."""
+    def __init__(self, model: str, splits: bool, n_best: int | None) -> None:
+        """`splits`: reasoning is told apart. `n_best`: as `n_best_probs` of bodies."""
         self._common = {
             "id": self.prefix + secrets.token_hex(12),
             "created": int(time.time()),
@@ -51,6 +51,7 @@ class _OpenAIReply(abc.ABC):
             "system_fingerprint": BUILD,
         }
         self.splits = splits
+        self.n_best = n_best
 
     async def stream(self, generations: Sequence[Generation], body: GenerationBody) -> AsyncGenerator[bytes, None]:
         """Events, as texts come. Raises ApiError."""
@@ -72,7 +73,7 @@ class _OpenAIReply(abc.ABC):
             for one in news.events:
                 delta = self.delta(index, one)
                 if delta is not None:
-                    choice = {**delta, "logprobs": self.logprobs(tokens[index])}
+                    choice = {**delta, "logprobs": self.logprobs(index, tokens[index])}
                     if names_origins and tokens[index]:
                         choice["origin"] = "drafted" if tokens[index][-1].drafted else "own"
                     figures = {"timings": timings(news.generation.stats)} if body.timings_per_token else {}
@@ -81,7 +82,7 @@ class _OpenAIReply(abc.ABC):
             if news.is_end:
                 stats = news.generation.stats
                 reason = finish_reason(stats, answers[index])
-                last = {**self.last(index, reason), "logprobs": self.logprobs(tokens[index])}
+                last = {**self.last(index, reason), "logprobs": self.logprobs(index, tokens[index])}
                 yield event(self._chunk([last], timings=timings(stats)))
         if body.includes_usage:
             yield event(self._chunk([], usage=usage(generations)))
@@ -103,15 +104,15 @@ class _OpenAIReply(abc.ABC):
         for generation in generations:
             answer = answers[generation.index]
             choice = self.choice(generation.index, answer, finish_reason(generation.stats, answer))
-            choices.append({**choice, "logprobs": self.logprobs(generation.feed.tokens)})
+            choices.append({**choice, "logprobs": self.logprobs(generation.index, generation.feed.tokens)})
         own = {"choices": choices, **self._common, "object": self.whole_object, "usage": usage(generations)}
         return {**own, "timings": timings(generations[0].stats)}
 
     # What the kinds of answers do in their own ways
 
     @abc.abstractmethod
-    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """Log-probabilities of these tokens; None where none were asked for."""
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Log-probabilities of a text's next tokens; None where none were asked for."""
 
     def first(self, index: int) -> Iterable[dict[str, Any]]:
         """What a stream's text begins with."""
@@ -165,14 +166,19 @@ class ChatReply(_OpenAIReply):
     def choice(self, index: int, answer: WholeAnswer, reason: str) -> dict[str, Any]:
         return {"index": index, "message": answer.message, "finish_reason": reason}
 
-    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return chat_logprobs(tokens)
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        return chat_logprobs(tokens, self.n_best)
 
 
 class CompletionReply(_OpenAIReply):
     """Of `/v1/completions`."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, model: str, n_best: int | None) -> None:
+        super().__init__(model, splits=False, n_best=n_best)
+        self._n_chars: dict[int, int] = {}
+        """Characters of each text's tokens whose log-probabilities were answered."""
 
     def delta(self, index: int, one: Event) -> dict[str, Any] | None:
         return {"index": index, "text": one.text, "finish_reason": None} if isinstance(one, Text) else None
@@ -186,8 +192,11 @@ class CompletionReply(_OpenAIReply):
     def choice(self, index: int, answer: WholeAnswer, reason: str) -> dict[str, Any]:
         return {"index": index, "text": answer.text, "finish_reason": reason}
 
-    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return text_logprobs(tokens)
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        found = text_logprobs(tokens, self.n_best, self._n_chars.get(index, 0))
+        if found is not None:
+            self._n_chars[index] = found["text_offset"][-1] + len(found["tokens"][-1])
+        return found
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
