@@ -189,3 +189,13 @@ def test_tokens_that_only_the_draft_has_are_never_drafted() -> None:
     draft = Draft(vocabularies=Vocabularies(n_target=1000, n_draft=1003, stand_in=END))
     draft.begin()
     assert draft.runs[0].wants[0].banned == (7, 1000, 1001, 1002)
+
+
+def test_nothing_is_drafted_where_all_tokens_are_banned() -> None:
+    draft = Draft()
+    draft.begin()
+    draft.answer({})
+    assert draft.take_draft_tokens() == []
+    assert draft.decoding() == []
+    draft.accept(1, 5)
+    assert draft.decoding() == [[(5, 3)]]

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -139,3 +140,20 @@ def test_large_bodies_and_headers_are_refused(serving: Serving) -> None:
     assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
     with connect(serving, b"GET /health HTTP/1.1\r\nX: " + b"x" * 100_000) as connection:
         assert b" 431 " in received(connection).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chat_template_kwargs": {"messages": 1}},
+        {"chat_template_kwargs": {"x": 10**30}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": 10**30}}}]},
+        {"messages": [{"role": "assistant", "tool_calls": -1}]},
+        {"messages": [{"role": "tool", "content": "", "tool_call_id": {}}, {"role": "user", "content": "a"}]},
+    ],
+)
+def test_what_the_ranks_could_not_read_is_refused(serving: Serving, more: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    status, answer, _ = serving.ask("POST", "/v1/chat/completions", json.dumps({**body, **more}).encode())
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert serving.ask("POST", "/v1/chat/completions", json.dumps(body).encode())[0] == 200

@@ -88,7 +88,8 @@ class Growth:
         for node in nodes:
             if node.answer is not None and node.within(self.tree.root):
                 node.answer = candidates(node.answer)
-                self.open.append(node)
+                if node.answer:  # else all tokens are banned
+                    self.open.append(node)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """The text went on with these tokens, `epoch` so far. Returns the nodes that died of it."""
