@@ -181,7 +181,15 @@ def test_what_may_be_chosen() -> None:
     named = {"type": "function", "function": {"name": "wait"}}
     assert tool_choice(TOOLS, named)[1] == ToolChoice(must_call=True, name="wait", parallel=False)
     assert tool_choice(TOOLS, tool_choice(TOOLS, named)[1].to_openai())[1].name == "wait"
+    for allowed in (
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "wait"}]},  # responses'
+    ):
+        left, wanted = tool_choice(TOOLS, allowed)
+        assert ([tool["function"]["name"] for tool in left], wanted) == (["wait"], ToolChoice(must_call=True))
     for tools, choice, field in (
+        (TOOLS, {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "go"}]}, "tool_choice"),
+        (TOOLS, {"type": "allowed_tools", "mode": "any", "tools": [named]}, "tool_choice"),
         (TOOLS, "any", "tool_choice"), (TOOLS, {"type": "function", "function": {"name": "go"}}, "tool_choice"),
         ((), "required", "tool_choice"), ([{"type": "f"}], None, r"tools\[0\]"),
         ([{"type": "function", "function": {"name": "a b"}}], None, r"tools\[0\]\.function\.name"),

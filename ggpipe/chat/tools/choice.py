@@ -42,6 +42,18 @@ def tool_choice(
     names = [tool["function"]["name"] for tool in checked]
     several = True if parallel is None else parallel
     match choice:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list() as allowed}} | {
+            "type": "allowed_tools",
+            "mode": mode,
+            "tools": list() as allowed,
+        }:
+            wanted = [_name(one) for one in allowed]
+            if mode not in ("auto", "required") or not all(name in names for name in wanted):
+                raise BodyError(
+                    "`tool_choice` of allowed tools must have the mode auto or required, and functions of `tools`",
+                    "tool_choice",
+                )
+            return tool_choice([tool for tool in checked if tool["function"]["name"] in wanted], mode, parallel)
         case None | "auto":
             return checked, ToolChoice(parallel=several)
         case "none":
@@ -60,6 +72,14 @@ def tool_choice(
     if not checked:
         raise BodyError("`tool_choice` wants a call, but there are no `tools`", "tool_choice")
     return checked, ToolChoice(must_call=True, name=name, parallel=several and name is None)
+
+
+def _name(function: object) -> str | None:
+    """Of a function as `tool_choice` names it."""
+    match function:
+        case {"function": {"name": str() as name}} | {"name": str() as name}:
+            return name
+    return None
 
 
 def _checked(tool: Mapping[str, Any], at: str) -> dict[str, Any]:
