@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from ggpipe.cli import INTERRUPTED
+from ggpipe.cli.foreign import without_foreign
 from ggpipe.cli.messages import flush_stdout, reach_front_end, report, show
 from ggpipe.cli.parsing import make_app
 from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
@@ -22,6 +23,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line, made fit for typer (`cli/argv.py`). Returns its exit code; errors are reported."""
     error: GgpipeError
     try:
+        for own in COMMANDS:
+            if own.name in arguments[:1]:
+                arguments = [own.name, *without_foreign(own.options(OPTIONS), arguments[1:])]
         program = make_app(COMMANDS, OPTIONS, _call, arguments)
         code = program(list(arguments), standalone_mode=False, prog_name="ggpipe")
         return leave_status(int(code or 0) or flush_stdout())

@@ -11,8 +11,11 @@ _BARE = {  # options that may stand without a value: the value that this means, 
     "--color": ("on", ("on", "off", "auto")),
 }
 
-_SAME = {"--log-jsonl": "--log-format=json"}
-"""Options of llama.cpp that are a value of another one here."""
+_SAME = {"--log-jsonl": "--log-format=json", "-co": "--color"}
+"""Options of llama.cpp that have another name here."""
+
+_SWITCHES = {"1": "on", "true": "on", "enabled": "on", "0": "off", "false": "off", "disabled": "off"}
+"""Values of -fa that llama.cpp takes as well."""
 
 _FREE_TEXT = (
     "-p",
@@ -35,6 +38,10 @@ def normalise(arguments: Sequence[str]) -> list[str]:
     arguments = [_SAME.get(argument, argument) for argument in arguments]
     is_value = False
     for i, argument in enumerate(arguments):
+        follows_fa = not is_value and out[-1:] == ["on"] and arguments[i - 1] in ("-fa", "--flash-attn", "--flash_attn")
+        if follows_fa and argument in _SWITCHES:
+            out[-1] = _SWITCHES[argument]
+            continue
         if is_value:
             out.append(argument)
             is_value = False

@@ -32,6 +32,8 @@ class Stdout:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
+        self._is_terminal = stream.isatty()
+        self._is_in_line = False
         self._fd: int | None = None
         with contextlib.suppress(OSError):  # not a file of the system
             self._fd = stream.fileno()
@@ -43,6 +45,7 @@ class Stdout:
         A reader that does not read is waited for until `stopping` says that the user wants an end, and a little longer.
         Raises RunError when the text cannot be written.
         """
+        self._is_in_line = not text.endswith("\n") if text else self._is_in_line
         try:
             if self._stream is not None and not self._write(self._stream, text, stopping):
                 self._stream = None
@@ -51,6 +54,11 @@ class Stdout:
         except OSError as e:
             raise RunError(f"cannot write to stdout: {e.strerror}") from e
         return self._stream is not None
+
+    def end_line(self) -> None:
+        """On a terminal, have what follows begin in a line of its own."""
+        if self._is_terminal and self._is_in_line:
+            self.write("\n")
 
     def _write(self, stream: TextIO, text: str, stopping: Callable[[], bool]) -> bool:
         if self._fd is None:

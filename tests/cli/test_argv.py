@@ -28,6 +28,10 @@ from ggpipe.options.escapes import unescape
         ("--color", "--color on"),
         ("--color off --numa", "--color off --numa distribute"),
         ("-fa --color --numa", "-fa on --color on --numa distribute"),
+        ("-fa 1 -p on", "-fa on -p on"),
+        ("-fa disabled --color", "-fa off --color on"),
+        ("-co", "--color on"),
+        ("-co off", "--color off"),
         ("-n -1", "-n -1"),
     ],
 )

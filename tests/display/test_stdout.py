@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,3 +112,24 @@ def test_what_was_printed_before_comes_first(tmp_path: Path) -> None:
         stream.write("before ")
         assert Stdout(stream).write("after")
     assert path.read_text() == "before after"
+
+
+@pytest.mark.parametrize(("text", "drawn"), [("a text", "a text\r\n"), ("a line\n", "a line\r\n"), ("", "")])
+def test_what_follows_a_text_on_a_terminal_begins_a_line(text: str, drawn: str) -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream:
+        own = Stdout(stream)
+        own.write(text)
+        own.write("")
+        own.end_line()
+        os.write(slave, b".")
+        assert os.read(master, 100).decode() == f"{drawn}."
+    os.close(master)
+
+
+def test_nothing_is_added_to_a_text_in_a_file(tmp_path: Path) -> None:
+    with (tmp_path / "text").open("w") as stream:
+        own = Stdout(stream)
+        own.write("a text")
+        own.end_line()
+    assert (tmp_path / "text").read_text() == "a text"

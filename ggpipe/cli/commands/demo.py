@@ -47,7 +47,7 @@ def run(options: Options) -> int:
 
     def front_end(ranks: StartedRanks) -> int:
         terminal = open_terminal(output.color)
-        print_sentences(terminal, (_TINY if tiny else _INFLATED, _LEGEND, ""))
+        print_sentences(terminal, (_TINY if tiny else _INFLATED, *([_LEGEND] if terminal is not None else []), ""))
         drafted = answer(ranks, request, output, warnings_of(options))
         if drafted.stats.speculation.mode != "iterative" and drafted.stats.finish is not Finish.STOPPED:
             alone = _without_draft(drafted, request, output.color)

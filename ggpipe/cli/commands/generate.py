@@ -141,6 +141,8 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         if display:
             display.stop()
     now = time.monotonic()
+    if stdout is not None and failure is None:
+        stdout.end_line()
     print_summary(terminal, stats, ranks.ranks, now)
     if output.csv is not None:
         append_csv(output.csv, stats)
