@@ -39,7 +39,7 @@ class Conversation:
             calls = message.get("tool_calls") or ()
             if not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
                 why = "must be a list of calls, each with a `function` that has a `name`"
-                raise UsageError(f"`messages[{i}].tool_calls` {why}, and an `id` that is a text")
+                raise UsageError(f"`messages[{i}].tool_calls` {why}, and an id that is a text")
             for name in ("role", "tool_call_id", "name", "reasoning_content"):
                 if not isinstance(message.get(name), str | None):
                     raise UsageError(f"`messages[{i}].{name}` must be a text")
