@@ -161,6 +161,7 @@ def _model_info(model_file: ModelFile, vocab: Vocab) -> ModelInfo:
         n_params=sum(map(n_numbers, model_file.tensors.values())),
         n_bytes=model_file.n_bytes,
         pooling=header.pooling,
+        fingerprint=model_file.fingerprint,
     )
 
 

@@ -16,7 +16,7 @@ from ggpipe.errors import (
     RunError,
 )
 from ggpipe.metrics.stats import RankStats
-from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, ModelInfo, RequestEnded, TokenReady
 from ggpipe.runtime.channel.supervisor import Supervisor, Way
 
 GREEDY = SamplingConfig(temp=0)
@@ -26,7 +26,7 @@ class Counting(EngineClient):
     """Its text is the number of each token. It dies of an error instead of the token with a number."""
 
     def __init__(self, ranks: FakeRanks, dies_at: int | None, error: GgpipeError) -> None:
-        super().__init__(ranks, ranks.ranks, 100, True, (f"warning of {ranks.name}", "another one"))
+        super().__init__(ranks, ranks.ranks, 100, True, (f"warning of {ranks.name}", "another one"), model=ranks.model)
         self.is_dead = False
         self._dies_at = dies_at
         self._error = error
@@ -93,6 +93,7 @@ class FakeRanks:
     is_loading: bool = False
     failure: GgpipeError | None = None
     engine: Counting | None = None
+    model: ModelInfo | None = None
 
     def stop(self) -> None:
         self.stopping = True

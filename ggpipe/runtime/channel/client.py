@@ -50,6 +50,8 @@ class ModelInfo:
     """Bytes of all weights."""
     pooling: str = ""
     """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
+    fingerprint: str = ""
+    """As `ModelFile.fingerprint`."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -297,6 +297,10 @@ class SupervisedEngine(EngineClient):
     def _go_on(self, error: GgpipeError) -> None:
         """Have new ranks go on with the active requests. Raises what ends all of it."""
         self._engine = engine = self._own.restarted(error)
+        if engine.model.fingerprint != self.model.fingerprint:  # nothing of the texts so far would be its own
+            raise RunError(
+                "the file of `model` is another one than when it was loaded first: start ggpipe again to use it"
+            )
         self.can_speculate = engine.can_speculate
         for warning in engine.warnings:
             if warning not in self.warnings:

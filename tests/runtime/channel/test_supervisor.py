@@ -20,7 +20,7 @@ from ggpipe.errors import (
     Terminated,
     UsageError,
 )
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEnded
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient, ModelInfo, RequestEnded
 from ggpipe.runtime.channel.supervisor import Budget
 
 
@@ -144,6 +144,14 @@ def test_ranks_do_not_start_again() -> None:
     rig = Rig(FakeRanks("first", dies_at=1), StartError("mpirun ended"))
     with pytest.raises(RunError, match="mpirun ended"), rig.engine() as engine:
         rig.text(engine)
+
+
+def test_texts_do_not_go_on_with_another_model() -> None:
+    other = FakeRanks("second", model=ModelInfo(fingerprint="another"))
+    rig = Rig(FakeRanks("first", dies_at=2, model=ModelInfo(fingerprint="one")), other, n_restarts=3)
+    with pytest.raises(RunError, match="`model` is another one than when it was loaded first"), rig.engine() as engine:
+        rig.text(engine)
+    assert rig.started == ["first", "second"]
 
 
 def test_a_first_start_that_fails() -> None:
