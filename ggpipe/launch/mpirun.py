@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
-from ggpipe.errors import LaunchError
+from ggpipe.errors import LaunchError, StartError
 from ggpipe.launch.environment import die_with_parent, mpi_environment, session_folder
 
 _TICK_S = 0.02
@@ -117,23 +118,29 @@ class RankProcesses:
             self._folder = tempfile.mkdtemp(prefix="ggpipe-mpirun-")
         except OSError as e:
             raise LaunchError(f"mpirun has no folder for its files ({e}); make room, or set TMPDIR to another") from e
-        read, write = os.pipe()
         # In a session of its own: the terminal's Ctrl-C is for us, and the ranks get it as a message.
-        self._process = subprocess.Popen(
-            command,
-            env={**session_folder(self._folder), **os.environ, **mpi_environment(), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=write,
-            stderr=write,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        os.close(write)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**session_folder(self._folder), **os.environ, **mpi_environment(), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                errors="replace",
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        except (OSError, subprocess.SubprocessError) as e:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise StartError(f"ranks cannot be started: {e}") from e
+        assert self._process.stdout is not None
         self._kept: list[str] = []
         self._shared_memory: set[str] = set()
         """The beginnings of the names of files that ranks on this machine share."""
         self._is_muted = False
-        self._reader = threading.Thread(target=self._read, args=(read,), name="mpirun's stderr", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process.stdout,), name="mpirun's stderr", daemon=True
+        )
         self._reader.start()
 
     def connected(self) -> None:
@@ -208,10 +215,10 @@ class RankProcesses:
             for file in beginning.parent.glob(f"{glob.escape(beginning.name)}*"):
                 file.unlink(missing_ok=True)
 
-    def _read(self, fd: int) -> None:
+    def _read(self, printed: IO[str]) -> None:
         """In a thread of its own: hand lines on, and keep mpirun's reports, which stand between rules of - or =."""
         in_report = False
-        with os.fdopen(fd, errors="replace") as lines:
+        with printed as lines:
             for line in lines:
                 is_rule = bool(_RULE.match(line))
                 if in_report or is_rule:

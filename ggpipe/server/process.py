@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import math
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -31,6 +32,7 @@ _LAST_WORDS_S = 2
 """For connections to be closed, once all is answered."""
 _KILLS_S = 1.0
 """Open MPI's mpirun sends SIGCONT, SIGTERM and SIGKILL, a quarter of a second apart."""
+_OWN_FILES, _ENOUGH_FILES, _FEWEST_CONNECTIONS, _MOST_AT_A_TIME = 48, 16384, 8, 1024
 _MOST_HEADER_BYTES = 64 * 1024
 _MOST_UNSENT_BYTES = 128 * 1024
 """That the kernel keeps for a client which does not read."""
@@ -103,6 +105,21 @@ def serve(
         thread.close()
 
 
+def _connections(wanted: int) -> tuple[int, int]:
+    """How many connections there may be, at most `wanted`, and how many are accepted at a time.
+
+    All other files that this process may open are for starting ranks again. Where asyncio runs out of files, it goes on
+    trying to accept, and writes an error for each time.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _ENOUGH_FILES:
+        limit = _ENOUGH_FILES if most == resource.RLIM_INFINITY else min(_ENOUGH_FILES, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    free = (limit if limit >= 0 else _ENOUGH_FILES) - _OWN_FILES
+    share = max(free // 2, _FEWEST_CONNECTIONS)
+    return min(wanted, share), min(_MOST_AT_A_TIME, share)
+
+
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -130,9 +147,11 @@ async def _serve(
         path=serving.path,
         saved_slots=saved_slots,
     )
+    n_connections, n_at_a_time = _connections(config.n_connections)
     settings = uvicorn.Config(
         application(server, serving.keys, _is_on_loopback(listener)),
-        http=protocol(config.n_connections, config.client_limit_s),
+        http=protocol(n_connections, config.client_limit_s),
+        backlog=n_at_a_time,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.commands import SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of
 
+from ggpipe.errors import StartError
 from ggpipe.launch import mpirun
 
 TEXT = ("generate", "-m", TARGET, "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
@@ -61,6 +62,17 @@ def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mon
     ranks.end()
     assert not list(tmp_path.iterdir())
     assert set(Path("/tmp").glob(f"ompi*.{mpirun_pid}")) <= before
+
+
+def test_no_files_are_left_to_start_ranks_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    with pytest.raises(StartError, match="ranks cannot be started: "):
+        mpirun.RankProcesses([], 1, None, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_mpirun_leaves_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

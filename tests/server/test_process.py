@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
 
+import pytest
 from support.commands import TARGET, ggpipe, output
 from support.servers import server
+
+from ggpipe.server import process
 
 PROMPT = "Once upon a time"
 
@@ -53,3 +57,25 @@ def test_mistakes_are_one_line() -> None:
     template = ggpipe("serve", "-m", TARGET, "--chat-template", "nothing")
     assert template.returncode == 2
     assert template.stderr.startswith("ggpipe: error: --chat-template ")
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "connections"),
+    [
+        ((1024, 524288), [(16384, 524288)], (500, 1024)),
+        ((1024, 1024), [(1024, 1024)], (488, 488)),
+        ((64, 64), [(64, 64)], (8, 8)),
+        ((-1, -1), [], (500, 1024)),
+    ],
+)
+def test_connections_leave_files_for_ranks(
+    limits: tuple[int, int],
+    raised: list[tuple[int, int]],
+    connections: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: set_to.append(new))
+    assert process._connections(500) == connections
+    assert set_to == raised
