@@ -37,6 +37,11 @@ class Terminal:
     def types(self, keys: str) -> None:
         self._child.send(keys)
 
+    def presses(self, key: str) -> None:
+        """When the next line is open: before that the kernel would take a key such as Ctrl-D."""
+        self.shows(r"\x1b\[\?2004h")
+        self.types(key)
+
     def shows(self, text: str) -> str:
         """Wait until it does; what it matches."""
         self._child.expect(text)
@@ -95,7 +100,7 @@ def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
     assert saved(terminal, tmp_path / "other.json")[0] == {"role": "user", "content": "two\nlines"}
     terminal.asks(f"/load {file}", "5 messages read")
     terminal.asks("/stats", r"1 question so far|2 questions so far")
-    terminal.types(CTRL_D)
+    terminal.presses(CTRL_D)
     assert terminal.ends() == 0
     assert "+And then?" in (tmp_path / "ggpipe" / "chat" / "history").read_text()
 
@@ -109,7 +114,7 @@ def test_mistakes(terminal: Terminal, tmp_path: Path) -> None:
     long.write_text("word " * 1000)
     terminal.asks(f"/read {long}", "5000 characters go in front of the next question")
     terminal.asks("What?", r"the conversation has \d+ tokens and the context 512: /clear begins")
-    terminal.types(CTRL_C)  # the question is in the line again
+    terminal.presses(CTRL_C)  # the question is in the line again
     terminal.asks("Once", "length reached")
     assert [message["role"] for message in saved(terminal, tmp_path / "a")] == ["system", "user", "assistant"]
     terminal.types(CTRL_C)
