@@ -84,6 +84,17 @@ def _known(names: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReasoningMarks:
+    """Texts between which a model thinks before it answers."""
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    """The first one is written where the budget is used up."""
+    is_open: bool = False
+    """The prompt ends inside the reasoning."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """llama.cpp's sampler chain: logit bias, `samplers` in their order, draw. Mirostat replaces all but the bias."""
 
@@ -151,6 +162,12 @@ class SamplingConfig:
     """The model's end of text is never sampled."""
     grammar: str = ""
     """What the text must be, in GBNF; empty: any text."""
+    reasoning_budget: int = -1
+    """Tokens of each reasoning in an answer to a conversation; behind them its end is written. -1: no limit."""
+    reasoning_budget_message: str = ""
+    """Written in front of that end."""
+    reasoning_marks: ReasoningMarks | None = None
+    """Set for conversations with a budget."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -184,6 +201,11 @@ class SamplingConfig:
         check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
         if len(self.logit_bias) > _MOST_BIASES:
             raise SettingError(f"`logit_bias` must have at most {_MOST_BIASES} tokens, got {len(self.logit_bias)}")
+        n = self.reasoning_budget
+        check_range("reasoning_budget", n, 0, MAX_TOKENS, "a number of tokens", special="-1 (no limit)")
+        message = self.reasoning_budget_message
+        if len(message) > _MOST_TEXT or any("\ud800" <= c <= "\udfff" for c in message):
+            raise SettingError(f"`reasoning_budget_message` must be a text in UTF-8 of at most {_MOST_TEXT} characters")
         check_range("n_probs", self.n_probs, 0, _MOST_PROBS, "a number of tokens")
         if len(self.samplers) > _MOST_SAMPLERS:
             raise SettingError(f"`samplers` must name at most {_MOST_SAMPLERS}, got {len(self.samplers)}")

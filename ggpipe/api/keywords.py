@@ -113,6 +113,11 @@ class RequestOptions(TypedDict, total=False):
     """Hold the text to a JSON schema; {}: any JSON object."""
     json_schema_file: File
     """Read the JSON schema from a file."""
+    reasoning_budget: int
+    """Tokens that the model may think before it answers a conversation; behind them the end of its reasoning is
+    written. 0: at once, -1: no limit. Default: -1."""
+    reasoning_budget_message: str
+    """Written in front of that end. Default: ''."""
     seed: int
     """Seed; -1: random. Default: -1."""
     ignore_eos: bool

@@ -9,7 +9,7 @@ from typing import Any
 from ggpipe.chat.answer import AnswerFormat
 from ggpipe.chat.tools.choice import ToolChoice
 from ggpipe.errors import BodyError, UsageError
-from ggpipe.sampling import SamplingConfig
+from ggpipe.sampling import ReasoningMarks, SamplingConfig
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -79,8 +79,12 @@ class ChatPrompt:
         return own or self.grammar
 
     def held(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Settings with the grammar for the answer. Raises as `grammar_beside`."""
+        """Settings with the grammar for the answer, and the marks that a budget needs. Raises as `grammar_beside`."""
         grammar = self.grammar_beside(sampling.grammar)
+        if sampling.reasoning_budget >= 0:
+            marks = self.answer.reasoning
+            own = ReasoningMarks(begins=marks.begins, ends=marks.ends, is_open=marks.is_open)
+            sampling = replace(sampling, reasoning_marks=own)
         return sampling if grammar == sampling.grammar else replace(sampling, grammar=grammar)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ggpipe.chat.reasoning_budget import ReasoningBudget
 from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import UsageError
 from ggpipe.llama.libllama import lib
@@ -45,6 +46,7 @@ class Sampler:
         self.probs: tuple[tuple[int, float], ...] = ()
         """The sampled token with its log-probability, and the best ones with theirs, where the config asks for them."""
         self._shows_model = config.n_probs > 0 and not config.post_sampling_probs
+        self._budget: ReasoningBudget | None = None
         if self._shows_model:  # it bans nothing, so the last rank does not either
             self._biases |= dict.fromkeys(never, -math.inf)
         self.seed = config.seed if config.seed >= 0 else secrets.randbelow(2**32 - 1)
@@ -73,7 +75,8 @@ class Sampler:
         if self._config.n_best is not None:
             n = self._config.n_best + len(self._biases) - len(self._raised) + len(set(self._window))
         if self._shows_model:
-            n = max(n, self._config.n_probs, _LEAST_FOR_SUM)
+            is_limited = self._config.reasoning_marks is not None  # a token that is written may be any
+            n = self._n_vocab if is_limited else max(n, self._config.n_probs, _LEAST_FOR_SUM)
         if n + len(banned) >= self._n_vocab:
             return Want(WantKind.FULL, banned=banned)
         return Want(WantKind.TOP, n, banned, sums=self._shows_model, also=self._raised)
@@ -94,6 +97,8 @@ class Sampler:
         ids, logits = row.ids, np.asarray(row.logits, np.float32)
         if self._biases:
             logits = self._biased(ids, logits)
+        if written := self.written:
+            ids, logits = _alone(written[0], ids, logits)
         if self._chain is None:
             best = int(logits.argmax())
             token = best if ids is None else ids[best]
@@ -121,9 +126,35 @@ class Sampler:
             logits += np.fromiter((self._biases.get(id, 0.0) for id in ids), np.float32)
         return logits
 
+    def begin(self, prompt: Iterable[int], vocab: Vocab) -> None:
+        """The tokens of the prompt: penalties look back on them. The text follows."""
+        self.accept(prompt)
+        if (marks := self._config.reasoning_marks) is None or self._config.reasoning_budget < 0:
+            return
+        ends = [vocab.marks(end) for end in marks.ends]
+        self._budget = ReasoningBudget(
+            [vocab.marks(begin) for begin in marks.begins],
+            ends,
+            vocab.marks(self._config.reasoning_budget_message) + (ends[0] if ends else ()),
+            self._config.reasoning_budget,
+            marks.is_open,
+            vocab.piece,
+        )
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The next tokens, where they are not drawn: the end of a reasoning whose budget is used up."""
+        return self._budget.written if self._budget is not None else ()
+
+    def write_nothing(self) -> None:
+        """Have the next token drawn all the same: the end of the reasoning does not fit there."""
+        self._budget = None
+
     def accept(self, tokens: Iterable[int]) -> None:
-        """Tokens of the prompt, or drawn ones: penalties look back on them."""
+        """Drawn tokens: penalties look back on them."""
         for token in tokens:
+            if self._budget is not None:
+                self._budget.accept(token)
             self._window.append(token)
             if self._chain is not None:
                 lib.llama_sampler_accept(self._chain, token)
@@ -160,6 +191,17 @@ class Sampler:
         if self._chain is not None:
             lib.llama_sampler_free(self._chain)
         self._chain = None
+
+
+def _alone(
+    token: int, ids: tuple[int, ...] | None, logits: NDArray[np.float32]
+) -> tuple[tuple[int, ...] | None, NDArray[np.float32]]:
+    """A row of as many tokens, with this one as the only one that can be drawn."""
+    if ids is not None and token not in ids:
+        ids = (*ids[:-1], token)
+    found = np.full_like(logits, -np.inf)
+    found[token if ids is None else ids.index(token)] = 0.0
+    return ids, found
 
 
 def _model_probs(row: RowLogits, token: int, n: int) -> tuple[tuple[int, float], ...]:

@@ -107,13 +107,18 @@ class Vocab:
             tokens.append(lib.llama_vocab_eos(self.pointer))
         return tuple(tokens)
 
-    def _tokens(self, text: str, whole: bool) -> tuple[int, ...]:
-        """`whole`: with what is added to a prompt, and special tokens parsed."""
+    def marks(self, text: str) -> tuple[int, ...]:
+        """The tokens of a part of a text, special ones parsed. Raises UsageError as `tokenize`."""
+        return self._tokens(text, whole=False, parses=True)
+
+    def _tokens(self, text: str, whole: bool, parses: bool | None = None) -> tuple[int, ...]:
+        """`whole`: with what is added to a prompt. `parses` special tokens; None: where it is whole."""
+        parses = whole if parses is None else parses
         data = text.encode("utf-8", "surrogateescape")
         size = len(data) + 16
         while True:
             tokens = (ctypes.c_int32 * size)()
-            n = lib.llama_tokenize(self.pointer, data, len(data), tokens, size, whole, whole)
+            n = lib.llama_tokenize(self.pointer, data, len(data), tokens, size, whole, parses)
             if n >= 0:
                 return tuple(tokens[:n])
             if n == -(2**31) or -n <= size:

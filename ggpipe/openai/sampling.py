@@ -16,9 +16,10 @@ _AS_THEY_ARE = (
     "xtc_threshold", "repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
     "dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "mirostat_tau", "mirostat_eta",
     "adaptive_target", "adaptive_decay", "min_keep", "n_probs", "post_sampling_probs", "seed", "ignore_eos", "temp",
+    "reasoning_budget_message",
 )  # fmt: skip
 """Fields of bodies that are fields of `SamplingConfig`."""
-BODY_NAMES = {"temp": "temperature"}
+BODY_NAMES = {"temp": "temperature", "reasoning_budget": "reasoning_budget_tokens"}
 """What bodies call a setting, where it has another name than in the library's messages."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -64,12 +65,20 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | list[tuple[TokenId, float | bool]] | None = None
     """By token; false: never."""
     stop: str | list[str] | None = None
+    reasoning_budget_tokens: int | None = None
+    """Of conversations; -1: as the server says."""
+    thinking_budget_tokens: int | None = None
+    """The same by llama-server's older name."""
+    reasoning_budget_message: str | None = None
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """`usual`: for what the body does not say. Raises SettingError, BodyError."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE}
         if self.temperature is not None:
             fields["temp"] = self.temperature
+        for budget in (self.thinking_budget_tokens, self.reasoning_budget_tokens):
+            if budget is not None and budget != -1:
+                fields["reasoning_budget"] = budget
         if isinstance(self.samplers, str):
             fields["samplers"] = samplers_by_letter(self.samplers)
         elif self.samplers is not None:

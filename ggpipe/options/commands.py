@@ -12,6 +12,7 @@ from ggpipe.sampling import SamplingConfig
 
 _WEIGHTS = (settings.Models, settings.Loading, ModelConfig, settings.Loras)
 _COMPUTING = (ContextConfig, PipelineConfig, settings.Ranks, DraftConfig, settings.Log)
+_OF_REASONING = frozenset({"reasoning_budget", "reasoning_budget_message"})
 
 COMMANDS: tuple[Command, ...] = (
     Command(
@@ -79,7 +80,7 @@ COMMANDS: tuple[Command, ...] = (
         rank.
         """,
         records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, SamplingConfig, settings.RecordSettings),
-        leave_out=frozenset({"file"}),
+        leave_out=frozenset({"file", *_OF_REASONING}),
         required=frozenset({"model", "output"}),
         defaults={"n_predict": 256},
     ),
@@ -177,7 +178,7 @@ COMMANDS: tuple[Command, ...] = (
         so far. With several --mpi-layer-split, layouts are compared in the fastest mode, or in those of --modes.
         """,
         records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, SpeculationConfig, SamplingConfig, settings.BenchSettings),
-        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares", "stop"}),
+        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares", "stop", *_OF_REASONING}),
         required=frozenset({"model"}),
         defaults={"n_predict": 128, "seed": 1},
     ),
@@ -199,7 +200,7 @@ COMMANDS: tuple[Command, ...] = (
             settings.GenerateOutput,
             settings.DemoSettings,
         ),
-        leave_out=frozenset({"override_kv", "restart"}),
+        leave_out=frozenset({"override_kv", "restart", *_OF_REASONING}),
         defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
     ),
     Command(

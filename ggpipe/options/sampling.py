@@ -23,6 +23,8 @@ def sampling_config(options: Options, of_model: SamplingConfig | None = None) ->
     for name in ("dry_sequence_breakers", "stop"):
         if name in fields and options[Prompt].escape:
             fields[name] = tuple(unescape(text) for text in fields[name])
+    if "reasoning_budget_message" in fields and options[Prompt].escape:
+        fields["reasoning_budget_message"] = unescape(fields["reasoning_budget_message"])
     return replace(of_model or SamplingConfig(), **fields, grammar=options[Constraint].gbnf())
 
 

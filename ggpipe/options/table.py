@@ -225,6 +225,8 @@ OPTIONS: tuple[Option, ...] = (
     _option(Constraint, SAMPLING, "grammar_file", "--grammar-file", metavar="FILE", help="Read the grammar from a file."),
     _option(Constraint, SAMPLING, "json_schema", "-j", "--json-schema", metavar="SCHEMA", help='Hold the text to a JSON schema; {}: any JSON object.'),
     _option(Constraint, SAMPLING, "json_schema_file", "-jf", "--json-schema-file", metavar="FILE", help="Read the JSON schema from a file."),
+    _option(SamplingConfig, SAMPLING, "reasoning_budget", "--reasoning-budget", metavar="N", help="Tokens that the model may think before it answers a conversation; behind them the end of its reasoning is written. 0: at once, -1: no limit."),
+    _option(SamplingConfig, SAMPLING, "reasoning_budget_message", "--reasoning-budget-message", metavar="TEXT", help="Written in front of that end."),
     _option(SamplingConfig, SAMPLING, "seed", "-s", "--seed", metavar="N", help="Seed; -1: random."),
     _option(SamplingConfig, SAMPLING, "ignore_eos", "--ignore-eos", help="Never end the text before -n tokens."),
 

@@ -48,6 +48,26 @@ def test_what_users_write_is_no_special_token(chat: Path) -> None:
     assert count[0] > count[1] + 4
 
 
+def test_reasoning_has_a_budget(chat: Path, tmp_path: Path) -> None:
+    """The same for all splits and modes, with a draft model that knows nothing of it."""
+    file = tmp_path / "thinks.jinja"
+    file.write_text("{{ messages[0].content }}<think>")
+    said = ("generate", "-m", TARGET, *SETTINGS, "-st", "-p", "Once", "--chat-template-file", file)
+    free = output(*said)
+    limit = ("--reasoning-budget", 3, "--reasoning-budget-message", r"\n Enough.")
+    text = output(*said, *limit)
+    thought, written, answer = text.partition("\n Enough.</think>")
+    assert written
+    assert thought
+    assert free.startswith(thought)
+    assert len(answer) > 5
+    draft = ("-md", TARGET.with_name("tales-draft.gguf"))
+    assert output(*said, *limit, *SPLITS[2], *draft) == text
+    assert output(*said, *limit, "--grammar", "root ::= [^<]+") == output(*said, "--grammar", "root ::= [^<]+")
+    drawn = (*said, *limit, "--temp", 0.8, "--seed", 5, "--mirostat", 2)
+    assert "\n Enough.</think>" in output(*drawn)
+
+
 def test_reasoning_is_dim(chat: Path, tmp_path: Path) -> None:
     """On a terminal; what is written to stdout has no style. The model begins inside its reasoning, and stays there."""
     file = tmp_path / "thinks.jinja"

@@ -118,6 +118,7 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
             if output.display_prompt:
                 display.prompt(request.text)
         sampling = request.sampling(engine.sampling)
+        sampling = sampling if chat is None else chat.held(sampling)
         for token in engine.generate(prompt, sampling, request.n_predict, stats, request.speculation):
             write(token.text)
             style = origin_style(token.drafted)

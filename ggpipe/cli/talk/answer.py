@@ -92,6 +92,7 @@ class Answerer:
                 "one, /save keeps this one, and `n_ctx` makes room for longer ones"
             )
         parser = ReasoningParser(prompt.answer.reasoning)
+        sampling = prompt.held(sampling)
         with self._shown(reply):
             tokens = engine.generate(prompt.tokens, sampling, self._n_predict, reply.stats, self._speculation)
             for token in tokens:

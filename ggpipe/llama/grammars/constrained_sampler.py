@@ -107,6 +107,7 @@ class ConstrainedSampler:
         """
         if row.ids is not None and self._own.want().kind is WantKind.FULL:
             return None  # a draft token's row, submitted when fewer candidates were enough
+        self._check_written()
         if not self._is_rejected:
             token, few = self._own.sample(self._without_grammar(row)), self._few
             if self._grammar.fits(token) if few is None else token in few:
@@ -122,6 +123,14 @@ class ConstrainedSampler:
             raise NoTokenFits
         self._fitting_token = self._own.sample(fitting, row)
         return Drawn(self._fitting_token, is_second=True)
+
+    def _check_written(self) -> None:
+        """The end of a reasoning is written only where the grammar has room for it."""
+        if written := self._own.written:
+            try:
+                self.check(written)
+            except NoTokenFits:
+                self._own.write_nothing()
 
     def _without_grammar(self, row: RowLogits) -> RowLogits:
         """What the last rank would have sent of this row without the grammar."""
@@ -217,6 +226,7 @@ class ConstrainedSampler:
 
     def replay(self, row: RowLogits, token: int, is_second: bool) -> None:
         """As `resume`, for one token and the row that it was drawn from."""
+        self._check_written()
         self._own.sample(row)
         if is_second and (fitting := self._fitting(row)) is not None:
             self._own.sample(fitting)
@@ -241,7 +251,7 @@ def sampler_at(
     """A sampler behind a prompt and `tokens` of its text, but for rows that are to be replayed. `redrawn`: places of
     tokens that were drawn at the second attempt. Raises UsageError where the text does not fit the grammar."""
     sampler = Sampler(sampling, vocab, n_ctx)
-    sampler.accept(prompt)
+    sampler.begin(prompt, vocab)
     if not sampling.grammar:
         if not sampling.remembers_rows:
             sampler.resume(tokens)

@@ -31,7 +31,7 @@ from ggpipe.errors import GgpipeError, RunError, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import ModelInfo
 
-VERSION = 14
+VERSION = 15
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from ggpipe.chat.conversation import Conversation
+from ggpipe.checks import MAX_TOKENS
 from ggpipe.errors import BodyError
 from ggpipe.openai.bodies import ChatBody, GenerationBody
+from ggpipe.sampling import SamplingConfig
 
 _BILLING = re.compile(r"^(x-anthropic-billing-header:[^\n]*\bcch=)[0-9a-f]+(?=;)")
 """Some clients begin the system's text with a number that changes with each request. No prefix would be found in the
@@ -22,6 +25,7 @@ class Thinking(msgspec.Struct, kw_only=True):
     """Whether the model is to think before it answers."""
 
     type: str
+    budget_tokens: int | None = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
@@ -73,6 +77,15 @@ class MessagesBody(CountBody, kw_only=True):
     def __post_init__(self) -> None:
         if self.stop is None:
             self.stop = self.stop_sequences
+
+    def sampling(self, usual: SamplingConfig) -> SamplingConfig:
+        """As without `thinking`; with its budget."""
+        drawn, thinking = super().sampling(usual), self.thinking
+        if thinking is None or thinking.type != "enabled" or thinking.budget_tokens is None:
+            return drawn
+        if not 0 <= thinking.budget_tokens <= MAX_TOKENS:
+            raise BodyError("`thinking.budget_tokens` must be a number of tokens", "thinking.budget_tokens")
+        return replace(drawn, reasoning_budget=thinking.budget_tokens)
 
     def check(self) -> None:
         """Raises BodyError for what no request can have."""
