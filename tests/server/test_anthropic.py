@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from ggpipe.core.request import Finish
-from ggpipe.errors import BodyError
+from ggpipe.errors import BodyError, SettingError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.openai.decode import convert
+from ggpipe.sampling import SamplingConfig
 from ggpipe.server.texts.anthropic import MessageWriter
 from ggpipe.server.texts.anthropic_bodies import MessagesBody
 
@@ -54,6 +55,27 @@ def test_blocks_become_messages() -> None:
     assert list(conversation.tools) == [{"type": "function", "function": function}]
     assert conversation.further == {"enable_thinking": True}
     assert (own.stop, own.most_tokens(-1)) == (["x"], 5)
+    assert own.sampling(SamplingConfig()).reasoning_budget == 9
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"thinking": {"type": "disabled", "budget_tokens": 9}}, 30),
+        ({"thinking": {"type": "enabled"}}, 30),
+        ({"reasoning_budget_tokens": 0, "thinking_budget_tokens": 4}, 0),
+        ({"reasoning_budget_tokens": -1}, 30),
+    ],
+)
+def test_how_long_a_model_may_think(fields: dict[str, Any], expected: int) -> None:
+    assert body(**fields).sampling(SamplingConfig(reasoning_budget=30)).reasoning_budget == expected
+
+
+def test_no_model_thinks_a_negative_number_of_tokens() -> None:
+    with pytest.raises(BodyError, match=r"`thinking\.budget_tokens` must be"):
+        body(thinking={"type": "enabled", "budget_tokens": -3}).sampling(SamplingConfig())
+    with pytest.raises(SettingError, match=r"`reasoning_budget` must be"):
+        body(reasoning_budget_tokens=-3).sampling(SamplingConfig())
 
 
 def test_a_number_that_changes_with_each_request_is_left_out() -> None:
