@@ -53,8 +53,9 @@ class ReasoningBudget:
                     return
                 self._n_left -= 1
                 if self._n_left <= 0:
-                    self._ends.forget()
-                    self._at = _At.SPENT
+                    if self._at is _At.INSIDE:
+                        self._ends.forget()
+                        self._at = _At.SPENT
                     if _is_whole(self._piece(token)):
                         self._write()
             case _At.WRITING:
