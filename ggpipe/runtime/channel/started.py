@@ -27,6 +27,7 @@ _TICK_S = 0.1
 _LAST_LOOKS = 5  # for a rank that has reported and ended
 _LEAVE_S = 1.0  # where a rank is lost
 _STARTS_WITHIN, _STARTS_WITHIN_S = 4, 60.0  # timeouts of a rank, and at least so long: then it is started once more
+_FIRST_WITHIN_S = 600.0  # files may come slowly over a network; for a lost machine mpirun would wait for ever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ def supervised(
     timeout_s = config.pipeline.rank_timeout_s
 
     def way(job: Job, is_first: bool = False) -> Way:
-        limit_s = math.inf if is_first or not timeout_s else max(_STARTS_WITHIN * timeout_s, _STARTS_WITHIN_S)
+        least_s = _FIRST_WITHIN_S if is_first else _STARTS_WITHIN_S
+        limit_s = max(_STARTS_WITHIN * timeout_s, least_s) if timeout_s else math.inf
 
         def on_error(error: GgpipeError) -> None:
             if not n_restarts and not isinstance(error, HostError):  # else it may be a reason to try again
