@@ -32,7 +32,7 @@ class Stdout:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
-        self._is_terminal = stream.isatty()
+        self._is_terminal = stream.isatty() and not is_rank()  # a user's mpirun gives its first rank one
         self._is_in_line = False
         self._fd: int | None = None
         with contextlib.suppress(OSError):  # not a file of the system

@@ -45,7 +45,7 @@ ELSEWHERE = {  # fields that no row sets: the command line has them in another f
     ContextConfig: {"n_seq"},
     PipelineConfig: {"shares", "group_sizes", "auto"},
     DraftConfig: {"model", "context", "shares", "group_sizes"},
-    SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs", "grammar"},
+    SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs", "grammar", "reasoning_marks"},
 }
 
 
