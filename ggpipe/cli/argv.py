@@ -35,7 +35,6 @@ _FREE_TEXT = (
 def normalise(arguments: Sequence[str]) -> list[str]:
     """`--top_k` becomes `--top-k`; a bare `--numa`, `-fa` or `--color` gets its value."""
     out: list[str] = []
-    arguments = [_SAME.get(argument, argument) for argument in arguments]
     is_value = False
     for i, argument in enumerate(arguments):
         follows_fa = not is_value and out[-1:] == ["on"] and arguments[i - 1] in ("-fa", "--flash-attn", "--flash_attn")
@@ -46,6 +45,7 @@ def normalise(arguments: Sequence[str]) -> list[str]:
             out.append(argument)
             is_value = False
             continue
+        argument = _SAME.get(argument, argument)
         if argument.startswith("--"):
             name, eq, value = argument.partition("=")
             argument = name.replace("_", "-") + eq + value

@@ -191,23 +191,23 @@ def note_texts(scope: Scope, generations: Sequence[Generation]) -> None:
     scope.setdefault("state", {})[_TEXTS] = [generation.stats for generation in generations]
 
 
-def _figures(all: Sequence[RequestStats]) -> dict[str, Any]:
+def _figures(texts: Sequence[RequestStats]) -> dict[str, Any]:
     """Sums, and the means of times; None where nothing was measured."""
 
     def mean(of: Callable[[RequestStats], float | None]) -> float | None:
-        found = [value for stats in all if (value := of(stats)) is not None]
+        found = [value for stats in texts if (value := of(stats)) is not None]
         return round(sum(found) / len(found), 4) if found else None
 
     return {
-        "prompt_tokens": sum(stats.n_prompt for stats in all),
-        "cached_tokens": sum(stats.counters.cached_tokens for stats in all),
-        "tokens": sum(stats.n_generated for stats in all),
-        "draft_tokens": sum(stats.counters.submitted_tokens for stats in all),
-        "accepted_tokens": sum(stats.counters.accepted_tokens for stats in all),
+        "prompt_tokens": sum(stats.n_prompt for stats in texts),
+        "cached_tokens": sum(stats.counters.cached_tokens for stats in texts),
+        "tokens": sum(stats.n_generated for stats in texts),
+        "draft_tokens": sum(stats.counters.submitted_tokens for stats in texts),
+        "accepted_tokens": sum(stats.counters.accepted_tokens for stats in texts),
         "queued_s": mean(lambda stats: stats.queue_s),
         "ttft_s": mean(lambda stats: stats.ttft_s),
         "tokens_per_s": mean(lambda stats: stats.decode_tps),
-        "finish": ", ".join(sorted({stats.finish.value if stats.finish else "cut off" for stats in all})),
+        "finish": ", ".join(sorted({stats.finish.value if stats.finish else "cut off" for stats in texts})),
     }
 
 

@@ -70,7 +70,7 @@ def test_other_arguments_stay(arguments: list[str]) -> None:
     assert normalise(plain) == plain
 
 
-@pytest.mark.parametrize("prompt", ["--a_b", "-fa", "--numa"])
+@pytest.mark.parametrize("prompt", ["--a_b", "-fa", "--numa", "-co", "--log-jsonl"])
 def test_a_prompt_that_looks_like_an_option_stays(prompt: str) -> None:
     """llama.cpp changes names of options only: the word behind -p is taken as it is."""
     assert normalise(["-p", prompt, "-n", "5"]) == ["-p", prompt, "-n", "5"]

@@ -5,7 +5,7 @@ import { addToCall, messages, write } from "./conversation.js";
 import { sampling } from "./settings.js";
 
 export class Answers {
-  #running = new Map(); // by the node's id: how it is stopped, and what is known of it beside its text
+  #running = new Map(); // by the node's id: how it is stopped, and what is known of it but for its text
 
   /** `on.change(conversation, node)`: there is more of it. `on.end(conversation, node)`. `on.save(conversation)`. */
   constructor(on) {
