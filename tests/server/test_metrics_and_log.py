@@ -104,8 +104,8 @@ def test_a_line_for_each_request(serving: Serving, folder: Path) -> None:
     assert (line["tokens"], line["finish"]) == (5, "length")
     assert {"prompt_tokens", "cached_tokens", "accepted_tokens", "queued_s", "ttft_s", "tokens_per_s"} <= set(line)
     assert [(line["status"], line["id"] == "a b") for line in new] == [(401, False), (404, False)]
+    serving.wait_for(lambda: any(json.loads(line).get("id") == "mine-1" for line in list(serving.lines)))
     assert KEY not in (folder / "old").read_text() + (folder / "log").read_text() + "".join(serving.lines)
-    assert any(json.loads(line).get("id") == "mine-1" for line in serving.lines)
     assert not stat.S_IMODE((folder / "log").stat().st_mode) & 0o007
 
 

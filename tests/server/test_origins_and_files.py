@@ -193,7 +193,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 def test_a_prefix_of_all_paths_and_what_is_behind_it(serving: Serving) -> None:
     assert "warning: --threads-http is not used" in "".join(serving.lines)
-    assert f"ready: {serving.url}/llm/v1" in "".join(serving.lines)
+    serving.wait_for(lambda: f"ready: {serving.url}/llm/v1" in "".join(serving.lines))
     assert serving.ask("GET", "/llm/")[1] == "<p>own page"
     moved, _, headers = serving.ask("GET", "/llm")
     assert (moved, headers["location"]) == (308, "/llm/")
