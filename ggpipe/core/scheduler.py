@@ -239,7 +239,7 @@ class Scheduler:
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
             states = [s for s in self._states.values() if s.is_open and s.phase is not Phase.RESTORING]
-            if not states:
+            if not states or self._load.gathers(states):
                 return
             self._load.spare_cells = self._admission.spare_cells
             if len(states) == 1:

@@ -1,6 +1,7 @@
 """Measures servers over HTTP; run it as `scripts/bench/serving --http`.
 
-All take turns in each round, on the bundled pair's target inflated to 0.4 B in Q8_0, with prompts of 16 tokens:
+All take turns in each round, on the bundled pair's target inflated to 0.4 B in Q8_0 (or as `--as` says), with prompts
+of 16 tokens:
 
 api         the Python API: tokens of `ggpipe.Answer`, in the process of the server below, of the same ranks
 stages      `ggpipe serve` with two ranks of one thread each, pinned to a core each, as two stages
@@ -29,12 +30,15 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from support.zoo import quantize
 
 from ggpipe.api.answer import Answer
 from ggpipe.api.engine_thread import EngineThread
@@ -204,6 +208,9 @@ def all_servers(args: argparse.Namespace) -> Iterator[dict[str, Measure]]:
     cores = sorted(os.sched_getaffinity(0))
     found: dict[str, Measure] = {}
     with contextlib.ExitStack() as stack:
+        if args.file_type:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ggpipe-bench-")))
+            path = quantize(path, folder / f"{args.file_type}.gguf", args.file_type)
         log = stack.enter_context(args.log.open("wb"))
 
         def start(command: Sequence[str | Path], own_cores: Sequence[int] = ()) -> Server:
@@ -320,6 +327,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rpc-server", help="where it is; default: beside llama-server")
     parser.add_argument("--model", type=Path, help="instead of the inflated target")
     parser.add_argument("--bundled", action="store_true", help="the bundled target as it is")
+    parser.add_argument("--as", dest="file_type", metavar="TYPE", help="quantize it anew: Q4_K_M, Q4_0, ...")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="where servers write what they say")
     args = parser.parse_args(arguments)
     if not args.rpc_server and args.llama_server:

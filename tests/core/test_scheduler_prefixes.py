@@ -44,6 +44,7 @@ def test_a_text_is_kept_to_its_last_computed_token() -> None:
 def test_the_next_question_computes_what_is_new() -> None:
     head, tokens = after_a_text()
     head.arrive(Request(id=2, prompt=(*tokens, 7, 8), n_predict=1))
+    head._tick()  # nobody came with it
     assert tokens_in_flight(head) == [[tokens[-1], 7, 8]], "what is left is cut from its own beginning"
     assert cached(head, 2) == len(tokens) - 1
     assert head.seen[2].runs[0].ops == ()
@@ -52,6 +53,7 @@ def test_the_next_question_computes_what_is_new() -> None:
 def test_a_common_beginning_is_copied() -> None:
     head, tokens = after_a_text()
     head.arrive(Request(id=2, prompt=(*tokens[:5], 7), n_predict=1))
+    head._tick()
     assert tokens_in_flight(head) == [[7]]
     assert head.seen[2].runs[0].ops == (KvOp(KvKind.CP, 0, 1, 0, 5),)
 
@@ -81,6 +83,7 @@ def test_a_request_that_is_stopped_while_its_prompt_is_read_leaves_what_is_compu
 def test_requests_take_cells_when_they_need_them_and_not_before() -> None:
     head, tokens = after_a_text(n_ctx=16)
     head.arrive(Request(id=2, prompt=(21, 22, 23, 24), n_predict=12))
+    head._tick()
     while len(head.seen[2].text) < 4:
         assert head.scheduler._prefixes.kept == {0: tokens[:-1]}
         come_back(head)

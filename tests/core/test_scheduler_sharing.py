@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from ggpipe.core.events import Arrived, RunEnded, Sample, Sampled, Submit
+from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Stop, Submit, Tick
 from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
 from ggpipe.core.request import Limits, PromptTask, Request
 from ggpipe.core.scheduler import Scheduler
@@ -26,9 +26,10 @@ class Pipeline:
         text_s: float | dict[int, float] = 0.5,
         slowdown: float = 5.0,
         partial_prefixes: bool = True,
+        n_requests: int = 8,
     ) -> None:
         limits = Limits(
-            n_ctx=10_000, n_batch=512, n_ubatch=512, n_in_flight=n_stages + 1, n_seq=8, n_requests=8,
+            n_ctx=10_000, n_batch=512, n_ubatch=512, n_in_flight=n_stages + 1, n_seq=8, n_requests=n_requests,
             prefill_slowdown=slowdown, partial_prefixes=partial_prefixes,
         )  # fmt: skip
         self.scheduler = Scheduler(limits)
@@ -48,6 +49,17 @@ class Pipeline:
         request = Request(id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, task=PromptTask("embed"))
         self._handle(Arrived(request, ONE))
 
+    def stop(self, number: int) -> None:
+        self._handle(Stop(number))
+
+    def wake(self) -> float:
+        """The time comes for which the scheduler waits; returns how long it was away."""
+        wake_at = self.scheduler.wake_at
+        assert wake_at is not None
+        waited_s, self._now = wake_at - self._now, wake_at
+        self._handle(Tick())
+        return waited_s
+
     def step(self) -> None:
         """The oldest run comes back."""
         run = self.runs.pop(0)
@@ -62,8 +74,8 @@ class Pipeline:
         self._now += seconds
         self._handle(RunEnded(RunResult(run.id, rows, spans)))
 
-    def _handle(self, event: Arrived | RunEnded | Sampled) -> None:
-        events: list[Arrived | RunEnded | Sampled] = [event]
+    def _handle(self, event: Event) -> None:
+        events: list[Event] = [event]
         while events:
             for action in self.scheduler.handle(events.pop(0), self._now):
                 match action:
@@ -203,6 +215,42 @@ def test_prompts_of_more_users_than_decode_go_in_at_once() -> None:
         pipeline.arrive(number, n_prompt=33)
     pipeline.step()
     assert pipeline.sizes[-1][1] < 20, "four wait for three"
+
+
+def test_a_first_prompt_waits_a_little_for_those_that_come_with_it() -> None:
+    def sizes(pipeline: Pipeline) -> list[int]:
+        return [len(run.rows) for run in pipeline.runs if run.rows]
+
+    pipeline = Pipeline(1, FREE, text_s=0.01)
+    pipeline.arrive(1, n_prompt=11)
+    assert pipeline.sizes == [(1, 10)], "what runs take is not known yet"
+    for _ in range(3):
+        pipeline.step()
+    pipeline.stop(1)
+    pipeline.step()
+    for number in (2, 3, 4):
+        pipeline.arrive(number, n_prompt=11)
+    assert not sizes(pipeline)
+    assert 0 < pipeline.wake() <= 0.01, "no long wait, whatever runs take"
+    assert sizes(pipeline) == [33]
+    for number in (2, 3, 4):
+        pipeline.stop(number)
+    while sizes(pipeline):
+        pipeline.step()
+    for number in range(5, 13):
+        assert not sizes(pipeline)
+        pipeline.arrive(number)
+    assert sizes(pipeline) == [8], "there is no room for more"
+
+
+def test_a_first_prompt_waits_for_nobody_where_short_runs_are_of_use() -> None:
+    for pipeline in (Pipeline(2, FREE), Pipeline(1, FREE, n_requests=1), Pipeline(1, FREE, partial_prefixes=False)):
+        for number in (1, 2):
+            pipeline.arrive(number, n_prompt=11)
+            assert pipeline.runs
+            while pipeline.runs:
+                pipeline.stop(number)
+                pipeline.step()
 
 
 def test_embeddings_of_recurrent_models_take_turns_with_texts() -> None:

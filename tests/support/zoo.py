@@ -170,6 +170,7 @@ def quantize(src: Path, dst: Path, ftype_name: str) -> Path:
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{ftype_name.upper()}")
     params.nthread = 1
+    params.allow_requantize = True
     if llama_cpp.llama_model_quantize(os.fsencode(src), os.fsencode(dst), ctypes.byref(params)):
         raise RuntimeError(f"libllama cannot write {src} as {ftype_name}")
     return dst

@@ -15,6 +15,8 @@ from ggpipe.core.tree import Node
 
 _EARLY = 0.2  # of a run's time: so long before the slowest stage is free the next draft tokens go in,
 _EARLY_S = 1e-3  # and at least this: messages take their time
+_GATHER = 0.02  # of its run's time: so long a first prompt waits for others that come with it, again after each,
+_GATHER_S = 1e-2  # and at most this
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Load:
         self._in_flight = in_flight
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""
+        self._gathered: tuple[float, int, float] | None = None
+        """When the first prompt came that waits for others, how many there are, and until when they wait."""
         self._n_in_flight: collections.Counter[int] = collections.Counter()
         """Runs without parts of prompts, by their rows."""
 
@@ -108,8 +112,26 @@ class Load:
             self.next_run_at = free_at
         return self.now < free_at
 
+    def gathers(self, states: Sequence[RequestState]) -> bool:
+        """These are prompts that came while the pipeline was empty, and more may come with them: together they take
+        less time than one behind the other. Notes when the run goes in. Short runs keep several stages busy."""
+        limits = self.limits
+        if self.n_stages > 1 or limits.n_requests == 1 or not limits.partial_prefixes or self.n_in_flight:
+            return False
+        if len(states) == limits.n_requests or any(state.phase is not Phase.PREFILL for state in states):
+            return False
+        since, n, until = self._gathered or (self.now, 0, 0.0)
+        if len(states) != n:
+            n_left = sum(len(state.request.prompt) - state.n_past for state in states)
+            until = min(self.now + _GATHER * self.cost.text_s(0, n_left), since + _GATHER_S)
+            self._gathered = since, len(states), until
+        if self.now < until:
+            self.next_run_at = until
+        return self.now < until
+
     def submitted(self, parts: Sequence[Part[RequestState]], only_one: bool) -> None:
         """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
+        self._gathered = None
         fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
         n_nodes = sum(len(part.nodes) for part in parts)
         n_text = sum(part.n_text for part in parts)
