@@ -21,6 +21,12 @@ This page is made by `scripts/flag_reference` from the table in `ggpipe/options/
 Names, meanings and defaults are llama.cpp's where llama.cpp has the flag, and PipeInfer's spellings work too. In long
 names `_` and `-` are the same. `--numa`, `-fa` and `--color` may stand without a value: `--numa distribute`, `-fa on`,
 `--color on`.
+
+`generate`, `chat` and `serve` read llama.cpp's environment variables, which stand behind the meaning. A flag comes
+before a variable. An empty variable counts as not set. For switches a variable is `on`, `off`, `1` or `0`.
+`LLAMA_ARG_NO_REPACK` (for `LLAMA_ARG_REPACK`, with any value) turns a switch off that has a `--no-` flag. Ranks that
+ggpipe starts get these settings as flags. Under your own mpirun or srun the environment of ranks may differ: there only
+what the first rank of a server needs (address, keys, endpoints) is read, and a line names the variables that are not.
 """
 
 
@@ -45,7 +51,13 @@ def _table(rows: Iterable[Option], commands: Iterable[Command]) -> Iterator[str]
     yield "|---|---|---|---|"
     for row in rows:
         taken = [command for command in commands if row in command.options(OPTIONS)]
-        yield f"| {_flags(row)} | {_plain(row.help)} | {_default(row, taken)} | {', '.join(c.name for c in taken)} |"
+        names = ", ".join(command.name for command in taken)
+        yield f"| {_flags(row)} | {_meaning(row, taken)} | {_default(row, taken)} | {names} |"
+
+
+def _meaning(row: Option, commands: Iterable[Command]) -> str:
+    has_variable = row.variable and any(command.reads_variables for command in commands)
+    return _plain(row.help) + (f" `{row.variable}`" if has_variable else "")
 
 
 def _flags(row: Option) -> str:

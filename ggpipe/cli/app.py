@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.foreign import without_foreign
-from ggpipe.cli.messages import flush_stdout, reach_front_end, report, show
-from ggpipe.cli.parsing import make_app
+from ggpipe.cli.messages import flush_stdout, name_variables, reach_front_end, report, show, warn
+from ggpipe.cli.parsing import default_map, make_app
+from ggpipe.cli.variables import read_variables
 from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
 from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
 from ggpipe.options.commands import COMMANDS
@@ -22,12 +25,15 @@ from ggpipe.options.table import OPTIONS
 def run(arguments: Sequence[str]) -> int:
     """Run a command line, made fit for typer (`cli/argv.py`). Returns its exit code; errors are reported."""
     error: GgpipeError
+    variables: dict[str, Any] = {}
+    name_variables({})
     try:
         for own in COMMANDS:
             if own.name in arguments[:1]:
                 arguments = [own.name, *without_foreign(own.options(OPTIONS), arguments[1:])]
-        program = make_app(COMMANDS, OPTIONS, _call, arguments)
-        code = program(list(arguments), standalone_mode=False, prog_name="ggpipe")
+                variables[own.name] = default_map(read_variables(own, OPTIONS, os.environ, warn))
+        program = make_app(COMMANDS, OPTIONS, _call, arguments, name_variables)
+        code = program(list(arguments), standalone_mode=False, prog_name="ggpipe", default_map=variables)
         return leave_status(int(code or 0) or flush_stdout())
     except typer.Exit as e:
         return leave_status(e.exit_code or flush_stdout())

@@ -14,8 +14,8 @@ _BARE = {  # options that may stand without a value: the value that this means, 
 _SAME = {"--log-jsonl": "--log-format=json", "-co": "--color"}
 """Options of llama.cpp that have another name here."""
 
-_SWITCHES = {"1": "on", "true": "on", "enabled": "on", "0": "off", "false": "off", "disabled": "off"}
-"""Values of -fa that llama.cpp takes as well."""
+SWITCHES = {"1": "on", "true": "on", "enabled": "on", "0": "off", "false": "off", "disabled": "off"}
+"""Further words for on and off that llama.cpp takes."""
 
 _FREE_TEXT = (
     "-p",
@@ -38,8 +38,8 @@ def normalise(arguments: Sequence[str]) -> list[str]:
     is_value = False
     for i, argument in enumerate(arguments):
         follows_fa = not is_value and out[-1:] == ["on"] and arguments[i - 1] in ("-fa", "--flash-attn", "--flash_attn")
-        if follows_fa and argument in _SWITCHES:
-            out[-1] = _SWITCHES[argument]
+        if follows_fa and argument in SWITCHES:
+            out[-1] = SWITCHES[argument]
             continue
         if is_value:
             out.append(argument)

@@ -50,7 +50,7 @@ def run_command(
         prepare()
         n_ranks = ranks_to_start(config, options[Ranks].hostfile)
         if n_ranks is not None:
-            job, n_restarts = Job(sys.argv[1:], n_ranks, options[Ranks].hostfile), options[Ranks].restart
+            job, n_restarts = Job(options.arguments({}), n_ranks, options[Ranks].hostfile), options[Ranks].restart
             with _signals() as signals:
 
                 def follow(own: Supervisor) -> None:

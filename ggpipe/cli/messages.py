@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 
 from ggpipe.display.live.terminal import open_launcher_stderr
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
@@ -15,12 +16,22 @@ from ggpipe.options.table import OPTIONS
 SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
 """How the command line calls a setting, by the name that messages have for it."""
 
+_variables: Mapping[str, str] = {}
+"""Environment variables that values came from, by the names of the settings: messages name them instead of flags."""
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
+def name_variables(variables: Mapping[str, str]) -> None:
+    """From now on messages name these environment variables, by the names of the settings that they gave values to."""
+    global _variables
+    _variables = dict(variables)
+
+
 def in_flags(message: str) -> str:
-    """A message of the library with flags in the place of settings: of `n_ctx` in backticks it makes -c/--ctx-size."""
-    return re.sub(r"`([\w.]+)`", lambda match: SPELLINGS.get(match[1], match[0]), message)
+    """A message of the library with flags in the place of settings: of `n_ctx` in backticks it makes -c/--ctx-size, or
+    the environment variable that its value came from."""
+    return re.sub(r"`([\w.]+)`", lambda match: _variables.get(match[1]) or SPELLINGS.get(match[1], match[0]), message)
 
 
 def show(message: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 import ggpipe
+from ggpipe.cli.variables import settled
 from ggpipe.options.option import Command, Option, Options
 
 
@@ -26,11 +27,13 @@ def make_app(
     table: Sequence[Option],
     run: Callable[[Command, Options], int],
     arguments: Sequence[str] = (),
+    on_variables: Callable[[Mapping[str, str]], None] = lambda _: None,
 ) -> typer.Typer:
     """The program: `run` is called with the command that was named and what was read, and returns the exit code.
 
-    `arguments`: those that it will be given. Where they begin with a command, the program has only that one, since
-    typer takes 10 ms for each.
+    Typer gets what environment variables say as its `default_map`. `on_variables` is told first which of them gave
+    values, by the options' names. `arguments`: those that it will be given. Where they begin with a command, the
+    program has only that one, since typer takes 10 ms for each.
     """
     app = typer.Typer(
         no_args_is_help=True,
@@ -49,8 +52,13 @@ def make_app(
         pass
 
     for command in [command for command in commands if command.name in arguments[:1]] or commands:
-        _add(app, command, table, functools.partial(run, command))
+        _add(app, command, table, functools.partial(run, command), on_variables)
     return app
+
+
+def default_map(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the options' names, as typer takes them for a command's defaults."""
+    return {_parameter_name(name): value for name, value in values.items()}
 
 
 def _version(show: bool) -> None:
@@ -59,15 +67,31 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
+def _parameter_name(name: str) -> str:
+    return name.replace(".", "_")
+
+
 def _add(
-    app: typer.Typer, command: Command, table: Sequence[Option], run: Callable[[Options], Any] = lambda options: options
+    app: typer.Typer,
+    command: Command,
+    table: Sequence[Option],
+    run: Callable[[Options], Any] = lambda options: options,
+    on_variables: Callable[[Mapping[str, str]], None] = lambda _: None,
 ) -> None:
-    rows = {row.name.replace(".", "_"): row for row in command.options(table)}
+    rows = {_parameter_name(row.name): row for row in command.options(table)}
 
-    def read(**given: Any) -> Any:
-        return run(Options(command, {rows[name]: value for name, value in given.items()}))
+    def read(ctx: typer.Context, **given: Any) -> Any:
+        sources = {row: source.name for name, row in rows.items() if (source := ctx.get_parameter_source(name))}
+        from_variables, from_command_line = (
+            [row for row, source in sources.items() if source == kind] for kind in ("DEFAULT_MAP", "COMMANDLINE")
+        )
+        values = {rows[name]: value for name, value in given.items()}
+        values, variables = settled(command, values, from_variables, from_command_line)
+        on_variables(variables)
+        return run(Options(command, values))
 
-    parameters = [_parameter(name, row, command) for name, row in rows.items()]
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *(_parameter(name, row, command) for name, row in rows.items())]
     read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     read.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(command.name, help=paragraphs(command.help), hidden=command.hidden)(read)
@@ -81,11 +105,13 @@ def paragraphs(text: str) -> str:
 def _parameter(name: str, row: Option, command: Command) -> inspect.Parameter:
     default = command.default_of(row)
     is_required = row.name in command.required
-    common: dict[str, Any] = {"metavar": row.metavar, "help": row.help}
+    help = f"{row.help} ({row.variable})" if row.variable and command.reads_variables else row.help
+    common: dict[str, Any] = {"metavar": row.metavar, "help": help}
     if not row.flags:
         info: Any = typer.Argument(**common, show_default=False)
     else:
-        info = typer.Option(*row.flags, **common, rich_help_panel=row.panel)
+        shown = default is not None  # else --help would show what a variable says, even an API key
+        info = typer.Option(*row.flags, **common, rich_help_panel=row.panel, show_default=shown)
     kind = row.reads if is_required or default is not None else row.reads | None
     return inspect.Parameter(
         name,

@@ -34,6 +34,7 @@ COMMANDS: tuple[Command, ...] = (
             settings.GenerateOutput,
         ),
         required=frozenset({"model"}),
+        reads_variables=True,
     ),
     Command(
         name="chat",
@@ -46,6 +47,7 @@ COMMANDS: tuple[Command, ...] = (
         records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, Chat, SpeculationConfig, SamplingConfig, settings.ChatOutput),
         leave_out=frozenset({"single_turn"}),
         required=frozenset({"model"}),
+        reads_variables=True,
         defaults={"restart": 3},
     ),
     Command(
@@ -226,6 +228,7 @@ COMMANDS: tuple[Command, ...] = (
         ),
         leave_out=frozenset({"prompt", "file", "escape", "single_turn", "system", "n_requests", "n_parallel"}),
         required=frozenset({"model"}),
+        reads_variables=True,
         defaults={"restart": 10, "warmup": True},
     ),
     Command(

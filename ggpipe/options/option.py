@@ -39,6 +39,8 @@ class Option:
     """A command tells apart whether it was given: if not, the field has no value, and --help shows no default."""
     setting: str = ""
     """How the library's messages name it. Default: the field."""
+    variable: str = ""
+    """The environment variable that llama.cpp has for it; empty: none."""
 
     @property
     def name(self) -> str:
@@ -78,7 +80,7 @@ class Option:
     def words(self, given: Any) -> list[str]:
         """The option with a value, as on a command line."""
         if not self.flags:
-            return [str(given)]
+            return [f"./{given}" if str(given).startswith("-") else str(given)]  # all of them are files
         *_, (on, _, off) = (text.strip().partition("/") for text in self.flags if "--" in text)
         if isinstance(given, bool):
             return [on if given else off]
@@ -110,6 +112,8 @@ class Command:
     required: frozenset[str] = frozenset()
     hidden: bool = False
     """It is not for users, and no page shows it."""
+    reads_variables: bool = False
+    """What its command line does not have comes from environment variables, as in llama.cpp's programs."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Other defaults than the fields', by the options' names."""
 
