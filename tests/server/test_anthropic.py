@@ -38,6 +38,11 @@ def body(**changes: object) -> MessagesBody:
     return convert(MessagesBody, {"messages": MESSAGES, "max_tokens": 5, **changes})
 
 
+def test_a_text_has_a_bound() -> None:
+    assert body(max_tokens=None).most_tokens(-1) == 4096  # as in llama-server; Anthropic wants the field
+    assert body(max_tokens=None).most_tokens(7) == 7  # -n of the server
+
+
 def test_blocks_become_messages() -> None:
     tools = [{"name": "look", "description": "Looks", "input_schema": {"type": "object"}}, {"type": "bash_1"}]
     thinking = {"type": "enabled", "budget_tokens": 9}

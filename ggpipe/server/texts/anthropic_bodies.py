@@ -16,6 +16,7 @@ from ggpipe.errors import BodyError
 from ggpipe.openai.bodies import ChatBody, GenerationBody
 from ggpipe.sampling import SamplingConfig
 
+_USUAL_TOKENS = 4096
 _BILLING = re.compile(r"^(x-anthropic-billing-header:[^\n]*\bcch=)[0-9a-f]+(?=;)")
 """Some clients begin the system's text with a number that changes with each request. No prefix would be found in the
 cache."""
@@ -77,6 +78,11 @@ class MessagesBody(CountBody, kw_only=True):
     def __post_init__(self) -> None:
         if self.stop is None:
             self.stop = self.stop_sequences
+
+    def most_tokens(self, usual: int) -> int:
+        """As without Anthropic's rule that `max_tokens` must be there: a body without it has the bound of the server,
+        or llama-server's for such bodies."""
+        return super().most_tokens(usual if usual >= 0 else _USUAL_TOKENS)
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """As without `thinking`; with its budget."""
