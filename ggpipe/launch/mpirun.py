@@ -32,7 +32,8 @@ _OPEN_MPI_LOST = re.compile(
     r"on node (\S+)|unable to reliably start one or more daemons|daemon has unexpectedly failed"
 )
 _SHARED_MEMORY = re.compile(r"(/\S+/(?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILINE)
-_HYDRA_REPORT = re.compile(r"PID (\d+) RUNNING AT (\S+) = EXIT CODE: (\d+)")
+# The process that it names may be one that it has ended itself, because of another.
+_HYDRA_REPORT = re.compile(r"EXIT STRING: ([^()]*) \(signal (\d+)\)")
 
 
 def find_mpirun() -> str:
@@ -172,7 +173,7 @@ class RankProcesses:
             if match := _OPEN_MPI_REPORT.search(text):
                 return f"rank {match[1]} ({match[2]}) ended: {match[3]}"
             if match := _HYDRA_REPORT.search(text):
-                return f"a rank on {match[2]} (process {match[1]}) ended with exit code {match[3]}"
+                return f"a rank ended: signal {match[2]} ({match[1]})"
             if code is not None and code < 0:
                 return f"{'the rank' if self._is_alone else 'mpirun'} ended: signal {-code} ({signal.strsignal(-code)})"
             if is_complete:
