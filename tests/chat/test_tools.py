@@ -54,6 +54,7 @@ def summary(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
 XML = "<tool_call>\n<function=look>\n<parameter=place>\nthe \"hall\"\n{é}\n</parameter>\n<parameter=days>\n3\n" \
     "</parameter>\n</function>\n</tool_call>"  # fmt: skip
 CALLED = ("look", IN_JSON)
+DEEP = f'<tool_call>{{"name": "look", "arguments": "{"[" * 2000}"}}</tool_call>'
 CASES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
     (Form.HERMES, f'<tool_call>\n{{"name": "look", "arguments": {IN_JSON}}}\n</tool_call>', "", [CALLED]),
     (Form.HERMES, f'Yes.\n\n<tool_call>{{"arguments":{IN_JSON},"name":"look"}}</tool_call>\n\n', "Yes.", [CALLED]),
@@ -61,6 +62,7 @@ CASES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
      "", [("wait", "{}")] * 2),
     (Form.HERMES, '<tool_call>{"name": "look", "arguments": "{\\"days\\": 1}"}</tool_call>', "",
      [("look", '{"days": 1}')]),
+    (Form.HERMES, DEEP, DEEP, []),
     (Form.HERMES, '<tool_call>{"name": "look", "arguments": {"place": "a\nb"}}', "", [("look", '{"place": "a\\nb"}')]),
     (Form.HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>', "", [("other", "{}")]),
     (Form.HERMES, "I would write <tool_call> but not now", "I would write <tool_call> but not now", []),

@@ -140,3 +140,10 @@ def test_blocks_of_an_answer(finish: Finish, reason: str) -> None:
         {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}},
     ]
     assert message["stop_reason"] == reason
+
+
+def test_arguments_that_are_nested_too_deeply() -> None:
+    writer = MessageWriter("m")
+    for events in (writer.begin_call("c1", "look"), writer.arguments("[" * 100_000), writer.end_call()):
+        assert list(events)
+    assert writer.message["content"] == [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]

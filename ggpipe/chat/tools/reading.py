@@ -124,7 +124,7 @@ def _as_object(text: str) -> str:
         try:
             found = json.loads(text)
             text.encode()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise NotACall from None
     if not isinstance(found, dict):
         raise NotACall

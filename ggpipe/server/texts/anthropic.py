@@ -110,7 +110,7 @@ class MessageWriter:
             return
         block = self._content[-1]
         if block["type"] == "tool_use":
-            with contextlib.suppress(ValueError):  # cut off
+            with contextlib.suppress(ValueError, RecursionError):  # cut off, or nested too deeply
                 block["input"] = json.loads(self._arguments)
         elif block["type"] == "thinking":  # clients wait for one
             yield self._delta(type="signature_delta", signature="")
