@@ -307,6 +307,8 @@ class SupervisedEngine(EngineClient):
                 self._on_line(f"warning: {warning}")
         self.warnings = tuple(dict.fromkeys((*self.warnings, *engine.warnings)))
         for request in self._requests.values():
+            if not request.is_active:  # its end is in `_ended` since other ranks died
+                continue
             if request.id in self._cancelled:
                 request.stats.finish, request.stats.ended = Finish.STOPPED, time.monotonic()
                 self._ended.append(RequestEnded(request))

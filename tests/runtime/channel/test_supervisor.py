@@ -89,6 +89,27 @@ def test_a_request_that_was_cancelled_is_not_served_again() -> None:
     assert len(one.tokens) == 2
 
 
+def test_ranks_that_die_again_at_once_end_a_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(first := FakeRanks("first"), second := FakeRanks("second"), FakeRanks("third"), n_restarts=2)
+    load = second.load
+
+    def dead() -> EngineClient:
+        engine = load()
+        assert second.engine is not None
+        second.engine.is_dead = True
+        return engine
+
+    monkeypatch.setattr(second, "load", dead)
+    with rig.engine() as engine:
+        request = engine.submit((1,), GREEDY, 6)
+        engine.cancel(request)
+        assert first.engine is not None
+        first.engine.is_dead = True
+        engine.measure()
+        assert rig.started == ["first", "second", "third"]
+        assert engine.step() == [RequestEnded(request)]
+
+
 @pytest.mark.parametrize("ask", ["measure", "align_clocks", "tokenize", "tokenize_chat", "idle"])
 def test_questions_are_asked_again(ask: str) -> None:
     rig = Rig(first := FakeRanks("first"), FakeRanks("second"))
