@@ -73,7 +73,7 @@ class LaunchError(UsageError):
 
 
 class StartError(LaunchError):
-    """mpirun ended, or took too long, before the first rank was connected with the front end."""
+    """mpirun could not be started, ended, or took too long, before the first rank was connected with the front end."""
 
 
 class HostError(StartError):

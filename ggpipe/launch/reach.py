@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from ggpipe.errors import StartError
 from ggpipe.launch.environment import die_with_parent, mpi_environment, session_folder
 from ggpipe.launch.hostfile import write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi, kill_session, mpirun_command
@@ -27,8 +28,15 @@ def unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
 
     All are tried at the same time. A process has started when what it prints arrives: mpirun itself may never end
     (seen in Slurm jobs, where several run at a time). `attend` is called while it waits, and may raise to give up.
-    Raises LaunchError when there is no mpirun.
+    Raises LaunchError when there is no mpirun, StartError when it cannot be started.
     """
+    try:
+        return _unreachable(hosts, attend)
+    except OSError as e:  # no room for files, no more processes
+        raise StartError(f"mpirun cannot be started to look for machines: {e}") from e
+
+
+def _unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
     mpirun, printed = find_mpirun(), dict.fromkeys(hosts, b"")
     for_hydra = not is_open_mpi(mpirun)
     with _folder() as folder, contextlib.ExitStack() as stack:

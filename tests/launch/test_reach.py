@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from ggpipe.errors import RunError
+from ggpipe.errors import LaunchError, RunError, StartError
 from ggpipe.launch import mpirun, reach
+from ggpipe.launch.job import Job
 from ggpipe.launch.reach import unreachable
 
 MPIRUN = """#!/bin/sh
@@ -70,6 +73,27 @@ def test_the_user_stops_it() -> None:
 
     with pytest.raises(RunError, match="stopped"):
         unreachable(["silent"], attend)
+
+
+def test_no_file_or_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are started again later."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    for is_known in (False, True):
+        with pytest.raises(StartError, match="Too many open files"):
+            unreachable(["there"], lambda: None)
+        if not is_known:
+            monkeypatch.setattr(reach, "is_open_mpi", lambda _: True)
+            monkeypatch.setattr(mpirun, "is_open_mpi", lambda _: True)
+
+
+def test_no_room_for_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "away"))
+    with pytest.raises(LaunchError, match="set TMPDIR"), Job((), 1, None, hosts=("there",)).hosts_in_file():
+        pass
 
 
 def test_a_real_mpirun_reaches_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
