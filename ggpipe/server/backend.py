@@ -185,9 +185,9 @@ class Backend:
         await self._thread.loaded.wait_async(None)
         if self._thread.loaded.error is not None:
             raise self._thread.loaded.error
-        self._sampling, self.n_ctx, self.model = await self.ask(
-            lambda engine: (self._usual(engine.sampling), engine.n_ctx, engine.model)
-        )
+        asked = self._thread.ask(lambda engine: (self._usual(engine.sampling), engine.n_ctx, engine.model))
+        found = await asyncio.wrap_future(asked)
+        self._sampling, self.n_ctx, self.model = found
         if prepare is not None:
             await prepare()
         self._is_loaded = True
@@ -340,6 +340,8 @@ class Backend:
         """Raises ApiError where too many requests wait already, and for prompts that cannot be served."""
         self.check()
         n_most, n_new = self.n_slots + self._n_waiting, len(prompts) * n_each
+        if n_new > n_most:
+            raise ApiError(400, f"{n_new} texts are too many for one request: ask for {n_most} at most")
         is_only = n_new == 1 and not any(one.user == user and not one.feed.has_ended for one in self._open)
         if self.n_active + n_new > n_most + (self.n_slots if is_only else 0):
             raise ApiError(503, f"{self.n_active} requests are being served or wait: try again later")

@@ -62,7 +62,7 @@ class _Figures(Collector):
             ("llamacpp:prompt_tokens_seconds", "Average prompt throughput in tokens/s.",
              rate(totals.prompt_tokens, totals.prompt_s)),
             ("llamacpp:predicted_tokens_seconds", "Average generation throughput in tokens/s.",
-             rate(totals.predicted_tokens - totals.n_requests, totals.predicted_s)),
+             rate(totals.later_tokens, totals.predicted_s)),
             ("llamacpp:requests_processing", "Requests that are being served.", n_active - n_deferred),
             ("llamacpp:requests_deferred", "Requests that wait.", n_deferred),
             ("llamacpp:kv_cache_tokens", "KV cells in use: of requests, kept prefixes and draft tokens.",

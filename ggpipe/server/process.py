@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from ggpipe.api.engine_thread import EngineThread
-from ggpipe.errors import GgpipeError, SettingError, Terminated
+from ggpipe.errors import SettingError, Terminated
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
@@ -193,22 +193,27 @@ async def _serve(
         await backend.load(saved_slots.bring_back if config.keep_slots else None)
         on_loaded()
 
+    async def fail() -> None:
+        raise await backend.failed()
+
     running = asyncio.create_task(http.serve([listener]))
     ending = asyncio.create_task(drain())
-    failing = asyncio.create_task(backend.failed())
+    failing = asyncio.create_task(fail())
     loading = asyncio.create_task(load())
-    tasks = (running, ending, failing, loading)
+    ends, tasks = (running, ending, failing), (running, ending, failing, loading)
     try:
-        await asyncio.wait((running, ending, failing), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and loading.exception() is None:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         await running
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    if failing.done() and not failing.cancelled() and not is_ending.is_set():
-        error: GgpipeError = failing.result()
-        raise error
+    for task in (failing, loading):
+        if not task.cancelled() and not is_ending.is_set():
+            task.result()
 
 
 async def _until(is_cut_off: asyncio.Event, work: Coroutine[None, None, None]) -> None:

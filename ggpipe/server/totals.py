@@ -89,6 +89,9 @@ class Totals:
         """From arrival to the first token, or to the end where none was asked for."""
         self.predicted_tokens = 0
         self.predicted_s = 0.0
+        """From each text's first token to its last."""
+        self.later_tokens = 0
+        """Those behind each text's first one, which took that time."""
         self.most_tokens = 0
         """Of a prompt and its text."""
         self.draft_tokens = 0
@@ -121,6 +124,7 @@ class Totals:
                 self.prompt_s += first - stats.arrived if first is not None else 0.0
             self.predicted_tokens += stats.n_generated
             self.predicted_s += stats.decode_s
+            self.later_tokens += max(stats.n_generated - 1, 0)
             self.most_tokens = max(self.most_tokens, stats.n_prompt + stats.n_generated)
             self.draft_tokens += counters.submitted_tokens
             self.accepted_tokens += counters.accepted_tokens

@@ -82,10 +82,10 @@ class SavedSlots:
 
     async def bring_back(self) -> None:
         """Restore what `keep` has saved."""
-        assert self._folder is not None
         for slot in self._backend.slots.all():
-            if (self._folder / _KEPT.format(slot.id)).exists() and not slot.tokens:
-                await self._try(self._restore(slot, _KEPT.format(slot.id)), f"slot {slot.id} is not restored")
+            name = _KEPT.format(slot.id)
+            if os.path.exists(self._path(name)) and not slot.tokens:  # False where it cannot be seen
+                await self._try(self._restore(slot, name), f"slot {slot.id} is not restored")
 
     @staticmethod
     async def _try(work: Awaitable[dict[str, Any]], otherwise: str) -> None:

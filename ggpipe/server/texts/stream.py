@@ -50,13 +50,13 @@ async def follow(
         async for news in _follow(generations[0], splits, shows_progress, by_token):
             yield news
         return
-    queue: asyncio.Queue[News | ApiError] = asyncio.Queue(_AHEAD)
+    queue: asyncio.Queue[News | Exception] = asyncio.Queue(_AHEAD)
 
     async def pump(generation: Generation) -> None:
         try:
             async for news in _follow(generation, splits, shows_progress, by_token):
                 await queue.put(news)
-        except ApiError as e:
+        except Exception as e:  # a bug, too: else its end would be waited for
             await queue.put(e)
 
     tasks = [asyncio.create_task(pump(generation)) for generation in generations]
@@ -64,7 +64,7 @@ async def follow(
     try:
         while n_left:
             item = await queue.get()
-            if isinstance(item, ApiError):
+            if isinstance(item, Exception):
                 raise item
             n_left -= item.is_end
             yield item

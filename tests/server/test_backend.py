@@ -1,0 +1,126 @@
+"""The engine as the server's event loop sees it, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ggpipe.api.feed import Feed
+from ggpipe.chat.answer import AnswerParser
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.request import Finish, Token
+from ggpipe.errors import SettingError
+from ggpipe.metrics.stats import RequestStats
+from ggpipe.options.chat import Chat
+from ggpipe.options.server import ServerConfig
+from ggpipe.options.settings import EmbeddingSettings
+from ggpipe.sampling import SamplingConfig
+from ggpipe.server import process
+from ggpipe.server.backend import Backend, Generation
+from ggpipe.server.errors import ApiError
+from ggpipe.server.metrics import registry
+from ggpipe.server.texts import stream
+from ggpipe.server.texts.stream import follow
+
+
+class FakeThread:
+    """The thread of an engine that is loaded, and refuses what it is asked."""
+
+    ranks: Sequence[object] = ()
+    n_active = n_cells = n_restarts = 0
+    is_restarting = False
+
+    def __init__(self) -> None:
+        self.loaded, self.ended = Feed(), Feed()
+        self.loaded.end()
+
+    def ask(self, _: object) -> concurrent.futures.Future[Any]:
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        answer.set_exception(SettingError("`temp` must be a number"))
+        return answer
+
+    def submit(self, *_: object, **__: object) -> None: ...
+
+    def cancel(self, _: Feed) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def backend(thread: Any = None, **changes: int) -> Backend:
+    """To be called in an event loop."""
+    sizes = {"n_slots": 2, "n_waiting": 3, **changes}
+    own_thread: Any = thread or FakeThread()
+    own = Backend(own_thread, lambda usual: usual, -1, SpeculationConfig(mode="iterative"), **sizes)
+    own.n_ctx, own._is_loaded = 100, thread is None
+    return own
+
+
+def test_more_texts_than_are_ever_taken_are_refused_for_good() -> None:
+    async def begin(n: int) -> int:
+        return len(backend().begin([((1, 2), None)] * n, [SamplingConfig()], 4, True, "me"))
+
+    assert asyncio.run(begin(5)) == 5
+    with pytest.raises(ApiError, match="6 texts are too many for one request: ask for 5 at most") as refused:
+        asyncio.run(begin(6))
+    assert refused.value.status == 400
+
+
+def test_embeddings_take_nothing_from_the_rate_of_texts() -> None:
+    def text(n: int) -> RequestStats:
+        return RequestStats(n_prompt=3, token_times=[float(i) for i in range(n)], finish=Finish.LENGTH, ended=9.0)
+
+    async def rates() -> float:
+        own = backend()
+        for n in (11, 0, 0, 1, 11):
+            own.totals.add(text(n), ())
+        found = registry(own).get_sample_value("llamacpp:predicted_tokens_seconds")
+        assert found is not None
+        return found
+
+    assert asyncio.run(rates()) == 1.0  # 20 tokens behind first ones in 20 s
+
+
+@pytest.mark.parametrize("n_texts", [1, 2])
+def test_a_bug_ends_a_stream(n_texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> AnswerParser:
+        raise ArithmeticError
+
+    async def read() -> None:
+        monkeypatch.setattr(stream, "joined", broken)
+        texts = []
+        for i in range(n_texts):
+            feed = Feed()
+            feed.add(Token(1, "a"))
+            texts.append(
+                Generation(
+                    index=i, prompt=0, feed=feed, marks=None, user="", sampling=SamplingConfig(), n_predict=4,
+                    end=lambda: None,
+                )
+            )  # fmt: skip
+        async with asyncio.timeout(10):
+            async for _ in follow(texts, splits=False):
+                pass
+
+    with pytest.raises(ArithmeticError):
+        asyncio.run(read())
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        yield own
+
+
+def test_a_server_that_cannot_get_ready_ends(listener: socket.socket) -> None:
+    thread: Any = FakeThread()
+    serving = process.Serving(
+        config=ServerConfig(), chat=Chat(single_turn=True), embeddings=EmbeddingSettings(), model="m", path="m",
+        keys=(), backend=backend,
+    )  # fmt: skip
+    with pytest.raises(SettingError, match="temp"):
+        process.serve(serving, listener, thread, lambda: None)
