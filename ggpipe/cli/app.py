@@ -13,12 +13,13 @@ import typer
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.foreign import without_foreign
 from ggpipe.cli.messages import flush_stdout, name_variables, reach_front_end, report, show, warn
+from ggpipe.cli.mistakes import check_command, explained
 from ggpipe.cli.parsing import default_map, make_app
 from ggpipe.cli.variables import read_variables
 from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
 from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
 from ggpipe.options.commands import COMMANDS
-from ggpipe.options.option import Command, Options
+from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.table import OPTIONS
 
 
@@ -26,11 +27,14 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line, made fit for typer (`cli/argv.py`). Returns its exit code; errors are reported."""
     error: GgpipeError
     variables: dict[str, Any] = {}
+    rows: list[Option] = []
     name_variables({})
     try:
+        check_command(COMMANDS, arguments)
         for own in COMMANDS:
             if own.name in arguments[:1]:
-                arguments = [own.name, *without_foreign(own.options(OPTIONS), arguments[1:])]
+                rows = own.options(OPTIONS)
+                arguments = [own.name, *without_foreign(rows, arguments[1:])]
                 variables[own.name] = default_map(read_variables(own, OPTIONS, os.environ, warn))
         program = make_app(COMMANDS, OPTIONS, _call, arguments, name_variables)
         code = program(list(arguments), standalone_mode=False, prog_name="ggpipe", default_map=variables)
@@ -40,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     except typer.TyperException as e:
         if not e.format_message():  # the help was shown, since nothing was asked for
             return leave_status(UsageError.exit_code)
-        error = UsageError(e.format_message().replace("\n", " "))
+        error = UsageError(explained(e, rows, arguments[1:]))
     except MpiError as e:
         rank, error = rank_in_environment(), e
         if rank is not None:

@@ -112,7 +112,17 @@ def test_cut_while_it_is_loaded(whole: Path, tmp_path: Path) -> None:
 
 def test_missing(tmp_path: Path) -> None:
     assert refused(tmp_path / "no.gguf") == f"cannot open model file {tmp_path / 'no.gguf'}: No such file or directory"
-    assert "Is a directory" in refused(tmp_path)
+    assert refused(tmp_path).endswith("Is a directory")
+
+
+def test_a_name_that_is_nearly_a_file_s(tmp_path: Path) -> None:
+    (tmp_path / "llama-8b.Q4_K_M.gguf").write_bytes(b"")
+    for name in ("lama-8b.Q4_K_M.gguf", "llama-8b.Q4_K_M", "llama-8b.q4_k_m.gguf"):
+        assert refused(tmp_path / name).endswith(f"; did you mean {tmp_path / 'llama-8b.Q4_K_M.gguf'}?")
+    assert refused(tmp_path / "qwen.gguf").endswith("No such file or directory")
+    assert refused(tmp_path).endswith("name a file in it")
+    assert "ggpipe downloads nothing" in refused(Path("https://a.org/b.gguf"))
+    assert "without quotes" in refused(Path("~/b.gguf"))
 
 
 @pytest.mark.parametrize("n_layer", [513, 65535, 2**32 - 1])
