@@ -27,9 +27,10 @@ class Pipeline:
         slowdown: float = 5.0,
         partial_prefixes: bool = True,
         n_requests: int = 8,
+        n_batch: int = 512,
     ) -> None:
         limits = Limits(
-            n_ctx=10_000, n_batch=512, n_ubatch=512, n_in_flight=n_stages + 1, n_seq=8, n_requests=n_requests,
+            n_ctx=10_000, n_batch=n_batch, n_ubatch=512, n_in_flight=n_stages + 1, n_seq=8, n_requests=n_requests,
             prefill_slowdown=slowdown, partial_prefixes=partial_prefixes,
         )  # fmt: skip
         self.scheduler = Scheduler(limits)
@@ -193,6 +194,23 @@ def test_two_prompts_share_the_rows() -> None:
     last = pipeline.runs[-1]
     assert len(last.rows) == 16
     assert {sum(row.request == request for row in last.rows) for request in (2, 3)} <= {7, 8}
+
+
+@pytest.mark.parametrize(("n_batch", "n_stages"), [(4, 1), (2, 1), (2, 2), (1, 1), (1, 2)])
+def test_a_prompt_has_a_share_of_runs_that_accepted_tokens_would_fill(n_batch: int, n_stages: int) -> None:
+    pipeline = Pipeline(n_stages, dict.fromkeys(range(1, 5), 1.0), n_batch=n_batch)
+    for number in range(7):
+        pipeline.arrive(number)
+    for _ in range(30):  # all of them decode
+        pipeline.step()
+    before = len(pipeline.sizes)
+    pipeline.arrive(7, n_prompt=20)
+    for _ in range(100):
+        pipeline.step()
+    found = pipeline.sizes[before:]
+    assert sum(rows for _, rows in found) == 20 - 1  # its last row wants a token
+    assert all(n + rows <= n_batch for n, rows in found)
+    assert sum(n for n, _ in found) > 50  # and the texts go on
 
 
 def test_a_prompt_beside_nobody_goes_in_as_libllama_cuts_it() -> None:

@@ -45,6 +45,8 @@ class Load:
         """When the next run of draft tokens may go in."""
         self.embeds_next = False
         """An embedding was left out of the last run for others' rows."""
+        self._prompts_next = False
+        """Prompts had no row of the last run, because it has only one."""
         self._in_flight = in_flight
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""
@@ -82,6 +84,14 @@ class Load:
             elif state.tree.root.submitted and state.tree.root.answer is None:
                 runs.add(state.tree.root.run)
         return runs
+
+    def rows_for_prompts(self, n_prompts: int, n_ready: int) -> int:
+        """Rows of the next run that so many prompts have, where the accepted tokens that are ready would fill it: a part
+        in proportion. A run of one row is for one and the other in turns."""
+        if self.limits.n_rows == 1:
+            self._prompts_next = not self._prompts_next
+            return 0 if self._prompts_next else 1
+        return max(self.limits.n_rows * n_prompts // (n_prompts + n_ready), 1)
 
     def room(self, state: RequestState) -> int:
         """Draft tokens of this request that may go into a run now."""

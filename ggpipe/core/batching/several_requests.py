@@ -53,13 +53,16 @@ def _takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
         return ()
     if not prompts:
         ready = ready[: math.ceil(len(decoding) / n_rounds)]
-    takes = [Take(state, nodes=[state.tree.root]) for state in ready[: load.limits.n_rows]]
+    n_tokens = load.limits.n_rows
+    if prompts and len(ready) >= n_tokens:
+        n_tokens -= load.rows_for_prompts(len(prompts), len(ready))
+    takes = [Take(state, nodes=[state.tree.root]) for state in ready[:n_tokens]]
     if prompts:
         n_prompt = load.limits.n_rows - len(takes)
         n_left = sum(len(state.request.prompt) - state.n_past for state in prompts)
         if decoding and not _goes_at_once(load, len(takes), n_left, len(decoding), len(prompts)):
             n_prompt = _prompt_rows(load, len(takes), len(decoding), n_prompt)
-            if not takes and load.n_in_flight and not load.has_prompts and n_left > _MANY_RUNS * n_prompt:
+            if not ready and load.n_in_flight and not load.has_prompts and n_left > _MANY_RUNS * n_prompt:
                 return ()  # it goes in with the tokens in flight, which would else wait for it
         return [*takes, *_shared_out(prompts, n_prompt)]
     return _with_draft_tokens(load, takes, decoding, n_rounds)
