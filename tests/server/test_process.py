@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -10,10 +11,12 @@ import socket
 import threading
 
 import pytest
+import uvicorn
 from support.commands import TARGET, ggpipe, output
 from support.servers import server
 
 from ggpipe.server import process
+from ggpipe.server.clients.connections import protocol
 
 PROMPT = "Once upon a time"
 
@@ -79,3 +82,30 @@ def test_connections_leave_files_for_ranks(
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: set_to.append(new))
     assert process._connections(500) == connections
     assert set_to == raised
+
+
+def test_connections_that_come_at_once_are_limited_too() -> None:
+    most, n_clients = 4, 40
+
+    async def never_answers(scope: object, receive: object, send: object) -> None:
+        await asyncio.Event().wait()
+
+    async def open_in_the_end() -> int:
+        settings = uvicorn.Config(never_answers, http=protocol(most, 60), lifespan="off", log_config=None)
+        settings.load()
+        state = uvicorn.server.ServerState()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=n_clients)
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(n_clients)]
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        loop = asyncio.get_running_loop()
+        await loop.create_server(lambda: protocol(most, 60)(settings, state, {}), sock=listener)  # type: ignore[call-arg]
+        while len(state.tasks) < most:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        n_open = len(state.connections)
+        for client in clients:
+            client.close()
+        return n_open
+
+    assert asyncio.run(asyncio.wait_for(open_in_the_end(), 20)) == most

@@ -86,8 +86,8 @@ class Load:
         return runs
 
     def rows_for_prompts(self, n_prompts: int, n_ready: int) -> int:
-        """Rows of the next run that so many prompts have, where the accepted tokens that are ready would fill it: a part
-        in proportion. A run of one row is for one and the other in turns."""
+        """Rows of the next run that so many prompts have, where the accepted tokens that are ready would fill it: a
+        part in proportion. A run of one row is for one and the other in turns."""
         if self.limits.n_rows == 1:
             self._prompts_next = not self._prompts_next
             return 0 if self._prompts_next else 1

@@ -28,8 +28,10 @@ class Connection(H11Protocol):
         self.waits_since = self.loop.time()
         """Since when it is the client's turn."""
         self._watch()
-        if len(self.connections) > self.most_connections:
-            others = [c for c in self.connections if isinstance(c, Connection) and c is not self and not c.is_served]
+        # asyncio closes one that is aborted only after it has accepted further ones.
+        opened = [c for c in self.connections if isinstance(c, Connection) and not c.transport.is_closing()]
+        if len(opened) > self.most_connections:
+            others = [connection for connection in opened if connection is not self and not connection.is_served]
             oldest = min(others or [self], key=lambda connection: connection.waits_since)
             _LOG.warning("more than %d connections: one without a request is closed", self.most_connections)
             oldest.transport.abort()
