@@ -149,13 +149,13 @@ class ReasoningParser:
             at, mark = min(found)
             self._held, self._at = text[at + len(mark) :], _At.GAP
             return text[:at].rstrip()
-        n_mark = 0 if is_end else max((_begun(mark, text) for mark in self._marks.ends), default=0)
+        n_mark = 0 if is_end else max((begun(mark, text) for mark in self._marks.ends), default=0)
         known = text[: len(text) - n_mark].rstrip()
         self._held = "" if is_end else text[len(known) :]
         self._is_first = self._is_first and not known
         return known
 
 
-def _begun(mark: str, text: str) -> int:
+def begun(mark: str, text: str) -> int:
     """How many characters at the end of a text may be the beginning of a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -69,7 +69,10 @@ class Transcript:
 
     def to_json(self) -> str:
         """All messages as a file."""
-        return json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
+        if any("\ud800" <= character <= "\udfff" for character in text):  # halves of characters, which UTF-8 has not
+            text = json.dumps({"messages": self.messages}, indent=2)
+        return f"{text}\n"
 
     def load_json(self, text: str) -> None:
         """Take the messages of a file instead: a list of messages, or an object that has it under `messages`.

@@ -39,6 +39,13 @@ def test_a_file_has_all_of_it() -> None:
     assert (other.question, other.system) == ("ab", None)
 
 
+def test_half_a_character_is_kept() -> None:
+    own, other = Transcript(), Transcript()
+    own.load_json(r'[{"role": "user", "content": "\ud83d é"}]')
+    other.load_json(own.to_json().encode().decode())
+    assert other.messages == own.messages
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import pytest
 from ggpipe.api.feed import Feed
 from ggpipe.chat.answer import AnswerParser
 from ggpipe.config import SpeculationConfig
-from ggpipe.core.request import Finish, Token
-from ggpipe.errors import SettingError
+from ggpipe.core.request import Finish, Token, check_prompt
+from ggpipe.errors import SettingError, UsageError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
@@ -24,8 +25,11 @@ from ggpipe.server import process
 from ggpipe.server.backend import Backend, Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.metrics import registry
+from ggpipe.server.slots.saved import SavedSlots
 from ggpipe.server.texts import stream
 from ggpipe.server.texts.stream import follow
+
+N_CTX = 100
 
 
 class FakeThread:
@@ -44,7 +48,14 @@ class FakeThread:
         answer.set_exception(SettingError("`temp` must be a number"))
         return answer
 
-    def submit(self, *_: object, **__: object) -> None: ...
+    def submit(self, feed: Feed, prompt: tuple[int, ...], *_: object, task: object = None, **__: object) -> None:
+        """A task is done at once."""
+        if task is not None:
+            try:
+                check_prompt(prompt, N_CTX)
+            except UsageError as e:
+                feed.end(error=e)
+            feed.end()
 
     def cancel(self, _: Feed) -> None: ...
 
@@ -56,7 +67,7 @@ def backend(thread: Any = None, **changes: int) -> Backend:
     sizes = {"n_slots": 2, "n_waiting": 3, **changes}
     own_thread: Any = thread or FakeThread()
     own = Backend(own_thread, lambda usual: usual, -1, SpeculationConfig(mode="iterative"), **sizes)
-    own.n_ctx, own._is_loaded = 100, thread is None
+    own.n_ctx, own._is_loaded = N_CTX, thread is None
     return own
 
 
@@ -83,6 +94,16 @@ def test_embeddings_take_nothing_from_the_rate_of_texts() -> None:
         return found
 
     assert asyncio.run(rates()) == 1.0  # 20 tokens behind first ones in 20 s
+
+
+def test_a_slot_whose_context_is_full_is_saved(tmp_path: Path) -> None:
+    async def save(n_tokens: int) -> int:
+        own = backend()
+        own.slots.restored(own.slots.all()[0], tuple(range(n_tokens)))
+        saved = await SavedSlots(own, tmp_path).do("save", "0", "tale")
+        return int(saved["n_saved"])
+
+    assert [asyncio.run(save(n)) for n in (2, N_CTX - 1, N_CTX, N_CTX + 1)] == [1, N_CTX - 2, N_CTX - 2, N_CTX - 2]
 
 
 @pytest.mark.parametrize("n_texts", [1, 2])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ggpipe.chat.reasoning import begun
 from ggpipe.chat.tools.events import Arguments, CallBegun, CallEnded, Event, Text, joined
 from ggpipe.chat.tools.forms import LAYOUTS, Form, call_id
 from ggpipe.chat.tools.reading import NotACall, Reads, read_calls
@@ -95,7 +96,7 @@ class ToolParser:
             self._held = self._held[len(text) :]
             self._begin(at - len(text), 0 if mark in self._starts else len(mark), len(mark))
             return True
-        n = 0 if is_end else max((_begun(mark, self._held) for mark in self._marks), default=0)
+        n = 0 if is_end else max((begun(mark, self._held) for mark in self._marks), default=0)
         known = self._held[: len(self._held) - n]
         known = known if is_end else known.rstrip()
         events.append(Text(known))
@@ -192,8 +193,3 @@ class _Calls:
         """All since the last time."""
         events, self._events = self._events, []
         return joined(events)
-
-
-def _begun(mark: str, text: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -96,7 +96,7 @@ class SavedSlots:
             _LOG.warning("%s: %s", otherwise, e.message)
 
     async def _save(self, slot: Slot, name: str) -> dict[str, Any]:
-        began, tokens = time.monotonic(), slot.tokens
+        began, tokens = time.monotonic(), slot.tokens[: self._backend.n_ctx - 1]  # a full context has no room for more
         if len(tokens) < 2:
             raise ApiError(400, f"slot {slot.id} is empty: there is nothing to save", "id_slot")
         async with self._one_at_a_time:
