@@ -51,7 +51,12 @@ class Panel:
         def draw() -> None:
             shown: Feed | None = feed
             while shown is not None:
-                self._draw(panel, shown)
+                try:
+                    self._draw(panel, shown)
+                except Exception:  # further requests get another panel
+                    with self._lock:
+                        self._feeds.clear()
+                    raise
                 with self._lock:
                     self._feeds = [other for other in self._feeds if not other.has_ended]
                     shown = self._feeds[0] if self._feeds else None

@@ -147,3 +147,5 @@ class Totals:
         self.queued.add([stats.queue_s] if stats.queue_s is not None else [])
         self.duration.add([stats.ended - stats.arrived] if stats.ended is not None else [])
         self.links.add(stats, list(ranks))
+        for runs in (stats.runs, stats.draft_runs):  # a slot keeps the rest of its last text
+            runs.clear()

@@ -66,6 +66,24 @@ def test_one_panel_for_requests_at_a_time() -> None:
     assert len(made) == 2
 
 
+def test_a_panel_that_breaks_keeps_no_requests() -> None:
+    made: list[int] = []
+
+    class Broken:
+        def show(self, _: list[Any]) -> None:
+            raise ArithmeticError
+
+    def make() -> Any:
+        made.append(1)
+        return Broken()
+
+    panel = Panel(lambda: [RankStats(rank=0)], make)
+    for n in (1, 2):
+        panel.request(Feed())
+        wait_for(lambda: not panel._feeds)
+        assert len(made) == n
+
+
 def test_rows_are_html() -> None:
     ranks = [RankStats(rank=0, host="<node>", layers=(0, 4), load_bytes=100, loaded_bytes=50)]
     html = html_of(loading_panel(ranks, SPACE))
