@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import SPLITS, TARGET, Endless, Job, ggpipe, on_ranks, processes_with, ranks_of
+from support.commands import SPLITS, TARGET, Endless, Job, ggpipe, names_killed, on_ranks, processes_with, ranks_of
 from support.virtual_hosts import virtual_hosts, why_not
-
-from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
 
 TIMEOUT = ("--rank-timeout", 3)
 WITHIN_S = 3 + 15  # a loaded machine included
@@ -47,10 +45,7 @@ def test_a_killed_rank_is_named() -> None:
     assert code == 1
     assert len(job.text) > 200
     assert len(errors_of(stderr)) <= 1  # mpirun leaves the others a quarter of a second
-    if is_open_mpi(find_mpirun()):
-        assert "rank 2" in stderr
-    else:  # which names any of the ranks that it has ended
-        assert "rank 2" in stderr or "a rank ended: signal 9 (Killed)" in stderr
+    assert names_killed(2, stderr)
 
 
 def test_a_rank_that_was_stopped_for_less_than_the_timeout_goes_on() -> None:

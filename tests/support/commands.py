@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ggpipe.launch.environment import mpi_environment
-from ggpipe.launch.mpirun import find_mpirun, mpirun_command
+from ggpipe.launch.mpirun import find_mpirun, is_open_mpi, mpirun_command
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "ggpipe" / "models" / "tales-target.gguf"
@@ -47,6 +47,11 @@ def on_ranks(n_ranks: int, script: str, *arguments: object, timeout: float = 120
     start = mpirun_command(find_mpirun(), n_ranks, None, ())
     environment = {**mpi_environment(), "PYTHONPATH": str(ROOT / "tests")}
     return _run([*start, sys.executable, "-c", script, *map(str, arguments)], timeout, environment)
+
+
+def names_killed(rank: int, text: str) -> bool:
+    """The text says that this rank was killed, or under MPICH that one was: its mpirun may name any that it ends."""
+    return f"rank {rank} (" in text or ("a rank ended: signal 9 (Killed)" in text and not is_open_mpi(find_mpirun()))
 
 
 def _run(
