@@ -25,6 +25,7 @@ from ggpipe.launch.environment import die_with_parent, mpi_environment, session_
 _TICK_S = 0.02
 _KILL_AFTER_S = 2.0
 _REPORTS_S = 2.0
+_ERROR = "ggpipe: error: "
 _NO_ROOM = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # for one more process
 
 _RULE = re.compile(r"[-=]{40,}$")
@@ -143,6 +144,7 @@ class RankProcesses:
         self._kept: list[str] = []
         self._shared_memory: set[str] = set()
         """The beginnings of the names of files that ranks on this machine share."""
+        self._error: str | None = None
         self._is_muted = False
         self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout,), name="mpirun's stderr", daemon=True
@@ -192,6 +194,12 @@ class RankProcesses:
         match = _OPEN_MPI_LOST.search(" ".join(self.report().split()))
         return (match[1] or match[2] or "one of the machines") if match else None
 
+    def error(self) -> str | None:
+        """The error that a rank printed last, which the user has seen; None where none did. To be called once mpirun has
+        ended."""
+        self._reader.join(_REPORTS_S)
+        return self._error
+
     def report(self) -> str:
         """What mpirun itself has printed, once it has ended."""
         self._reader.join(_REPORTS_S)
@@ -231,6 +239,8 @@ class RankProcesses:
                     self._kept.append(line)
                     in_report = not is_rule or not in_report or line[0] == "="  # much follows hydra's last rule
                 elif not self._is_muted:
+                    if line.startswith(_ERROR):
+                        self._error = line.removeprefix(_ERROR).rstrip("\n")
                     with contextlib.suppress(OSError, ValueError):
                         sys.stderr.write(line)
                         sys.stderr.flush()

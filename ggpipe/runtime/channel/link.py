@@ -199,6 +199,8 @@ class Listener:
     def __init__(self, first_host: str | None = None, on_line: Callable[[str], None] = lambda _: None) -> None:
         """`first_host`: the machine of the first rank; None: this one. `on_line` gets a line about each connection that
         is refused. Raises LaunchError when no port can be had."""
+        self.n_cut = 0
+        """Connections that ended before their greeting was whole."""
         self._on_line = on_line
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._pending: list[_Pending] = []
@@ -231,7 +233,9 @@ class Listener:
                 data = b""
             pending.greeting += data
             if not data:
-                self._drop(pending, "it said nothing of this job's secret")
+                self.n_cut += 1
+                is_rank = pending.greeting.startswith(_MAGIC)  # what becomes of the ranks then is another line
+                self._drop(pending, None if is_rank else "it said nothing of this job's secret")
             elif len(pending.greeting) == _GREETING_BYTES and (link := self._greeted(pending)) is not None:
                 return link
         for pending in [pending for pending in self._pending if time.monotonic() > pending.deadline]:

@@ -181,8 +181,8 @@ def _ended(processes: RankProcesses, user: User, wait_limit_s: float | None) -> 
 def _accepted(
     listener: Listener, processes: RankProcesses, attend: Callable[[], None], limit_s: float
 ) -> Link[FromHead]:
-    """The link to the first rank. Raises RankError when a rank dies before, StartError when mpirun ends for another
-    reason or it does not come in time."""
+    """The link to the first rank. Raises RankError when a rank dies before or is cut off, StartError when mpirun ends
+    for another reason or it does not come in time."""
     deadline = time.monotonic() + limit_s
     while (code := processes.exit_code()) is None:
         if (link := listener.accept(_TICK_S)) is not None:
@@ -195,6 +195,12 @@ def _accepted(
             return link
     if (cause := processes.cause()) is not None:
         raise RankError(cause)
+    if code == 0 and listener.n_cut:
+        raise RankError("the connection to the first rank was cut while it was made")
+    if (said := processes.error()) is not None:
+        error = StartError(said)
+        error.is_reported = True  # by the rank
+        raise error
     if (host := processes.lost()) is not None:
         raise HostError(f"mpirun did not start on {host}, or lost it", processes.report())
     with contextlib.suppress(OSError):

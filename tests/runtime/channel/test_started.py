@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,30 @@ def test_a_killed_mpirun_is_started_again(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RankError, match="mpirun ended: signal 9"):
         rig.start(1)
     assert rig.lines == ["mpirun ended: signal 9 (Killed); starting the ranks again (1 of 1)"]
+
+
+def test_a_first_rank_whose_connection_is_cut_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves as if the front end had gone."""
+    program = "import os, socket; host, port = os.environ['GGPIPE_CHANNEL'].split(':')"
+    program += "; socket.create_connection((host, int(port))).sendall(b'ggpipe1')"
+    rig = Rig(tmp_path, monkeypatch, f'exec {sys.executable} -S -c "{program}"')
+    cut = "the connection to the first rank was cut while it was made"
+    with pytest.raises(RankError, match=cut):
+        rig.start(1)
+    assert rig.lines == [f"{cut}; starting the ranks again (1 of 1)"]
+
+
+def test_what_the_first_rank_said_itself_is_not_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = "ggpipe: error: node1 cannot reach the process that started it"
+    rig = Rig(tmp_path, monkeypatch, f"cat <<'E' >&2\n{said}\n{RULE}\nMPI_ABORT was invoked\n{RULE}\nE\nexit 1")
+    with pytest.raises(StartError, match="node1 cannot reach") as caught:
+        rig.start(0)
+    assert caught.value.is_reported
+    assert capfd.readouterr().err == f"{said}\n"
 
 
 @pytest.mark.parametrize("report", [NOT_STARTED, LOST], ids=["not started", "lost"])
