@@ -195,8 +195,8 @@ class RankProcesses:
         return (match[1] or match[2] or "one of the machines") if match else None
 
     def error(self) -> str | None:
-        """The error that a rank printed last, which the user has seen; None where none did. To be called once mpirun has
-        ended."""
+        """The error that a rank printed last, which the user has seen; None where none did. To be called once mpirun
+        has ended."""
         self._reader.join(_REPORTS_S)
         return self._error
 
