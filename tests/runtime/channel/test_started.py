@@ -65,9 +65,7 @@ def test_a_killed_mpirun_is_started_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert rig.lines == ["mpirun ended: signal 9 (Killed); starting the ranks again (1 of 1)"]
 
 
-def test_a_first_rank_whose_connection_is_cut_while_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_rank_whose_connection_is_cut_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves as if the front end had gone."""
     program = "import os, socket; host, port = os.environ['GGPIPE_CHANNEL'].split(':')"
     program += "; socket.create_connection((host, int(port))).sendall(b'ggpipe1')"
