@@ -22,6 +22,7 @@ from ggpipe.grammar.pattern import PatternError, pattern_rule
 _MOST_REPEATED = 2000
 _MOST_DEPTH = 100
 _MOST_OPTIONAL = 4000  # libllama follows a way for each of them
+_MOST_DIGITS = 10
 _FORMATS = ("date", "time", "date-time", "uuid")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
@@ -154,7 +155,7 @@ class _Converter:
         found = self._document
         for part in ref.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            if isinstance(found, list) and key.isdecimal() and len(key) < _MOST_DIGITS and int(key) < len(found):
                 found = found[int(key)]
             elif isinstance(found, dict) and key in found:
                 found = found[key]

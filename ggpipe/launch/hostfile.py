@@ -11,6 +11,7 @@ from ggpipe.errors import LaunchError
 
 _SLOTS = re.compile(r"\bslots\s*=\s*(\d+)|^\S+?:(\d+)(?:\s|$)")
 _NAME = re.compile(r"[^\s:]+")
+_MOST_SLOTS = 4096  # of a machine: no job has as many ranks
 
 
 def hosts_of(hostfile: Path) -> list[str]:
@@ -28,7 +29,8 @@ def hosts_of(hostfile: Path) -> list[str]:
         if line := line.partition("#")[0].strip():
             match = _SLOTS.search(line)
             name = _NAME.match(line)
-            hosts += [name[0] if name else line] * (int(match[1] or match[2]) if match else 1)
+            n_slots = min(int((match[1] or match[2])[:9]), _MOST_SLOTS) if match else 1
+            hosts += [name[0] if name else line] * n_slots
     if not hosts:
         raise LaunchError(f"`hostfile` {hostfile} names no machines: write one a line, as in `node1 slots=1`")
     return hosts

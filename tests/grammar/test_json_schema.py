@@ -46,6 +46,7 @@ def test_schemas_become_grammars(name: str) -> None:
         ({"type": "integer", "minimum": "5"}, "must be a number"),
         ({"$ref": "https://example.org/a"}, "only parts of the same schema"),
         ({"$ref": "#/$defs/a"}, "refers to #/$defs/a, which is not there"),
+        ({"allOf": [{"$ref": f"#/allOf/{'9' * 5000}"}]}, "which is not there"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "type": "string"}, "has 'type' beside '$ref'"),
         ({"anyOf": []}, "must be a list of at least one"),
         ({"enum": ["a"], "type": "integer"}, "has no value of its type"),

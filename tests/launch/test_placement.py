@@ -169,6 +169,13 @@ def again(
     return made
 
 
+def test_as_many_slots_as_can_be_written(tmp_path: Path) -> None:
+    (path := tmp_path / "hosts").write_text(f"a slots={'9' * 5000}\nb:99999999999\nc\n")
+    hosts = hosts_of(path)
+    assert (hosts[0], hosts[-1]) == ("a", "c")
+    assert hosts.count("a") == hosts.count("b") > 1000
+
+
 def test_all_machines_are_there(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = again(hostfile, set(), monkeypatch, "0.4,0.3,0.3")
     with job.hosts_in_file() as path:
