@@ -26,6 +26,8 @@ from ggpipe.runtime.engine import ActiveRequest, Engine
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.loading import load_all
 
+_MOST_TEMPLATES = 4  # compiled ones, which take up to a tenth of a second to make: all texts wait meanwhile
+
 
 class Session(EngineClient):
     """See the module's text. All methods but `stop` belong to the main thread."""
@@ -42,7 +44,8 @@ class Session(EngineClient):
         self._active: dict[int, ActiveRequest] = {}
         self._client_requests: dict[int, ClientRequest] = {}  # by the engine's number
         self._refused: list[ClientEvent] = []
-        self._template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
+        """By source: a model may have one for tools beside the usual one."""
 
     @classmethod
     def load(cls, head: Head, on_progress: Callable[[], None] = lambda: None) -> Session:
@@ -89,10 +92,13 @@ class Session(EngineClient):
             raise UsageError(f"the model has no token {wrong}: give numbers from 0 to {self.vocab.n_tokens - 1}")
 
     def _compiled(self, source: str) -> ChatTemplate:
-        if self._template is None or self._template.source != source:
+        if source not in self._templates:
             vocab = self.vocab
-            self._template = ChatTemplate(source, vocab.bos_text, vocab.eos_text, vocab.special_texts)
-        return self._template
+            template = ChatTemplate(source, vocab.bos_text, vocab.eos_text, vocab.special_texts)
+            if len(self._templates) == _MOST_TEMPLATES:
+                del self._templates[next(iter(self._templates))]
+            self._templates[source] = template
+        return self._templates[source]
 
     def measure(self) -> None:
         self.engine.measure_usage()

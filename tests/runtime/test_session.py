@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from support.commands import TARGET
 from support.reference import Reference
 
+from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.chat.template import ChatTemplate
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -26,6 +29,7 @@ from ggpipe.errors import RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.runtime import session as session_module
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.worker import Worker
@@ -95,6 +99,23 @@ def test_an_abandoned_request_is_out_of_the_way(n_ranks: int) -> None:
         next(tokens)
         tokens.close()
         assert text(session, "The wolf", 20) == text(session, "The wolf", 20)
+
+
+def test_templates_that_take_turns_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    class Counted(ChatTemplate):
+        def __init__(self, source: str, *others: Any) -> None:
+            compiled.append(source)
+            super().__init__(source, *others)
+
+    monkeypatch.setattr(session_module, "ChatTemplate", Counted)
+    with ranks(1) as head:
+        session = Session.load(head)
+        for source in [CHATML, CHATML + "x", *(CHATML, CHATML + "x") * 2, *(f"{CHATML}{i}" for i in range(9))]:
+            session.tokenize_chat(Conversation(messages=({"role": "user", "content": "Hi"},), template=source))
+        assert len(compiled) == 11
+        assert len(session._templates) < 9
 
 
 @pytest.mark.parametrize("mode", ["mmap", "none"])
