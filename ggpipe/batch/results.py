@@ -72,7 +72,7 @@ class Results:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is not a file: name one for the answers, which are read again when a job goes on")
         self._answered: dict[str, dict[str, Any]] = {}
-        """What the file has, by the tasks' ids."""
+        """What the file has, by the tasks' ids; for SpecInfer's format the answers, too."""
         try:
             self._take_up()
             self._file = self._lines_path.open("ab")
@@ -98,7 +98,7 @@ class Results:
         if self._format == "specinfer":
             entry["token_ids"] = [[*text.prompt_tokens, *(token.id for token in text.tokens)] for text in texts]
         self._write(entry)
-        self._answered[task.id] = entry
+        self._note(entry)
 
     def fail(self, task: Task, message: str) -> None:
         """Write why there is no answer. Raises RunError."""
@@ -112,6 +112,10 @@ class Results:
             self._file.flush()
         except OSError as e:
             raise RunError(f"{self._lines_path}: cannot write the answers: {e.strerror}") from e
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        """It is answered. What the answer is, only SpecInfer's file needs once more."""
+        self._answered[entry["id"]] = entry if self._format == "specinfer" else {}
 
     def _take_up(self) -> None:
         """Read what is there, and leave out what is no answer. Raises UsageError for answers to other prompts."""
@@ -128,7 +132,7 @@ class Results:
                     f"{self._lines_path} has an answer to another prompt (custom_id {entry.get('custom_id')}): "
                     "name another file, or remove it"
                 )
-            self._answered[entry["id"]] = entry
+            self._note(entry)
             kept.append(line + b"\n")
         if (whole := b"".join(kept)) != data:
             if data and not kept and b'"batch_req_' not in data:

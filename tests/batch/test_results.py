@@ -143,6 +143,16 @@ def test_an_interrupted_job_goes_on(tmp_path: Path, cut: bytes) -> None:
     assert len(entries(tmp_path)) == 3
 
 
+@pytest.mark.parametrize(("format", "is_kept"), [("openai", False), ("specinfer", True)])
+def test_only_specinfers_format_keeps_answers_in_memory(tmp_path: Path, format: OutputFormat, is_kept: bool) -> None:
+    tasks = tasks_of(tmp_path)
+    for n in (1, 2):  # the second job takes up what the first one has written
+        with results(tmp_path, tasks, format) as own:
+            own.answer(own.left[0], answered())
+            assert own.n_answered == n
+            assert [bool(entry) for entry in own._answered.values()] == [is_kept] * n
+
+
 def test_answers_to_other_prompts_stay(tmp_path: Path) -> None:
     tasks = tasks_of(tmp_path)
     with results(tmp_path, tasks) as found:
