@@ -67,6 +67,14 @@ def test_each_prompt_is_answered_once(tmp_path: Path) -> None:
     assert all(entry["error"] is None for entry in whole)
 
 
+def test_what_it_says(tmp_path: Path) -> None:
+    """At the end, and where nothing is left to do."""
+    (tmp_path / "in").write_text("The king\n")
+    again = ("batch", tmp_path / "in", "-o", tmp_path / "out", "-m", TARGET, "-t", 1, "-n", 2)
+    assert ggpipe(*again).stderr.startswith("ggpipe: 1 prompt answered, 2 tokens in ")
+    assert ggpipe(*again).stderr == "ggpipe: 1 of 1 prompts are answered already\n"
+
+
 def test_a_bad_line_does_not_stop_the_others(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
     good = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}

@@ -20,7 +20,7 @@ from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
 from ggpipe.config import EngineConfig, SpeculationConfig
 from ggpipe.core.request import Finish, PromptTask
-from ggpipe.display.format import human_rate, human_seconds
+from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
 from ggpipe.embeddings import chosen, normalized
@@ -144,10 +144,11 @@ class _Work:
                 self._serve(engine, lambda: progress.show(results.n_answered + results.n_failed, tally.rate), tally)
         seconds = time.monotonic() - tally.began
         n_new = results.n_answered - n_before
-        show(
-            f"{n_new} prompts answered, {tally.n_tokens} tokens in {human_seconds(seconds)}"
-            + (f", {human_rate(tally.rate)}" if tally.n_tokens else "")
-        )
+        if n_before < n_all:
+            show(
+                f"{counted(n_new, 'prompt')} answered, {counted(tally.n_tokens, 'token')} in {human_seconds(seconds)}"
+                + (f", {human_rate(tally.rate)}" if tally.n_tokens else "")
+            )
         if self._left or self._places or self._is_stopped:
             n_left = n_all - results.n_answered - results.n_failed
             show(f"interrupted, {n_left} of {n_all} prompts are left: the same command goes on with them")
