@@ -82,8 +82,8 @@ def _value(default: object) -> str:
 
 
 def _plain(text: str) -> str:
-    """As Markdown: flags as code, no bars, the backslashes of rich's markup undone."""
-    text = text.replace("\\\\", "\\").replace("|", "\\|")
+    """As Markdown: flags as code, no bars."""
+    text = text.replace("|", "\\|")
     parts = text.split("`")
     parts[::2] = [_FLAG.sub(r"`\1`", part) for part in parts[::2]]  # the others are code already
     return "`".join(parts)

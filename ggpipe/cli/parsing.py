@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import ggpipe
 from ggpipe.cli.variables import settled
@@ -36,6 +37,7 @@ def make_app(
     program has only that one, since typer takes 10 ms for each.
     """
     app = typer.Typer(
+        cls=_Program,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="rich",
@@ -46,7 +48,8 @@ def make_app(
     @app.callback()
     def _main(
         version: Annotated[
-            bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+            bool,
+            typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Show the version and exit."),
         ] = False,
     ) -> None:
         pass
@@ -54,6 +57,24 @@ def make_app(
     for command in [command for command in commands if command.name in arguments[:1]] or commands:
         _add(app, command, table, functools.partial(run, command), on_variables)
     return app
+
+
+class _PlainHelp:
+    """Shows --help as a switch; typer shows a value, <bool>."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.metavar = ""
+        return option
+
+
+class _Command(_PlainHelp, TyperCommand):
+    pass
+
+
+class _Program(_PlainHelp, TyperGroup):
+    pass
 
 
 def default_map(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +115,7 @@ def _add(
     parameters = [context, *(_parameter(name, row, command) for name, row in rows.items())]
     read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     read.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(command.name, help=paragraphs(command.help), hidden=command.hidden)(read)
+    app.command(command.name, help=paragraphs(command.help), hidden=command.hidden, cls=_Command)(read)
 
 
 def paragraphs(text: str) -> str:
@@ -106,7 +127,8 @@ def _parameter(name: str, row: Option, command: Command) -> inspect.Parameter:
     default = command.default_of(row)
     is_required = row.name in command.required
     help = f"{row.help} ({row.variable})" if row.variable and command.reads_variables else row.help
-    common: dict[str, Any] = {"metavar": row.metavar, "help": help}
+    metavar = "" if row.reads is bool else row.metavar  # a switch takes no value: without it, typer shows <bool>
+    common: dict[str, Any] = {"metavar": metavar, "help": help}
     if not row.flags:
         info: Any = typer.Argument(**common, show_default=False)
     else:

@@ -97,6 +97,15 @@ def test_help_texts_stand_alone() -> None:
 # What typer makes of it
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["serve", "--help"]])
+def test_help_shows_switches_without_a_value(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    make_app(COMMANDS, OPTIONS, lambda *_: 0)(arguments, standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "--help" in shown
+    assert "bool" not in shown.lower()
+    assert "\\\\" not in shown  # a doubled backslash
+
+
 def test_defaults_are_the_records_own() -> None:
     nothing = given("")
     for record in (ContextConfig, PipelineConfig, SamplingConfig, SpeculationConfig, Prompt, Loading, Ranks):
