@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import math
 import os
@@ -28,7 +29,13 @@ _REPORTS_S = 2.0
 _ERROR = "ggpipe: error: "
 _NO_ROOM = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # for one more process
 
+_PREFIX = "ggpipe-ranks-"
+"""Of the names of folders for mpirun's files."""
+_NEW_S = 60.0  # its owner may not have locked it yet
+_ROOM_BYTES = 1 << 22  # with less, Open MPI's mpirun may die while it writes its files
+
 _RULE = re.compile(r"[-=]{40,}$")
+_PMIX_REPORT = re.compile(r"\[\S+:\d+\] PMIX ERROR: ")
 _OPEN_MPI_REPORT = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on (signal [^.]*)")
 _OPEN_MPI_LOST = re.compile(
     r"daemon failed to report back.*?Remote host: (\S+)|lost communication with a remote daemon.*?Remote daemon: \S+ "
@@ -103,6 +110,34 @@ def _session(session: int) -> Iterator[Path]:
                 yield folder
 
 
+def _own_folder() -> tuple[str, int]:
+    """A new folder, and a descriptor that holds a lock on it as long as this process lives. Raises OSError.
+
+    Processes that were killed could not remove theirs: nobody holds the lock of such a folder, and it is removed here.
+    """
+    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX):
+            status = old.lstat()
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _NEW_S:
+                shutil.rmtree(old, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_PREFIX)
+    lock = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks; then nobody removes it for us
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return folder, lock
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    """Raises OSError where another process holds its lock, and for symbolic links."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class RankProcesses:
     """An mpirun and the ranks that it started. They die with this process.
 
@@ -122,7 +157,7 @@ class RankProcesses:
         start = [] if self._is_alone else mpirun_command(find_mpirun(), n_ranks, hostfile, sorted(environment))
         command = [*start, *rank_command(arguments)]
         try:
-            self._folder = tempfile.mkdtemp(prefix="ggpipe-mpirun-")
+            self._folder, self._lock = _own_folder()
         except OSError as e:
             raise LaunchError(f"mpirun has no folder for its files ({e}); make room, or set TMPDIR to another") from e
         # In a session of its own: the terminal's Ctrl-C is for us, and the ranks get it as a message.
@@ -138,7 +173,7 @@ class RankProcesses:
                 preexec_fn=die_with_parent,
             )
         except (OSError, subprocess.SubprocessError) as e:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_folder()
             raise StartError(f"ranks cannot be started: {e}") from e
         assert self._process.stdout is not None
         self._kept: list[str] = []
@@ -200,6 +235,17 @@ class RankProcesses:
         self._reader.join(_REPORTS_S)
         return self._error
 
+    def lack_of_room(self) -> str | None:
+        """That there is hardly room for mpirun's files, in words; None where there is. To be called once it has
+        ended."""
+        free_bytes = shutil.disk_usage(self._folder).free
+        if self._is_alone or free_bytes >= _ROOM_BYTES:
+            return None
+        return (
+            f"mpirun ended, and {Path(self._folder).parent} has {free_bytes / 1e6:.1f} MB left for its files: make "
+            "room, or set TMPDIR to another folder"
+        )
+
     def report(self) -> str:
         """What mpirun itself has printed, once it has ended."""
         self._reader.join(_REPORTS_S)
@@ -216,26 +262,37 @@ class RankProcesses:
             self.end()
 
     def end(self) -> None:
-        """End all ranks at once, and kill what does not end."""
+        """End all ranks at once, and kill what does not end: at once where Ctrl-C interrupts this."""
         self._is_muted = True
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_AFTER_S)
-        kill_session(self._process.pid)
-        self._process.wait()
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_KILL_AFTER_S)
+        finally:
+            kill_session(self._process.pid)
+            self._process.wait()
+            self._remove_folder()
+            for beginning in map(Path, self._shared_memory):
+                for file in beginning.parent.glob(f"{glob.escape(beginning.name)}*"):
+                    file.unlink(missing_ok=True)
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        for beginning in map(Path, self._shared_memory):
-            for file in beginning.parent.glob(f"{glob.escape(beginning.name)}*"):
-                file.unlink(missing_ok=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _read(self, printed: IO[str]) -> None:
-        """In a thread of its own: hand lines on, and keep mpirun's reports, which stand between rules of - or =."""
+        """In a thread of its own: hand lines on, and keep mpirun's reports, most of which stand between rules of - or
+        =."""
         in_report = False
         with printed as lines:
             for line in lines:
                 is_rule = bool(_RULE.match(line))
-                if in_report or is_rule:
+                if _PMIX_REPORT.match(line):
+                    self._kept.append(line)
+                elif in_report or is_rule:
                     self._kept.append(line)
                     in_report = not is_rule or not in_report or line[0] == "="  # much follows hydra's last rule
                 elif not self._is_muted:

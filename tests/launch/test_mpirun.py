@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from support.commands import SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of
+from support.commands import SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of, wait_for
 
 from ggpipe.errors import StartError
 from ggpipe.launch import mpirun
+from ggpipe.launch.job import Job as Ranks
+from ggpipe.runtime.channel.started import User, started
 
 TEXT = ("generate", "-m", TARGET, "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
 
@@ -62,6 +65,41 @@ def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mon
     ranks.end()
     assert not list(tmp_path.iterdir())
     assert set(Path("/tmp").glob(f"ompi*.{mpirun_pid}")) <= before
+
+
+def test_files_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, other, new = (Path(tempfile.mkdtemp(prefix=prefix)) for prefix in ("ggpipe-ranks-", "x", "ggpipe-ranks-"))
+    (killed / "file").touch()
+    (tmp_path / "ggpipe-ranks-link").symlink_to(other)
+    running, lock = mpirun._own_folder()
+    for folder in (killed, other, Path(running)):
+        os.utime(folder, (0, 0))
+    own, own_lock = mpirun._own_folder()
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {other.name, new.name, "ggpipe-ranks-link", Path(running).name, Path(own).name}
+    os.close(lock)
+    os.close(own_lock)
+
+
+def test_a_folder_without_room_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "mpirun"
+    line = "[vm:1] PMIX ERROR: PMIX_ERR_FILE_WRITE_FAILURE in file base.c at line 258"
+    program.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\necho '{line}'\nexit 213\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(program))
+    monkeypatch.setattr(mpirun, "_ROOM_BYTES", 1 << 62)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    user = User(show=lambda _: None, report=lambda _: None)
+    with (
+        pytest.raises(StartError, match=f"{tmp_path} has .* MB left for its files: make room, or set TMPDIR"),
+        started(Ranks([], 2, None), 0, lambda: None, user),
+    ):
+        pass
+    assert capfd.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == [program]
 
 
 def test_no_files_are_left_to_start_ranks_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +190,18 @@ def test_ctrl_c_while_modules_are_imported(module: str) -> None:
         [sys.executable, "-P", "-c", INTERRUPTED, module, *map(str, TEXT), "-p", "Once"], capture_output=True, text=True
     )
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_ctrl_c_while_ranks_are_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\n[ $1 = --version ] && exit\ntrap '' TERM\necho >$0.ready\nsleep 60\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(program))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ranks = mpirun.RankProcesses([], 2, None, {})
+    wait_for(program.with_name("mpirun.ready").exists)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.end()
+    assert ranks.exit_code() == 128 + signal.SIGKILL
+    assert {path.name for path in tmp_path.iterdir()} == {"mpirun", "mpirun.ready"}

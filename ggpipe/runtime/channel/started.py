@@ -193,6 +193,8 @@ def _accepted(
     for _ in range(_LAST_LOOKS):
         if (link := listener.accept(_TICK_S)) is not None:
             return link
+    if (lack := processes.lack_of_room()) is not None:
+        raise StartError(lack)
     if (cause := processes.cause()) is not None:
         raise RankError(cause)
     if code == 0 and listener.n_cut:
