@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import difflib
 import hashlib
 import os
 import re
@@ -14,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from ggpipe.cluster.model_file import check_model_file
 from ggpipe.errors import ModelError
 from ggpipe.llama.libllama import ggml, logged_errors, start
 
@@ -121,29 +120,8 @@ class _Header:
     data_offset: int
 
 
-def _instead_of(path: Path) -> str:
-    """What to write in place of a model file that cannot be opened, for a message."""
-    if path.parts[:1] in (("https:",), ("http:",)):
-        return "; ggpipe downloads nothing: fetch the file and name it"
-    if path.parts[:1] == ("~",):
-        return "; ~ stands for your home folder only without quotes"
-    with contextlib.suppress(OSError):
-        if path.is_dir():
-            return "; name a file in it" if any(path.glob("*.gguf")) else ""
-        names = {form: file for file in path.parent.glob("*.gguf") for form in (file.name, file.stem)}
-        if similar := difflib.get_close_matches(path.name, names, 1, 0.8):
-            return f"; did you mean {names[similar[0]]}?"
-    return ""
-
-
 def _read_header(path: Path) -> _Header:
-    try:
-        with path.open("rb") as f:
-            magic = f.read(4)
-    except OSError as e:
-        raise ModelError(f"cannot open model file {path}: {e.strerror}{_instead_of(path)}") from e
-    if magic != b"GGUF":
-        raise ModelError(f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py")
+    check_model_file(path)
     logged_errors()
     gguf = _init(os.fsencode(path), _InitParams(no_alloc=True))
     if not gguf:

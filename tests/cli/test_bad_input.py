@@ -33,6 +33,11 @@ def test_not_a_gguf(n: int) -> None:
     fails(ggpipe("generate", "-m", ROOT / "pyproject.toml", "-p", "x", *SPLITS[n]), "not a GGUF")
 
 
+def test_a_server_that_has_no_model_listens_on_no_port(tmp_path: Path) -> None:
+    fails(ggpipe("serve", "-m", tmp_path, "--port", 0), "Is a directory")
+    fails(ggpipe("serve", "-m", TARGET, "-md", tmp_path / "no.gguf", "--port", 0), "no.gguf", "No such file")
+
+
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("size", [10, 20_000, 500_000])
 def test_truncated_gguf(n: int, size: int, tmp_path: Path) -> None:

@@ -125,6 +125,11 @@ def test_a_name_that_is_nearly_a_file_s(tmp_path: Path) -> None:
     assert "without quotes" in refused(Path("~/b.gguf"))
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "it is a pipe" in refused(tmp_path / "pipe.gguf")
+
+
 @pytest.mark.parametrize("n_layer", [513, 65535, 2**32 - 1])
 def test_more_layers_than_libllama_takes(n_layer: int, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "llama", llama__block_count=n_layer)

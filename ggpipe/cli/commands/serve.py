@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.cli.launching import NO_RESTART, run_this_rank
 from ggpipe.cli.messages import in_flags, report, warn
+from ggpipe.cluster.model_file import check_model_file
 from ggpipe.config import EngineConfig, SpeculationConfig
 from ggpipe.errors import GgpipeError, SettingError, UsageError
 from ggpipe.launch import environment
+from ggpipe.launch.slurm import allocated_hosts
 from ggpipe.options.chat import Chat
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
@@ -127,6 +129,9 @@ def _serve(
         say(f"warning: {warning}")
     if options.is_given("n_http_threads"):
         say("warning: `n_http_threads` is not used: one event loop answers all clients")
+    if given is None and options[Ranks].hostfile is None and not allocated_hosts():  # else it is on other machines
+        for model in (config.model, *([config.draft.model] if config.draft is not None else [])):
+            check_model_file(model.path)
     listener = process.listen(server)
     url = process.url(server, listener)
     say(f"listening on {url}; loading {path}")

@@ -1,0 +1,40 @@
+"""Whether a file can be a model at all, without libllama."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import stat
+from pathlib import Path
+
+from ggpipe.errors import ModelError
+
+
+def check_model_file(path: Path) -> None:
+    """Raises ModelError for what cannot be a GGUF file, as its kind or its first bytes show."""
+    try:
+        if stat.S_ISFIFO(path.stat().st_mode):  # to open it would wait for a writer
+            raise ModelError(f"cannot open model file {path}: it is a pipe, and a model is read more than once")
+        with path.open("rb") as f:
+            magic = f.read(4)
+    except OSError as e:
+        raise ModelError(f"cannot open model file {path}: {e.strerror}{_instead_of(path)}") from e
+    except ValueError as e:  # a name with a NUL
+        raise ModelError(f"cannot open model file {path}: {e}") from e
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py")
+
+
+def _instead_of(path: Path) -> str:
+    """What to write in place of a model file that cannot be opened, for a message."""
+    if path.parts[:1] in (("https:",), ("http:",)):
+        return "; ggpipe downloads nothing: fetch the file and name it"
+    if path.parts[:1] == ("~",):
+        return "; ~ stands for your home folder only without quotes"
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            return "; name a file in it" if any(path.glob("*.gguf")) else ""
+        names = {form: file for file in path.parent.glob("*.gguf") for form in (file.name, file.stem)}
+        if similar := difflib.get_close_matches(path.name, names, 1, 0.8):
+            return f"; did you mean {names[similar[0]]}?"
+    return ""
