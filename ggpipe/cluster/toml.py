@@ -192,7 +192,11 @@ def shipped() -> list[str]:
 
 def read_cluster(path: Path) -> ClusterSpec:
     """Read a cluster file, one that comes with ggpipe by its name, or a profile (.json). Raises UsageError."""
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except (OSError, ValueError) as e:
+        raise UsageError(f"cannot read the cluster file: {e}") from e
+    if not is_there:
         if str(path) not in shipped():
             names = ", ".join(shipped())
             raise UsageError(f"there is no cluster file {path}; clusters that come with ggpipe are {names}")

@@ -59,7 +59,7 @@ class SyntheticText:
         if not 0 <= self.agreement <= 1:
             raise UsageError(f"`acceptance` must be a share between 0 and 1, got {self.agreement:g}")
         if self.n_prompt < 1:
-            raise UsageError(f"a prompt must have at least one token, got {self.n_prompt}")
+            raise UsageError(f"`prompt_tokens` must be 1 or more, got {self.n_prompt}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

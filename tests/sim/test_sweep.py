@@ -141,7 +141,7 @@ def test_measured_links_are_changed_between_nodes_only() -> None:
         ({"draft": 0}, "`n_draft` must be a number from 1 to"),
         ({"np": 0}, "`n_parallel` must be a number from 1 to 256, got 0"),
         ({"acceptance": 1.1}, "`acceptance` must be a share between 0 and 1, got 1.1"),
-        ({"prompt-tokens": 0}, "a prompt must have at least one token, got 0"),
+        ({"prompt-tokens": 0}, "`prompt_tokens` must be 1 or more, got 0"),
         ({"latency-us": -1}, "latency-us must be 0 or more"),
         ({"gbit": 0}, "gbit must be above 0"),
     ],
