@@ -32,6 +32,12 @@ _LOG = logging.getLogger("ggpipe.server")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+_NOT_THERE = (
+    "/infill", "/rerank", "/reranking", "/v1/rerank", "/v1/reranking", "/lora-adapters", "/v1/audio/transcriptions",
+    "/props",
+)  # fmt: skip
+"""Of llama-server, which clients may ask for."""
+
 
 def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True) -> Starlette:
     """All endpoints, for an ASGI server. `is_on_loopback`: only this machine reaches it."""
@@ -69,6 +75,8 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
         "/apply-template": prompts.apply_template,
         "/slots/{id_slot}": about.slot_action,
     }
+    gets["/lora-adapters"] = about.not_there
+    posts |= dict.fromkeys(_NOT_THERE, about.not_there)
     guard = [Middleware(Keys, keys=keys)] if keys else []
     routes: list[BaseRoute] = [Route(path, _answering(endpoint), methods=["GET"]) for path, endpoint in public.items()]
     for method, endpoints in (("GET", gets), ("POST", posts)):

@@ -274,11 +274,20 @@ def processing(serving: Serving) -> float:
     return float(values["llamacpp:requests_processing"])
 
 
-def test_more_than_may_wait_are_refused_and_may_come_again(serving: Serving) -> None:
+def test_more_than_may_wait_are_refused_and_may_come_again(serving: Serving, client: openai.OpenAI) -> None:
     body = {"prompt": "Once", "n": 17, "max_tokens": 2}
-    status, answer, headers = serving.ask("POST", "/v1/completions", body, {"X-Api-Key": KEY})
+    status, answer = authorized(serving, "POST", "/v1/completions", body)
+    assert isinstance(answer, dict)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")  # never
+    many = client.completions.create(
+        model="any", prompt="Once", n=16, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )  # fmt: skip
+    next(iter(many))
+    status, answer, headers = serving.ask("POST", "/v1/completions", {**body, "n": 2}, {"X-Api-Key": KEY})
+    many.close()
     assert (status, answer["error"]["type"]) == (503, "unavailable_error")
     assert int(headers["retry-after"]) > 0
+    serving.wait_for(lambda: processing(serving) == 0)
 
 
 def test_llama_servers_endpoints(serving: Serving) -> None:
@@ -291,6 +300,7 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
     status, answer = authorized(serving, "POST", "/completion", body)
     assert isinstance(answer, dict)
     assert (status, answer["tokens_predicted"], answer["stop_type"]) == (200, 5, "limit")
+    content = answer["content"]
     status, events = authorized(serving, "POST", "/completion", {**body, "stream": True})
     parts = [json.loads(line[6:]) for line in str(events).splitlines() if line.startswith("data: ")]
     assert "".join(part["content"] for part in parts) == answer["content"]
@@ -305,6 +315,17 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
     assert isinstance(stopped, dict)
     assert (stopped["stop_type"], stopped["stopping_word"], stopped["has_new_line"]) == ("word", word, False)
     assert {"seed", "top_k", "n_predict"} <= set(stopped["generation_settings"])
+    assert stopped["generation_settings"]["stop"] == ["never", word]
+    fields = ["content", "timings/predicted_n", "nothing/content", "stop/a"]
+    chosen = authorized(serving, "POST", "/completion", {**body, "response_fields": fields})
+    assert chosen == (200, {"content": content, "timings/predicted_n": 5})
+    for path in ("/infill", "/v1/rerank"):
+        status, error = authorized(serving, "POST", path, {})
+        assert isinstance(error, dict)
+        assert (status, error["error"]["type"]) == (501, "not_supported_error")
+    models = authorized(serving, "GET", "/v1/models")[1]
+    assert isinstance(models, dict)
+    assert models["models"][0]["name"] == models["data"][0]["id"] == models["data"][0]["aliases"][0]
     status, answer = authorized(serving, "POST", "/apply-template", {"messages": HELLO})
     assert isinstance(answer, dict)
     assert status == 200

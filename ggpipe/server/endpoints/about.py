@@ -43,7 +43,16 @@ class About:
 
     async def models(self, _: Request) -> Response:
         """`/v1/models`"""
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        name = self._server.model
+        as_in_ollama = {  # which some clients look for
+            "name": name, "model": name, "modified_at": "", "size": "", "digest": "", "type": "model",
+            "description": "", "tags": [], "capabilities": ["completion"], "parameters": "",
+            "details": {
+                "parent_model": "", "format": "gguf", "family": "", "families": [], "parameter_size": "",
+                "quantization_level": "",
+            },
+        }  # fmt: skip
+        return JsonResponse({"models": [as_in_ollama], "object": "list", "data": [self._model()]})
 
     async def one_model(self, request: Request) -> Response:
         """`/v1/models/{name}`"""
@@ -61,8 +70,8 @@ class About:
                 "n_embd": about.n_embd, "n_params": about.n_params, "size": about.n_bytes,
             }  # fmt: skip
         return {
-            "id": server.model, "object": "model", "created": int(server.backend.began), "owned_by": "ggpipe",
-            "meta": meta,
+            "id": server.model, "aliases": [server.model], "tags": [], "object": "model",
+            "created": int(server.backend.began), "owned_by": "ggpipe", "meta": meta,
         }  # fmt: skip
 
     async def props(self, _: Request) -> Response:
@@ -79,13 +88,15 @@ class About:
                 "total_slots": self._server.backend.n_slots,
                 "model_alias": self._server.model,
                 "model_path": self._server.path,
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": False, "audio": False, "video": False},
                 "chat_template": self._server.chat.source or about.chat_template or CHATML,
                 "bos_token": about.bos_token,
                 "eos_token": about.eos_token,
                 "ui": self._server.config.webui and self._server.config.static_path is None,
                 "endpoint_slots": self._server.config.slots,
                 "endpoint_metrics": self._server.config.metrics,
+                "endpoint_props": False,
+                "is_sleeping": False,
                 "build_info": BUILD,
             }
         )
@@ -107,6 +118,10 @@ class About:
         if request.query_params.get("fail_on_no_slot") and all(slot.is_processing for slot in slots):
             raise ApiError(503, "no slot available")
         return JsonResponse([slot.figures(self._server.backend.n_ctx) for slot in slots])
+
+    async def not_there(self, request: Request) -> Response:
+        """Endpoints of llama-server that there are not."""
+        raise ApiError(501, f"{request.url.path} is not supported here")
 
     async def slot_action(self, request: Request) -> Response:
         """`POST /slots/{id_slot}?action=...`"""

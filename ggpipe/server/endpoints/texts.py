@@ -45,7 +45,8 @@ class Texts:
         """`/completion`"""
         body = await self._server.body(request, NativeBody)
         backend, is_of_draw = self._server.backend, bool(body.post_sampling_probs)
-        reply = NativeReply(self._server.model, is_of_draw, backend.slots.slot_of, backend.stop_string)
+        fields = body.response_fields or ()
+        reply = NativeReply(self._server.model, is_of_draw, backend.slots.slot_of, backend.stop_string, fields)
         return await self._answer(request, body, reply)
 
     async def responses(self, request: Request) -> Response:

@@ -14,6 +14,8 @@ class NativeBody(GenerationBody, kw_only=True):
     """`/completion`."""
 
     prompt: PromptField
+    response_fields: list[str] | None = None
+    """Those that the answer has; none: all."""
 
     @property
     def prompts(self) -> Sequence[Prompt]:

@@ -15,6 +15,7 @@ from ggpipe.server.errors import ApiError
 from ggpipe.server.slots.table import settings
 from ggpipe.server.texts.stream import event, follow
 
+_MISSING = object()
 _STOP_TYPES = {
     Finish.END_OF_TEXT: "eos", Finish.STOP_STRING: "word", Finish.NO_TOKEN: "eos", Finish.STOPPED: "none",
 }  # fmt: skip
@@ -29,9 +30,11 @@ class NativeReply:
         post_sampling_probs: bool,
         slot_of: Callable[[Feed], int],
         stop_string: Callable[[Generation], Awaitable[str]],
+        fields: Sequence[str] = (),
     ) -> None:
         """`post_sampling_probs`: probabilities are those of the draw. `slot_of`: the slot of a text. `stop_string`: the
-        one that ended a text; empty: none has."""
+        one that ended a text; empty: none has. `fields`: those of answers and of streams' ends; none: all."""
+        self._fields = fields
         self._model = model
         self._post_sampling_probs = post_sampling_probs
         self._slot_of = slot_of
@@ -47,7 +50,8 @@ class NativeReply:
                 part = self._part(own, token.text, [token], stop=False)
                 yield event({**part, "timings": timings(own.stats)} if body.timings_per_token else part)
             if news.is_end:
-                yield event({**self._part(own, own.feed.rest, [], stop=True), **await self._end(own)})
+                last = {**self._part(own, own.feed.rest, [], stop=True), **await self._end(own)}
+                yield event(_chosen(last, self._fields))
 
     def failure(self, error: ApiError) -> bytes:
         """The event that ends a stream which failed."""
@@ -58,7 +62,8 @@ class NativeReply:
         found = []
         for own in generations:
             text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
-            found.append({**self._part(own, text, own.feed.tokens, stop=True), **await self._end(own)})
+            answer = {**self._part(own, text, own.feed.tokens, stop=True), **await self._end(own)}
+            found.append(_chosen(answer, self._fields))
         return found if len(found) > 1 else found[0]
 
     def _part(self, generation: Generation, text: str, tokens: Sequence[Token], stop: bool) -> dict[str, Any]:
@@ -88,10 +93,39 @@ class NativeReply:
             "stopping_word": await self._stop_string(generation),
             "has_new_line": any("\n" in token.text for token in generation.feed.tokens),
             "truncated": stats.finish is Finish.CONTEXT_FULL,
-            "generation_settings": {**settings(generation.sampling, generation.n_predict), "seed": stats.seed},
+            "generation_settings": _settings(generation),
             "tokens_cached": stats.counters.cached_tokens,
             "timings": timings(stats),
         }
+
+
+def _settings(generation: Generation) -> dict[str, Any]:
+    """All settings of a text, also those that say something of it: its own client gets them."""
+    drawn = generation.sampling
+    return {
+        **settings(drawn, generation.n_predict),
+        "seed": generation.stats.seed,
+        "stop": drawn.stop,
+        "logit_bias": [
+            {"token": token, "bias": bias if math.isfinite(bias) else False} for token, bias in drawn.logit_bias
+        ],
+        "grammar": drawn.grammar,
+        "lora": [],
+    }
+
+
+def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """These fields of an answer; `timings/prompt_n` is one inside of another. No fields: all."""
+    if not fields:
+        return answer
+    found: dict[str, Any] = {}
+    for path in fields:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
+        if value is not _MISSING:
+            found[path] = value
+    return found
 
 
 def _native_prob(one: TokenProb, post_sampling: bool) -> dict[str, Any]:

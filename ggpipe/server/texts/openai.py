@@ -86,7 +86,7 @@ class _OpenAIReply(abc.ABC):
                 last = {**self.last(index, reason), "logprobs": self.logprobs(index, tokens[index])}
                 yield event(self._chunk([last], timings=timings(stats)))
         if body.includes_usage:
-            yield event(self._chunk([], usage=usage(generations)))
+            yield event(self._chunk([], usage=usage(generations), timings=timings(generations[0].stats)))
         yield DONE
 
     def failure(self, error: ApiError) -> bytes:
