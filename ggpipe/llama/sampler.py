@@ -21,6 +21,7 @@ from ggpipe.llama.vocab import Vocab
 from ggpipe.sampling import SamplingConfig
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
+_MOST_BIAS = 1e9  # beyond it a bias decides alone; 32-bit logits have no room for the largest ones
 _LEAST_FOR_SUM = 2  # the best token alone comes without the log-sum-exp
 _MIROSTAT_M = 100  # as llama.cpp: tokens from which version 1 estimates how probabilities fall
 
@@ -41,7 +42,11 @@ class Sampler:
         never.update(vocab.suppressed_tokens, vocab.end_tokens if config.ignore_eos else ())
         self.banned = tuple(sorted(never))
         """Tokens that are never drawn."""
-        self._biases = {token: bias for token, bias in self._biases.items() if token not in never and bias}
+        self._biases = {
+            token: max(min(bias, _MOST_BIAS), -_MOST_BIAS)
+            for token, bias in self._biases.items()
+            if token not in never and bias
+        }
         self._raised = tuple(token for token, bias in self._biases.items() if bias > 0)
         self.probs: tuple[tuple[int, float], ...] = ()
         """The sampled token with its log-probability, and the best ones with theirs, where the config asks for them."""

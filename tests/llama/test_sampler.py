@@ -341,3 +341,17 @@ def test_a_bias_of_no_token(vocab: Vocab) -> None:
 def test_the_seed_that_libllama_takes_for_random_is_refused() -> None:
     with pytest.raises(UsageError, match="4294967294"):
         SamplingConfig(seed=2**32 - 1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temp", [0.0, 0.5])
+def test_biases_beyond_32_bits_decide_alone(temp: float, vocab: Vocab) -> None:
+    row = next(rows(vocab.n_tokens, 1))
+    best = int(row.argmax())
+    drawn = []
+    for biases in (((7, 1e300), (7, 1.7e308)), ((best, -1e300),)):
+        sampler = Sampler(SamplingConfig(seed=1, temp=temp, logit_bias=biases), vocab, N_CTX)
+        drawn.append(sampler.sample(extract(row, sampler.want())))
+        sampler.close()
+    assert drawn[0] == 7
+    assert drawn[1] != best
