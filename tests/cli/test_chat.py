@@ -95,6 +95,7 @@ def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
 
     terminal.asks("/clear", "a new conversation")
     terminal.asks("/system", "instructions: Tell tales.")
+    terminal.asks("/system What is `n_ctx`?", r"instructions: What is `n_ctx`\?")  # no flag, as in messages of ours
     terminal.asks("/system -", "the model has no instructions")
     terminal.asks("two\\" + ENTER + "lines", "length reached")
     assert saved(terminal, tmp_path / "other.json")[0] == {"role": "user", "content": "two\nlines"}

@@ -89,7 +89,7 @@ class Talk:
                         self._is_edited = False
                         self._commands[command[0]](command[1])
                 except UsageError as e:
-                    self._say(str(e), style="red")
+                    self._say(in_flags(str(e)), style="red")
         except GgpipeError:
             self._keep()
             raise
@@ -120,7 +120,7 @@ class Talk:
 
     def _say(self, text: str, style: str = "dim") -> None:
         """A line that is no part of the conversation."""
-        text = harmless(in_flags(text))
+        text = harmless(text)
         if self._terminal is None:
             print(text)
             return
