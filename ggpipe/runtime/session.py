@@ -82,9 +82,9 @@ class Session(EngineClient):
         written = "".join(piece for piece, _ in pieces)
         return ChatPrompt(vocab.tokenize_pieces(pieces), answer, written, grammar, choice.must_call)
 
-    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
         self._check_tokens(tokens)
-        return tuple(map(self.vocab.piece, tokens))
+        return tuple(self.vocab.piece(token, special) for token in tokens)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         wrong = next((token for token in tokens if not 0 <= token < self.vocab.n_tokens), None)

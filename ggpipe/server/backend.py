@@ -253,9 +253,9 @@ class Backend:
         if n_bytes > _MOST_PER_CELL * self.n_ctx + _MOST_BESIDE:
             raise ApiError.too_long(self.n_ctx)
 
-    async def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """The text of each token."""
-        return await self.ask(lambda engine: engine.detokenize(tokens))
+    async def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
+        """The text of each token. Special tokens have none, but with `special`."""
+        return await self.ask(lambda engine: engine.detokenize(tokens, special))
 
     async def stop_string(self, generation: Generation) -> str:
         """The stop string that ended a text; empty: none has."""

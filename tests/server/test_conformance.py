@@ -296,6 +296,12 @@ def test_llama_servers_endpoints(serving: Serving) -> None:
     assert isinstance(answer, dict)
     assert authorized(serving, "POST", "/detokenize", answer) == (200, {"content": text})
     assert authorized(serving, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+    special = {"content": "<|endoftext|>a", "with_pieces": True}
+    status, answer = authorized(serving, "POST", "/tokenize", special)
+    assert isinstance(answer, dict)
+    assert [one["piece"] for one in answer["tokens"]] == ["<|endoftext|>", "a"]
+    tokens = [one["id"] for one in answer["tokens"]]
+    assert authorized(serving, "POST", "/detokenize", {"tokens": tokens}) == (200, {"content": "<|endoftext|>a"})
     body = {"prompt": text, "n_predict": 5, "temperature": 0}
     status, answer = authorized(serving, "POST", "/completion", body)
     assert isinstance(answer, dict)

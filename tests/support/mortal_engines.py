@@ -42,7 +42,7 @@ class Counting(EngineClient):
         self._alive()
         return tuple(map(ord, text))
 
-    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
         return tuple(chr(token).encode() for token in tokens)
 
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:

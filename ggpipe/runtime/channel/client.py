@@ -358,8 +358,9 @@ class EngineClient(abc.ABC):
         """
 
     @abc.abstractmethod
-    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """The text of each token, which may be part of a UTF-8 character. Raises UsageError for what is no token."""
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
+        """The text of each token, which may be part of a UTF-8 character. Special tokens have none, but with `special`.
+        Raises UsageError for what is no token."""
 
     @abc.abstractmethod
     def measure(self) -> None:

@@ -31,7 +31,7 @@ from ggpipe.errors import GgpipeError, RunError, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import ModelInfo
 
-VERSION = 15
+VERSION = 16
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -82,6 +82,8 @@ class Detokenize(Message, frozen=True):
     """Answer with Detokenized."""
 
     tokens: tuple[int, ...]
+    special: bool = False
+    """Special tokens have texts, too."""
 
 
 class Measure(Message, frozen=True):

@@ -243,8 +243,8 @@ class RemoteEngine(EngineClient):
         self._own.send(TokenizeChat(conversation))
         return self._own.wait_for(ChatTokenized, self._keep).prompt
 
-    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        self._own.send(Detokenize(tuple(tokens)))
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
+        self._own.send(Detokenize(tuple(tokens), special))
         return self._own.wait_for(Detokenized, self._keep).pieces
 
     def measure(self) -> None:

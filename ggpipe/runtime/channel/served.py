@@ -125,8 +125,8 @@ class _Server:
                 return [_answer(lambda: Tokenized(self._session.tokenize(own)))]
             case TokenizeChat(conversation):
                 return [_answer(lambda: ChatTokenized(self._session.tokenize_chat(conversation)))]
-            case Detokenize(tokens):
-                return [_answer(lambda: Detokenized(self._session.detokenize(tokens)))]
+            case Detokenize(tokens, special):
+                return [_answer(lambda: Detokenized(self._session.detokenize(tokens, special)))]
             case Measure(clocks):
                 self._session.measure()
                 if clocks:

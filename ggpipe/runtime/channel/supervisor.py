@@ -250,8 +250,8 @@ class SupervisedEngine(EngineClient):
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         return self._ask(lambda engine: engine.tokenize_chat(conversation))
 
-    def detokenize(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        return self._ask(lambda engine: engine.detokenize(tokens))
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
+        return self._ask(lambda engine: engine.detokenize(tokens, special))
 
     def measure(self) -> None:
         self._ask(lambda engine: engine.measure())

@@ -32,7 +32,7 @@ class Prompts:
             tokens = tokens[len(begun) :] if tuple(tokens[: len(begun)]) == begun else tokens
         if not body.with_pieces:
             return JsonResponse({"tokens": tokens})
-        pieces = await self._server.backend.detokenize(tokens)
+        pieces = await self._server.backend.detokenize(tokens, special=True)
         return JsonResponse(
             {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in zip(tokens, pieces, strict=True)]}
         )
@@ -40,7 +40,7 @@ class Prompts:
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`"""
         body = await self._server.body(request, DetokenizeBody)
-        pieces = await self._server.backend.detokenize(body.tokens)
+        pieces = await self._server.backend.detokenize(body.tokens, special=True)
         return JsonResponse({"content": b"".join(pieces).decode("utf-8", "replace")})
 
     async def apply_template(self, request: Request) -> Response:
