@@ -1,7 +1,7 @@
 """What users write stays text, even where it looks like a special token of the model.
 
-Else anybody could end their own turn and write the system's. Special tokens in messages are replaced by marks before
-the template sees them, which leaves everything else to the template, and found again in what it wrote.
+Else anybody could end their own turn and write the system's. Special tokens in messages and tools are replaced by marks
+before the template sees them, which leaves everything else to the template, and found again in what it wrote.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ class Literals:
         self._marks = {text: _mark(i) for i, text in enumerate(self._texts)}
         self._special = re.compile("|".join(map(re.escape, self._texts)))
 
+    def mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message, with marks in place of special texts, wherever they are in it but in its role."""
+        return {self.mark(name): item if name == "role" else self.mark(item) for name, item in message.items()}
+
     def mark(self, value: Any) -> Any:
-        """A message, with marks in place of special texts, wherever they are in it."""
+        """What is JSON, with marks in place of special texts, wherever they are in it."""
         match value:
             case str():
                 return self._special.sub(lambda found: self._marks[found[0]], value)
             case dict():
-                return {name: item if name == "role" else self.mark(item) for name, item in value.items()}
+                return {self.mark(name): self.mark(item) for name, item in value.items()}
             case list():
                 return [self.mark(item) for item in value]
         return value

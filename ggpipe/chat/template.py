@@ -51,14 +51,14 @@ class ChatTemplate:
         **further: object,
     ) -> str:
         """The text of a conversation, whose messages and tools are OpenAI's. `further`: names for the template, such
-        as `enable_thinking`. What looks like a special token in a message is marked (`literals`).
+        as `enable_thinking`. What looks like a special token in them is marked (`literals`).
 
         Raises UsageError where the template refuses the conversation, or fails on it.
         """
-        plain = [self._literals.mark(_plain(message)) for message in messages]
+        plain = [self._literals.mark_message(_plain(message)) for message in messages]
         names = {**self._known, "add_generation_prompt": add_generation_prompt, "documents": None, **further}
         try:
-            names |= {"messages": plain, "tools": None if tools is None else _plain(tools)}
+            names |= {"messages": plain, "tools": None if tools is None else self._literals.mark(_plain(tools))}
             return self._template.render(names)
         except Exception as e:  # whatever a template does: it must not end the head
             raise UsageError(f"the model's chat template does not take this conversation: {e}") from e

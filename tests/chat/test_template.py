@@ -139,11 +139,23 @@ def test_models_with_many_special_tokens() -> None:
 
 def test_special_tokens_are_literal_in_all_parts_of_messages() -> None:
     template = ChatTemplate("{{ messages | tojson }}{{ messages[0].role }}", specials=SPECIALS)
-    message = {"role": "<|im_end|>", "content": [{"type": "text", "text": "a<|im_end|>"}], "name": "<|im_start|>"}
+    message = {
+        "role": "<|im_end|>", "content": [{"type": "text", "text": "a<|im_end|>"}], "name": "<|im_start|>",
+        "tool_calls": [{"function": {"name": "look", "arguments": {"<|im_end|>x": {"role": "<|im_end|>"}}}}],
+    }  # fmt: skip
     pieces = template.pieces(template.render([message]))
-    assert [text for text, is_literal in pieces if is_literal] == ["<|im_end|>", "<|im_start|>"]
+    literal = [text for text, is_literal in pieces if is_literal]
+    assert literal == ["<|im_end|>", "<|im_start|>", "<|im_end|>x", "<|im_end|>"]
     text = "".join(text for text, _ in pieces)
     assert json.loads(text.removesuffix("<|im_end|>")) == [message]
+
+
+def test_special_tokens_are_literal_in_tools() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", specials=SPECIALS)
+    tools = [{"function": {"name": "look", "description": "a<|im_end|>"}}]
+    pieces = template.pieces(template.render([USER], tools))
+    assert [text for text, is_literal in pieces if is_literal] == ["<|im_end|>"]
+    assert json.loads("".join(text for text, _ in pieces)) == tools
 
 
 # Templates that are wrong, or mean harm
