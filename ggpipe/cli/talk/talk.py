@@ -214,8 +214,9 @@ class Talk:
         self._say(f"{counted(len(self._transcript.messages), 'message')} written to {name}")
 
     def _load(self, name: str) -> None:
+        text = _contents(name)
         try:
-            self._transcript.load_json(_contents(name))
+            self._transcript.load_json(text)
         except UsageError as e:
             raise UsageError(f"{name}: {e}") from e
         messages = self._transcript.messages
