@@ -10,6 +10,8 @@ from pathlib import Path
 from ggpipe.errors import LaunchError
 
 _SLOTS = re.compile(r"\bslots\s*=\s*(\d+)|^\S+?:(\d+)(?:\s|$)")
+_OF_OPEN_MPI = re.compile(r"^[^#\n]*\bslots\s*=", re.MULTILINE)
+_OF_HYDRA = re.compile(r"^\s*[^\s:#]+:\d+\s*(?:#|$)", re.MULTILINE)
 _NAME = re.compile(r"[^\s:]+")
 _MOST_SLOTS = 4096  # of a machine: no job has as many ranks
 
@@ -34,6 +36,11 @@ def hosts_of(hostfile: Path) -> list[str]:
     if not hosts:
         raise LaunchError(f"`hostfile` {hostfile} names no machines: write one a line, as in `node1 slots=1`")
     return hosts
+
+
+def is_readable(hostfile: Path, for_hydra: bool) -> bool:
+    """Whether hydra's mpirun, or Open MPI's, can read a hostfile, which is there: neither reads lines of the other."""
+    return (_OF_OPEN_MPI if for_hydra else _OF_HYDRA).search(hostfile.read_text()) is None
 
 
 def hostfile_lines(hosts: Sequence[str], like: Path | None = None) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ggpipe.config import EngineConfig
 from ggpipe.core.layout import Split
 from ggpipe.errors import LaunchError
-from ggpipe.launch.hostfile import hosts_of, write_hostfile
+from ggpipe.launch.hostfile import hosts_of, is_readable, write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
 from ggpipe.launch.placement import Placement, listed
 from ggpipe.launch.reach import unreachable
@@ -39,15 +39,20 @@ class Job:
 
     @contextlib.contextmanager
     def hosts_in_file(self) -> Iterator[Path | None]:
-        """The hostfile for mpirun; one of our own is there as long as the context. Raises LaunchError."""
-        hosts = self.hosts or (self.slots if self.hostfile is None else ())
+        """The hostfile for mpirun: the user's where this mpirun reads its form, else one of our own, which is there as
+        long as the context. Raises LaunchError."""
+        hosts = self.hosts or self.slots
         if not hosts:
+            yield None
+            return
+        for_hydra = not is_open_mpi(find_mpirun())
+        if not self.hosts and self.hostfile is not None and is_readable(self.hostfile, for_hydra):
             yield self.hostfile
             return
         with contextlib.ExitStack() as stack:
             try:
                 own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ggpipe-")), "hosts")
-                write_hostfile(own, hosts, not is_open_mpi(find_mpirun()))
+                write_hostfile(own, hosts, for_hydra)
             except OSError as e:
                 raise LaunchError(f"there is no room for a hostfile ({e}); make room, or set TMPDIR to another") from e
             yield own

@@ -182,6 +182,28 @@ def test_all_machines_are_there(hostfile: Path, monkeypatch: pytest.MonkeyPatch)
         assert path == hostfile
 
 
+@pytest.mark.parametrize(
+    ("text", "open_mpi_reads", "hydra_reads"),
+    [
+        ("a slots=2 # b:1\nc slots=1\n", True, False),
+        ("a:2\n # slots=1\nc:1 # b\n", False, True),
+        ("a\na\n\nc\n", True, True),
+    ],
+)
+def test_a_hostfile_is_translated_for_another_mpirun(
+    text: str, open_mpi_reads: bool, hydra_reads: bool, hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostfile.write_text(text)
+    monkeypatch.setattr(jobs, "find_mpirun", lambda: "mpirun")
+    for is_open_mpi, reads in ((True, open_mpi_reads), (False, hydra_reads)):
+        monkeypatch.setattr(jobs, "is_open_mpi", lambda _, answer=is_open_mpi: answer)
+        with Job((), 3, hostfile).hosts_in_file() as path:
+            assert path is not None
+            assert (path == hostfile) is reads
+            assert hosts_of(path) == ["a", "a", "c"]
+            assert reads or path.read_text() == ("a slots=2\nc slots=1\n" if is_open_mpi else "a:2\nc:1\n")
+
+
 def test_a_machine_is_away(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.25,0.25")
     assert job.n_ranks == 2
