@@ -4,25 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from ggpipe.errors import BodyError
 
 _MOST_NESTING = 64
+_GOT_FLOAT = "got `float`"
+_MOST_EXACT = 2**53  # of floats that are whole numbers
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 
 def decode(kind: type[B], data: bytes) -> B:
     """A body from JSON. Raises BodyError."""
-    return _checked(lambda: msgspec.json.decode(data, type=kind))
+
+    def read() -> B:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as e:
+            if _GOT_FLOAT not in str(e):
+                raise
+            return msgspec.convert(_in_whole_numbers(msgspec.json.decode(data)), kind)
+
+    return _checked(read)
 
 
 def convert(kind: type[B], value: object) -> B:
     """A body from what JSON became in Python. Raises BodyError."""
-    return _checked(lambda: msgspec.convert(value, kind))
+
+    def read() -> B:
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as e:
+            if _GOT_FLOAT not in str(e):
+                raise
+            return msgspec.convert(_in_whole_numbers(value), kind)
+
+    return _checked(read)
+
+
+def _in_whole_numbers(value: Any) -> Any:
+    """With 40 for 40.0: some clients have no other numbers."""
+    match value:
+        case float() if value.is_integer() and abs(value) <= _MOST_EXACT:
+            return int(value)
+        case dict():
+            return {name: _in_whole_numbers(inner) for name, inner in value.items()}
+        case list():
+            return [_in_whole_numbers(inner) for inner in value]
+    return value
 
 
 def _checked(read: Callable[[], B]) -> B:

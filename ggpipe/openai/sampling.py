@@ -11,6 +11,7 @@ from ggpipe.errors import BodyError
 from ggpipe.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
 
 MOST_STOPS = 64
+_RANDOM_SEED = 2**32 - 1  # llama-server's number for a random one
 _AS_THEY_ARE = (
     "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_probability",
     "xtc_threshold", "repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
@@ -85,11 +86,20 @@ class SamplingBody(msgspec.Struct, kw_only=True):
             fields["samplers"] = samplers_by_name(self.samplers)
         if self.dry_sequence_breakers is not None:
             fields["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
+        if self.seed is not None:
+            fields["seed"] = _seed(self.seed)
         if self.logit_bias is not None:
             fields["logit_bias"] = _biases(self.logit_bias)
         if self.stop is not None:
             fields["stop"] = _stops(self.stop)
         return replace(usual, **{name: value for name, value in fields.items() if value is not None})
+
+
+def _seed(seed: int) -> int:
+    """In 32 bits: OpenAI's have 64. One that has more stays, and is refused."""
+    if seed in (-1, _RANDOM_SEED):
+        return -1
+    return min(seed % 2**32, _RANDOM_SEED - 1) if -(2**63) <= seed < 2**63 else seed
 
 
 def _stops(stop: str | list[str]) -> tuple[str, ...]:

@@ -56,6 +56,24 @@ def test_messages_as_templates_take_them() -> None:
     assert conversation.messages == ({"role": "system", "content": "a\nb"}, {"role": "assistant", "content": ""})
 
 
+@pytest.mark.parametrize(
+    ("seed", "drawn"), [(7, 7), (-1, -1), (2**32 - 1, -1), (2**32 + 7, 7), (-5, 2**32 - 5), (2**63 - 1, 2**32 - 2)]
+)
+def test_seeds_of_64_bits(seed: int, drawn: int) -> None:
+    assert completion(seed=seed).sampling(SamplingConfig()).seed == drawn
+
+
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    """Some languages have no other numbers."""
+    body = {"prompt": [5.0, 6], "max_tokens": 3.0, "temperature": 1.0, "logit_bias": [[7.0, 0.5]]}
+    for own in (convert(CompletionBody, body), decode(CompletionBody, json.dumps(body).encode())):
+        assert (own.prompt, own.max_tokens, own.temperature, own.logit_bias) == ([5, 6], 3, 1.0, [(7, 0.5)])
+    with pytest.raises(BodyError, match="`max_tokens`: expected"):
+        completion(max_tokens=3.5)
+    with pytest.raises(BodyError, match="no JSON that can be read"):
+        decode(CompletionBody, b'{"prompt": "a", "max_tokens": 1.0, "grammar": ' + b"[" * 900 + b"]" * 900 + b"}")
+
+
 FUNCTIONS = [{"name": "look", "parameters": {"type": "object"}}]
 
 

@@ -121,6 +121,7 @@ class About:
 
     async def not_there(self, request: Request) -> Response:
         """Endpoints of llama-server that there are not."""
+        await self._server.bodies.read(request)  # a client that is still sending would see no answer
         raise ApiError(501, f"{request.url.path} is not supported here")
 
     async def slot_action(self, request: Request) -> Response:
