@@ -71,6 +71,8 @@ class ModelFile:
         model = cls(paths, header.metadata, header.array_lengths, tensors, tuple(header_bytes))
         if not model.architecture or model.n_layer < 1:
             raise ModelError(f"{path} holds no language model (its header names no architecture or no layers)")
+        if not tensors:
+            raise ModelError(f"{path} has no weights, as files of a vocabulary alone: give a model's file")
         if model.n_layer > _MAX_LAYERS:
             raise ModelError(
                 f"{path} is damaged: its header counts {model.n_layer} layers, "

@@ -47,13 +47,14 @@ def load_stage(path: Path) -> Stage:
     return Stage(file, (0, file.n_layer), ModelConfig(path=path), ContextConfig(n_ctx=64), (1, 1))
 
 
-def write(path: Path, architecture: str, **metadata: int | str) -> Path:
-    """A GGUF file with one tensor and this metadata; `__` in a key stands for a dot."""
+def write(path: Path, architecture: str, has_weights: bool = True, **metadata: int | str) -> Path:
+    """A GGUF file with one tensor, or none, and this metadata; `__` in a key stands for a dot."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_string
         add(key.replace("__", "."), value)  # type: ignore[arg-type]
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    if has_weights:
+        writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -189,6 +190,7 @@ def test_not_a_language_model(tmp_path: Path) -> None:
     assert "holds no language model" in refused(write(path, "llama"))
     assert "holds no language model" in refused(write(path, "", general__type="adapter"))
     assert "holds no language model" in refused(write(path, "llama", llama__block_count=0))
+    assert "has no weights" in refused(write(path, "llama", False, llama__block_count=2))
 
 
 @pytest.mark.parametrize("open_it", [load_vocab, load_stage])
