@@ -14,6 +14,7 @@ GgpipeError                         exit code 1
 │       │   └── HostError           it did not start on one of the machines, or lost one
 │       └── MpiError                this rank cannot connect to the others
 └── RunError                        the input was right, but something broke
+    ├── Interrupted                 exit code 130: Ctrl-C came before there was a result
     ├── QueueFull                   too many requests wait already
     ├── RankError                   another rank broke
     │   └── SilentRankError         another rank sends nothing any more: stopped, or cut off
@@ -91,6 +92,12 @@ class MpiError(LaunchError):
 
 class RunError(GgpipeError):
     """Something broke while running."""
+
+
+class Interrupted(RunError):
+    """The user wanted an end before there was a result."""
+
+    exit_code = 130
 
 
 class QueueFull(RunError):

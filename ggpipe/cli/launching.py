@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.messages import report, show, warn
 from ggpipe.cluster.profile import Profile
 from ggpipe.config import EngineConfig
@@ -25,7 +26,7 @@ from ggpipe.runtime.signals import Signals, leave
 
 if TYPE_CHECKING:
     from ggpipe.runtime.head import Head
-    from ggpipe.runtime.process import Attend, Report, Say
+    from ggpipe.runtime.process import Attend, Report, Say, Settle
     from ggpipe.transport.base import Transport
 
 USER = User(show=show, report=report, leave=leave)
@@ -37,13 +38,18 @@ FrontEnd = Callable[[StartedRanks], int]
 
 
 def run_command(
-    config: EngineConfig, options: Options, front_end: FrontEnd, prepare: Callable[[], object] = lambda: None
+    config: EngineConfig,
+    options: Options,
+    front_end: FrontEnd,
+    prepare: Callable[[], object] = lambda: None,
+    ctrl_c_ends: bool = True,
 ) -> int:
     """Run a command on the ranks that the config names, and return the exit code.
 
     They are started where nobody did, and started again as often as the options allow. `front_end` runs in this
     process, if this is the one that the user has started, or the first rank under the user's own mpirun. `prepare` is
-    called before ranks are started, for mistakes that only the front end can find. Raises UsageError for a hostfile
+    called before ranks are started, for mistakes that only the front end can find. `ctrl_c_ends`: what the front end
+    ends early after Ctrl-C has the exit code for that. Raises UsageError for a hostfile
     without shares, LaunchError when there is no mpirun or no such hostfile.
     """
     if not environment.is_rank() and not environment.is_served():
@@ -57,7 +63,7 @@ def run_command(
                     signals.follow(own.stop, own.fail, lambda: own.stopping)
 
                 with supervised(job, config, n_restarts, options.arguments, USER, follow) as ranks:
-                    return front_end(ranks)
+                    return _exit_code(front_end(ranks), signals, ctrl_c_ends)
     if options[Ranks].restart and options.is_given("restart") and environment.has_user():
         warn(NO_RESTART)
 
@@ -66,7 +72,7 @@ def run_command(
 
         return front_end(LocalRanks(ranks))
 
-    return run_this_rank(config, head, options[Log].verbose)
+    return run_this_rank(config, head, options[Log].verbose, ctrl_c_ends=ctrl_c_ends)
 
 
 def run_side_by_side(
@@ -104,7 +110,7 @@ def run_side_by_side(
                 again = options.arguments
                 yield stack.enter_context(supervised(job, config, n_restarts, again, USER, follow))
 
-        return front_end(started())
+        return _exit_code(front_end(started()), signals)
 
 
 def run_profile(
@@ -135,6 +141,11 @@ def run_profile(
     return profile if environment.has_user() else None
 
 
+def _exit_code(code: int, signals: Signals, ctrl_c_ends: bool = True) -> int:
+    """A front end's, unless Ctrl-C ended early what would have ended well."""
+    return INTERRUPTED if code == 0 and ctrl_c_ends and signals.is_interrupted else code
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[Signals]:
     """This process looks after Ctrl-C and SIGTERM."""
@@ -153,14 +164,20 @@ def run_this_rank(
     verbose: bool,
     report: Report = report,
     signals: Signals | None = None,
+    ctrl_c_ends: bool = True,
 ) -> int:
-    """Be one of the ranks; `head` is what the first one does, and gives the exit code. `signals`: those of a server."""
+    """Be one of the ranks; `head` is what the first one does, and gives the exit code. `signals`: those of a server.
+    `ctrl_c_ends`: as for `run_command`, for a rank that no launcher started, which would take the code for a crash."""
     from ggpipe.llama import libllama  # the process that starts the ranks does not need it
     from ggpipe.runtime.process import run_rank
 
     libllama.set_log_level(2 if verbose else 5)
-    if not config.pipeline.auto:
-        return run_rank(config, head, None, report, show, signals)
-    from ggpipe.planning.auto import settle
+    settle: Settle | None = None
+    if config.pipeline.auto:
+        from ggpipe.planning import auto
 
-    return run_rank(config, head, settle, report, show, signals)
+        settle = auto.settle
+    if signals is not None or environment.is_rank() or environment.is_served():
+        return run_rank(config, head, settle, report, show, signals)
+    signals = Signals(0)
+    return _exit_code(run_rank(config, head, settle, report, show, signals), signals, ctrl_c_ends)

@@ -13,7 +13,7 @@ from ggpipe.core.draft_messages import Candidates, Vocabularies
 from ggpipe.core.drafters.growth import candidates
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 from ggpipe.core.request import Finish
-from ggpipe.errors import ModelError, RunError, UsageError
+from ggpipe.errors import Interrupted, ModelError, UsageError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.sampler import Sampler
@@ -92,7 +92,7 @@ def write_texts(
         if is_stopped:
             break
     if not written:
-        raise RunError("stopped before there was any text to record")
+        raise Interrupted("stopped before there was any text to record")
     if is_stopped:
         warn("stopped; what was written so far is recorded")
     return written, sampling.seed

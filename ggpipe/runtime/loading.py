@@ -14,7 +14,7 @@ from ggpipe.core.layout import Layout, lay_out
 from ggpipe.core.messages import Restored
 from ggpipe.core.radix_tree import agreeing
 from ggpipe.core.request import Limits
-from ggpipe.errors import MemoryNeededError, RunError
+from ggpipe.errors import Interrupted, MemoryNeededError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
@@ -149,9 +149,9 @@ def _agree(head: Head) -> _Agreed:
 
 
 def _go_on(head: Head) -> None:
-    """Raises RunError when the user stops the loading."""
+    """Raises Interrupted when the user stops the loading."""
     if head.stopping:
-        raise RunError("stopped while loading")
+        raise Interrupted("stopped while loading")
 
 
 def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from ggpipe.errors import GgpipeError, RunError, Terminated
+from ggpipe.errors import GgpipeError, Interrupted, Terminated
 from ggpipe.transport.heartbeat import Heartbeat
 
 _FIRST_LASTS_S, _OTHERS_LAST_S = 5.0, 1.0  # after SIGTERM; then SIGALRM ends a rank, whatever it waits for
@@ -67,13 +67,18 @@ class Signals:
         if not self._has_user:
             _end_though_busy(_FIRST_LASTS_S if self._rank == 0 else self._others_last_s)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """The user has pressed Ctrl-C."""
+        return self._stopped
+
     def attend(self, stopped: str = "stopped before all was measured") -> None:
-        """To be called while something is waited for. Raises RunError with this text after a stop, Terminated after
+        """To be called while something is waited for. Raises Interrupted with this text after a stop, Terminated after
         SIGTERM, and the error of `fail`."""
         if self._failure is not None:
             raise self._failure()
         if self._stopped:
-            raise RunError(stopped)
+            raise Interrupted(stopped)
 
     def follow(
         self,

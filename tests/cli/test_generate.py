@@ -58,7 +58,7 @@ def test_a_reader_who_does_not_read(n: int, number: signal.Signals) -> None:
     job.process.send_signal(number)
     code, error = job.ends(within_s=60)
     os.close(read)
-    assert (code == 0) == (number == signal.SIGINT)
+    assert (code == 130) == (number == signal.SIGINT)
     assert "decode" in error  # the summary
 
 
@@ -102,7 +102,7 @@ def test_text_reaches_a_file_as_it_comes(tmp_path: Path) -> None:
     assert processes_with(secret.decode()) == []
     job.process.send_signal(signal.SIGINT)
     code, error = job.ends(within_s=60)
-    assert code == 0
+    assert code == 130
     assert "stopped" in error
 
 

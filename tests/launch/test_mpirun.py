@@ -145,11 +145,10 @@ def test_ctrl_c_while_ranks_start(moment: str) -> None:
         job.waits_for(lambda: 0 in ranks_of(job.marker))
     job.process.send_signal(signal.SIGINT)
     code, error = job.ends(within_s=60)
+    assert code == 130
     if job.text:  # the launcher repeats the signal, which may come when all is loaded
-        assert code == 0
         assert "stopped" in error
     else:
-        assert code == 1
         assert error == "ggpipe: error: stopped while loading\n"
 
 

@@ -89,7 +89,7 @@ def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
         raise
     finally:
         os.close(terminal)
-    assert process.returncode == 0, shown
+    assert process.returncode == 130, shown
     assert b"stopped; these are the results so far:" in b"".join(shown)
     assert b"Medians [quartiles] of" in out
     assert len((tmp_path / marker).read_text().splitlines()) >= 1 + 2 * len(MODES)

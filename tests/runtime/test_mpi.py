@@ -102,7 +102,7 @@ def test_ctrl_c_ends_cleanly() -> None:
     job = Endless("interrupt")
     job.process.send_signal(signal.SIGINT)
     code, error = job.ends(within_s=5)
-    assert code == 0
+    assert code == 130
     assert "stopped" in error
     assert "decode" in error  # the summary
 

@@ -72,7 +72,7 @@ def test_ctrl_c_ends_cleanly() -> None:
     job = Endless("interrupt-draft", "-md", DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
     job.process.send_signal(signal.SIGINT)
     code, error = job.ends(within_s=5)
-    assert code == 0
+    assert code == 130
     assert "stopped" in error
 
 

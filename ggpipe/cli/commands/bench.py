@@ -27,7 +27,7 @@ from ggpipe.display.tables.bench import (
     write_plots,
     write_traces,
 )
-from ggpipe.errors import GgpipeError, RunError, SettingError, UsageError
+from ggpipe.errors import GgpipeError, Interrupted, RunError, SettingError, UsageError
 from ggpipe.llama import libllama
 from ggpipe.measure.bench import (
     SPECULATIVE_MODES,
@@ -165,7 +165,7 @@ def _bench(
             for engine in engines.values():
                 engine.align_clocks()
     if not runs:
-        raise RunError("stopped before anything was measured")
+        raise Interrupted("stopped before anything was measured")
     try:
         stdout = Stdout(sys.stdout)
         print_bench(terminal, lambda text: stdout.write(text, all_ranks[0].is_ending), runs, work.cases)

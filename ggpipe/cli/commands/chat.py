@@ -34,7 +34,7 @@ def run(options: Options) -> int:
         return 0
 
     with unechoed():
-        return run_command(config, options, front_end, prepare=task)
+        return run_command(config, options, front_end, prepare=task, ctrl_c_ends=not sys.stdin.isatty())
 
 
 @dataclass(frozen=True, kw_only=True)

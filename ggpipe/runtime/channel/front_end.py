@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ggpipe.errors import GgpipeError, RunError
+from ggpipe.errors import GgpipeError, Interrupted, RunError
 from ggpipe.runtime.channel.link import Link
 from ggpipe.runtime.channel.messages import Alive, Failed, FromFrontEnd, Line, Message, Quit, Ready, Stop
 
@@ -42,9 +42,9 @@ class FrontEnd:
             on_stop()
 
     def attend(self) -> None:
-        """To be called while something is measured. Raises RunError when the user wants an end."""
+        """To be called while something is measured. Raises Interrupted when the user wants an end."""
         if self._stopped:
-            raise RunError("stopped before all was measured")
+            raise Interrupted("stopped before all was measured")
 
     def send(self, *messages: Message) -> None:
         """Send in one piece. What a front end that has left does not get is lost."""

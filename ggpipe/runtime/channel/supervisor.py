@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.core.request import Finish
-from ggpipe.errors import GgpipeError, RankError, RunError, StartError, Terminated, UsageError
+from ggpipe.errors import GgpipeError, Interrupted, RankError, RunError, StartError, Terminated, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.channel.client import (
     ClientEvent,
@@ -128,11 +128,11 @@ class Supervisor:
         return self.stopping or self._failure is not None
 
     def attend(self) -> None:
-        """To be called while ranks start. Raises RunError after a stop, and the error of `fail`."""
+        """To be called while ranks start. Raises Interrupted after a stop, and the error of `fail`."""
         if self._failure is not None:
             raise self._failure()
         if self.stopping:
-            raise RunError("stopped while loading")
+            raise Interrupted("stopped while loading")
 
     # The ranks
 
