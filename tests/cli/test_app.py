@@ -43,7 +43,7 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return launching.run_command(config, options, lambda _: elsewhere)
 
     monkeypatch.setattr(launching, "supervised", supervised)
-    monkeypatch.setattr(launching, "run_this_rank", lambda *_: here)
+    monkeypatch.setattr(launching, "run_this_rank", lambda *_, **__: here)
     monkeypatch.setattr(environment, "is_rank", lambda: False)
     one = engine_config.engine_config(given(""))
     three = engine_config.engine_config(given("--mpi-layer-split 0.5,0.5/1 -md d.gguf"))
