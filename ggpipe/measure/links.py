@@ -67,7 +67,9 @@ class LinkTimer:
             large = [self._round_trip(peer, payload, wait)]
             while len(large) < 5 and time.monotonic() + large[-1] < start + budget_s:
                 large.append(self._round_trip(peer, payload, wait))
-            bytes_per_s = n_bytes / max(statistics.median(large) - trip_s, 1e-6)
+            # On a busy machine a small message may take longer than a large one: latency is no more than most of that.
+            beyond_s = max(statistics.median(large) - trip_s, min(large) - min(small), min(large) / 10)
+            bytes_per_s = n_bytes / beyond_s
         waiting_s = min(4 * trip_s, _LARGE_S)
         read_s = statistics.median(self._read_s(peer, waiting_s, wait) for _ in range(_READS))
         return LinkMeasured(trip_s / 2, bytes_per_s, statistics.median(self._send_s), read_s)

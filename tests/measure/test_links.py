@@ -47,6 +47,25 @@ def test_a_link_is_measured() -> None:
     assert [len(message.payload) for message in one.messages] == [512] * len(sizes), "every message has a small answer"
 
 
+@pytest.mark.parametrize(
+    ("small_s", "large_s", "bytes_per_s"),
+    [(1e-3, 5e-3, (4 << 20) / 4e-3), (3e-3, 2e-3, (4 << 20) / 0.2e-3), (2e-3, 2e-3, (4 << 20) / 0.2e-3)],
+)
+def test_small_messages_that_take_longer_than_large_ones(
+    small_s: float, large_s: float, bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that does other work: no bandwidth beyond what the large ones can have."""
+    timer = LinkTimer(LocalWorld(2).transports[0])
+
+    def round_trip(_: int, payload: bytes, __: object) -> float:
+        timer._send_s.append(1e-6)
+        return small_s if len(payload) == 512 else large_s
+
+    monkeypatch.setattr(timer, "_read_s", lambda *_: 1e-6)
+    monkeypatch.setattr(timer, "_round_trip", round_trip)
+    assert timer.measure(1, 0.0, lambda: None).bytes_per_s == pytest.approx(bytes_per_s)
+
+
 @pytest.mark.parametrize("kind", [Kind.RUN, Kind.CANCEL, Kind.STEER, Kind.MICRO_BATCH])
 def test_other_messages_are_not_answered(kind: Kind) -> None:
     world = LocalWorld(2)
