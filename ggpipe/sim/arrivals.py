@@ -119,8 +119,8 @@ def read_arrivals(path: Path) -> tuple[Arrival, ...]:
         raise UsageError(f"{path} has no arrivals: it is not a text") from e
     filled = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     is_json = bool(filled) and filled[0][1].startswith("{")
-    if filled and not is_json and _names(filled[0][1])[0] == _COLUMNS[0]:
-        names = _names(filled.pop(0)[1])
+    if filled and not is_json and _first_cell(filled[0][1]) == _COLUMNS[0]:
+        names = _cells(filled.pop(0)[1])
         if len(set(names)) < len(names) or not set(names) <= set(_COLUMNS):
             raise UsageError(f"{path}: the columns of arrivals are {', '.join(_COLUMNS)}, got {', '.join(names)}")
     else:
@@ -136,12 +136,24 @@ def read_arrivals(path: Path) -> tuple[Arrival, ...]:
     return tuple(sorted(found, key=lambda arrival: arrival.at_s))
 
 
-def _names(line: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in next(csv.reader([line])))
+def _first_cell(line: str) -> str:
+    """Nothing where the line cannot be read."""
+    try:
+        return _cells(line)[0]
+    except ValueError:
+        return ""
+
+
+def _cells(line: str) -> tuple[str, ...]:
+    """Raises ValueError."""
+    try:
+        return tuple(cell.strip() for cell in next(csv.reader([line])))
+    except csv.Error as e:  # a line that is very long
+        raise ValueError(str(e)) from e
 
 
 def _row(line: str, names: tuple[str, ...]) -> dict[str, object]:
-    cells = _names(line)
+    cells = _cells(line)
     if len(cells) > len(names):
         raise ValueError(f"{', '.join(names)} are wanted, got {len(cells)} values")
     return {name: _number(cell) for name, cell in zip(names, cells, strict=False) if cell}

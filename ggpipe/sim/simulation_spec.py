@@ -22,6 +22,7 @@ from ggpipe.sim.simulator import Asked, Served, Sizes, serve
 from ggpipe.sim.text import Confidence, SyntheticTokens, Tokens, recorded
 from ggpipe.sim.virtual_cluster import Placement, build
 
+_MOST_TOKENS = 1_000_000  # of a prompt and its text
 _HEADROOM = 4096  # KV cells beyond the text, for draft tokens
 _SPECULATION = {
     "draft": "n_draft",
@@ -159,6 +160,11 @@ class SimulationSpec:
     def _text(self, i: int, arrival: Arrival) -> Tokens:
         """The text of a request, counted from 0."""
         n_predict = self.n_predict if arrival.n_predict is None else arrival.n_predict
+        n_all = n_predict + (arrival.n_prompt or (0 if isinstance(self.tokens, Recording) else self.tokens.n_prompt))
+        if n_all > _MOST_TOKENS:
+            raise UsageError(
+                f"a prompt and a text of {n_all} tokens are too long to simulate: at most {_MOST_TOKENS} are possible"
+            )
         if isinstance(self.tokens, Recording):
             takes = self.tokens.takes
             return recorded(takes[i % len(takes)], None if n_predict < 0 else n_predict, arrival.n_prompt)

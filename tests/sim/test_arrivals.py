@@ -90,6 +90,7 @@ def test_files_of_arrivals(text: str, tmp_path: Path) -> None:
         ("1,0\n", "line 1: prompt_tokens must be 1 or more, got 0"),
         ("1,5,2.5\n", "line 1: tokens must be"),
         (",5,2\n", "line 1: arrival_s is missing"),
+        ("9" * 200_000, "line 1: field larger than field limit"),
         ('{"arrival_s": 1}\n{"at": 1}\n', "line 2: at is not known here"),
         ('{"arrival_s": 1}\n{"arri\n', "line 2: "),
     ],

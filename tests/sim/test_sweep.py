@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.virtual import measured
@@ -157,6 +158,14 @@ def test_changes_that_do_not_fit_a_cluster_or_a_recording() -> None:
     recorded = replace(setup(), tokens=read(BUNDLED))
     with pytest.raises(UsageError, match="a recording has its own acceptance"):
         recorded.changed({"acceptance": 0.5})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n_predict": 10**12}, {"traffic": Traffic(listed=(Arrival(at_s=0, n_prompt=10**12),))}]
+)
+def test_texts_that_would_fill_the_memory(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"10000000000\d\d tokens are too long to simulate"):
+        replace(setup(), **changes).check()
 
 
 def test_texts_that_do_not_fit() -> None:
