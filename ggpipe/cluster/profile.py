@@ -231,7 +231,7 @@ def read(path: Path) -> Profile:
         content = msgspec.json.decode(path.read_bytes())
     except OSError as e:
         raise UsageError(f"cannot read the profile {path}: {e.strerror}") from e
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UsageError(f"{path} is no profile; write one with `ggpipe profile -m MODEL -o {path}`")

@@ -139,7 +139,7 @@ def read(path: Path) -> Recording:
         content = msgspec.json.decode(path.read_bytes())
     except OSError as e:
         raise UsageError(f"cannot read the recording {path}: {e.strerror}") from e
-    except (msgspec.DecodeError, RecursionError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _unusable(path, "it is no JSON") from e
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _unusable(path, f'its format is not "{_FORMAT}"')

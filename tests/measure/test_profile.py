@@ -102,7 +102,7 @@ def test_broken_profiles(what: str, tmp_path: Path) -> None:
     refuse(content, why, tmp_path / "profile.json")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"GGUF", b'{"version": 1}'])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'"\xff"', b"GGUF", b'{"version": 1}'])
 def test_no_profile_at_all(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(data)

@@ -282,6 +282,12 @@ def test_bad_files(content: str, word: str, tmp_path: Path) -> None:
     assert word in str(e.value)
 
 
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (path := tmp_path / "bad.json").write_bytes(b'{"format": "\xff"}')
+    with pytest.raises(UsageError, match="it is no JSON"):
+        read(path)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(UsageError, match="cannot read the recording"):
