@@ -22,6 +22,8 @@ from ggpipe.sampling import MODEL_KEYS, SamplingConfig
 
 _UNKNOWN, _CONTROL, _LSTRIP, _RSTRIP = 1, 8, 128, 256  # LLAMA_TOKEN_ATTR_*
 _MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding
+_IN_CODE_POINTS = (2, 3, 6)  # LLAMA_VOCAB_TYPE_BPE, _WPM, _PLAMO2
+_BEYOND_UNICODE = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
 _FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by converters
 
 
@@ -115,6 +117,8 @@ class Vocab:
         """`whole`: with what is added to a prompt. `parses` special tokens; None: where it is whole."""
         parses = whole if parses is None else parses
         data = text.encode("utf-8", "surrogateescape")
+        if self.kind in _IN_CODE_POINTS:  # libllama reads other bytes that are no UTF-8 like this, and aborts on these
+            data = _BEYOND_UNICODE.sub("\ufffd".encode() * 4, data)
         size = len(data) + 16
         while True:
             tokens = (ctypes.c_int32 * size)()

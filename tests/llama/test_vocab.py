@@ -104,6 +104,13 @@ def test_bytes_that_are_no_utf8_go_through(byte_tokens: Vocab) -> None:
     assert byte_tokens.tokenize(text)[-2:] == (3 + 0xFF, 3 + 0xC3)
 
 
+@pytest.mark.parametrize("data", [b"\xf4\x90\x80\x80", b"\xf5\x80\x80\x80", b"\xf7\xf7\xbf\xbf\xbf"])
+def test_bytes_beyond_unicode_are_read_as_other_bytes_that_are_no_utf8(tales: Vocab, data: bytes) -> None:
+    """libllama ends the process at a code point that is too large."""
+    replaced = "\ufffd" * len(data)
+    assert tales.tokenize(f"a{data.decode('utf-8', 'surrogateescape')}b") == tales.tokenize(f"a{replaced}b")
+
+
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=20), st.booleans()), max_size=6))
