@@ -7,6 +7,7 @@ that was cut is dropped, and tasks that failed are tried again.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
@@ -78,6 +79,15 @@ class Results:
             self._file = self._lines_path.open("ab")
         except OSError as e:
             raise UsageError(f"{self._lines_path}: cannot write the answers: {e.strerror}") from e
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise UsageError(
+                f"another job is writing its answers to {self._lines_path}: name another file, or wait for its end"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
         self.n_failed = 0
         """Tasks that have an error instead of an answer."""
 

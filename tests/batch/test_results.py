@@ -153,6 +153,12 @@ def test_only_specinfers_format_keeps_answers_in_memory(tmp_path: Path, format: 
             assert [bool(entry) for entry in own._answered.values()] == [is_kept] * n
 
 
+def test_two_jobs_at_a_time_do_not_share_a_file(tmp_path: Path) -> None:
+    with results(tmp_path, []), pytest.raises(UsageError, match=r"another job is writing its answers to .*out"):
+        results(tmp_path, [])
+    results(tmp_path, [])
+
+
 def test_answers_to_other_prompts_stay(tmp_path: Path) -> None:
     tasks = tasks_of(tmp_path)
     with results(tmp_path, tasks) as found:
