@@ -14,6 +14,10 @@ from ggpipe.errors import GgpipeError
 from ggpipe.metrics.stats import RequestStats
 
 
+def _nothing() -> None:
+    pass
+
+
 class Answer:
     """The tokens of one request, as they come: `for token in answer`, `async for token in answer`.
 
@@ -26,6 +30,7 @@ class Answer:
         """The text, the tokens or the messages that it answers."""
         self._feed = feed
         self._on_cancel = on_cancel
+        """It keeps the engine, which would end otherwise where nothing else does, until the answer is whole."""
 
     @property
     def stats(self) -> RequestStats:
@@ -94,14 +99,15 @@ class Answer:
         """End it soon; tokens that were generated already still come."""
         if not self._feed.has_ended:
             self._on_cancel()
+        else:
+            self._on_cancel = _nothing
 
     def wait(self) -> Self:
         """Wait until it is whole. Raises UsageError for a bad prompt, RunError when ranks break."""
         try:
             self._feed.wait(None)
-        except BaseException:  # Ctrl-C
+        finally:  # Ctrl-C cancels it
             self.cancel()
-            raise
         return self._whole()
 
     def __iter__(self) -> Generator[Token, None, None]:

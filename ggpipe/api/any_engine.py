@@ -105,10 +105,8 @@ class AnyEngine(ABC):
 
         A loop that is left early cancels the others. Raises as `generate`.
         """
-        texts, submit = list(prompts), self._submit(options)
-        for text in texts:
-            _check_prompt(text)
-        return Batch(texts, self._n_at_a_time, submit, self._cancel)
+        texts, submit = _checked(prompts), self._submit(options)
+        return Batch(texts, self._n_at_a_time, submit, lambda feed: self._cancel(feed))  # it keeps the engine
 
     def embed(
         self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling | None = None, normalize: int = 2
@@ -121,10 +119,7 @@ class AnyEngine(ABC):
 
         Raises SettingError where the model's file does not say how, UsageError for a bad text.
         """
-        found = list(texts)
-        for text in found:
-            _check_prompt(text)
-        return self._embed(found, pooling, normalize)
+        return self._embed(_checked(texts), pooling, normalize)
 
     async def embed_async(
         self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling | None = None, normalize: int = 2
@@ -136,9 +131,19 @@ class AnyEngine(ABC):
     def _embed(self, texts: Sequence[Prompt], pooling: Pooling | None, normalize: int) -> list[Vector]: ...
 
     def _answer(self, prompt: object, text: Prompt | Conversation, options: RequestOptions) -> Answer:
-        feed, cancel = Feed(), self._cancel
+        feed = Feed()
         self._submit(options)(text, feed)
-        return Answer(feed, lambda: cancel(feed), prompt)
+        return Answer(feed, lambda: self._cancel(feed), prompt)
+
+
+def _checked(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """A list of them. Raises UsageError."""
+    if isinstance(prompts, str):  # each of its letters would be a prompt
+        raise UsageError(f"prompts must be a list of texts, got one text: write [{prompts[:40]!r}]")
+    found = list(prompts)
+    for prompt in found:
+        _check_prompt(prompt)
+    return found
 
 
 def _check_prompt(prompt: object) -> None:

@@ -201,6 +201,9 @@ def test_bad_requests(engine: Engine) -> None:
         engine.generate(PROMPT, n_ctx=5)  # type: ignore[call-arg]
     with pytest.raises(ggpipe.UsageError, match="must be a text or a sequence of tokens, got 5"):
         engine.generate(5)  # type: ignore[arg-type]
+    for several in (engine.batch, engine.embed):
+        with pytest.raises(ggpipe.UsageError, match=r"a list of texts, got one text: write \['Once upon a time'\]"):
+            several(PROMPT)
     with pytest.raises(ggpipe.UsageError, match="raise `n_ctx`"):
         engine.generate("word " * 3000).wait()
     assert text_of(engine)
@@ -228,6 +231,18 @@ def test_a_closed_engine() -> None:
             answer.wait()
     assert [type(answer.error) for answer in engine.batch([PROMPT] * 20)] == [ggpipe.RunError] * 20
     engine.close()
+
+
+def test_an_engine_that_only_its_answers_keep() -> None:
+    """It serves them, and ends when they are whole."""
+    options = {**OPTIONS_OF_ALL, "n_ctx": 2049}  # its ranks' own
+    answer = Engine(TARGET, **options).generate(PROMPT)
+    gc.collect()
+    wait_for(lambda: processes_with("--ctx-size=2049"))
+    assert len(answer.wait().tokens) == 12
+    wait_for(lambda: not processes_with("--ctx-size=2049"))
+    assert [len(one.tokens) for one in Engine(TARGET, **options).batch([PROMPT] * 3)] == [12] * 3
+    assert answer.text
 
 
 # Options
