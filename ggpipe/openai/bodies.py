@@ -26,6 +26,7 @@ from ggpipe.sampling import SamplingConfig
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MOST_CHOICES = 64
 MOST_PROBS = 1000
+_REASONING_FORMATS = ("auto", "none", "deepseek", "deepseek-legacy")
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class GenerationBody(SamplingBody, kw_only=True):
     top_logprobs: int | None = None
     return_origins: bool | None = None
     """A stream has a part for each token, which says whether a drafter had named it."""
+    reasoning_format: str | None = None
+    """Of conversations: with none, what the model thinks is a part of its text. None: as the server was started."""
     id_slot: int | None = None
     """The slot of a text, where it is free; None, -1: any."""
 
@@ -151,6 +154,9 @@ class GenerationBody(SamplingBody, kw_only=True):
         """Raises BodyError for what no request can have."""
         if not 1 <= self.n_choices <= MOST_CHOICES:
             raise BodyError(f"`n` must be a number from 1 to {MOST_CHOICES}, got {self.n_choices}", "n")
+        if self.reasoning_format not in (None, *_REASONING_FORMATS):
+            formats = " or ".join((", ".join(_REASONING_FORMATS[:-1]), _REASONING_FORMATS[-1]))
+            raise BodyError(f"`reasoning_format` must be {formats}, got {self.reasoning_format}", "reasoning_format")
         self.schema()
 
     @property
@@ -251,7 +257,6 @@ class ChatBody(GenerationBody, kw_only=True):
     function_call: Any = None
     """Older clients' form of `tool_choice`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_format: str | None = None
     reasoning_effort: str | None = None
     """How much the model is to think. Templates that do not know it ignore it."""
 

@@ -40,7 +40,6 @@ class ResponsesBody(GenerationBody, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    reasoning_format: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None

@@ -130,6 +130,7 @@ def test_what_is_wrong_in_functions_is_named(changes: dict[str, object], param: 
         ({"grammar": "root ::= nothing"}, "grammar"),
         ({"grammar": "a", "json_schema": {}}, "grammar"),
         ({"best_of": 2}, "best_of"),
+        ({"reasoning_format": "deepsek"}, "reasoning_format"),
         ({"suffix": "x"}, "suffix"),
         ({"prompt": ["a", 1, [2]]}, "prompt"),
         ({"prompt": [{"prompt_string": "a", "multimodal_data": ["x"]}]}, "prompt[0]"),

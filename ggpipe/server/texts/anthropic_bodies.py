@@ -73,7 +73,6 @@ class MessagesBody(CountBody, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     """Its older name for `output_config.format`."""
-    reasoning_format: str | None = None
 
     def __post_init__(self) -> None:
         if self.stop is None:
