@@ -1,4 +1,4 @@
-"""scripts/install, where all is installed already."""
+"""scripts/install, where all is installed already, and where something is missing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.commands import ROOT
 
 SUM = "cat pyproject.toml CMakeLists.txt native/* | sha256sum | cut -d' ' -f1"
@@ -37,3 +38,29 @@ def test_modules_are_compiled_where_processes_may_not(tmp_path: Path) -> None:
     os.utime(module, (later, later))
     install()
     assert first.read_bytes() != text
+
+
+@pytest.mark.parametrize(
+    ("module", "content", "package"),
+    [
+        ("sitecustomize", "import sysconfig\nsysconfig.get_path = lambda *_, **__: '/nowhere'", "python3-dev"),
+        ("ensurepip", "raise ImportError('as on Debian')", "python3-venv"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_is_compiled(
+    module: str, content: str, package: str, tmp_path: Path
+) -> None:
+    for folder in ("scripts", "native", "modules", ".venv"):  # a .venv that an earlier try has left
+        (tmp_path / folder).mkdir()
+    for file in ("pyproject.toml", "CMakeLists.txt", "native/x.cpp"):
+        (tmp_path / file).write_text(file)
+    (tmp_path / "modules" / f"{module}.py").write_text(content)
+    shutil.copy(ROOT / "scripts" / "install", tmp_path / "scripts")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [tmp_path / "scripts" / "install"], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ggpipe needs Python's ")
+    assert line.endswith(f"(Debian: apt-get install {package})")
