@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -185,6 +186,8 @@ class RankProcesses:
             target=self._read, args=(self._process.stdout,), name="mpirun's stderr", daemon=True
         )
         self._reader.start()
+        self._owner = os.getpid()
+        atexit.register(self._at_exit)  # a server's second Ctrl-C ends the process at once, whatever its threads do
 
     def connected(self) -> None:
         """The ranks have started MPI. What they share on this machine is removed at the end: Open MPI's mpirun does it,
@@ -270,12 +273,20 @@ class RankProcesses:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_KILL_AFTER_S)
         finally:
-            kill_session(self._process.pid)
-            self._process.wait()
-            self._remove_folder()
-            for beginning in map(Path, self._shared_memory):
-                for file in beginning.parent.glob(f"{glob.escape(beginning.name)}*"):
-                    file.unlink(missing_ok=True)
+            self._end_now()
+            atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._owner:  # not a copy of the process, made by fork
+            self._end_now()
+
+    def _end_now(self) -> None:
+        kill_session(self._process.pid)
+        self._process.wait()
+        self._remove_folder()
+        for beginning in map(Path, self._shared_memory):
+            for file in beginning.parent.glob(f"{glob.escape(beginning.name)}*"):
+                file.unlink(missing_ok=True)
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -191,6 +191,24 @@ def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
+EXITS = """
+import sys, tempfile
+from ggpipe.launch import mpirun
+mpirun.find_mpirun = lambda: sys.argv[1]
+ranks = mpirun.RankProcesses([], 2, None, {})
+"""
+
+
+def test_a_process_that_exits_leaves_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\n[ $1 = --version ] && exit\ntrap '' TERM\nsleep 60\n")
+    program.chmod(0o700)
+    command = [sys.executable, "-c", EXITS, str(program)]
+    subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, check=True, timeout=30)
+    assert list(tmp_path.iterdir()) == [program]
+    assert processes_with(str(program)) == []
+
+
 def test_a_ctrl_c_while_ranks_are_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "mpirun"
     program.write_text("#!/bin/sh\n[ $1 = --version ] && exit\ntrap '' TERM\necho >$0.ready\nsleep 60\n")
