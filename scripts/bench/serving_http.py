@@ -38,8 +38,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from support.zoo import quantize
-
 from ggpipe.api.answer import Answer
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
@@ -209,6 +207,8 @@ def all_servers(args: argparse.Namespace) -> Iterator[dict[str, Measure]]:
     found: dict[str, Measure] = {}
     with contextlib.ExitStack() as stack:
         if args.file_type:
+            from support.zoo import quantize  # of the tests, which `scripts/bench/serving` finds
+
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ggpipe-bench-")))
             path = quantize(path, folder / f"{args.file_type}.gguf", args.file_type)
         log = stack.enter_context(args.log.open("wb"))
