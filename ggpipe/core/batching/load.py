@@ -123,8 +123,9 @@ class Load:
         return self.now < free_at
 
     def gathers(self, states: Sequence[RequestState]) -> bool:
-        """These are prompts that came while the pipeline was empty, and more may come with them: together they take
-        less time than one behind the other. Notes when the run goes in. Short runs keep several stages busy."""
+        """Whether these requests wait a little: all are prompts, nothing is in flight, and others may come at the same
+        time, which take less time in one run than one behind the other. Notes when the wait ends. With several stages
+        nobody waits: there short runs keep all of them busy."""
         limits = self.limits
         if self.n_stages > 1 or limits.n_requests == 1 or not limits.partial_prefixes or self.n_in_flight:
             return False
