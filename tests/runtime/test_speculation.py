@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.commands import ROOT, TARGET
+from support.pairwise import combinations
 from support.pipeline import local_session
 from support.reference import Reference, run_of
 from support.zoo import pair_script
@@ -116,42 +117,61 @@ def random_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return pair_of(tmp_path_factory.mktemp("pair"), 0.3)
 
 
-def compare_modes(session: Session, prompt: tuple[int, ...], expected: dict[str, list[int]]) -> None:
+def compare_modes(
+    session: Session,
+    prompt: tuple[int, ...],
+    expected: dict[str, list[int]],
+    cases: Sequence[tuple[object, str, str]],
+) -> None:
+    """`cases`: of each the mode and the sampling, behind what has led to this session."""
     n_drafted = 0
-    for (mode, speculation), (name, sampling) in itertools.product(MODES.items(), SAMPLINGS.items()):
-        tokens, stats = generate(session, prompt, sampling, speculation)
+    for _, mode, name in cases:
+        tokens, stats = generate(session, prompt, SAMPLINGS[name], MODES[mode])
         assert tokens == expected[name], (mode, name)
         n_drafted += stats.counters.submitted_tokens
     assert n_drafted > 0
 
 
+@cache
 def plain(target: Path, prompt: tuple[int, ...]) -> dict[str, list[int]]:
     """libllama's own texts, with its reference kernels."""
     with Reference(target, N_CTX, exact=True) as reference:
         return {name: reference.generate(prompt, sampling, N_TOKENS, []) for name, sampling in SAMPLINGS.items()}
 
 
-LAYOUTS = [(n, m, 1) for n in (1, 2, 3, 4) for m in (0, 1, 2)] + [(1, 0, 2), (2, 1, 2), (3, 0, 2)]
+LAYOUTS = [*itertools.product((1, 2, 3, 4), (0, 1, 2), (1,)), (1, 0, 2), (2, 1, 2), (3, 0, 2)]
+COORDINATING = "a head without layers"
+ALL_LAYOUTS = [*LAYOUTS, COORDINATING]
+FEW_LAYOUTS = [(1, 0, 1), (2, 1, 1), (3, 0, 2), (4, 2, 1)]
 
 
 @pytest.mark.parametrize(("n_target", "n_draft", "threads"), LAYOUTS)
-def test_all_modes_write_libllamas_text(n_target: int, n_draft: int, threads: int) -> None:
+def test_all_modes_write_libllamas_text(n_target: int, n_draft: int, threads: int, full: bool) -> None:
     prompt = prompt_of("long.txt", 230)  # the text passes 256 cells, where flash attention changes its ways
+    layout = (n_target, n_draft, threads)
     with local_session(config_of(TARGET, DRAFT, n_draft, threads), n_target + n_draft) as session:
-        compare_modes(session, prompt, plain(TARGET, prompt))
+        compare_modes(session, prompt, plain(TARGET, prompt), cases_of(layout, ALL_LAYOUTS, full))
 
 
-@pytest.mark.parametrize(("n_target", "n_draft", "threads"), [(1, 0, 1), (2, 1, 1), (3, 0, 2), (4, 2, 1)])
-def test_a_draft_that_is_often_wrong(n_target: int, n_draft: int, threads: int, random_pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(("n_target", "n_draft", "threads"), FEW_LAYOUTS)
+def test_a_draft_that_is_often_wrong(
+    n_target: int, n_draft: int, threads: int, random_pair: tuple[Path, Path], full: bool
+) -> None:
     prompt = tuple(300 + 7 * i % 700 for i in range(100))
+    layout = (n_target, n_draft, threads)
     with local_session(config_of(*random_pair, n_draft, threads), n_target + n_draft) as session:
-        compare_modes(session, prompt, plain(random_pair[0], prompt))
+        compare_modes(session, prompt, plain(random_pair[0], prompt), cases_of(layout, FEW_LAYOUTS, full))
 
 
-def test_a_head_that_only_coordinates() -> None:
+def cases_of(layout: object, layouts: Sequence[object], full: bool) -> list[tuple[object, str, str]]:
+    """A layout's share of all combinations of layout, mode and sampling."""
+    return [case for case in combinations(itertools.product(layouts, MODES, SAMPLINGS), full) if case[0] == layout]
+
+
+def test_a_head_that_only_coordinates(full: bool) -> None:
     prompt = prompt_of("tale.txt", 60)
     with local_session(config_of(TARGET, DRAFT, 1, shares=(0, 0.5, 0.5)), 4) as session:
-        compare_modes(session, prompt, plain(TARGET, prompt))
+        compare_modes(session, prompt, plain(TARGET, prompt), cases_of(COORDINATING, ALL_LAYOUTS, full))
 
 
 @pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
@@ -159,12 +179,14 @@ def test_trees_write_libllamas_text(n_target: int, n_draft: int) -> None:
     """Branches leave holes among the cells, which later tokens take."""
     prompt = prompt_of("tale.txt", 60)
     expected = plain(TARGET, prompt)
+    n_drafted = 0
     with local_session(config_of(TARGET, DRAFT, n_draft, n_seq=4), n_target + n_draft) as session:
         for mode, name in itertools.product(("async", "async, not cancelled", "speculative"), SAMPLINGS):
             speculation = replace(MODES[mode], n_draft=6, n_parallel=4, p_split=0.05)
             tokens, stats = generate(session, prompt, SAMPLINGS[name], speculation)
             assert tokens == expected[name], (mode, name)
-            assert stats.counters.submitted_tokens > 0
+            n_drafted += stats.counters.submitted_tokens
+    assert n_drafted > 0  # of all modes: on a busy machine an asynchronous draft may be too late for a whole text
 
 
 @pytest.mark.parametrize("n_parallel", [1, 4])

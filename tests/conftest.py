@@ -1,0 +1,78 @@
+"""Options of the whole suite, and the order of its files: the slowest first, so that all workers end together."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from math import inf
+
+import pytest
+from support.durations import record, recorded
+from support.pairwise import combinations
+
+# Threads of libllama that wait for each other sleep: all tests together have more threads than there are cores, and a
+# thread that spins keeps the one that it waits for from its core. Before libllama is loaded, and for child processes.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options; `scripts/test` passes them on."""
+    group = parser.getgroup("ggpipe")
+    group.addoption("--full", action="store_true", help="all combinations of parameters, also of `pairwise` tests")
+    group.addoption("--record-durations", action="store_true", help="record how long each file of tests takes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "pairwise: without --full, any two values of its parameters meet, but not all")
+    if config.getoption("record_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = set() if config.getoption("full") else _left_out(items)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workerinput"):
+        seconds = recorded()
+        items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), inf))
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether all combinations are wanted, of tests that take several in one go."""
+    wanted: bool = pytestconfig.getoption("full")
+    return wanted
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The combinations of parameters that `pairwise` tests do without."""
+    tests: defaultdict[str, list[tuple[pytest.Item, tuple[int, ...]]]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairwise") is not None:
+            assert isinstance(item, pytest.Function)
+            tests[item.nodeid.partition("[")[0]].append((item, tuple(item.callspec.indices.values())))
+    return {
+        item
+        for rows in tests.values()
+        for kept in [set(combinations([row for _, row in rows], full=False))]
+        for item, row in rows
+        if row not in kept
+    }
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+class Stopwatch:
+    """How long the tests of each file take, with their fixtures."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[_file_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        record(self._seconds)
