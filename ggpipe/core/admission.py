@@ -10,10 +10,11 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
+from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.events import Arrived
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Limits, Request
-from ggpipe.core.request_state import DrafterState, RequestState
+from ggpipe.core.request_state import RequestState
 
 _MORE_CELLS = 32  # that a request without a limit is given at a time
 
@@ -68,9 +69,8 @@ class Admission:
                 prefix=prefix,
                 reserve=reserve,
                 n_past=prefix.n_tokens,
+                drafters=RequestDrafters(request.drafters if request.drafts else (), prefix.tree),
             )
-            if request.drafts:
-                state.drafters = {drafter: DrafterState() for drafter in request.drafters}
             self.states[request.id] = state
             yield state
 

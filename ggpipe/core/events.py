@@ -154,8 +154,9 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Steer:
-    """Send this to the drafters."""
+    """Send this to a drafter, by its id."""
 
+    drafter: int
     message: Steering
 
 

@@ -19,8 +19,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ggpipe.core.draft_messages import ROOT, Begin, MicroBatch
-from ggpipe.core.drafters.calibration import Calibration, Pace
+from ggpipe.core.draft_messages import Begin, MicroBatch
+from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.messages import Want, WantKind
 from ggpipe.core.radix_tree import Prefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
@@ -50,20 +50,6 @@ _NEXT: Mapping[Phase, frozenset[Phase]] = {
 }
 
 
-class DrafterState:
-    """What the head knows of one drafter's work for a request."""
-
-    def __init__(self) -> None:
-        self.calibration = Calibration()
-        self.pace = Pace()
-        self.nodes: dict[int, Node] = {}
-        """Live draft tokens by their numbers."""
-        self.accepted: dict[int, int] = {}
-        """Draft tokens that became text: number -> tokens accepted with it."""
-        self.complete = False
-        """It sends no more draft tokens below this root."""
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestState:
     """A request that is being served."""
@@ -86,9 +72,7 @@ class RequestState:
     """Accepted tokens; their number is the epoch."""
     n_sent: int = 0
     """Accepted tokens that the drafters were sent."""
-    drafters: dict[int, DrafterState] = field(default_factory=dict)
-    lead: int = 0
-    """How far the drafters may be ahead of the root, as they were sent last."""
+    drafters: RequestDrafters
     counters: Counters = field(default_factory=Counters)
     root_waits_until: float | None = None
     """A fresh root waits so long for draft tokens that go into its run."""
@@ -161,14 +145,14 @@ class RequestState:
             end = min(end, max(wanted.start, self.n_past) + _MOST_WHOLE_ROWS)
         return end
 
-    def begin(self, n_ctx: int) -> Begin:
-        """What drafters are sent of it, in a context of that size."""
+    def begin(self, n_ctx: int, lead: int) -> Begin:
+        """What a drafter is sent of it, in a context of that size. `lead`: how far it may be ahead of the root."""
         request = self.request
         return Begin(
             request=request.id,
             prompt=request.prompt,
             n_left=(self.reserve if request.n_predict >= 0 else n_ctx) - len(request.prompt),
-            lead=self.lead,
+            lead=lead,
             ends=request.ends,
             banned=request.banned,
             speculation=request.speculation,
@@ -184,52 +168,28 @@ class RequestState:
             depths = min(depths, self.request.n_predict - self.epoch - 1)
         return depths
 
-    @property
-    def calibration(self) -> Calibration:
-        """Of the drafter that fills the frontier: the first one."""
-        return next(iter(self.drafters.values())).calibration
-
-    @property
-    def all_complete(self) -> bool:
-        """No drafter sends more draft tokens below this root."""
-        return all(drafter.complete for drafter in self.drafters.values())
-
     def waiting_draft_tokens(self) -> list[Node]:
         """Draft tokens that are worth a row, the most probable path first, so parents before their children."""
         last = self.tree.root.pos + self.n_depths
         return [node for node in self.tree.waiting if node.pos <= last]
 
-    def chances(self, nodes: Sequence[Node]) -> list[float]:
+    @staticmethod
+    def chances(nodes: Sequence[Node]) -> list[float]:
         """How probable each of these draft tokens is, from the first parent on that is in the pipeline."""
         chances: dict[Node, float] = {}
         for node in nodes:
             before = chances.get(node.parent, 1.0) if node.parent is not None else 1.0
-            drafter, _ = node.names[0]
-            chances[node] = before * self.drafters[drafter].calibration.chance(node.prob)
+            chances[node] = before * node.chance
         return list(chances.values())
-
-    def root_sent(self, now: float) -> None:
-        """The drafters are sent the root."""
-        named_by = {drafter for drafter, _ in self.tree.root.names}
-        for number, drafter in self.drafters.items():
-            drafter.pace.root_sent(number not in named_by, now)
 
     def accept(self, token: int) -> list[Node]:
         """The target's next token is known: it becomes the root. Returns the nodes that died of it."""
         self.text.append(token)
-        for node in self.tree.root.children.values():
-            for drafter, _ in node.names:
-                self.drafters[drafter].calibration.judged(node.prob, node.token == token)
+        self.drafters.judge(token)
         dead = self.tree.advance(token)
+        self.drafters.advanced(dead, self.epoch)
         root = self.tree.root
         self.root_waits_until = None
-        for drafter, number in root.names:
-            self.drafters[drafter].accepted[number] = self.epoch
-        for node in (root, *dead):
-            for drafter, number in node.names:
-                self.drafters[drafter].nodes.pop(number, None)
-        for state in self.drafters.values():
-            state.complete = False
         if root.submitted:
             self.counters.accepted(root.lead)
         self.counters.rejected(node.run for node in dead if node.submitted)
@@ -237,29 +197,9 @@ class RequestState:
 
     def add(self, batch: MicroBatch, now: float) -> None:
         """A drafter sent draft tokens: add those to the tree that may still be accepted."""
-        drafter = self.drafters.get(batch.drafter)
-        if drafter is None:
-            return
-        if batch.epoch == self.epoch:
-            drafter.pace.came(len(batch.expansions), now)
-            drafter.complete = drafter.complete or batch.complete
-        for expansion in batch.expansions:
-            self.counters.drafted_tokens += expansion.n
-            at = batch.epoch if expansion.parent == ROOT else drafter.accepted.get(expansion.parent)
-            parent = drafter.nodes.get(expansion.parent)
-            for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
-                self._add(batch.drafter, at, parent, expansion.first + i, token, prob)
-
-    def _add(self, drafter: int, at: int | None, parent: Node | None, number: int, token: int, prob: float) -> None:
-        """Add a draft token below `parent`, or behind `at` accepted tokens (which the drafter knew as the last)."""
-        if at is not None:
-            if at < self.epoch:  # the text went on: whether it is accepted is known already
-                if self.text[at] == token:
-                    self.drafters[drafter].accepted[number] = at + 1
-                return
-            parent = self.tree.root
-        if parent is not None and parent.within(self.tree.root) and self._may_follow(parent, token):
-            self.drafters[drafter].nodes[number] = self.tree.add(parent, token, prob, number, drafter)
+        if batch.drafter in self.drafters:
+            self.counters.drafted_tokens += sum(expansion.n for expansion in batch.expansions)
+            self.drafters.add(batch, self.text, self._may_follow, now)
 
     def _may_follow(self, parent: Node, token: int) -> bool:
         """Nothing is drafted behind the end of a text, and nothing that cannot be sampled."""
@@ -284,9 +224,7 @@ class RequestState:
         assert self.phase is not Phase.SAMPLING or self.tree.root.answer is not None
         assert not self.is_fetching or (self.phase is Phase.DECODING and self.tree.root.answer is not None)
         assert 0 <= self.n_sent <= self.epoch
-        for number, drafter in self.drafters.items():
-            for node in drafter.nodes.values():
-                assert node.within(self.tree.root), f"drafter {number} has a dead node"
+        self.drafters.validate()
         return self.tree.validate()
 
 

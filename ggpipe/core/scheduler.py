@@ -176,20 +176,24 @@ class Scheduler:
                 restore = Restore(request.id, state.tree.own, request.prompt, request.file)
                 actions.append(self._in_flight.submit_save(state, restore, self._now))
             elif request.drafts:
-                self._lead(state)
-                actions.append(Steer(state.begin(self._limits.n_ctx)))
+                self._set_leads(state)
+                for drafter, known in state.drafters:
+                    actions.append(Steer(drafter, state.begin(self._limits.n_ctx, known.lead)))
 
     def _restored(self, request_id: int, is_whole: bool, actions: list[Action]) -> None:
         if (state := self._states.get(request_id)) is not None and state.is_open:
             state.n_past = len(state.request.prompt) if is_whole else 0
             self._end(state, Finish.LENGTH, actions)
 
-    def _lead(self, state: RequestState) -> int:
-        """How far drafters may be ahead of the root from now on."""
+    def _set_leads(self, state: RequestState) -> None:
+        """How far each drafter may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
         load = self._load
-        state.lead = several_requests.lead(load, state, others) if others else one_request.lead(load, state)
-        return state.lead
+        for _, drafter in state.drafters:
+            if others:
+                drafter.lead = several_requests.lead(load, state, drafter.calibration, others)
+            else:
+                drafter.lead = one_request.lead(load, state, drafter.calibration)
 
     def _stop(self, request_id: int, actions: list[Action]) -> None:
         state = self._states.get(request_id)
@@ -210,8 +214,7 @@ class Scheduler:
         is_kept = self._prefixes.close(state.prefix, computed, clean)
         if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
             self._save(state, computed, actions)
-        if state.request.drafts:
-            actions.append(Steer(Done(state.request.id)))
+        actions += [Steer(drafter, Done(state.request.id)) for drafter, _ in state.drafters]
         self._cancel(self._in_flight.leave(state), actions)
         self._end_if_drained(state, actions)
 
@@ -390,8 +393,11 @@ class Scheduler:
         if state.request.drafts:
             tokens = tuple(state.text[state.n_sent :])
             state.n_sent = state.epoch
-            state.root_sent(self._now)
-            self._steering.append(Steer(Accepted(state.request.id, state.epoch, tokens, self._lead(state))))
+            state.drafters.root_sent(self._now)
+            self._set_leads(state)
+            for drafter, known in state.drafters:
+                accepted = Accepted(state.request.id, state.epoch, tokens, known.lead)
+                self._steering.append(Steer(drafter, accepted))
 
     def _drafted(self, batch: MicroBatch) -> None:
         if (state := self._states.get(batch.request)) is not None and state.is_open:

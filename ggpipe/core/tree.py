@@ -17,13 +17,22 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ggpipe.core.messages import KvKind, KvOp
 
 _LEAST = 1e-30  # a probability that counts as none, but has a logarithm
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafter named a token: under its own number, with its own probability of the token after its parent."""
+
+    drafter: int
+    number: int
+    prob: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,12 +42,12 @@ class Node:
     token: int
     pos: int
     parent: Node | None = None
-    prob: float = 1.0
-    """The draft's probability of this token after its parent; 1 for accepted ones."""
+    proposals: list[Proposal] = field(default_factory=list)
+    """Of the drafters that named it; none: the target's own token."""
+    chance: float = 1.0
+    """Probability of this token after its parent, as the tree's owner judges the proposals; 1 for accepted ones."""
     log_path: float = 0.0
-    """Logarithm of the probability of all draft tokens up to this one. Accepted ones add the same to every path."""
-    names: list[tuple[int, int]] = field(default_factory=list)
-    """(drafter, its number for the token) of the drafters that named it; none: the target's own token."""
+    """Logarithm of the chances of all draft tokens up to this one. Accepted ones add the same to every path."""
     children: dict[int, Node] = field(default_factory=dict)
     """By token."""
     seqs: set[int] = field(default_factory=set)
@@ -56,11 +65,6 @@ class Node:
     def submitted(self) -> bool:
         """A run carries it, or did."""
         return self.run >= 0
-
-    @property
-    def number(self) -> int:
-        """The first drafter's number for it. It must be a draft token."""
-        return self.names[0][1]
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -82,6 +86,13 @@ class Node:
             node = rest.pop()
             yield node
             rest += node.children.values()
+
+
+def _reckon(nodes: Iterable[Node]) -> None:
+    """Set the paths' probabilities of these draft tokens, parents before children."""
+    for node in nodes:
+        if node.parent is not None:
+            node.log_path = node.parent.log_path + math.log(max(node.chance, _LEAST))
 
 
 class SequenceIds:
@@ -130,17 +141,27 @@ class Tree:
         self.n_submitted = 0
         """Live nodes below the root that are in a run, or were: each holds a cell."""
 
-    def add(self, parent: Node, token: int, prob: float, number: int, drafter: int = 0) -> Node:
-        """Add a draft token that a drafter named; one that is in the tree already gets a further name."""
-        if (there := parent.children.get(token)) is not None:
-            there.names.append((drafter, number))
-            return there
-        log_path = parent.log_path + math.log(max(prob, _LEAST))
-        names = [(drafter, number)]
-        node = Node(token=token, pos=parent.pos + 1, parent=parent, prob=prob, log_path=log_path, names=names)
+    def add(self, parent: Node, token: int, proposal: Proposal, chance: float) -> Node:
+        """Add a draft token that a drafter named. A token that is in the tree already gets a further proposal, and
+        `chance` where that is the better one."""
+        if (node := parent.children.get(token)) is not None:
+            node.proposals.append(proposal)
+            if chance > node.chance:
+                node.chance = chance
+                _reckon((node, *node.below()))
+            return node
+        node = Node(token=token, pos=parent.pos + 1, parent=parent, proposals=[proposal], chance=chance)
+        _reckon((node,))
         parent.children[token] = node
         self._waiting.append(node)
         return node
+
+    def reckon(self, chance: Callable[[Node], float]) -> None:
+        """Judge all draft tokens again: `chance` says how probable each is after its parent."""
+        nodes = list(self.root.below())
+        for node in nodes:
+            node.chance = chance(node)
+        _reckon(nodes)
 
     @property
     def waiting(self) -> list[Node]:
@@ -237,6 +258,8 @@ class Tree:
                 assert (child.token, child.pos, child.parent) == (token, node.pos + 1, node)
                 assert child.seqs <= node.seqs or not child.submitted, f"{child.seqs} are no ids of the parent"
                 assert node.submitted or not child.submitted, "a child is submitted before its parent"
+                assert child.proposals, "a draft token that nobody named"
+                assert child.log_path <= node.log_path + 1e-9
             assert bool(node.seqs) == node.submitted
             submitted += node is not self.root and node.submitted
         assert submitted == self.n_submitted

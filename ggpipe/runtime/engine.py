@@ -296,7 +296,7 @@ class Engine:
                     self._n_unsaved[run.save.request] += self._head.n_ranks
             case Cancel(runs):
                 self._head.cancel(runs)
-            case Steer(message):
+            case Steer(_, message):
                 self._head.steer(message)
                 if isinstance(message, Begin) and message.saves != "nothing":
                     self._n_unsaved[message.request] += self._head.n_draft_ranks

@@ -220,7 +220,7 @@ class _Simulation:
                     stats = self._active[request].stats
                     stats.token_times.append(self._clock.now)
                     stats.drafted.append(drafted)
-                case Steer(message):
+                case Steer(_, message):
                     assert self._draft is not None
                     n_messages += self._draft.steer(message)
                 case Finished(request, reason):

@@ -76,14 +76,6 @@ def test_an_outlier_is_forgotten() -> None:
     assert known.best([0.9, 0.81]) == 2
 
 
-def test_a_drafter_that_is_overconfident() -> None:
-    calibration = Calibration()
-    for i in range(400):
-        calibration.judged(0.9, right=i % 3 == 0)
-    assert calibration.chance(0.9) == pytest.approx(1 / 3, abs=0.1)
-    assert calibration.chance(0.0) == 0.0
-
-
 def test_nothing_to_choose_from() -> None:
     assert Known().best([]) == 1
 

@@ -100,7 +100,7 @@ def test_one_run_may_confirm_many_tokens() -> None:
     come_back(head)
     assert head.seen[1].text == [a, b, c]
     assert tokens_in_flight(head) == [[c]]
-    told = [message.tokens for message in head.draft.steering if isinstance(message, Accepted)] if head.draft else []
+    told = [message.tokens for message in head.drafts[0].steering if isinstance(message, Accepted)]
     assert told == [(a,), (b, c)], "tokens that come together are told together"
 
 
@@ -280,7 +280,7 @@ def test_operations_that_no_run_could_carry_go_alone() -> None:
     come_back(head)
     (marker,) = head.pipeline.in_flight.values()
     assert (marker.rows, marker.ops) == ((), clear)
-    head.draft = None
+    head.drafts = {}
     head.drain()
     head.check_end()
 

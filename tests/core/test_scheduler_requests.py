@@ -31,7 +31,8 @@ class Scenario:
     n_draft_stages: int
     model: FakeModel
     agreement: float
-    adversary: bool
+    drafts: tuple[bool, ...]
+    """Of the drafts in order of their ids: whether each is an adversary."""
     requests: list[Request]
     stops: dict[int, int]
     """Request -> moves until it is stopped."""
@@ -45,13 +46,17 @@ class Scenario:
     draft_restored: Restored = NO_FILES
 
     def open(self) -> Head:
-        draft: RealDraft | Adversary | None = Adversary(self.model, self.agreement, self.seed)
-        if not self.adversary:
-            draft_model = FakeDraftModel(self.model, self.agreement)
-            draft = RealDraft(self.draft_limits, self.n_draft_stages, draft_model, self.draft_restored)
-        head = Head(self.limits, self.n_stages, self.model, draft, self.restored, self.hybrid)
+        drafts = [self._draft(number, adversary) for number, adversary in enumerate(self.drafts)]
+        head = Head(self.limits, self.n_stages, self.model, drafts, self.restored, self.hybrid)
         head.fetches = self.seed % 2 == 1
         return head
+
+    def _draft(self, number: int, adversary: bool) -> RealDraft | Adversary:
+        agreement = self.agreement / (1 + number)
+        if adversary:
+            return Adversary(self.model, agreement, self.seed + number, number)
+        draft_model = FakeDraftModel(self.model, agreement)
+        return RealDraft(self.draft_limits, self.n_draft_stages, draft_model, self.draft_restored, number)
 
 
 SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)]).flatmap(
@@ -75,6 +80,8 @@ def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfi
         continuous=st.booleans(),
     )
 
+
+DRAFTS = st.sampled_from([(False,), (True,), (False, True), (True, False), (True, True), (False, False)])
 
 PACES = st.fixed_dictionaries(
     {
@@ -146,7 +153,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         n_draft_stages=draw(st.integers(1, 2)),
         model=FakeModel(draw(st.sampled_from([3, 20, 100, 1000, 1000])), draw(st.integers(0, 99)), draw(st.booleans())),
         agreement=draw(st.sampled_from([0.0, 0.5, 0.8, 0.9, 1.0])),
-        adversary=draw(st.booleans()),
+        drafts=draw(DRAFTS),
         requests=[draw(requests(i + 1, SPECULATIONS, (-1, 0, 1, 5, 15, 25))) for i in range(draw(st.integers(1, 5)))],
         stops=draw(st.dictionaries(st.integers(1, 5), st.integers(0, 200), max_size=2)),
         pace=draw(PACES),
@@ -175,7 +182,7 @@ def thickets(draw: st.DrawFn) -> Scenario:
         n_draft_stages=1,
         model=FakeModel(1000, draw(st.integers(0, 99)), draws=True),
         agreement=draw(st.sampled_from([0.5, 0.9])),
-        adversary=draw(st.booleans()),
+        drafts=draw(DRAFTS),
         requests=[draw(requests(i + 1, speculations, (4, 10, 15))) for i in range(n + 1)],
         stops={},
         pace=draw(PACES),
@@ -222,7 +229,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
         n_draft_stages=1,
         model=FakeModel(1000, draw(st.integers(0, 99)), draws=draw(st.booleans())),
         agreement=draw(st.sampled_from([0.5, 0.9])),
-        adversary=False,
+        drafts=draw(st.sampled_from([(False,), (False,), (False, False)])),
         requests=[draw(tasks(draw(requests(i + 1, speculations, (0, 2, 10))))) for i in range(8)],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 900), max_size=2)),
         pace=draw(PACES),
@@ -256,7 +263,9 @@ def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
     `lives`: after so many moves the ranks are lost, all of them, and the requests go on in new ones.
     """
     head, rng = scenario.open(), random.Random(scenario.seed)
-    to_come = collections.deque(scenario.requests)
+    drafters = tuple(head.drafts)
+    choices = [drafters, drafters[::-1], drafters[-1:]]
+    to_come = collections.deque(replace(request, drafters=rng.choice(choices)) for request in scenario.requests)
     stops, losses = dict(scenario.stops), set(itertools.accumulate(lives))
     for n_moves in range(30_000):
         for request in [request for request, at in stops.items() if at == n_moves]:
@@ -328,7 +337,7 @@ def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predi
             limits=limits,
             model=replace(scenario.model, draws=False),
             agreement=1.0,
-            adversary=False,
+            drafts=(False,),
             requests=[request],
             stops={},
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from support.fakes import FakeCache, Tokens
 
 from ggpipe.core.messages import KvKind, KvOp, Row
-from ggpipe.core.tree import Node, SequenceIds, Tree
+from ggpipe.core.tree import Node, Proposal, SequenceIds, Tree
 
 PROMPT = (101, 102, 103)
 
@@ -29,9 +31,13 @@ class Grower:
         """Draft tokens one below the other."""
         nodes = []
         for token in tokens:
-            parent = self.tree.add(parent, token, 0.5, 1)
+            parent = self.name(parent, token, 0.5)
             nodes.append(parent)
         return nodes
+
+    def name(self, parent: Node, token: int, chance: float) -> Node:
+        """A draft token that is as probable as its drafter says."""
+        return self.tree.add(parent, token, Proposal(0, 1, chance), chance)
 
     def place(self, *nodes: Node, most: int = 99) -> tuple[list[Tokens], list[KvOp]]:
         """Put nodes into a run: what each of those that are in it sees, and the operations before it."""
@@ -187,24 +193,46 @@ def test_no_more_than_asked_are_placed() -> None:
 def test_draft_tokens_wait_in_the_order_of_their_paths() -> None:
     it = Grower()
     tree, root = it.tree, it.tree.root
-    a, b = tree.add(root, 1, 0.4, 1), tree.add(root, 2, 0.6, 1)
-    c, d = tree.add(b, 3, 0.9, 1), tree.add(a, 4, 1.0, 1)
+    a, b = it.name(root, 1, 0.4), it.name(root, 2, 0.6)
+    c, d = it.name(b, 3, 0.9), it.name(a, 4, 1.0)
     assert tree.waiting == [b, c, a, d]
-    assert tree.add(root, 1, 0.9, 1) is a, "drafted before"
     it.place(b)
     assert tree.waiting == [c, a, d]
     tree.advance(2)
     assert tree.waiting == [c]
 
 
+def test_a_token_that_several_drafters_name_is_as_probable_as_its_best_proposal() -> None:
+    it = Grower()
+    tree, root = it.tree, it.tree.root
+    a, b = it.name(root, 1, 0.4), it.name(root, 2, 0.6)
+    c = it.name(a, 3, 0.9)
+    assert tree.waiting == [b, a, c]
+    assert tree.add(root, 1, Proposal(7, 12, 0.2), 0.9) is a, "another drafter had named it"
+    assert a.proposals == [Proposal(0, 1, 0.4), Proposal(7, 12, 0.2)]
+    assert tree.waiting == [a, c, b]
+    assert c.log_path == pytest.approx(math.log(0.81))
+    assert tree.add(root, 1, Proposal(8, 3, 0.99), 0.1) is a
+    assert a.chance == 0.9
+
+
+def test_paths_are_reckoned_again_as_drafters_turn_out_to_be_worth() -> None:
+    it = Grower()
+    a, b, c = it.grow(it.tree.root, 1, 2, 3)
+    it.place(a)
+    it.tree.reckon(lambda node: node.proposals[0].prob / node.pos)
+    expected = [0.5 / 3, 0.5 / 3 * 0.5 / 4, 0.5 / 3 * 0.5 / 4 * 0.5 / 5]
+    assert [math.exp(node.log_path) for node in (a, b, c)] == pytest.approx(expected)
+
+
 def test_long_texts_do_not_wear_probabilities_down() -> None:
     it = Grower()
     for i in range(3000):
-        it.tree.add(it.tree.root, i, 0.3, 1)
+        it.name(it.tree.root, i, 0.3)
         it.tree.advance(i)
     root = it.tree.root
-    worse, better = it.tree.add(root, 1, 0.3, 1), it.tree.add(root, 2, 0.4, 1)
-    impossible = it.tree.add(root, 3, 0.0, 1)
+    worse, better = it.name(root, 1, 0.3), it.name(root, 2, 0.4)
+    impossible = it.name(root, 3, 0.0)
     assert it.tree.waiting == [better, worse, impossible]
 
 

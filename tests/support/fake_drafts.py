@@ -37,8 +37,11 @@ class FakeDraftModel:
 class RealDraft:
     """The core's drafter over a fake pipeline, and the way to and from it."""
 
-    def __init__(self, limits: Limits, n_stages: int, model: FakeDraftModel, restored: Restored = NO_FILES) -> None:
-        self.drafter = DraftModel(limits, restored=restored.tokens)
+    def __init__(
+        self, limits: Limits, n_stages: int, model: FakeDraftModel, restored: Restored = NO_FILES, id: int = 0
+    ) -> None:
+        self.id = id
+        self.drafter = DraftModel(limits, drafter=id, restored=restored.tokens)
         self.model = model
         self.n_rows = min(limits.n_batch, limits.n_ubatch)
         self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer)
@@ -160,7 +163,8 @@ class RealDraft:
 class Adversary:
     """A draft that sends any tree: wrong tokens, old epochs, unknown parents, the same token twice, end tokens."""
 
-    def __init__(self, target: FakeModel, agreement: float, seed: int) -> None:
+    def __init__(self, target: FakeModel, agreement: float, seed: int, id: int = 0) -> None:
+        self.id = id
         self.target, self.agreement = target, agreement
         self.random = random.Random(seed)
         self.steering: collections.deque[Steering] = collections.deque()
@@ -199,7 +203,9 @@ class Adversary:
         complete = complete and epoch == len(text) - n_prompt
         if not complete and request not in self._to_send:
             self._to_send[request] = 1  # it must say so at the newest epoch
-        self.batches.append(MicroBatch(request=request, epoch=epoch, expansions=tuple(expansions), complete=complete))
+        self.batches.append(
+            MicroBatch(request=request, epoch=epoch, expansions=tuple(expansions), complete=complete, drafter=self.id)
+        )
 
     def _expand(self, request: int, text: Tokens) -> Expansion:
         paths = self._paths[request]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ggpipe.core.draft_messages import MicroBatch
+from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.events import (
     Action,
     Arrived,
@@ -48,21 +51,24 @@ from support.fakes import (
 )
 from support.seen import Seen
 
+SOME_PROBS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 1.0)
+
 
 class Head:
-    """A scheduler, a pipeline, a draft, and all that must hold between them. Nothing moves by itself."""
+    """A scheduler, a pipeline, drafts, and all that must hold between them. Nothing moves by itself."""
 
     def __init__(
         self,
         limits: Limits,
         n_stages: int,
         model: FakeModel,
-        draft: RealDraft | Adversary | None,
+        drafts: Sequence[RealDraft | Adversary],
         restored: Restored = NO_FILES,
         hybrid: bool = False,
     ) -> None:
         """`hybrid`: the model has recurrent layers; then requests must not speculate."""
-        self.limits, self.model, self.draft = limits, model, draft
+        self.limits, self.model = limits, model
+        self.drafts = {draft.id: draft for draft in drafts}
         self.scheduler = Scheduler(limits, restored.tokens)
         n_rows = min(limits.n_batch, limits.n_ubatch)
         self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer, hybrid)
@@ -72,6 +78,10 @@ class Head:
         self.to_sample: collections.deque[Sample] = collections.deque()
         self.to_fetch: collections.deque[Fetch] = collections.deque()
         self.restoring: list[Run] = []
+        self.probs: dict[tuple[int, int, int], float] = {}
+        """(request, drafter, number of a draft token) -> its probability, as the drafter sent it."""
+        self.calibrations: dict[tuple[int, int], Calibration] = collections.defaultdict(Calibration)
+        """(request, drafter) -> what its own probabilities alone say of it."""
         self.fetched: set[tuple[int, int]] = set()
         """Requests, and how many tokens were sampled when a whole row came."""
         self.kept_from = 0
@@ -116,10 +126,10 @@ class Head:
             moves.append(("restored", self._task_done))
         if self.to_fetch:
             moves.append(("fetch", self._fetch))
-        if self.draft is not None:
-            moves += self.draft.moves()
-            if self.draft.batches:
-                moves.append(("draft tokens", self._take_micro_batch))
+        for draft in self.drafts.values():
+            moves += draft.moves()
+            if draft.batches:
+                moves.append(("draft tokens", functools.partial(self._take_micro_batch, draft)))
         return moves
 
     def _restored(self) -> list[Run]:
@@ -147,17 +157,17 @@ class Head:
         self.now = max(self.now, self.scheduler.wake_at)
         self.handle(Tick())
 
-    def _take_micro_batch(self) -> None:
-        assert self.draft is not None
-        batch = self.draft.batches.popleft()
+    def _take_micro_batch(self, draft: RealDraft | Adversary) -> None:
+        batch = draft.batches.popleft()
+        assert batch.drafter == draft.id
         self.handle(Drafted(batch))
         state = self.scheduler._states.get(batch.request)
-        if state is None or not state.is_open or isinstance(self.draft, Adversary):
+        if state is None or not state.is_open or isinstance(draft, Adversary):
             return
         tokens = self.seen[batch.request].tokens
         for expansion in batch.expansions:
             for draft_token in range(expansion.first, expansion.first + expansion.n):
-                if is_below(path := self.draft.paths[batch.request, draft_token], tokens):
+                if is_below(path := draft.paths[batch.request, draft_token], tokens):
                     node = state.tree.root
                     for token in path[len(tokens) :]:
                         node = node.children[token]
@@ -174,7 +184,22 @@ class Head:
         token = sample.row.ids[self.model.rank(sample.request, seen.n_sampled)]
         seen.n_sampled += 1
         seen.ended = seen.ended or (token == END and not seen.stopped)
+        if token != END:
+            self._judge(sample.request, token)
         self.handle(Sampled(sample.request, token, token == END, self._want(seen)))
+
+    def _note_probs(self, batch: MicroBatch) -> None:
+        for expansion in batch.expansions:
+            for i, (_, prob) in enumerate(expansion.candidates[: expansion.n]):
+                self.probs[batch.request, batch.drafter, expansion.first + i] = prob
+
+    def _judge(self, request: int, token: int) -> None:
+        if not self._is_open(request):
+            return
+        for node in self.scheduler._states[request].tree.root.children.values():
+            for proposal in node.proposals:
+                prob = self.probs[request, proposal.drafter, proposal.number]
+                self.calibrations[request, proposal.drafter].judged(prob, node.token == token)
 
     def _needs_row(self, seen: Seen) -> bool:
         """Some requests need whole rows for some of their tokens."""
@@ -198,6 +223,8 @@ class Head:
 
     def handle(self, event: Event) -> None:
         self.now += 0.001
+        if isinstance(event, Drafted):
+            self._note_probs(event.batch)
         for action in self.scheduler.handle(event, self.now):
             self._act(action)
         self.scheduler.validate()
@@ -234,9 +261,8 @@ class Head:
                     assert self._is_dead(run_id)
                     for request in {row.request for row in self.pipeline.in_flight[run_id].rows}:
                         assert self.seen[request].request.speculation.cancel or not self._is_open(request)
-            case Steer(message):
-                assert self.draft is not None
-                self.draft.steering.append(message)
+            case Steer(drafter, message):
+                self.drafts[drafter].steering.append(message)
             case RunDone(records):
                 for record in records:
                     self._run_done(record, record.request)
@@ -301,6 +327,10 @@ class Head:
         assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
         assert sum(counters.rejected_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
         assert counters.cancelled_tokens <= counters.submitted_tokens
+        for drafter, known in self.scheduler._states[seen.request.id].drafters:
+            own = self.calibrations[seen.request.id, drafter]
+            assert known.calibration.n_judged == own.n_judged
+            assert [known.calibration.chance(prob) for prob in SOME_PROBS] == [own.chance(p) for p in SOME_PROBS]
 
     def _check_runs(self) -> None:
         kept: list[int] = []
@@ -361,11 +391,11 @@ class Head:
         if self.scheduler._prefixes._restored is None:  # else it stays where it is until the first request
             self.pipeline.check_empty(self.scheduler._prefixes.kept)
         self.scheduler.validate()
-        if self.draft is not None:
-            self.draft.check_empty()
+        for draft in self.drafts.values():
+            draft.check_empty()
 
 
 def opened(**limits: int) -> Head:
     """A head with one stage whose draft says what the test wants it to say."""
     known: dict[str, Any] = {"n_ctx": 64, "n_batch": 8, "n_ubatch": 4, "n_in_flight": 2, "n_seq": 4} | limits
-    return Head(Limits(**known), 1, FakeModel(1000), Adversary(FakeModel(1000), 1.0, 0))
+    return Head(Limits(**known), 1, FakeModel(1000), [Adversary(FakeModel(1000), 1.0, 0)])

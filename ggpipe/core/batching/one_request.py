@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ggpipe.core.batching import frontier
 from ggpipe.core.batching.load import Load, Take
+from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.request_state import Phase, RequestState, chunk_end
 
 _WAIT_LIMIT = 2.0  # times the drafter's usual pace: so long a fresh root waits for draft tokens
@@ -22,7 +23,7 @@ def next_takes(load: Load, state: RequestState) -> Sequence[Take]:
         return (Take(state, n_prompt=state.cut(end) - state.n_past),)
     root, speculation = state.tree.root, state.request.speculation
     if speculation.mode == "speculative":
-        if root.submitted or not state.all_complete:
+        if root.submitted or not state.drafters.all_complete:
             return ()
         most = min(load.room(state) + 1, load.limits.n_rows)
         return (Take(state, nodes=[root, *state.waiting_draft_tokens()], most=most),)
@@ -46,10 +47,9 @@ def _root(load: Load, state: RequestState) -> Sequence[Take]:
     speculation = state.request.speculation
     if state.request.drafts and speculation.mode == "async" and speculation.continuous:
         most = max(min(load.room(state), load.limits.n_rows - 1, state.n_depths), 0)
-        pace = next(iter(state.drafters.values())).pace
-        chances = state.chances(waiting[:most])
-        n, wait_s = frontier.rows_beside_root(chances, most, load.cost, state.calibration, pace)
-        if n > len(waiting) and not state.all_complete:
+        chances, drafter = state.chances(waiting[:most]), state.drafters.leading
+        n, wait_s = frontier.rows_beside_root(chances, most, load.cost, drafter.calibration, drafter.pace)
+        if n > len(waiting) and not state.drafters.all_complete:
             if state.root_waits_until is None:
                 state.root_waits_until = load.now + _WAIT_LIMIT * wait_s
             if load.now < state.root_waits_until:
@@ -59,9 +59,9 @@ def _root(load: Load, state: RequestState) -> Sequence[Take]:
     return (Take(state, nodes=[state.tree.root, *waiting], most=1 + n),)
 
 
-def lead(load: Load, state: RequestState) -> int:
-    """How far drafters may be ahead of the root: to fill the pipeline, and one run more, as far as draft tokens may be
-    accepted.
+def lead(load: Load, state: RequestState, calibration: Calibration) -> int:
+    """How far the drafter with this calibration may be ahead of the root: to fill the pipeline, and one run more, as
+    far as its draft tokens may be accepted.
 
     A single stage needs nothing to fill it: there draft tokens are of use in the root's run, and where they do not pay,
     drafting would only take cores from the stage.
@@ -71,7 +71,7 @@ def lead(load: Load, state: RequestState) -> int:
         return speculation.n_draft
     if load.n_stages == 1 and load.shared_cost.is_known:  # which forgets slowly: each trial takes time
         most = min(speculation.n_draft, load.limits.n_rows - 1)
-        if not frontier.pays_beside_root(most, load.shared_cost, state.calibration):
+        if not frontier.pays_beside_root(most, load.shared_cost, calibration):
             return 0
-    usual = frontier.usual_rows(speculation.n_draft, load.cost, state.calibration)
-    return min(usual * (load.limits.n_in_flight + 1), state.calibration.reach)
+    usual = frontier.usual_rows(speculation.n_draft, load.cost, calibration)
+    return min(usual * (load.limits.n_in_flight + 1), calibration.reach)

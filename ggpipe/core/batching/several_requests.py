@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ggpipe.core.batching import frontier
 from ggpipe.core.batching.load import Load, Take
+from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.request_state import Phase, RequestState
 from ggpipe.core.tree import Node
 
@@ -91,7 +92,7 @@ def _with_draft_tokens(load: Load, takes: list[Take], decoding: Sequence[Request
     elif n_rounds < load.n_stages:
         n = frontier.rows_beside_early_roots(n_rows, chances, load.shared_cost)
     else:  # runs that are equally long: all behind a longer one would wait for it
-        n_roots, calibration = math.ceil(len(decoding) / n_rounds), nodes[0][0].calibration
+        n_roots, calibration = math.ceil(len(decoding) / n_rounds), nodes[0][0].drafters.leading.calibration
         usual = frontier.usual_rows_beside_roots(n_roots, load.limits.n_rows, load.shared_cost, calibration)
         n = max(min(n_roots + usual - n_rows, len(chances)), 0)
     return _with_nodes(takes, nodes[:n])
@@ -112,10 +113,10 @@ def _draft_tokens(load: Load, decoding: Sequence[RequestState]) -> Sequence[Take
     return _with_nodes([], nodes[:n])
 
 
-def lead(load: Load, state: RequestState, others: Sequence[RequestState]) -> int:
-    """How far its drafters may be ahead of the root. Where others' tokens fill the pipeline, as far as a draft token is
-    worth a row beside them; else as for one request."""
-    speculation, calibration = state.request.speculation, state.calibration
+def lead(load: Load, state: RequestState, calibration: Calibration, others: Sequence[RequestState]) -> int:
+    """How far its drafter with this calibration may be ahead of the root. Where others' tokens fill the pipeline, as
+    far as a draft token is worth a row beside them; else as for one request."""
+    speculation = state.request.speculation
     if any(other.phase is Phase.PREFILL for other in others):
         return 0
     n_rounds, _ = _round(load, len(others) + 1)
@@ -190,7 +191,7 @@ def _is_async(state: RequestState) -> bool:
 def _root_is_ready(state: RequestState) -> bool:
     if state.tree.root.submitted:
         return False
-    return state.request.speculation.mode != "speculative" or not state.lead or state.all_complete
+    return state.request.speculation.mode != "speculative" or state.drafters.all_complete
 
 
 def _goes_at_once(load: Load, n_tokens: int, n_left: int, n_decoding: int, n_waiting: int) -> bool:

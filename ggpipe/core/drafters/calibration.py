@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 _JUDGE = 0.05  # weight of the latest draft token
 _PACE = 0.2  # weight of the latest time
 _ONCE, _LEAST_AGREEMENT = 1 / 500, 0.01
 _TIMED = 4  # draft tokens below a fresh root that show the drafter's pace; later ones may wait for the head
+_BORDERS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.97, 0.99)  # of the bins: a drafter's probabilities, about evenly in log-odds
+_BIN_KEEPS = 1 - 1 / 64  # weight of a bin's earlier draft tokens when one more is judged
+_PRIOR = 8.0  # draft tokens: as much the drafter's mean counts in a bin
+
+
+class _Bin:
+    """Draft tokens to which a drafter gave similar probabilities; later ones count more."""
+
+    __slots__ = ("named", "right")
+
+    def __init__(self) -> None:
+        self.right = 0.0
+        """How many were right."""
+        self.named = 0.0
+        """How many the drafter's probabilities said."""
+
+    def judged(self, prob: float, right: bool) -> None:
+        self.right = self.right * _BIN_KEEPS + right
+        self.named = self.named * _BIN_KEEPS + prob
 
 
 class Calibration:
-    """Running means for one drafter and one request."""
+    """Running means for one drafter and one request: overall, and by the probabilities that the drafter gives."""
 
     def __init__(self) -> None:
         self.agreement = 0.7
@@ -20,16 +40,26 @@ class Calibration:
         """Draft tokens that it was learned from."""
         self._named = 0.7
         """Mean probability that the drafter gave them."""
+        self._bins = tuple(_Bin() for _ in range(len(_BORDERS) + 1))
 
     def judged(self, prob: float, right: bool) -> None:
         """A draft token that the drafter gave `prob` was the target's token, or another one was."""
         self.n_judged += 1
         self.agreement += _JUDGE * (right - self.agreement)
         self._named += _JUDGE * (prob - self._named)
+        self._bins[bisect_right(_BORDERS, prob)].judged(prob, right)
 
     def chance(self, prob: float) -> float:
-        """How probable it is that a draft token is right to which the drafter gives `prob`."""
-        return min(prob * self.agreement / self._named, 1.0) if self._named > 0 else self.agreement
+        """How probable it is that a draft token is right to which the drafter gives `prob`.
+
+        A bin whose draft tokens were right half as often as the drafter said halves its probabilities. A bin that has
+        seen few of them does as the drafter's means over all of them say.
+        """
+        if prob <= 0:
+            return 0.0
+        overall = self.agreement / self._named if self._named > 0 else 1.0
+        own, prior = self._bins[bisect_right(_BORDERS, prob)], _PRIOR * prob
+        return min(prob * (own.right + prior * overall) / (own.named + prior), 1.0)
 
     @property
     def reach(self) -> int:

@@ -10,7 +10,7 @@ from ggpipe.core.draft_messages import ROOT, Begin, Candidates, Expansion
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.messages import RowLogits
 from ggpipe.core.radix_tree import Prefix
-from ggpipe.core.tree import Node, Tree
+from ggpipe.core.tree import Node, Proposal, Tree
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -145,8 +145,8 @@ class Growth:
 
     def _expand(self, node: Node, n: int) -> None:
         for i, (token, prob) in enumerate(node.answer[:n]):
-            self.tree.add(node, token, prob, self.next_number + i)
-        parent = ROOT if node is self.tree.root else node.number
+            self.tree.add(node, token, Proposal(0, self.next_number + i, prob), prob)
+        parent = ROOT if node is self.tree.root else node.proposals[0].number
         self.held.append(Expansion(parent, self.next_number, n, node.answer))
         self.next_number += n
         self.n_batch += n

@@ -1,0 +1,129 @@
+"""What the head knows of the drafters that work for a request, one entry each: look-ahead, pace, calibration, numbers.
+
+A token may be named by several drafters. Each of them keeps its own number for it and its own probability
+(`core.tree.Proposal`), and is judged by that probability only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ggpipe.core.draft_messages import ROOT, MicroBatch
+from ggpipe.core.drafters.calibration import Calibration, Pace
+from ggpipe.core.tree import Node, Proposal, Tree
+
+
+class DrafterState:
+    """What the head knows of one drafter's work for a request."""
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        self.pace = Pace()
+        self.lead = 0
+        """How far it may be ahead of the root, as it was sent last."""
+        self.complete = False
+        """It sends no more draft tokens below this root."""
+        self.nodes: dict[int, Node] = {}
+        """Live draft tokens by its numbers."""
+        self.accepted: dict[int, int] = {}
+        """Its draft tokens that became text: number -> tokens accepted with it."""
+
+    @property
+    def is_due(self) -> bool:
+        """It may send more draft tokens below this root."""
+        return self.lead > 0 and not self.complete
+
+
+class RequestDrafters:
+    """All drafters of one request, by their ids."""
+
+    def __init__(self, drafters: Iterable[int], tree: Tree) -> None:
+        """`tree`: of the request; draft tokens go into it."""
+        self._states = {drafter: DrafterState() for drafter in drafters}
+        self._tree = tree
+
+    def __iter__(self) -> Iterator[tuple[int, DrafterState]]:
+        """(id, state) of each drafter, in the order in which the request names them."""
+        return iter(self._states.items())
+
+    def __contains__(self, drafter: int) -> bool:
+        return drafter in self._states
+
+    def __getitem__(self, drafter: int) -> DrafterState:
+        return self._states[drafter]
+
+    @property
+    def leading(self) -> DrafterState:
+        """The drafter that agrees most often with the target, of those that may send more draft tokens below this root;
+        of all where none may."""
+        states = self._states.values()
+        return max([state for state in states if state.is_due] or states, key=lambda state: state.calibration.agreement)
+
+    @property
+    def all_complete(self) -> bool:
+        """No drafter sends more draft tokens below this root."""
+        return not any(state.is_due for state in self._states.values())
+
+    def chance(self, node: Node) -> float:
+        """How probable a draft token is after its parent: what its best proposal says, each one by the calibration of
+        the drafter that made it."""
+        return max(self._chance(proposal) for proposal in node.proposals)
+
+    def _chance(self, proposal: Proposal) -> float:
+        return self._states[proposal.drafter].calibration.chance(proposal.prob)
+
+    def root_sent(self, now: float) -> None:
+        """The drafters are sent the root."""
+        named_by = {proposal.drafter for proposal in self._tree.root.proposals}
+        for drafter, state in self._states.items():
+            state.pace.root_sent(drafter not in named_by, now)
+
+    def judge(self, token: int) -> None:
+        """The target's token after the root is known: each drafter that named one is judged by its own probability."""
+        for node in self._tree.root.children.values():
+            for proposal in node.proposals:
+                self._states[proposal.drafter].calibration.judged(proposal.prob, node.token == token)
+
+    def advanced(self, dead: Iterable[Node], epoch: int) -> None:
+        """The tree has its next root, with `epoch` accepted tokens, and these nodes died of it."""
+        root = self._tree.root
+        for proposal in root.proposals:
+            self._states[proposal.drafter].accepted[proposal.number] = epoch
+        for node in (root, *dead):
+            for proposal in node.proposals:
+                self._states[proposal.drafter].nodes.pop(proposal.number, None)
+        for state in self._states.values():
+            state.complete = False
+        self._tree.reckon(self.chance)
+
+    def add(self, batch: MicroBatch, text: Sequence[int], may_follow: Callable[[Node, int], bool], now: float) -> None:
+        """A drafter sent draft tokens: add those to the tree that may still be accepted, and that `may_follow` their
+        parents. `text`: all accepted tokens. The drafter must be one of the request's."""
+        state = self._states[batch.drafter]
+        if batch.epoch == len(text):
+            state.pace.came(len(batch.expansions), now)
+            state.complete = state.complete or batch.complete
+        for expansion in batch.expansions:
+            at = batch.epoch if expansion.parent == ROOT else state.accepted.get(expansion.parent)
+            parent = state.nodes.get(expansion.parent)
+            for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
+                number = expansion.first + i
+                if at is not None:  # behind that many accepted tokens, which the drafter knew as the last
+                    if at < len(text):  # the text went on: whether it is accepted is known already
+                        if text[at] == token:
+                            state.accepted[number] = at + 1
+                        continue
+                    parent = self._tree.root
+                if parent is not None and parent.within(self._tree.root) and may_follow(parent, token):
+                    proposal = Proposal(batch.drafter, number, prob)
+                    state.nodes[number] = self._tree.add(parent, token, proposal, self._chance(proposal))
+
+    def validate(self) -> None:
+        """Check what must hold between events. Raises AssertionError."""
+        named: dict[tuple[int, int], Node] = {}
+        for node in self._tree.root.below():
+            named.update({(proposal.drafter, proposal.number): node for proposal in node.proposals})
+        for drafter, state in self._states.items():
+            for number, node in state.nodes.items():
+                assert node.within(self._tree.root), f"drafter {drafter} has a dead node"
+                assert named[drafter, number] is node, f"drafter {drafter} has another one's node"

@@ -1,0 +1,155 @@
+"""What the head learns of a drafter's probabilities, and of several drafters at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from ggpipe.core.draft_messages import ROOT, Expansion, MicroBatch
+from ggpipe.core.drafters.calibration import Calibration
+from ggpipe.core.drafters.request_drafters import RequestDrafters
+from ggpipe.core.tree import Node, SequenceIds, Tree
+
+CONFIDENCES = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 0.995)
+
+
+def test_before_anything_is_judged_the_drafter_is_believed() -> None:
+    calibration = Calibration()
+    assert [calibration.chance(prob) for prob in (0.0, 0.3, 1.0)] == [0.0, pytest.approx(0.3), pytest.approx(1.0)]
+
+
+def test_a_drafter_that_is_overconfident() -> None:
+    calibration = Calibration()
+    for i in range(400):
+        calibration.judged(0.9, right=i % 2 == 0)
+    assert calibration.chance(0.9) == pytest.approx(0.5, abs=0.03)
+    assert calibration.agreement == pytest.approx(0.5, abs=0.05)
+    assert calibration.chance(0.0) == 0.0
+
+
+def test_a_few_draft_tokens_move_all_probabilities_alike() -> None:
+    """As long as a bin has seen nothing, the drafter's means over all its draft tokens count there."""
+    calibration = Calibration()
+    for i in range(8):
+        calibration.judged(0.8, right=i % 2 == 0)
+    ratio = calibration.chance(0.4) / 0.4
+    assert ratio < 1
+    assert calibration.chance(0.2) / 0.2 == pytest.approx(ratio)
+
+
+def test_each_bin_converges_on_its_own_draft_tokens() -> None:
+    """One that is right with the square of what it says: hardly wrong where it is sure, far off in the middle."""
+    calibration = Calibration()
+    for i in range(400):
+        for prob in CONFIDENCES:
+            calibration.judged(prob, right=(i * prob**2) % 1 < prob**2)
+    for prob in CONFIDENCES:
+        assert calibration.chance(prob) == pytest.approx(prob**2, abs=0.06)
+
+
+def test_a_bin_follows_a_text_that_changes() -> None:
+    calibration = Calibration()
+    for right in (True, False):
+        for _ in range(300):
+            calibration.judged(0.6, right)
+    assert calibration.chance(0.6) < 0.05
+
+
+def test_never_more_than_certain() -> None:
+    calibration = Calibration()
+    for _ in range(300):
+        calibration.judged(0.3, True)
+    assert calibration.chance(0.3) == pytest.approx(1.0)
+    assert calibration.chance(0.45) == 1.0
+
+
+class Both:
+    """Two drafters of one request."""
+
+    def __init__(self) -> None:
+        self.tree = Tree(SequenceIds(4, 1), [], token=3, pos=2)
+        self.drafters = RequestDrafters((4, 9), self.tree)
+        self.text: list[int] = []
+        self._numbers = 0
+
+    def name(self, drafter: int, token: int, prob: float) -> Node:
+        """A drafter names the token after the root."""
+        self._numbers += 1
+        expansion = Expansion(ROOT, self._numbers, 1, ((token, prob),))
+        batch = MicroBatch(request=1, epoch=len(self.text), expansions=(expansion,), complete=True, drafter=drafter)
+        self.drafters.add(batch, self.text, lambda parent, token: True, 0.0)
+        return self.tree.root.children[token]
+
+    def accept(self, token: int) -> None:
+        self.text.append(token)
+        self.drafters.judge(token)
+        self.drafters.advanced(self.tree.advance(token), len(self.text))
+        self.drafters.validate()
+
+    def chance(self, drafter: int, prob: float) -> float:
+        return self.drafters[drafter].calibration.chance(prob)
+
+
+def test_each_drafter_is_judged_by_its_own_probabilities() -> None:
+    """Both always name the same token. It is right every second time, as only one of them says."""
+    it = Both()
+    for i in range(400):
+        it.name(4, 7, 0.5)
+        it.name(9, 7, 0.95)
+        it.accept(7 if i % 2 else 8)
+    assert it.chance(4, 0.5) == pytest.approx(0.5, abs=0.05)
+    assert it.chance(9, 0.95) == pytest.approx(0.5, abs=0.05)
+    assert it.chance(4, 0.95) == pytest.approx(0.95, abs=0.1), "it never said so: nothing to learn from the other one"
+
+
+def test_a_drafter_is_not_judged_by_what_others_name() -> None:
+    it = Both()
+    for i in range(200):
+        it.name(4, 7, 0.9)
+        it.name(9, 8, 0.9)
+        it.accept(7)
+        assert it.drafters[4].calibration.n_judged == it.drafters[9].calibration.n_judged == i + 1
+    assert it.chance(4, 0.9) > 0.97
+    assert it.chance(9, 0.9) < 0.03
+    assert it.drafters.leading is it.drafters[4]
+
+
+def test_a_token_is_as_probable_as_its_best_proposal_after_calibration() -> None:
+    it = Both()
+    for _ in range(200):
+        it.name(4, 7, 0.3)
+        it.name(9, 8, 0.9)
+        it.accept(7)
+    it.name(9, 5, 0.9)
+    better = it.name(4, 6, 0.3)
+    both = it.name(9, 6, 0.9)
+    assert both is better
+    assert better.chance == it.drafters.chance(better) == it.chance(4, 0.3) > 0.9
+    assert it.tree.waiting[0] is better
+
+
+def test_numbers_are_each_drafters_own() -> None:
+    it = Both()
+    node = it.name(4, 7, 0.5)
+    it.name(9, 7, 0.6)
+    (number_4,) = it.drafters[4].nodes
+    (number_9,) = it.drafters[9].nodes
+    assert it.drafters[4].nodes[number_4] is it.drafters[9].nodes[number_9] is node
+    it.accept(7)
+    assert it.drafters[4].accepted == {number_4: 1}
+    assert it.drafters[9].accepted == {number_9: 1}
+    assert not it.drafters[4].nodes
+    assert not it.drafters[9].nodes
+
+
+def test_it_is_complete_when_no_drafter_may_send_more() -> None:
+    it = Both()
+    assert it.drafters.all_complete, "none may be ahead of the root"
+    it.drafters[4].lead = it.drafters[9].lead = 3
+    assert not it.drafters.all_complete
+    it.name(4, 7, 0.5)
+    assert not it.drafters.all_complete
+    assert it.drafters.leading is it.drafters[9], "the other one has no more"
+    it.name(9, 7, 0.5)
+    assert it.drafters.all_complete
+    it.accept(7)
+    assert not it.drafters.all_complete
