@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.checks import MAX_TOKENS, check_choice, check_finite, check_range
-from ggpipe.errors import SettingError
+from ggpipe.errors import LaunchError, SettingError
 from ggpipe.sampling import SamplingConfig as SamplingConfig
 
 LoadMode = Literal["mmap", "none", "mlock", "mmap+mlock", "dio"]
@@ -338,6 +338,20 @@ class EngineConfig:
     def n_draft_ranks(self) -> int:
         """Ranks that hold nothing but the draft model: the last ones."""
         return self.draft.n_ranks if self.draft else 0
+
+    def check_ranks(self, n_ranks: int) -> None:
+        """Compare settings that name ranks with the number of ranks. Raises SettingError and LaunchError."""
+        pipeline, n_draft = self.pipeline, self.n_draft_ranks
+        for name, values in (("threads", pipeline.threads), ("threads_batch", pipeline.threads_batch)):
+            if len(values) not in (1, n_ranks):
+                raise SettingError(
+                    f"`{name}` has {len(values)} values for {n_ranks} ranks: give one for all, or one for each rank"
+                )
+        if pipeline.n_ranks is not None and pipeline.n_ranks + n_draft != n_ranks:
+            n = pipeline.n_ranks + n_draft
+            raise LaunchError(
+                f"`shares` names {n} ranks, but {n_ranks} were started: use mpirun -n {n}, or give {n_ranks} shares"
+            )
 
 
 def _check_groups(name: str, shares: tuple[float, ...], sizes: tuple[int, ...]) -> None:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.messages import report, show, warn
+from ggpipe.cluster.model_file import check_model_file
 from ggpipe.cluster.profile import Profile
 from ggpipe.config import EngineConfig
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
+from ggpipe.launch.slurm import allocated_hosts
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Log, Ranks
 from ggpipe.planning.n_ranks import ranks_to_start
@@ -50,12 +52,13 @@ def run_command(
     process, if this is the one that the user has started, or the first rank under the user's own mpirun. `prepare` is
     called before ranks are started, for mistakes that only the front end can find. `ctrl_c_ends`: what the front end
     ends early after Ctrl-C has the exit code for that. Raises UsageError for a hostfile
-    without shares, LaunchError when there is no mpirun or no such hostfile.
+    without shares, LaunchError when there is no mpirun or no such hostfile, and what `check_model_files` raises.
     """
     if not environment.is_rank() and not environment.is_served():
         prepare()
         n_ranks = ranks_to_start(config, options[Ranks].hostfile)
         if n_ranks is not None:
+            check_model_files(config, options[Ranks].hostfile)
             job, n_restarts = Job(options.arguments({}), n_ranks, options[Ranks].hostfile), options[Ranks].restart
             with _signals() as signals:
 
@@ -73,6 +76,14 @@ def run_command(
         return front_end(LocalRanks(ranks))
 
     return run_this_rank(config, head, options[Log].verbose, ctrl_c_ends=ctrl_c_ends)
+
+
+def check_model_files(config: EngineConfig, hostfile: Path | None) -> None:
+    """Check that the model files can be opened, where all ranks are on this machine. Raises ModelError."""
+    if hostfile is not None or allocated_hosts():
+        return
+    for model in (config.model, *([config.draft.model] if config.draft is not None else [])):
+        check_model_file(model.path)
 
 
 def run_side_by_side(

@@ -194,7 +194,7 @@ def check_layout(config: EngineConfig) -> None:
     pipeline, draft = config.pipeline, config.draft
     if pipeline.auto or pipeline.n_ranks is None:
         return
-    handshake.check_ranks(config, pipeline.n_ranks + config.n_draft_ranks)
+    config.check_ranks(pipeline.n_ranks + config.n_draft_ranks)
     halves = [(config.model.path, config.context, pipeline.n_ranks, pipeline.shares, pipeline.group_sizes)]
     if draft is not None and draft.shares:
         halves.append((draft.model.path, draft.context, draft.n_ranks, draft.shares, draft.group_sizes))

@@ -10,16 +10,18 @@ from ggpipe.launch.job import slots_of
 
 
 def ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
-    """None: one rank is enough, and it needs no MPI. Raises UsageError for a hostfile without shares."""
+    """None: one rank is enough, and it needs no MPI.
+
+    Raises UsageError for a hostfile without shares, and what `EngineConfig.check_ranks` raises.
+    """
     n_target = config.pipeline.n_ranks
     n_ranks = (n_target or 0) + config.n_draft_ranks
     if config.pipeline.auto:
         n_ranks = len(slots_of(hostfile)) or _ranks_here(config)
-    if hostfile is None and n_ranks <= 1:
-        return None
-    if n_target is None and not config.pipeline.auto:
+    if hostfile is not None and n_target is None and not config.pipeline.auto:
         raise UsageError("`hostfile` needs `shares`: the number of ranks to start and the share of each")
-    return n_ranks
+    config.check_ranks(n_ranks or 1)
+    return None if hostfile is None and n_ranks <= 1 else n_ranks
 
 
 def _ranks_here(config: EngineConfig) -> int:

@@ -12,7 +12,7 @@ from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config import EngineConfig
 from ggpipe.core.layout import Layout, part_shares
-from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, SettingError
+from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Membership
@@ -23,21 +23,6 @@ from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Cut, Stage
 from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
-
-
-def check_ranks(config: EngineConfig, n_ranks: int) -> None:
-    """Settings that name ranks against the ranks there are. Raises UsageError, the same one on every rank."""
-    pipeline, n_draft = config.pipeline, config.n_draft_ranks
-    for field, values in (("threads", pipeline.threads), ("threads_batch", pipeline.threads_batch)):
-        if len(values) not in (1, n_ranks):
-            raise SettingError(
-                f"`{field}` has {len(values)} values for {n_ranks} ranks: give one for all, or one for each rank"
-            )
-    if pipeline.n_ranks is not None and pipeline.n_ranks + n_draft != n_ranks:
-        n = pipeline.n_ranks + n_draft
-        raise LaunchError(
-            f"`shares` names {n} ranks, but {n_ranks} were started: use mpirun -n {n}, or give {n_ranks} shares"
-        )
 
 
 def is_draft(config: EngineConfig, transport: Transport) -> bool:

@@ -161,7 +161,7 @@ def _connected(config: EngineConfig, report: Report, say: Say, signals: Signals 
             front_end = FrontEnd(link.connect(), transport.place)
             say = front_end.say
             wait_limit_s = None
-        handshake.check_ranks(config, transport.size)
+        config.check_ranks(transport.size)
         yield _Rank(transport, signals, front_end, say)
     except GgpipeError as e:
         if transport.rank == HEAD:

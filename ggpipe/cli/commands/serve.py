@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ggpipe.api.engine_thread import EngineThread
-from ggpipe.cli.launching import NO_RESTART, run_this_rank
+from ggpipe.cli.launching import NO_RESTART, check_model_files, run_this_rank
 from ggpipe.cli.messages import in_flags, report, warn
-from ggpipe.cluster.model_file import check_model_file
 from ggpipe.config import EngineConfig, SpeculationConfig
 from ggpipe.errors import GgpipeError, SettingError, UsageError
 from ggpipe.launch import environment
-from ggpipe.launch.slurm import allocated_hosts
 from ggpipe.options.chat import Chat
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
@@ -100,11 +98,14 @@ def _serve(
     """`given`: this process is the first of these."""
     try:
         from ggpipe.server import backend, log, process
+        from ggpipe.server.slots.saved import check_folder
     except ModuleNotFoundError as e:
         raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
     server, prompt = options[ServerConfig], options[Prompt]
     if server.keep_slots and config.slot_save_path is None:
         raise SettingError("`keep_slots` needs a folder: name one with `slot_save_path`")
+    if config.slot_save_path is not None:
+        check_folder(config.slot_save_path)
     usual = functools.partial(sampling_config, options)
     path = options[Models].target
     assert path is not None  # it is required
@@ -129,9 +130,8 @@ def _serve(
         say(f"warning: {warning}")
     if options.is_given("n_http_threads"):
         say("warning: `n_http_threads` is not used: one event loop answers all clients")
-    if given is None and options[Ranks].hostfile is None and not allocated_hosts():  # else it is on other machines
-        for model in (config.model, *([config.draft.model] if config.draft is not None else [])):
-            check_model_file(model.path)
+    if given is None:
+        check_model_files(config, options[Ranks].hostfile)
     listener = process.listen(server)
     url = process.url(server, listener)
     say(f"listening on {url}; loading {path}")

@@ -44,13 +44,16 @@ class _Saved(msgspec.Struct, frozen=True):
 _DECODER = msgspec.json.Decoder(_Saved)
 
 
+def check_folder(folder: Path) -> None:
+    """Raises SettingError for what is no folder, or cannot be written to."""
+    if not (folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)):
+        raise SettingError(f"`slot_save_path` {folder}: there is no such folder, or it cannot be written to")
+
+
 class SavedSlots:
     """The folder of a server. Belongs to the event loop."""
 
     def __init__(self, backend: Backend, folder: Path | None) -> None:
-        """Raises SettingError for what is no folder, or cannot be written to."""
-        if folder is not None and not (folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)):
-            raise SettingError(f"`slot_save_path` {folder}: there is no such folder, or it cannot be written to")
         self._backend = backend
         self._folder = folder
         self._one_at_a_time = asyncio.Lock()
