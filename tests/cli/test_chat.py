@@ -14,7 +14,8 @@ from typing import Any
 
 import pexpect
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, output, processes_with, ranks_of, wait_for
+from support.commands import ROOT, SPLITS, TARGET, processes_with, ranks_of, wait_for
+from support.in_process import output
 
 from ggpipe.launch.environment import mpi_environment
 

@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, ggpipe, mpirun, output
+from support import in_process
+from support.commands import ROOT, ggpipe, mpirun
 
 from ggpipe.llama.bundled import BUNDLED_PAIR
 
@@ -26,7 +27,7 @@ N = 12
 def text() -> str:
     """What the small target writes, alone."""
     arguments = ("-m", BUNDLED_PAIR.target, "-p", OPENING, "-n", N, "-c", 1024, "-t", 1, "--temp", 0)
-    return output("generate", *arguments)
+    return in_process.output("generate", *arguments)
 
 
 def test_the_small_models(text: str, tmp_path: Path) -> None:
@@ -55,13 +56,13 @@ def test_the_inflated_models_write_the_same_text(text: str, tmp_path: Path) -> N
 
 
 def test_flags_of_generate() -> None:
-    draft_inside = ggpipe("demo", "--tiny", "-n", 60, "-p", "A wolf", "--mpi-layer-split", "1.0")
+    draft_inside = in_process.ggpipe("demo", "--tiny", "-n", 60, "-p", "A wolf", "--mpi-layer-split", "1.0")
     assert draft_inside.returncode == 0, draft_inside.stderr
     assert (
         "1 rank on this machine: 1 holds the target's layers, rank 0 also runs the draft model." in draft_inside.stderr
     )
     assert re.search(SPEEDS.format(n=24), draft_inside.stderr)  # a part is enough
-    iterative = ggpipe("demo", "--tiny", "-n", N, "--mode", "iterative")
+    iterative = in_process.ggpipe_on_threads("demo", "--tiny", "-n", N, "--mode", "iterative")
     assert iterative.returncode == 0, iterative.stderr
     assert "decode" in iterative.stderr
     assert "times as fast" not in iterative.stderr
@@ -79,7 +80,7 @@ def test_under_mpirun() -> None:
     [(("-n", -3), "-n/--predict"), (("-m", "x.gguf"), "No such option"), (("-t", "x"), "-t/--threads")],
 )
 def test_bad_command_lines(arguments: tuple[object, ...], why: str) -> None:
-    done = ggpipe("demo", "--tiny", *arguments)
+    done = in_process.ggpipe("demo", "--tiny", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert why in done.stderr

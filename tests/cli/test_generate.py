@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of, wait_for
+from support import in_process
+from support.commands import ROOT, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
 
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
@@ -128,7 +129,7 @@ def test_an_encoding_that_lacks_characters() -> None:
     random = ("--temp", 100, "--top-k", 0, "--top-p", 1, "--min-p", 0, "-s", 1, "--ignore-eos")
     result = ggpipe(*TEXT, "-n", 200, *random, PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
-    text = output(*TEXT, "-n", 200, *random)
+    text = in_process.output(*TEXT, "-n", 200, *random)
     assert "\ufffd" in text
     assert result.stdout == text.encode("ascii", "replace").decode()
 
@@ -145,7 +146,8 @@ def test_other_commands_on_a_full_disk(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_full_context_is_said_on_stderr() -> None:
-    done = ggpipe("generate", "-m", TARGET, "-p", "Once", "-c", 256, "-t", 1, "--temp", 0, "--ignore-eos")
+    arguments = ("-m", TARGET, "-p", "Once", "-c", 256, "-t", 1, "--temp", 0, "--ignore-eos")
+    done = in_process.ggpipe("generate", *arguments)
     assert done.returncode == 0, done.stderr
     assert "the context of 256 tokens is full; raise -c/--ctx-size for a longer text\n" in done.stderr
     assert len(done.stdout) > 500

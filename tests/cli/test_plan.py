@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET, ggpipe, mpirun, on_ranks
+from support import commands
+from support.commands import TARGET, mpirun, on_ranks
+from support.in_process import ggpipe
 from support.virtual import measured
 from support.zoo import make
 
@@ -129,7 +131,7 @@ def test_as_many_ranks_as_wanted_with_flags_of_the_user(cluster: Path) -> None:
 def test_machines_of_a_hostfile_are_measured(tmp_path: Path) -> None:
     hosts, to = tmp_path / "hosts", tmp_path / "plan.json"
     hosts.write_text("localhost slots=2\n")
-    done = ggpipe("plan", *PAIR, "--hostfile", hosts, "-t", 1, "-r", 2, "--seconds", 1, "--json", to)
+    done = commands.ggpipe("plan", *PAIR, "--hostfile", hosts, "-t", 1, "-r", 2, "--seconds", 1, "--json", to)
     assert done.returncode == 0, done.stderr
     assert "measuring layers" in done.stderr
     assert "\x1b" not in done.stdout
@@ -139,7 +141,7 @@ def test_machines_of_a_hostfile_are_measured(tmp_path: Path) -> None:
     assert value_of(command, "--hostfile") == str(hosts)
     assert plan["hostfile"] is None
     words = [word for word in command[1:] if word != "prompt.txt"] + ["prompts/tale.txt", "-n", "8"]
-    real = ggpipe(*words)
+    real = commands.ggpipe(*words)
     assert real.returncode == 0, real.stderr
 
 
@@ -175,6 +177,12 @@ def test_mistakes_end_in_one_line(arguments: tuple[str, ...], message: str, clus
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(f"ggpipe: error: {message}\n", done.stderr)
+
+
+def test_mistakes_end_a_process_too(cluster: Path) -> None:
+    done = commands.ggpipe("plan", cluster, "--users", 0)
+    message = "--users must be a number from 1 to 256, got 0"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ggpipe: error: {message}\n")
 
 
 def test_hostfiles(tmp_path: Path) -> None:
@@ -269,7 +277,7 @@ def test_ranks_plan_their_split(cache: Path, tmp_path: Path) -> None:
 
 
 def test_one_machine_alone_gets_one_rank_or_two(cache: Path) -> None:
-    done = ggpipe("generate", *TEXT, "--mpi-layer-split", "auto")
+    done = commands.ggpipe("generate", *TEXT, "--mpi-layer-split", "auto")  # one rank or two
     assert done.returncode == 0, done.stderr
     text, _ = chosen(done.stderr)
     assert text in ("1.0", "1.0/1.0")
@@ -282,7 +290,7 @@ def test_one_machine_alone_gets_one_rank_or_two(cache: Path) -> None:
 def test_hosts_of_a_hostfile_plan_their_split(cache: Path, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=2\n")
-    done = ggpipe("generate", *TEXT, "--mpi-layer-split", "auto", "--hostfile", hosts)
+    done = commands.ggpipe("generate", *TEXT, "--mpi-layer-split", "auto", "--hostfile", hosts)
     assert done.returncode == 0, done.stderr
     shares, draft_shares, _, _ = parse_shares(chosen(done.stderr)[0])
     assert len(shares) + len(draft_shares) == 2

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from support import commands
 from support.chat_model import add_tokens
-from support.commands import SPLITS, TARGET, ggpipe, output
+from support.commands import SPLITS, TARGET
+from support.in_process import ggpipe, ggpipe_on_threads, output
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content | trim }}<|im_end|>{% endfor %}"
@@ -30,7 +32,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_models_own_template(chat: Path, n: int) -> None:
     said = ("-st", "-sys", "Tell tales.", "-p", " Who was\\nthe king? ", "--chat-template-kwargs", '{"quick": true}')
-    text = output("generate", "-m", chat, *SETTINGS, *said, *SPLITS[n])
+    text = commands.output("generate", "-m", chat, *SETTINGS, *said, *SPLITS[n])
     written = (
         "<|im_start|>system: Tell tales.<|im_end|><|im_start|>user: Who was\\nthe king?<|im_end|>quickly, <|im_start|>"
     )
@@ -62,7 +64,7 @@ def test_reasoning_has_a_budget(chat: Path, tmp_path: Path) -> None:
     assert free.startswith(thought)
     assert len(answer) > 5
     draft = ("-md", TARGET.with_name("tales-draft.gguf"))
-    assert output(*said, *limit, *SPLITS[2], *draft) == text
+    assert commands.output(*said, *limit, *SPLITS[2], *draft) == text
     assert output(*said, *limit, "--grammar", "root ::= [^<]+") == output(*said, "--grammar", "root ::= [^<]+")
     drawn = (*said, *limit, "--temp", 0.8, "--seed", 5, "--mirostat", 2)
     assert "\n Enough.</think>" in output(*drawn)
@@ -122,9 +124,8 @@ def test_bad_input(chat: Path, arguments: str, line: str) -> None:
     ],
 )
 def test_bad_templates(chat: Path, n: int, template: str, line: str) -> None:
-    refused(
-        ggpipe("generate", "-m", chat, *SETTINGS, "-p", "Once", "-st", "--chat-template", template, *SPLITS[n]), line
-    )
+    said = ("generate", "-m", chat, *SETTINGS, "-p", "Once", "-st", "--chat-template", template, *SPLITS[n])
+    refused(ggpipe_on_threads(*said), line)
 
 
 def refused(result: subprocess.CompletedProcess[str], line: str) -> None:

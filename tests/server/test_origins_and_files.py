@@ -10,7 +10,8 @@ from unittest.mock import MagicMock
 
 import pytest
 from starlette.testclient import TestClient
-from support.commands import TARGET, ggpipe
+from support.commands import TARGET
+from support.in_process import ggpipe
 from support.servers import Serving, server
 
 import ggpipe as library

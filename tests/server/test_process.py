@@ -12,7 +12,9 @@ import threading
 
 import pytest
 import uvicorn
-from support.commands import TARGET, ggpipe, output
+from support import commands
+from support.commands import TARGET
+from support.in_process import ggpipe, ggpipe_on_threads
 from support.servers import server
 
 from ggpipe.server import process
@@ -24,7 +26,7 @@ PROMPT = "Once upon a time"
 def test_a_killed_rank_costs_no_text_and_sigterm_lets_streams_end() -> None:
     sampling = ("-n", "400", "--seed", "7", "--temp", "0.8", "--ignore-eos")
     ranks = ("--exact", "--mpi-layer-split", "0.5,0.5", "-c", "1024", "-t", "1")
-    expected = output("generate", "-m", TARGET, "-p", PROMPT, *ranks, *sampling)
+    expected = ggpipe_on_threads("generate", "-m", TARGET, "-p", PROMPT, *ranks, *sampling).stdout
     with server(*ranks, *sampling) as own:
         status, answer, _ = own.ask("GET", "/health")
         assert (status, answer["status"]) == (503, "loading")
@@ -51,7 +53,7 @@ def test_a_killed_rank_costs_no_text_and_sigterm_lets_streams_end() -> None:
 def test_mistakes_are_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        busy = ggpipe("serve", "-m", TARGET, "--port", port)
+        busy = commands.ggpipe("serve", "-m", TARGET, "--port", port)
     assert busy.returncode == 2
     assert busy.stderr.startswith("ggpipe: error: --port ")
     missing = ggpipe("serve", "-m", "nothing.gguf", "--port", "0", "-t", "1")

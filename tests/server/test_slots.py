@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from support.commands import TARGET, ggpipe
+from support.commands import TARGET
+from support.in_process import ggpipe
 from support.servers import Serving, server
 
 RANKS = ("--mpi-layer-split", "0.5,0.5", "-c", "1024", "-np", "2", "--exact")
