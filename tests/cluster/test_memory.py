@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from support.commands import TARGET, ggpipe
+from support.commands import HANG_S, TARGET, ggpipe
 from support.zoo import ZOO, ZooModel, make, pair_script
 
 from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
@@ -137,7 +137,9 @@ def test_it_is_enough_for_a_process(layers: tuple[int, int], large_vocabulary: P
     shape = shape_of(ModelFile.open(large_vocabulary))
     script = Path(__file__).parents[1] / "support" / "probe_stage.py"
     arguments = [str(large_vocabulary), *map(str, layers), "none", "True"]
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, check=True, timeout=HANG_S
+    )
     resident = json.loads(done.stdout)["resident"]
     need = stage_memory(shape, layers, 256, 512) + process_memory(shape, False)
     assert 0.9 * (resident - need.compute) <= resident <= need.total <= 1.6 * (resident + need.compute)

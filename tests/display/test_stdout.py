@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.commands import HANG_S
 
 from ggpipe.display import stdout
 from ggpipe.display.stdout import Stdout
@@ -41,7 +42,7 @@ def test_all_of_a_text_arrives(pipe: tuple[int, io.TextIOWrapper]) -> None:
     got = bytearray()
     thread = reader(pipe[0], got)
     assert Stdout(pipe[1]).write(TEXT)
-    thread.join(60)
+    thread.join(HANG_S)
     assert got.decode() == TEXT
 
 
@@ -60,11 +61,10 @@ def test_a_reader_that_reads_again_loses_nothing(
 
     assert Stdout(pipe[1]).write(TEXT, stopping)
     (thread,) = threads
-    thread.join(60)
+    thread.join(HANG_S)
     assert got.decode() == TEXT
 
 
-@pytest.mark.timeout(60)
 def test_a_reader_that_does_not_read_is_given_up(
     pipe: tuple[int, io.TextIOWrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:

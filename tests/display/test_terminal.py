@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.commands import HANG_S
 from support.screen import two_ranks
 
 from ggpipe.display.live.live import LiveDisplay
@@ -78,7 +79,7 @@ def run_show(
         env={**kept, "TERM": "xterm-256color", **environment(os.ttyname(slave))},
         start_new_session=True,
         pass_fds=[write],
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     os.close(write)

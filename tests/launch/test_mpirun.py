@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of, wait_for
+from support.commands import HANG_S, SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of, wait_for
 
 from ggpipe.errors import StartError
 from ggpipe.launch import mpirun
@@ -144,7 +144,7 @@ def test_ctrl_c_while_ranks_start(moment: str) -> None:
     else:
         job.waits_for(lambda: 0 in ranks_of(job.marker))
     job.process.send_signal(signal.SIGINT)
-    code, error = job.ends(within_s=60)
+    code, error = job.ends()
     assert code == 130
     if job.text:  # the launcher repeats the signal, which may come when all is loaded
         assert "stopped" in error
@@ -158,7 +158,7 @@ def test_a_second_ctrl_c_ends_ranks_at_once() -> None:
     head = ranks_of(job.marker)[0]
     os.kill(head, signal.SIGSTOP)  # it will not stop by itself
     job.waits_for(lambda: is_interrupted(job.process))
-    code, _ = job.ends(within_s=60)
+    code, _ = job.ends()
     assert code in (130, -signal.SIGINT)
 
 
@@ -204,7 +204,7 @@ def test_a_process_that_exits_leaves_nothing(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\n[ $1 = --version ] && exit\ntrap '' TERM\nsleep 60\n")
     program.chmod(0o700)
     command = [sys.executable, "-c", EXITS, str(program)]
-    subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, check=True, timeout=30)
+    subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, check=True, timeout=HANG_S)
     assert list(tmp_path.iterdir()) == [program]
     assert processes_with(str(program)) == []
 

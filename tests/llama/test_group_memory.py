@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import zoo
-from support.commands import ROOT
+from support.commands import HANG_S, ROOT
 
 from ggpipe.llama.gguf import ModelFile
 
@@ -78,7 +78,7 @@ def resident_bytes(path: Path, n_parts: int, load_mode: str = "mmap") -> list[li
         for part in range(n_parts)
     ]
     os.close(memory)
-    outs = [child.communicate(timeout=300)[0] for child in children]
+    outs = [child.communicate(timeout=HANG_S)[0] for child in children]
     assert not any(child.returncode for child in children)
     return [json.loads(out) for out in outs]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from support.commands import ROOT
+from support.commands import HANG_S, ROOT
 from support.reference import Reference, run_of
 from support.zoo import make
 
@@ -220,7 +220,7 @@ def test_a_killed_process_does_no_harm(cache: Path) -> None:
         import os, signal
         inflated_pair(lambda done, total: done > total / 2 and os.kill(os.getpid(), signal.SIGKILL))
     """)
-    assert process.wait(60) == -9
+    assert process.wait(HANG_S) == -9
     (half,) = cache.iterdir()
     assert half.suffix == ".unfinished"
     pair = inflated_pair()
@@ -229,7 +229,7 @@ def test_a_killed_process_does_no_harm(cache: Path) -> None:
 
 def test_many_at_once(cache: Path) -> None:
     processes = [child("print(inflated_pair().target)") for _ in range(4)]
-    outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
+    outputs = {process.communicate(timeout=HANG_S)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0] * 4
     pair = inflated_pair(lambda *_: pytest.fail("made again"))
     assert outputs == {str(pair.target)}
@@ -238,7 +238,7 @@ def test_many_at_once(cache: Path) -> None:
 
 
 def said(process: subprocess.Popen[str]) -> Sequence[str]:
-    return process.communicate(timeout=60)[0].splitlines()
+    return process.communicate(timeout=HANG_S)[0].splitlines()
 
 
 def test_a_disk_without_room(cache: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET
+from support.commands import HANG_S, TARGET
 from support.zoo import _copy, pair_script
 
 from ggpipe.config import ContextConfig, ModelConfig
@@ -49,7 +49,9 @@ def probe(path: Path, layers: tuple[int, int], mode: str, repack: bool) -> dict[
     """What tests/probe_stage.py measures of this stage."""
     script = Path(__file__).parents[1] / "support" / "probe_stage.py"
     arguments = [str(path), *map(str, layers), mode, str(repack)]
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, check=False, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     result: dict[str, int] = json.loads(done.stdout)
     return result

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, TARGET, ggpipe, processes_with
+from support.commands import HANG_S, ROOT, TARGET, ggpipe, processes_with
 from support.zoo import make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -82,8 +82,8 @@ def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         reader = threading.Thread(target=read_all, args=(terminal, shown))
         reader.start()
-        out, _ = process.communicate(timeout=30)
-        reader.join(10)
+        out, _ = process.communicate(timeout=HANG_S)
+        reader.join(HANG_S)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise

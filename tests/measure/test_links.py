@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.commands import HANG_S
 
 from ggpipe.measure.links import LinkTimer
 from ggpipe.runtime.control_channel import ControlChannel
@@ -34,7 +35,7 @@ def test_a_link_is_measured() -> None:
     waiting.start()
     link = one.links.measure(1, 0.0, one.channel.wait)
     one.channel.send(1, EndProfile())
-    waiting.join(60)
+    waiting.join(HANG_S)
     assert not waiting.is_alive()
     assert link.latency_s > 0
     assert link.bytes_per_s > 0
@@ -84,7 +85,7 @@ def test_a_third_rank_is_answered_while_a_link_is_measured() -> None:
     waiting.start()
     one.links.measure(1, 0.0, one.channel.wait)
     one.channel.send(1, EndProfile())
-    waiting.join(60)
+    waiting.join(HANG_S)
     answer = third.channel.next(0)
     assert isinstance(answer, Message)
     assert (answer.source, answer.kind) == (0, Kind.RESULT)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import TARGET, ggpipe, mpirun
+from support.commands import HANG_S, TARGET, ggpipe, mpirun
 from support.profiles import check, config_of, measure, refuse, refused
 from support.virtual import measured
 from support.zoo import make
@@ -220,7 +220,7 @@ def test_two_ranks_then_a_session(model: Path) -> None:
             Session.load(head).generate((1, 5, 9), SamplingConfig(temp=0, ignore_eos=True), 4, RequestStats())
         )
     assert len(tokens) == 4
-    worker.join(10)
+    worker.join(HANG_S)
     assert not worker.is_alive()
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.commands import HANG_S
 
 from ggpipe.errors import (
     GgpipeError,
@@ -164,7 +165,7 @@ def together(*works: Callable[[Channel], object]) -> list[BaseException | None]:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(HANG_S)
         assert not rank.is_alive(), "hangs"
     return raised
 

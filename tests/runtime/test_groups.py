@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from support.commands import HANG_S
 
 from ggpipe.core.layout import Layout, lay_out, parse_shares
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, RunResult, Span
@@ -131,9 +132,9 @@ class Sums:
 
     def agree(self, part: int, stop: bool) -> bool:
         self._stops[part] = stop
-        self._barrier.wait(60)
+        self._barrier.wait(HANG_S)
         stop = any(self._stops)
-        self._barrier.wait(60)
+        self._barrier.wait(HANG_S)
         return stop
 
     def abandon(self) -> None:
@@ -232,7 +233,7 @@ def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed
             part.thread.submit(run_of(number, rows=number % 7 > 0))
     for part in parts:
         for _ in range(N_RUNS):
-            assert part.done.acquire(timeout=60)
+            assert part.done.acquire(timeout=HANG_S)
     for part in parts:
         part.thread.close()
     first = parts[0]

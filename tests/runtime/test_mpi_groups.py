@@ -14,7 +14,6 @@ from support.virtual_hosts import virtual_hosts, why_not
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 TEXT = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--temp", 0, "--ignore-eos")
-WITHIN_S = 3 + 15  # a loaded machine included
 GROUP = ("--mpi-layer-split", "0.5*2,0.5")
 
 
@@ -52,15 +51,16 @@ def test_a_group_of_another_number_of_ranks() -> None:
 def test_a_killed_part_ends_the_job() -> None:
     job = Endless("kill-part", *GROUP)
     os.kill(job.ranks[1], signal.SIGKILL)
-    code, _ = job.ends(WITHIN_S)
+    code, error = job.ends()
     assert code != 0
+    assert "sent nothing for" not in error, "it was noticed before any heartbeat was missed"
     assert len(job.text) > 200
 
 
 def test_a_stopped_part_is_named() -> None:
     job = Endless("stop-part", *GROUP, "--rank-timeout", 3)
     os.kill(job.ranks[1], signal.SIGSTOP)
-    code, stderr = job.ends(WITHIN_S)
+    code, stderr = job.ends()
     assert code == 1
     (error,) = (line for line in stderr.splitlines() if line.startswith("ggpipe: error:"))
     assert "rank 1 (" in error
@@ -76,7 +76,7 @@ def test_ranks_of_a_group_are_started_again() -> None:
     job.waits_for(lambda: job.process.poll() is not None)
     assert job.process.returncode == 0
     assert json.loads(out.read_text())["n_generated_tokens"] == 700
-    job.ends(WITHIN_S)
+    job.ends()
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -90,7 +90,7 @@ def test_a_group_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         for wire in ("f32", "f16"):
             job = Job(f"wire-{wire}", *whole, "--tensor-wire", wire, "--hostfile", hosts.hostfile, launch=hosts.on(1))
             job.waits_for(lambda job=job: job.process.poll() is not None)
-            code, stderr = job.ends(WITHIN_S)
+            code, stderr = job.ends()
             assert code == 0, stderr
             assert len(job.text) > 100
             if wire == "f32":

@@ -63,15 +63,16 @@ def test_measurements_and_trace(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_job(rank: int) -> None:
     job = Endless(f"kill-draft{rank}", "-md", DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
     os.kill(job.ranks[rank], signal.SIGKILL)
-    code, _ = job.ends(within_s=5)
+    code, error = job.ends()
     assert code != 0
+    assert "sent nothing for" not in error, "it was noticed before any heartbeat was missed"
     assert len(job.text) > 200
 
 
 def test_ctrl_c_ends_cleanly() -> None:
     job = Endless("interrupt-draft", "-md", DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")
     job.process.send_signal(signal.SIGINT)
-    code, error = job.ends(within_s=5)
+    code, error = job.ends()
     assert code == 130
     assert "stopped" in error
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support.commands import TARGET, on_ranks
+from support.commands import HANG_S, TARGET, on_ranks
 
 LEAVING = """
 import os, signal, sys, time
@@ -82,7 +82,7 @@ run_rank(EngineConfig(ModelConfig(path=Path(sys.argv[1]))), head, None, lambda e
 )
 def test_an_assertion_of_ggml_is_an_error(file: str, code: int, line: str) -> None:
     command = [sys.executable, "-u", "-c", ABORTING, str(TARGET), file]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (result.returncode, result.stderr) == (code, "")
     assert line in result.stdout
     assert result.stdout.count("\n") == 1

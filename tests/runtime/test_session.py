@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.commands import TARGET
+from support.commands import HANG_S, TARGET
 from support.reference import Reference
 
 from ggpipe.chat.conversation import CHATML, Conversation
@@ -54,7 +54,7 @@ def ranks(n_ranks: int, context: ContextConfig | None = None, drafts: bool = Fal
             yield head
     finally:
         for worker in workers:
-            worker.join(10)
+            worker.join(HANG_S)
             assert not worker.is_alive()
 
 
@@ -143,7 +143,6 @@ def test_a_session_serves_one_request_at_a_time() -> None:
         assert len(list(session.generate(session.vocab.tokenize("Once"), GREEDY, 5))) == 5
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", ["iterative", "speculative", "async"])
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_an_iterator_that_is_closed_at_its_last_token(n_ranks: int, mode: Mode) -> None:
@@ -158,7 +157,6 @@ def test_an_iterator_that_is_closed_at_its_last_token(n_ranks: int, mode: Mode) 
         assert text(session, "The wolf", 5) == text(session, "The wolf", 5)
 
 
-@pytest.mark.timeout(60)
 def test_an_iterator_that_outlives_its_session() -> None:
     with ranks(2) as head:
         session = Session.load(head)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.commands import HANG_S
 
 BUSY = """
 import hashlib
@@ -25,4 +26,4 @@ def test_a_rank_that_computes_ends_after_sigterm(rank: int) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.terminate()
-        assert process.wait(60) == -signal.SIGALRM
+        assert process.wait(HANG_S) == -signal.SIGALRM

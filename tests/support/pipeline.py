@@ -17,6 +17,7 @@ from ggpipe.runtime.head import Head
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.worker import Worker
 from ggpipe.transport.local import LocalWorld
+from support.commands import HANG_S
 from support.groups import Parts
 from support.reference import Logits
 
@@ -111,7 +112,7 @@ def local_ranks(config: EngineConfig, n_ranks: int) -> Iterator[Head]:
     with Head(world.transports[0], config) as head:
         yield head
     for worker in workers:
-        worker.join(10)
+        worker.join(HANG_S)
         assert not worker.is_alive()
 
 

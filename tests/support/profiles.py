@@ -17,6 +17,7 @@ from ggpipe.llama.model_shape import facts_of
 from ggpipe.measure.profile import profile_ranks
 from ggpipe.transport.base import Transport
 from ggpipe.transport.local import LocalWorld
+from support.commands import HANG_S
 
 BUDGET_S = 0.3
 
@@ -45,7 +46,7 @@ def measure(
         other.start()
     profile = work(0)
     for other in others:
-        other.join(20)
+        other.join(HANG_S)
         assert not other.is_alive()
     return profile, raised
 

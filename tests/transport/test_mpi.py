@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from support.commands import HANG_S
+
 SENDS_WHILE_RECEIVING = """
 import threading
 from ggpipe.transport.base import Kind
@@ -43,15 +45,15 @@ main.start()
 receiving.wait()
 stage = threading.Thread(target=transport.send, args=(0, Kind.RUN, b"run"), daemon=True)
 stage.start()
-stage.join(30)
-main.join(30)
+stage.join(300)
+main.join(300)
 print(sent.is_set(), got[0].kind is Kind.RESULT)
 """
 
 
 def test_one_thread_sends_while_another_one_receives_a_large_message() -> None:
     command = [sys.executable, "-c", SENDS_WHILE_RECEIVING]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert result.stdout == "True True\n", result.stderr
 
 
@@ -61,6 +63,6 @@ def test_mpi_starts_without_the_transport_that_waits_for_a_second() -> None:
     under_mpirun = {"OMPI_MCA_PREFIXES": "mca,opal,ompi"}
     for given, expected in ((under_mpirun, "^ofi"), ({**under_mpirun, "OMPI_MCA_btl": "self,sm"}, "self,sm")):
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={**own, **given}
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, env={**own, **given}
         )
         assert done.stdout == f"{expected}\n", done.stderr

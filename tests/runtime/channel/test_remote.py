@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.commands import TARGET, wait_for
+from support.commands import HANG_S, TARGET, wait_for
 from support.pipeline import local_session
 
 from ggpipe.chat.conversation import Conversation
@@ -105,7 +105,7 @@ def served(connected: Connected, config: EngineConfig = CONFIG) -> Iterator[Remo
             yield ranks
     finally:
         connected.front_end.close()
-        thread.join(60)
+        thread.join(HANG_S)
         assert not thread.is_alive()
         assert failures == []
 
