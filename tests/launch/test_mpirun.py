@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -211,13 +210,15 @@ def test_a_process_that_exits_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_ctrl_c_while_ranks_are_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "mpirun"
-    program.write_text("#!/bin/sh\n[ $1 = --version ] && exit\ntrap '' TERM\necho >$0.ready\nsleep 60\n")
+    program.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && exit\ntrap 'kill -INT $PPID' TERM\necho >$0.ready\n"
+        "while :; do sleep 60 & wait; done\n"
+    )
     program.chmod(0o700)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(program))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ranks = mpirun.RankProcesses([], 2, None, {})
     wait_for(program.with_name("mpirun.ready").exists)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         ranks.end()
     assert ranks.exit_code() == 128 + signal.SIGKILL

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import subprocess
 import tempfile
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +22,8 @@ case "$1 $*" in
      case "$name" in
        there) echo reached ;;
        slow) sleep 0.3; echo reached ;;
-       endless) echo reached; sleep 60 ;;
-       silent) mkdir "$PRTE_MCA_prte_local_tmpdir_base/ompi.$$"; sleep 60 ;;
+       endless) echo reached; sleep 3600 ;;
+       silent) mkdir "$PRTE_MCA_prte_local_tmpdir_base/ompi.$$"; sleep 3600 ;;
        *) echo "no $name"; exit 1 ;;
      esac ;;
 esac
@@ -50,9 +50,7 @@ def test_mpirun_that_never_ends() -> None:
 
 def test_a_silent_machine_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "_LIMIT_S", 1.0)
-    began = time.monotonic()
     assert unreachable(["there", "silent"], lambda: None) == {"silent"}
-    assert time.monotonic() - began < 55
     monkeypatch.setattr(reach, "_MOST_S", 0.5)
     assert unreachable(["silent"], lambda: None) == {"silent"}
 
@@ -61,7 +59,8 @@ def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mon
     own, seen = tmp_path / "temporary", set[Path]()
     own.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(own))
-    monkeypatch.setattr(reach, "_MOST_S", 1.0)
+    # no time passes until there are files
+    monkeypatch.setattr(reach, "time", SimpleNamespace(monotonic=lambda: 3600.0 if seen else 0.0))
     assert unreachable(["silent"], lambda: seen.update(own.glob("*/ompi.*"))) == {"silent"}
     assert seen
     assert not list(own.iterdir())

@@ -13,9 +13,11 @@ import os, signal, sys, time
 from pathlib import Path
 from ggpipe.config import EngineConfig, ModelConfig
 from ggpipe.errors import RunError, Terminated
+from ggpipe.runtime import process
 from ggpipe.runtime.process import run_alike
 
 case = sys.argv[2]
+process._LEAVE_S = 0.1 if case in ("late", "error") else process._LEAVE_S  # less than a rank sleeps
 
 def work(transport, attend, say):
     if transport.rank == 0 and case != "late":
@@ -23,7 +25,7 @@ def work(transport, attend, say):
     if transport.rank == 1 and case == "dead":
         os.kill(os.getpid(), signal.SIGKILL)
     if transport.rank == 1:
-        time.sleep(3600 if case == "terminated" else 7)  # as one that frees much memory
+        time.sleep(3600 if case == "terminated" else 1)  # as one that frees much memory
     return "left"
 
 try:

@@ -51,7 +51,7 @@ def test_a_rank_that_was_stopped_for_less_than_the_timeout_goes_on() -> None:
     job = Endless("pause", *SPLITS[3], "--rank-timeout", 60)
     for rank in job.ranks.values():
         os.kill(rank, signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(1.2)  # longer than from one beat to the next
         os.kill(rank, signal.SIGCONT)
     before = len(job.text)
     job.waits_for(lambda: len(job.text) > before + 200)
@@ -67,7 +67,7 @@ from ggpipe.runtime.process import run_alike
 
 def work(transport, attend, say):
     done = threading.Event()
-    threading.Thread(target=lambda: (time.sleep(8), done.set())).start()
+    threading.Thread(target=lambda: (time.sleep(4.5), done.set())).start()
     n = 0
     while not done.is_set():  # never looks at messages, and holds the GIL where it can
         n += sum(range(1000))

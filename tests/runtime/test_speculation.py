@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.commands import ROOT, TARGET
+from support.commands import ROOT, TARGET, wait_for
 from support.pairwise import combinations
 from support.pipeline import local_session
 from support.reference import Reference, run_of
@@ -232,11 +232,14 @@ def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens, stats = generate(session, prompt, SAMPLINGS["greedy"], speculation, 4000)
         assert len(tokens) == 4000
         assert stats.counters.submitted_tokens > 100
-        session.idle(0.5)  # the operations that clear the caches go round
         assert len(stages) == 3
-        for stage in stages:
-            memory = lib.llama_get_memory(stage._context)
-            assert [lib.llama_memory_seq_pos_max(memory, seq) for seq in range(4)] == [-1] * 4
+
+        def are_empty() -> bool:
+            session.idle(0.05)  # the operations that clear the caches go round
+            memories = [lib.llama_get_memory(stage._context) for stage in stages]
+            return all(lib.llama_memory_seq_pos_max(memory, seq) == -1 for memory in memories for seq in range(4))
+
+        wait_for(are_empty)
         full = tuple(tokens[i % 4000] for i in range(session.n_ctx - 1))
         tokens, stats = generate(session, full, SAMPLINGS["greedy"], speculation, -1)
         assert (len(tokens), stats.finish) == (2, Finish.CONTEXT_FULL)
