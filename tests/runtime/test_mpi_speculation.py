@@ -16,18 +16,23 @@ PAIR = ("generate", "-m", TARGET, "-md", DRAFT, "-f", "prompts/tale.txt", "-n", 
 ITERATIVE = ("--mode", "iterative")
 
 
-@pytest.mark.parametrize("sampling", [("--temp", 0), ("--temp", 0.8, "-s", 5), ("--temp", 0.8, "--top-k", 0, "-s", 5)])
-def test_the_same_text_everywhere(sampling: tuple[object, ...]) -> None:
-    exact = (*PAIR, "--exact", *sampling)
+SAMPLINGS = (("--temp", 0), ("--temp", 0.8, "-s", 5), ("--temp", 0.8, "--top-k", 0, "-s", 5))
+LAYOUTS = (
+    ("--mpi-layer-split", "1.0/1.0"),
+    ("--mpi-layer-split", "0.5,0.5"),  # the draft inside the head
+    ("--mpi-layer-split", "0,0.5,0.5/0.5,0.5", "--draft", 3),
+    ("--mpi-layer-split", "0.5,0.5/1.0", "--mode", "speculative", "--spec-draft-n-max", 4),
+    ("--mpi-layer-split", "0.5,0.5/1.0", "--no-cancel", "-t", "1,1,2"),
+)
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLINGS)))
+def test_the_same_text_everywhere(number: int, full: bool) -> None:
+    """Without `full`, each layout with one sampling: ranks in one process write them all, in test_speculation.py."""
+    exact = (*PAIR, "--exact", *SAMPLINGS[number])
     expected = output(*exact, *ITERATIVE)
     assert len(expected) > 100
-    for arguments in (
-        ("--mpi-layer-split", "1.0/1.0"),
-        ("--mpi-layer-split", "0.5,0.5"),  # the draft inside the head
-        ("--mpi-layer-split", "0,0.5,0.5/0.5,0.5", "--draft", 3),
-        ("--mpi-layer-split", "0.5,0.5/1.0", "--mode", "speculative", "--spec-draft-n-max", 4),
-        ("--mpi-layer-split", "0.5,0.5/1.0", "--no-cancel", "-t", "1,1,2"),
-    ):
+    for arguments in LAYOUTS if full else LAYOUTS[number :: len(SAMPLINGS)]:
         result = ggpipe(*exact, *arguments)
         assert (result.returncode, result.stdout) == (0, expected), (arguments, result.stderr)
 
