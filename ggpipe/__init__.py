@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ggpipe.errors import SettingError as SettingError
     from ggpipe.errors import UsageError as UsageError
     from ggpipe.metrics.stats import RequestStats as RequestStats
+    from ggpipe.request import RequestSpec as RequestSpec
     from ggpipe.runtime.head import Head as Head
     from ggpipe.runtime.process import run_rank as run_rank
     from ggpipe.runtime.session import Session as Session
@@ -60,6 +61,7 @@ _HOMES = {
         "GgpipeError", "LaunchError", "ModelError", "QueueFull", "RankError", "RunError", "SettingError", "UsageError",
     ),
     "ggpipe.metrics.stats": ("RequestStats",),
+    "ggpipe.request": ("RequestSpec",),
     "ggpipe.runtime.head": ("Head",),
     "ggpipe.runtime.process": ("run_rank",),
     "ggpipe.runtime.session": ("Session",),

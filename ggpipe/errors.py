@@ -5,6 +5,7 @@ A message names a setting as the config records do, in backticks: raise `n_ctx`.
 GgpipeError                         exit code 1
 ├── UsageError                      exit code 2: wrong input; the message names what to change
 │   ├── BodyError                   a request's body, as OpenAI's API has them
+│   ├── PromptTooLong               a prompt that leaves no room for an answer
 │   ├── SettingError                a setting that is out of bounds, or that contradicts another one
 │   ├── ModelError                  a model file that cannot be used
 │   │   └── IndivisibleModelError   its layers cannot be split between ranks
@@ -22,6 +23,7 @@ GgpipeError                         exit code 1
 """
 
 import re
+from typing import Self
 
 
 class GgpipeError(Exception):
@@ -30,6 +32,13 @@ class GgpipeError(Exception):
     exit_code = 1
     is_reported = False
     """It was shown to the user."""
+
+    def reworded(self, message: str) -> Self:
+        """The same error with another message."""
+        own = type(self).__new__(type(self), message)
+        own.__dict__.update(self.__dict__)
+        own.__cause__ = self.__cause__
+        return own
 
 
 class UsageError(GgpipeError):
@@ -55,6 +64,18 @@ class BodyError(UsageError):
         """`param`: the field that is wrong, `messages[0].content`."""
         super().__init__(message)
         self.param = param
+
+
+class PromptTooLong(UsageError):
+    """A prompt that leaves no room for an answer."""
+
+    def __init__(self, n_prompt: int, n_ctx: int) -> None:
+        """Tokens of the prompt, and of the context."""
+        super().__init__(
+            f"the prompt has {n_prompt} tokens and the context {n_ctx}: raise `n_ctx` above the prompt's length"
+        )
+        self.n_prompt = n_prompt
+        self.n_ctx = n_ctx
 
 
 class ModelError(UsageError):

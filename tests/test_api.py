@@ -43,7 +43,7 @@ ENGINE = {
     "TokenProb",
     "attach",
 }
-RANKS = {"Head", "Session", "run_rank"}
+RANKS = {"Head", "RequestSpec", "Session", "run_rank"}
 
 
 def test_the_names() -> None:

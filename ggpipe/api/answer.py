@@ -39,7 +39,7 @@ class Answer:
 
     @property
     def embedding(self) -> tuple[bytes, ...]:
-        """As `ClientRequest.embedding`, when it is whole."""
+        """As `Ended.embedding`, when it is whole."""
         return self._feed.embedding
 
     @property

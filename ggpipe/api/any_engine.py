@@ -13,11 +13,11 @@ from ggpipe.api.arguments import named
 from ggpipe.api.batch import Batch, Cancel, Prompt
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import RequestOptions
-from ggpipe.chat.conversation import Conversation
 from ggpipe.config import Pooling
 from ggpipe.embeddings import Vector
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.options.chat import Chat
+from ggpipe.prompt import Conversation
 
 Submit = Callable[[Prompt | Conversation, Feed], None]
 """Has a prompt continued; what comes of it goes to the feed."""

@@ -73,9 +73,7 @@ def in_keywords(message: str) -> str:
 
 def named(error: GgpipeError) -> GgpipeError:
     """The same error, in keywords."""
-    own = type(error)(in_keywords(str(error)))
-    own.__cause__ = error.__cause__
-    return own
+    return error.reworded(in_keywords(str(error)))
 
 
 def _check_names(keywords: Iterable[str], rows: Mapping[str, Option]) -> None:

@@ -18,7 +18,7 @@ from ggpipe.api.arguments import REQUEST_ROWS, check_request, named, options_of
 from ggpipe.api.feed import Feed
 from ggpipe.api.http_client import Address, Call
 from ggpipe.api.keywords import RequestOptions
-from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.config import Pooling, SpeculationConfig
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.embeddings import Vector
@@ -29,6 +29,7 @@ from ggpipe.openai.sampling import BODY_NAMES
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import Prompt
+from ggpipe.prompt import Conversation
 from ggpipe.sampling import SamplingConfig
 
 

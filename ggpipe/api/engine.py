@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self, Unpack
 
@@ -14,14 +14,13 @@ import numpy as np
 
 from ggpipe.api.any_engine import AnyEngine, Submit
 from ggpipe.api.arguments import ROWS, check_request, named, options_of
-from ggpipe.api.batch import Batch
-from ggpipe.api.engine_thread import EngineThread, Prompt
+from ggpipe.api.batch import Batch, Prompt
+from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import EngineOptions, RequestOptions
 from ggpipe.api.panel import Panel
 from ggpipe.checks import check_range
-from ggpipe.config import MOST_NORM, Pooling, SpeculationConfig
-from ggpipe.core.request import PromptTask
+from ggpipe.config import MOST_NORM, Pooling
 from ggpipe.display.live.notebook import in_notebook
 from ggpipe.embeddings import Vector, chosen, normalized
 from ggpipe.errors import GgpipeError, LaunchError
@@ -30,7 +29,10 @@ from ggpipe.metrics.stats import RankStats
 from ggpipe.options import settings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.grammar import Constraint
-from ggpipe.options.sampling import SamplingOf, sampling_config
+from ggpipe.options.sampling import sampling_config
+from ggpipe.prompt import Conversation, as_prompt
+from ggpipe.prompt import Prompt as ReadablePrompt
+from ggpipe.request import PromptTask, RequestSpec
 from ggpipe.sampling import SamplingConfig
 
 _NOT_FOR_RANKS = (SamplingConfig, Constraint, settings.Prompt)
@@ -114,8 +116,9 @@ class Engine(AnyEngine):
     def _submit(self, options: RequestOptions) -> Submit:
         request, thread, panel = self._request(options), self._thread, self._panel
 
-        def submit(text: Prompt, feed: Feed) -> None:
-            thread.submit(feed, text, *request)
+        def submit(text: Prompt | Conversation, feed: Feed) -> None:
+            prompt = as_prompt(text)
+            thread.submit(feed, lambda usual: request(usual, prompt))
             if panel is not None:
                 panel.request(feed)
 
@@ -124,22 +127,27 @@ class Engine(AnyEngine):
     def _embed(self, texts: Sequence[str | Sequence[int]], pooling: Pooling | None, normalize: int) -> list[Vector]:
         check_range("normalize", normalize, -1, MOST_NORM)
         own = chosen(pooling, self._thread.ask(lambda engine: engine.model.pooling).result())
-        thread, (sampling, _, speculation) = self._thread, self._request(RequestOptions())
+        thread = self._thread
 
         def submit(text: Prompt, feed: Feed) -> None:
-            thread.submit(feed, text, sampling, 0, speculation, task=PromptTask("embed", pooling=own))
+            spec = RequestSpec(prompt=as_prompt(text), task=PromptTask("embed", pooling=own))
+            thread.submit(feed, lambda _: spec)
 
         batch = Batch(texts, self._n_at_a_time, submit, self._cancel)
         found = [np.array([np.frombuffer(row, np.float32) for row in one.wait().embedding]) for one in batch]
         return found if own == "none" else [normalized(rows[0], normalize) for rows in found]
 
-    def _request(self, options: RequestOptions) -> tuple[SamplingOf, int, SpeculationConfig]:
+    def _request(self, options: RequestOptions) -> Callable[[SamplingConfig, ReadablePrompt], RequestSpec]:
+        """How a prompt becomes a request, with the sampling settings that the model's file recommends."""
         try:
             check_request(options)
             given = options_of({**self._keywords, **options})
             prompt = replace(given[settings.Prompt], escape=False)
             sampling = functools.partial(sampling_config, given.having(prompt))
             sampling(SamplingConfig())
-            return sampling, prompt.n_predict, speculation_config(given)
+            speculation = speculation_config(given)
         except GgpipeError as e:
             raise named(e) from None
+        return lambda usual, own: RequestSpec(
+            prompt=own, sampling=sampling(usual), n_predict=prompt.n_predict, speculation=speculation
+        )

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ggpipe.api.arguments import in_keywords, named
 from ggpipe.api.feed import Feed
-from ggpipe.chat.conversation import Conversation
-from ggpipe.config import EngineConfig, SamplingConfig, SpeculationConfig
-from ggpipe.core.request import Finish, PromptTask
+from ggpipe.config import EngineConfig, SamplingConfig
+from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, UsageError
 from ggpipe.launch.job import Job
 from ggpipe.metrics.stats import RankStats
 from ggpipe.options.option import Options
-from ggpipe.options.sampling import SamplingOf
 from ggpipe.options.settings import Ranks
 from ggpipe.planning.n_ranks import ranks_to_start
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.request import RequestSpec
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient
+from ggpipe.runtime.channel.events import Accepted, Ended, Event, Refused, TokenReady
 from ggpipe.runtime.channel.link import Waker
 from ggpipe.runtime.channel.started import User, supervised
 from ggpipe.runtime.channel.supervisor import Supervisor
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Prompt = str | Sequence[int] | Conversation
+RequestOf = Callable[[SamplingConfig], RequestSpec]
+"""A request, for the sampling settings that the model's file recommends. Raises UsageError."""
 
 
 class EngineThread:
@@ -94,33 +95,19 @@ class EngineThread:
 
     # For other threads
 
-    def submit(
-        self,
-        feed: Feed,
-        prompt: Prompt,
-        sampling: SamplingOf,
-        n_predict: int,
-        speculation: SpeculationConfig,
-        cache_prompt: bool = True,
-        task: PromptTask | None = None,
-        user: str = "",
-    ) -> None:
-        """Have a prompt continued, or something else done with it; what comes of it goes to the feed. `user`: as of
-        `Request`."""
+    def submit(self, feed: Feed, request_of: RequestOf) -> None:
+        """Have a request served; what comes of it goes to the feed. `request_of`: the request, made of the sampling
+        settings that the model's file recommends."""
 
         def call(engine: EngineClient) -> None:
             if feed not in self._feeds:  # cancelled before
                 return
             try:
-                drawn = sampling(engine.sampling)
-                tokens, drawn = _read(engine, prompt, feed, drawn)
-                engine.check_prompt(tokens)
+                spec = request_of(engine.sampling)
             except UsageError as e:
                 self._end(feed, error=self._named(e))
                 return
-            request = engine.submit(
-                tokens, drawn, n_predict, speculation, feed.stats, cache_prompt, task=task, user=user
-            )
+            request = engine.submit(spec, feed.stats)
             self._feeds[feed], self._of_request[request.id] = request, feed
 
         with self._lock:
@@ -271,19 +258,27 @@ class EngineThread:
             events = engine.step()
             self.n_cells = engine.n_cells
             for event in events:
-                feed = self._of_request.get(event.request.id)
-                match event:
-                    case TokenReady(_, token) if feed is not None:
-                        feed.add(token)
-                    case RequestEnded(request) if feed is not None:
-                        del self._of_request[request.id]
-                        for line in request.not_saved:
-                            self._show(line)
-                        feed.n_saved_bytes, feed.embedding = request.n_saved_bytes, request.embedding
-                        error = self._named(request.error) if request.error is not None else None
-                        if request.task is not None and request.not_saved:
-                            error = RunError("; ".join(request.not_saved))
-                        self._end(feed, request.rest, error)
+                if (feed := self._of_request.get(event.request)) is not None:
+                    self._take(event, feed)
+
+    def _take(self, event: Event, feed: Feed) -> None:
+        request = self._feeds[feed]
+        assert request is not None
+        match event:
+            case Accepted(answer=answer):
+                feed.accept(request.prompt, answer)
+            case TokenReady(_, token):
+                feed.add(token)
+            case Ended(rest=rest, not_saved=not_saved):
+                del self._of_request[event.request]
+                for line in not_saved:
+                    self._show(line)
+                feed.n_saved_bytes, feed.embedding = event.n_saved_bytes, event.embedding
+                is_task = request.spec.task is not None
+                self._end(feed, rest, RunError("; ".join(not_saved)) if is_task and not_saved else None)
+            case Refused():
+                del self._of_request[event.request]
+                self._end(feed, error=self._named(request.error) if request.error is not None else None)
 
     def _end(self, feed: Feed, rest: str = "", error: GgpipeError | None = None) -> None:
         with self._lock:
@@ -304,20 +299,6 @@ class EngineThread:
         for feed in (self.loaded, *feeds, self.ended):
             feed.end(error=error)
         self._waker.close()
-
-
-def _read(
-    engine: EngineClient, prompt: Prompt, feed: Feed, sampling: SamplingConfig
-) -> tuple[tuple[int, ...], SamplingConfig]:
-    """A prompt's tokens, and how those of its answer are drawn."""
-    match prompt:
-        case str():
-            return engine.tokenize(prompt), sampling
-        case Conversation():
-            chat = engine.tokenize_chat(prompt)
-            feed.marks = chat.answer
-            return chat.tokens, chat.held(sampling)
-    return tuple(prompt), sampling
 
 
 def _show(line: str) -> None:

@@ -23,10 +23,14 @@ class Feed:
         self.on_end = on_end
         self.tokens: list[Token] = []
         """They only grow."""
+        self.is_accepted = False
+        """The engine has taken the request, and knows the tokens of its prompt."""
+        self.prompt: tuple[int, ...] = ()
+        """These tokens."""
         self.n_saved_bytes = 0
-        """As `ClientRequest.n_saved_bytes`."""
+        """As `Ended.n_saved_bytes`."""
         self.embedding: tuple[bytes, ...] = ()
-        """As `ClientRequest.embedding`."""
+        """As `Ended.embedding`."""
         self.rest = ""
         """Text of a character whose last bytes never came."""
         self.marks: AnswerFormat | None = None
@@ -39,6 +43,12 @@ class Feed:
         self._waiting: list[Callable[[], None]] = []
 
     # For the engine's thread
+
+    def accept(self, prompt: tuple[int, ...], marks: AnswerFormat | None) -> None:
+        """The engine has taken the request, whose prompt has these tokens."""
+        with self._changed:
+            self.is_accepted, self.prompt, self.marks = True, prompt, marks
+            self._ring()
 
     def add(self, token: Token) -> None:
         """The text goes on."""
@@ -78,11 +88,19 @@ class Feed:
 
     async def wait_async(self, n_tokens: int | None) -> bool:
         """As `wait`, for an event loop."""
+        await self._wait_until(lambda: self._has(n_tokens))
+        return n_tokens is not None and len(self.tokens) > n_tokens
+
+    async def wait_for_answer(self) -> None:
+        """Wait until the engine has taken the request, or has refused it: `error` says why."""
+        await self._wait_until(lambda: self.is_accepted or self.has_ended)
+
+    async def _wait_until(self, is_so: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
-                if self._has(n_tokens):
-                    return n_tokens is not None and len(self.tokens) > n_tokens
+                if is_so():
+                    return
                 changed = loop.create_future()
                 self._waiting.append(_waker(loop, changed))
             await changed

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.errors import UsageError
 from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, GenerationBody, Mixed, Prompt
 from ggpipe.openai.decode import convert
 from ggpipe.openai.embeddings import EMBEDDINGS, EmbeddingBody
 from ggpipe.openai.responses import RESPONSES, ResponsesBody
 from ggpipe.openai.sampling import BODY_NAMES
+from ggpipe.prompt import Conversation
 from ggpipe.sampling import SamplingConfig
 
 Format = Literal["lines", "specinfer", "openai"]

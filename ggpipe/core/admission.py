@@ -32,7 +32,7 @@ class Admission:
 
     def wait(self, arrived: Arrived) -> None:
         """A request waits until it is admitted."""
-        self._waiting.setdefault(arrived.request.user, []).append(arrived)
+        self._waiting.setdefault(arrived.request.spec.user, []).append(arrived)
 
     def withdraw(self, request_id: int) -> bool:
         """A request does not wait any more. Returns whether it did."""
@@ -48,12 +48,15 @@ class Admission:
     def admit(self) -> Iterator[RequestState]:
         """Admit as many of those that wait as there is room for, one after the other."""
         while self._waiting and len(self.states) < self._limits.n_requests:
-            n_served = collections.Counter(state.request.user for state in self.states.values())
+            n_served = collections.Counter(state.request.spec.user for state in self.states.values())
             user = min(self._waiting, key=lambda user: n_served[user])
             arrived = self._waiting[user][0]
             request = arrived.request
             reserve = self._reserve(request)
-            reuse, n_last = request.cache_prompt and not request.restores, len(request.prompt) - request.wanted.start
+            reuse, n_last = (
+                request.spec.cache_prompt and not request.restores,
+                len(request.prompt) - request.wanted.start,
+            )
             if not self._prefixes.fits(request.prompt, reuse, reserve, self._n_promised, n_last):
                 return
             if others := self._waiting.pop(user)[1:]:

@@ -1,14 +1,17 @@
-"""A request as it comes in, why it ends, and what is counted for it."""
+"""A request as it is served, why it ends, and what is counted for it."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
-from ggpipe.config import Pooling, Saves, SpeculationConfig
-from ggpipe.errors import UsageError
+import msgspec
+
+from ggpipe.config import Saves, SpeculationConfig
+from ggpipe.errors import PromptTooLong, UsageError
+from ggpipe.request import PromptTask, RequestSpec
 
 
 class Finish(enum.Enum):
@@ -51,9 +54,7 @@ def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:
     if not prompt:
         raise UsageError("the prompt is empty: give a text of one token or more")
     if len(prompt) >= n_ctx:
-        raise UsageError(
-            f"the prompt has {len(prompt)} tokens and the context {n_ctx}: raise `n_ctx` above the prompt's length"
-        )
+        raise PromptTooLong(len(prompt), n_ctx)
 
 
 class DraftCheck(Protocol):
@@ -90,40 +91,24 @@ class Limits:
         return min(self.n_batch, self.n_ubatch)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTask:
-    """What is done with a request's prompt, instead of continuing it."""
-
-    kind: Literal["save", "restore", "erase", "embed"]
-    """`save`: compute what the prefix cache has not of it, and write all but its last token to disk. `restore`: put it
-    into the prefix cache from there. `erase`: take what it begins with out of the prefix cache. `embed`: give its
-    embedding."""
-    file: str = ""
-    """Name in the folder of saved prefixes."""
-    pooling: Pooling = "last"
-    """Of the embedding."""
-
-    def check(self, limits: Limits, has_folder: bool) -> None:
-        """Raises UsageError for what cannot be done in a pipeline of these limits. `has_folder`: for saved prefixes."""
-        if self.kind == "embed":
-            return
-        if not limits.n_prefixes:
-            raise UsageError(
-                "nothing is kept of ended requests: `exact` needs `flash_attn` for it, and a model that can"
-            )
-        if self.kind != "erase" and not has_folder:
-            raise UsageError("there is no folder for prefixes: name one with `slot_save_path`")
+def check_task(task: PromptTask, limits: Limits, has_folder: bool) -> None:
+    """Raises UsageError for what cannot be done in a pipeline of these limits. `has_folder`: for saved prefixes."""
+    if task.kind == "embed":
+        return
+    if not limits.n_prefixes:
+        raise UsageError("nothing is kept of ended requests: `exact` needs `flash_attn` for it, and a model that can")
+    if task.kind != "erase" and not has_folder:
+        raise UsageError("there is no folder for prefixes: name one with `slot_save_path`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt to continue."""
+    """A request as the scheduler serves it: what its front end stated, and what the head derived from that."""
 
     id: int
+    spec: RequestSpec
     prompt: tuple[int, ...]
-    n_predict: int = -1
-    """Tokens to generate at most; -1 until the text ends or the context is full."""
-    speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig(mode="iterative"))
+    """Tokens of the prompt, and after them those of `spec.resumed`."""
     drafters: tuple[int, ...] = (0,)
     """Ids of the drafters that draft for it, unless its mode is iterative."""
     ends: frozenset[int] = frozenset()
@@ -132,29 +117,41 @@ class Request:
     """Tokens that are never sampled."""
     want_grows: bool = False
     """Sampling takes one more of the best logits for each further token in the text (penalties look back on it)."""
-    cache_prompt: bool = True
-    """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
-    n_resumed: int = 0
-    """The last tokens of `prompt` are text that other ranks generated before this request was resumed."""
-    remembers_rows: bool = False
-    """Its sampler needs the rows that its text was drawn from. When it is resumed, they come back once more."""
     is_stopped: bool = False
     """There is a stop string in the text that other ranks generated: nothing is left to do."""
-    user: str = ""
-    """Whom it is for: users take turns where requests wait."""
     saves: Saves = "nothing"
     """What is written to disk: the prompt but its last token when that is computed, or at the end all that is."""
-    task: PromptTask | None = None
+
+    @property
+    def n_resumed(self) -> int:
+        """The last tokens of `prompt` are output that other ranks generated before this request was resumed."""
+        return len(self.spec.resumed)
+
+    @property
+    def n_predict(self) -> int:
+        """Tokens that are left to generate at most; -1: until the text ends or the context is full."""
+        n = self.spec.n_predict
+        return max(n - self.n_resumed, 0) if n >= 0 else n
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """How draft tokens are drafted for it."""
+        return self.spec.speculation
+
+    @property
+    def remembers_rows(self) -> bool:
+        """Its sampler needs the rows that its output was drawn from. When it is resumed, they come back once more."""
+        return self.spec.sampling.remembers_rows
 
     @property
     def restores(self) -> bool:
         """Its prompt is to be put into the prefix cache, and nothing else."""
-        return self.task is not None and self.task.kind == "restore"
+        return self.spec.task is not None and self.spec.task.kind == "restore"
 
     @property
     def file(self) -> str:
         """The name of its file in the folder of saved prefixes; empty: it has none."""
-        return self.task.file if self.task is not None else ""
+        return self.spec.task.file if self.spec.task is not None else ""
 
     @property
     def drafts(self) -> bool:
@@ -164,21 +161,21 @@ class Request:
     @property
     def embeds(self) -> bool:
         """Its prompt's embedding is wanted, and nothing else."""
-        return self.task is not None and self.task.kind == "embed"
+        return self.spec.task is not None and self.spec.task.kind == "embed"
 
     @property
     def wanted(self) -> range:
         """Positions of the rows of its prompt that are to come back, besides the last one: those that its resumed text
         was drawn from, or that its embedding is made of."""
         end = len(self.prompt) - 1
-        if self.task is not None and self.task.kind == "embed":
-            match self.task.pooling:
+        if self.spec.task is not None and self.spec.task.kind == "embed":
+            match self.spec.task.pooling:
                 case "last":
                     return range(end, end)
                 case "cls":
                     return range(min(end, 1))
             return range(end)
-        return range(end - self.n_resumed if self.remembers_rows else end, end)
+        return range(end - self.n_resumed, end) if self.n_resumed and self.remembers_rows else range(end, end)
 
     def is_over(self, n_ctx: int) -> Finish | None:
         """Why there is nothing left to do for a resumed request in a context of that size; None where there is."""
@@ -189,10 +186,9 @@ class Request:
         return Finish.CONTEXT_FULL if len(self.prompt) > n_ctx else None
 
     def after(self, tokens: Sequence[int]) -> Request:
-        """What is left of it behind these tokens of its text, which are computed as its prompt is."""
-        n_predict = max(self.n_predict - len(tokens), 0) if self.n_predict >= 0 else self.n_predict
-        n_resumed = self.n_resumed + len(tokens)
-        return replace(self, prompt=(*self.prompt, *tokens), n_predict=n_predict, n_resumed=n_resumed)
+        """What is left of it after these tokens of its output, which are computed as its prompt is."""
+        spec = msgspec.structs.replace(self.spec, resumed=(*self.spec.resumed, *tokens))
+        return replace(self, prompt=(*self.prompt, *tokens), spec=spec)
 
 
 @dataclass(slots=True)

@@ -134,7 +134,7 @@ class RequestState:
     def saves_prompt(self) -> bool:
         """Its prompt is saved as soon as all but its last token is in the pipeline."""
         new = len(self.request.prompt) - 1 > self.counters.cached_tokens
-        return self.request.saves == "prompt" and (new or self.request.task is not None) and not self.is_saved
+        return self.request.saves == "prompt" and (new or self.request.spec.task is not None) and not self.is_saved
 
     def prompt_end(self, n_most: int) -> int:
         """Where the next run may end in its prompt, with so many rows of it at most."""
@@ -156,7 +156,7 @@ class RequestState:
             ends=request.ends,
             banned=request.banned,
             speculation=request.speculation,
-            cache_prompt=request.cache_prompt,
+            cache_prompt=request.spec.cache_prompt,
             saves=request.saves,
         )
 

@@ -160,7 +160,7 @@ class Scheduler:
             return
         if not 0 < n_prompt - request.n_resumed < n_ctx:
             raise ValueError(f"a prompt of {n_prompt - request.n_resumed} tokens in {n_ctx} cells")
-        if request.task is not None and request.task.kind == "erase":
+        if request.spec.task is not None and request.spec.task.kind == "erase":
             self._prefixes.erase(request.prompt)
             actions.append(Finished(request.id, Finish.LENGTH))
             return
@@ -220,7 +220,7 @@ class Scheduler:
 
     def _computed(self, state: RequestState) -> Sequence[int]:
         """Its tokens, as far as they are computed and may go into the prefix cache."""
-        if not state.request.cache_prompt:
+        if not state.request.spec.cache_prompt:
             return ()
         return (*state.request.prompt, *state.text)[: self._in_flight.computed(state, state.n_in)]
 
@@ -284,9 +284,9 @@ class Scheduler:
             end, nodes, most = end - 1, [tree.root], 1
             state.enter(Phase.DECODING)
         own = (tree.own,)
-        rows = []
+        rows, wanted = [], request.wanted
         for i in range(state.n_past, end):
-            index = wants.setdefault(state.want, len(wants)) if i in request.wanted else -1
+            index = wants.setdefault(state.want, len(wants)) if i in wanted else -1
             rows.append(Row(token=request.prompt[i], pos=i, seqs=own, request=request.id, want=index))
         state.n_past = max(state.n_past, end)
         placed = tree.place(nodes, self._in_flight.next_run, most)

@@ -21,6 +21,7 @@ from ggpipe.llama.group import context_of_group
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.metrics.summary import BenchRun, case_name
+from ggpipe.request import RequestSpec
 from ggpipe.runtime import handshake
 from ggpipe.runtime.channel.client import EngineClient
 from ggpipe.runtime.head import Head
@@ -169,9 +170,13 @@ def measure(
         on_turn(turn)
         engine.idle(_SETTLE_S)
         stats = RequestStats()
-        speculation = replace(work.speculation, mode=mode)
-        tokens = own.generate(work.prompts[turn.prompt], work.sampling, work.n_predict, stats, speculation)
-        ids = tuple(token.id for token in tokens)
+        request = RequestSpec(
+            prompt=work.prompts[turn.prompt],
+            sampling=work.sampling,
+            n_predict=work.n_predict,
+            speculation=replace(work.speculation, mode=mode),
+        )
+        ids = tuple(token.id for token in own.stream(request, stats))
         if stats.finish is Finish.STOPPED:
             return
         if turn.round > 0:

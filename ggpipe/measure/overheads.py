@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from ggpipe.cluster.links import Overheads
+from ggpipe.config import SpeculationConfig
 from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Submit
 from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
 from ggpipe.core.request import Counters, Limits, Request
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.measure.stage_timing import Samples, TimedStage
+from ggpipe.request import RequestSpec
 from ggpipe.transport import codec
 from ggpipe.transport.bell import Bell
 
@@ -84,7 +86,8 @@ class HeadWork:
     def __init__(self) -> None:
         limits = Limits(n_ctx=1 << 20, n_batch=512, n_ubatch=512, n_in_flight=2)
         self._scheduler = Scheduler(limits)
-        self._request = Request(id=1, prompt=(1,))
+        spec = RequestSpec(prompt=(1,), speculation=SpeculationConfig(mode="iterative"))
+        self._request = Request(id=1, spec=spec, prompt=(1,))
         self._run = self._submitted(Arrived(self._request, _GREEDY, Counters()))
 
     def token_s(self) -> float:

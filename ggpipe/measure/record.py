@@ -20,6 +20,7 @@ from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.stage import Stage
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import EngineClient
 
 _ANY_CONTEXT = 256  # banned tokens do not depend on it
@@ -79,7 +80,9 @@ def write_texts(
         stats = RequestStats()
         on_request(stats)
         text: list[int] = []
-        for token in engine.generate(prompt, sampling, spec.n_predict, stats, SpeculationConfig(mode="iterative")):
+        iterative = SpeculationConfig(mode="iterative")
+        request = RequestSpec(prompt=prompt, sampling=sampling, n_predict=spec.n_predict, speculation=iterative)
+        for token in engine.stream(request, stats):
             text.append(token.id)
             on_text(token.text)
         on_text("\n")

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.chat.tools.choice import tool_choice
 from ggpipe.checks import MAX_TOKENS
 from ggpipe.errors import BodyError, UsageError
@@ -21,6 +20,7 @@ from ggpipe.grammar.gbnf import check
 from ggpipe.grammar.json_schema import grammar_of
 from ggpipe.openai.functions import functions_as_tools, messages_with_tools
 from ggpipe.openai.sampling import SamplingBody, TokenId
+from ggpipe.prompt import Conversation
 from ggpipe.sampling import SamplingConfig
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ggpipe.chat.tools.choice import ToolChoice, tool_choice
+from ggpipe.chat.tools.choice import tool_choice
 from ggpipe.errors import BodyError
+from ggpipe.prompt import ToolChoice
 
 REASON = "function_call"
 """Why a text ended that calls a function."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.checks import MAX_TOKENS
 from ggpipe.errors import BodyError
 from ggpipe.openai.bodies import ChatBody, GenerationBody
+from ggpipe.prompt import Conversation
 
 RESPONSES = "/v1/responses"
 _WITH_LOGPROBS = "message.output_text.logprobs"

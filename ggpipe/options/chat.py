@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.chat.conversation import CHATML
 from ggpipe.chat.tools.choice import tool_choice
 from ggpipe.errors import SettingError, UsageError
+from ggpipe.prompt import Conversation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from ggpipe.llama import libllama, machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.runtime import handshake
 from ggpipe.runtime.channel import link
+from ggpipe.runtime.channel.events import Message
 from ggpipe.runtime.channel.front_end import FrontEnd
-from ggpipe.runtime.channel.messages import Message
 from ggpipe.runtime.channel.served import serve
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.signals import Signals

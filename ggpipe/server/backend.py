@@ -14,15 +14,17 @@ from typing import TypeVar
 
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
-from ggpipe.chat.answer import AnswerFormat
-from ggpipe.chat.conversation import ChatPrompt, Conversation
-from ggpipe.config import Pooling, SpeculationConfig
-from ggpipe.core.request import Finish, PromptTask, Token, check_prompt
+from ggpipe.chat.conversation import ChatPrompt
+from ggpipe.config import SpeculationConfig
+from ggpipe.core.request import Finish, Token
 from ggpipe.errors import GgpipeError
 from ggpipe.metrics.occupancy import Occupancy
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.options.sampling import SamplingOf
-from ggpipe.runtime.channel.client import EngineClient, ModelInfo
+from ggpipe.prompt import Conversation, Prompt
+from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.runtime.channel.client import EngineClient
+from ggpipe.runtime.channel.messages import ModelInfo
 from ggpipe.sampling import SamplingConfig
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
@@ -51,16 +53,12 @@ class Generation:
     """A text that is written."""
 
     index: int
-    """Its number, in one request."""
+    """Its number, in one HTTP request."""
     prompt: int
-    """Its prompt's number, in one request."""
+    """Its prompt's number, in one HTTP request."""
+    spec: RequestSpec
+    """What the engine is asked."""
     feed: Feed
-    marks: AnswerFormat | None
-    """How reasoning and calls are marked in it; None: all of it is text."""
-    user: str
-    """Whom it is for, as of `Request`."""
-    sampling: SamplingConfig
-    n_predict: int
     end: Callable[[], None]
     """Has the engine cancel it."""
 
@@ -115,7 +113,8 @@ class Backend:
         self._thread = thread
         self._usual = usual
         self._sampling = SamplingConfig()
-        self._speculation = speculation
+        self.speculation = speculation
+        """For all requests."""
         self._n_waiting = n_waiting
         self._is_loaded = False
         self._is_stopping = False
@@ -237,15 +236,9 @@ class Backend:
         self._check_size(len(text))
         return await self.ask(lambda engine: engine.tokenize(text))
 
-    async def tokenize_mixed(self, parts: Sequence[int | str]) -> tuple[int, ...]:
-        """The tokens of a prompt of texts and tokens."""
-        self._check_size(sum(len(part) if isinstance(part, str) else 1 for part in parts))
-        return await self.ask(lambda engine: engine.tokenize_mixed(parts))
-
     async def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
         """A conversation as the model reads it."""
-        n_bytes = len(dumps((conversation.messages, conversation.tools, conversation.further)))
-        self._check_size(n_bytes)
+        self._check_size(size_of(conversation))
         return await self.ask(lambda engine: engine.tokenize_chat(conversation))
 
     def _check_size(self, n_bytes: int) -> None:
@@ -263,7 +256,7 @@ class Backend:
             return ""
         pieces = await self.detokenize([token.id for token in generation.feed.tokens])
         text = b"".join(pieces).decode("utf-8", "replace")
-        found = [(text.find(stop), stop) for stop in generation.sampling.stop if stop in text]
+        found = [(text.find(stop), stop) for stop in generation.spec.sampling.stop if stop in text]
         return min(found)[1] if found else ""
 
     def sampling(self, own: SamplingOf) -> SamplingConfig:
@@ -273,90 +266,55 @@ class Backend:
         except GgpipeError as e:
             raise ApiError.of(e) from e
 
-    def begin(
-        self,
-        prompts: Sequence[tuple[tuple[int, ...], AnswerFormat | None]],
-        sampling: Sequence[SamplingConfig],
-        n_predict: int,
-        cache_prompt: bool,
-        user: str,
-        slot: int = -1,
-    ) -> list[Generation]:
-        """Have prompts continued, each once for each of `sampling`. Raises ApiError where too many wait already.
+    async def begin(self, specs: Sequence[RequestSpec], n_choices: int = 1, slot: int = -1) -> list[Generation]:
+        """Have requests served, and wait until all are accepted: `n_choices` after each other have one prompt. Raises
+        ApiError where too many wait already, and for requests that cannot be served; then none of them is.
 
         `slot`: the number of the one that is to be used, where it is free; -1: any.
 
         One that is a user's only one is taken even then, as long as `n_slots` more wait at most.
         """
-        self._check_room([tokens for tokens, _ in prompts], len(sampling), user)
-        generations: list[Generation] = []
-        for prompt, (tokens, marks) in enumerate(prompts):
-            for drawn in sampling:
-                stats = RequestStats(n_prompt=len(tokens))
-                feed = Feed(functools.partial(self.totals.add, stats, self.ranks))
-                feed.stats = stats
-                self._thread.submit(
-                    feed,
-                    tokens,
-                    functools.partial(_given, drawn),
-                    n_predict,
-                    self._speculation,
-                    cache_prompt,
-                    user=user,
-                )
-                self.slots.begin(tokens, drawn, n_predict, feed, slot)
-                generations.append(
-                    Generation(
-                        index=len(generations), prompt=prompt, feed=feed, marks=marks, user=user, sampling=drawn,
-                        n_predict=n_predict, end=functools.partial(self._thread.cancel, feed),
-                    )
-                )  # fmt: skip
+        self._check_room(len(specs), specs[0].user)
+        for spec in specs[::n_choices]:
+            self._check_size(size_of(spec.prompt))
+        generations = [self._submit(index, index // n_choices, spec) for index, spec in enumerate(specs)]
+        with self._counted(generations), self._cancelled_on_error(generations):
+            for generation in generations:
+                await generation.feed.wait_for_answer()
+                if generation.feed.error is not None:
+                    raise ApiError.of(generation.feed.error)
+        for generation in generations:
+            if generation.spec.task is None:
+                self.slots.begin(generation.feed.prompt, generation.spec, generation.feed, slot)
         return generations
 
-    def embed(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, user: str) -> list[Generation]:
-        """Have prompts' embeddings made. Raises as `begin`."""
-        self._check_room(prompts, 1, user)
-        generations: list[Generation] = []
-        for i, tokens in enumerate(prompts):
-            stats = RequestStats(n_prompt=len(tokens))
-            feed = Feed(functools.partial(self.totals.add, stats, self.ranks))
-            feed.stats = stats
-            sampling, task = functools.partial(_given, SamplingConfig()), PromptTask("embed", pooling=pooling)
-            self._thread.submit(feed, tokens, sampling, 0, self._speculation, task=task, user=user)
-            generations.append(
-                Generation(
-                    index=i, prompt=i, feed=feed, marks=None, user=user, sampling=SamplingConfig(), n_predict=0,
-                    end=functools.partial(self._thread.cancel, feed),
-                )
-            )  # fmt: skip
-        return generations
+    def _submit(self, index: int, prompt: int, spec: RequestSpec) -> Generation:
+        stats = RequestStats()
+        feed = Feed(lambda: self.totals.add(stats, self.ranks) if feed.is_accepted else None)
+        feed.stats = stats
+        self._thread.submit(feed, lambda _: spec)
+        end = functools.partial(self._thread.cancel, feed)
+        return Generation(index=index, prompt=prompt, spec=spec, feed=feed, end=end)
 
     @property
     def n_fair(self) -> int:
         """Requests of one client at a time that leave room for others'."""
         return self.n_slots + self._n_waiting // 4
 
-    def _check_room(self, prompts: Sequence[tuple[int, ...]], n_each: int, user: str) -> None:
-        """Raises ApiError where too many requests wait already, and for prompts that cannot be served."""
+    def _check_room(self, n_new: int, user: str) -> None:
+        """Raises ApiError where too many requests wait already."""
         self.check()
-        n_most, n_new = self.n_slots + self._n_waiting, len(prompts) * n_each
+        n_most = self.n_slots + self._n_waiting
         if n_new > n_most:
             raise ApiError(400, f"{n_new} texts are too many for one request: ask for {n_most} at most")
-        is_only = n_new == 1 and not any(one.user == user and not one.feed.has_ended for one in self._open)
+        is_only = n_new == 1 and not any(one.spec.user == user and not one.feed.has_ended for one in self._open)
         if self.n_active + n_new > n_most + (self.n_slots if is_only else 0):
             raise ApiError(503, f"{self.n_active} requests are being served or wait: try again later")
-        for tokens in prompts:
-            if len(tokens) >= self.n_ctx:
-                raise ApiError.too_long(self.n_ctx, len(tokens))
-            try:
-                check_prompt(tokens, self.n_ctx)
-            except GgpipeError as e:
-                raise ApiError.of(e) from e
 
     async def do(self, task: PromptTask, prompt: tuple[int, ...]) -> int:
         """Have something done with a prompt; returns the bytes of its files. Raises GgpipeError."""
-        feed, sampling = Feed(), functools.partial(_given, SamplingConfig())
-        self._thread.submit(feed, prompt, sampling, 0, self._speculation, task=task)
+        feed, spec = Feed(), RequestSpec(prompt=prompt, task=task)
+        self._thread.submit(feed, lambda _: spec)
         try:
             await feed.wait_async(None)
         finally:
@@ -369,24 +327,48 @@ class Backend:
     @contextmanager
     def answering(self, generations: Sequence[Generation]) -> Iterator[None]:
         """While these are sent to a client. Those that have not ended afterwards are cancelled."""
+        with self._counted(generations):
+            try:
+                yield
+            finally:
+                for generation in generations:
+                    generation.cancel()
+
+    @contextmanager
+    def _counted(self, generations: Sequence[Generation]) -> Iterator[None]:
+        """The server does not end while somebody waits for these."""
         self._n_answers += 1
         self._is_idle.clear()
         self._open.update(generations)
         try:
             yield
         finally:
-            for generation in generations:
-                generation.cancel()
-                self._open.discard(generation)
+            self._open.difference_update(generations)
             self._n_answers -= 1
             if not self._n_answers:
                 self._is_idle.set()
+
+    @staticmethod
+    @contextmanager
+    def _cancelled_on_error(generations: Sequence[Generation]) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+
+
+def size_of(prompt: Prompt) -> int:
+    """About the bytes of its text. A conversation's are those of its JSON."""
+    match prompt:
+        case bytes():
+            return len(prompt)
+        case Conversation():
+            return len(dumps((prompt.messages, prompt.tools, prompt.further)))
+    return sum(len(part) if isinstance(part, bytes) else 1 for part in prompt)
 
 
 def _measure_all(engine: EngineClient) -> None:
     engine.align_clocks()
     engine.measure()
-
-
-def _given(drawn: SamplingConfig, _: SamplingConfig) -> SamplingConfig:
-    return drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ggpipe.errors import BodyError, GgpipeError, QueueFull, SettingError, UsageError
+from ggpipe.errors import BodyError, GgpipeError, PromptTooLong, QueueFull, SettingError, UsageError
 from ggpipe.openai.sampling import BODY_NAMES
 from ggpipe.server.json import JsonResponse
 
@@ -84,6 +84,8 @@ class ApiError(Exception):
         """An error of the engine, in the words of bodies."""
         if isinstance(error, BodyError):
             return ApiError(400, str(error), error.param)
+        if isinstance(error, PromptTooLong):
+            return ApiError.too_long(error.n_ctx, error.n_prompt)
         message = re.sub(r"`([\w.]+)`", lambda found: f"`{_NAMES.get(found[1], found[1])}`", str(error))
         if isinstance(error, QueueFull):
             return ApiError(503, message)

@@ -31,6 +31,7 @@ from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Span, Wan
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.request import RequestSpec
 from ggpipe.sim.arrivals import Arrival
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores, OwnCores
@@ -279,7 +280,8 @@ class _Simulation:
 
 def _active(number: int, asked: Asked, speculation: SpeculationConfig, cluster: VirtualCluster) -> _Active:
     tokens = asked.tokens
-    request = Request(id=number, prompt=tokens.prompt, n_predict=_n_predict(asked), speculation=speculation)
+    spec = RequestSpec(prompt=tokens.prompt, n_predict=_n_predict(asked), speculation=speculation)
+    request = Request(id=number, spec=spec, prompt=tokens.prompt)
     stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation, ranks=_ranks(cluster))
     return _Active(request, tokens, stats, {(rank.rank, rank.draft): rank for rank in stats.ranks})
 

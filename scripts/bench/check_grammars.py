@@ -20,6 +20,7 @@ from support.pipeline import local_session
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.grammar.json_schema import grammar_of
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import ClientRequest
 from ggpipe.sampling import SamplingConfig
 
@@ -60,7 +61,14 @@ def main() -> int:
         prompt = session.tokenize("Once upon a time")
         for name, (grammar, is_right) in cases().items():
             requests = [
-                session.submit(prompt, SamplingConfig(temp=1.0, seed=seed, grammar=grammar), arguments.predict, mode)
+                session.submit(
+                    RequestSpec(
+                        prompt=prompt,
+                        sampling=SamplingConfig(temp=1.0, seed=seed, grammar=grammar),
+                        n_predict=arguments.predict,
+                        speculation=mode,
+                    )
+                )
                 for seed in range(arguments.times)
                 for mode in MODES
             ]

@@ -49,10 +49,11 @@ from ggpipe.launch import mpirun
 from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import inflated_pair
 from ggpipe.metrics.stats import RequestStats, percentile
-from ggpipe.runtime.engine import Engine, TokenReady
+from ggpipe.request import RequestSpec
+from ggpipe.runtime.channel.events import TokenReady
 from ggpipe.runtime.head import Head
-from ggpipe.runtime.loading import load_all
 from ggpipe.runtime.process import run_rank
+from ggpipe.runtime.session import Session
 
 N_CTX, N_UBATCH, N_TARGET = 4096, 512, 2
 N_SHORT, N_LONG, N_CONVERSATION = 16, 2000, 1000
@@ -94,8 +95,7 @@ def job(args: argparse.Namespace) -> int:
     )
 
     def head(ranks: Head) -> int:
-        engine = Engine(load_all(ranks, lambda: None))
-        ranks.at_close(engine.close)
+        engine = Session.load(ranks)
         with libllama(pair.target, cores) as ask:
             print(json.dumps(_measured(engine, args, ask)))
         return 0
@@ -103,7 +103,7 @@ def job(args: argparse.Namespace) -> int:
     return run_rank(config, head)
 
 
-def _measured(engine: Engine, args: argparse.Namespace, ask: Any) -> list[dict[str, Any]]:
+def _measured(engine: Session, args: argparse.Namespace, ask: Any) -> list[dict[str, Any]]:
     tokens = engine.vocab.tokenize(TALE.read_text())
     modes: tuple[Mode, ...] = ("iterative", "async") if args.draft else ("iterative",)
     results: list[dict[str, Any]] = []
@@ -131,23 +131,32 @@ def _measured(engine: Engine, args: argparse.Namespace, ask: Any) -> list[dict[s
 
 
 def _serve(
-    engine: Engine, texts: Sequence[tuple[int, ...]], n: int, speculation: SpeculationConfig
+    engine: Session, texts: Sequence[tuple[int, ...]], n: int, speculation: SpeculationConfig
 ) -> list[RequestStats]:
-    requests = [engine.submit(text, GREEDY, n, speculation, cache_prompt=False) for text in texts]
+    requests = [
+        engine.submit(
+            RequestSpec(prompt=text, sampling=GREEDY, n_predict=n, speculation=speculation, cache_prompt=False)
+        )
+        for text in texts
+    ]
     while any(request.is_active for request in requests):
         engine.step()
     return [request.stats for request in requests]
 
 
-def _beside_a_prompt(engine: Engine, tokens: Sequence[int], n: int) -> dict[str, Any]:
+def _beside_a_prompt(engine: Session, tokens: Sequence[int], n: int) -> dict[str, Any]:
     iterative = SpeculationConfig(mode="iterative")
     (long,), (short,) = prompts(tokens, 1, N_LONG), prompts(tokens, 1, N_SHORT)
     (alone,) = _serve(engine, [long], 2, iterative)
     (usual,) = _serve(engine, [short], n, iterative)
-    user = engine.submit(short, GREEDY, N_CTX // 4, iterative, cache_prompt=False)
+    user = engine.submit(
+        RequestSpec(prompt=short, sampling=GREEDY, n_predict=N_CTX // 4, speculation=iterative, cache_prompt=False)
+    )
     while user.stats.n_generated < 8:
         engine.step()
-    other = engine.submit(long, GREEDY, 2, iterative, cache_prompt=False)
+    other = engine.submit(
+        RequestSpec(prompt=long, sampling=GREEDY, n_predict=2, speculation=iterative, cache_prompt=False)
+    )
     while other.is_active:
         engine.step()
     first, last = other.stats.arrived, other.stats.token_times[0]
@@ -168,16 +177,20 @@ def _beside_a_prompt(engine: Engine, tokens: Sequence[int], n: int) -> dict[str,
     }
 
 
-def _second_question(engine: Engine, tokens: Sequence[int], i: int) -> float:
+def _second_question(engine: Session, tokens: Sequence[int], i: int) -> float:
     """Of a conversation that no earlier round had."""
     iterative = SpeculationConfig(mode="iterative")
     first = (300 + i, *prompts(tokens, 1, N_CONVERSATION - 1)[0])
-    request = engine.submit(first, GREEDY, 16, iterative, cache_prompt=True)
+    request = engine.submit(
+        RequestSpec(prompt=first, sampling=GREEDY, n_predict=16, speculation=iterative, cache_prompt=True)
+    )
     answer: list[int] = []
     while request.is_active:
         answer += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
     second = (*first, *answer, *prompts(tokens, 2, 24)[1])
-    again = engine.submit(second, GREEDY, 2, iterative, cache_prompt=True)
+    again = engine.submit(
+        RequestSpec(prompt=second, sampling=GREEDY, n_predict=2, speculation=iterative, cache_prompt=True)
+    )
     while again.is_active:
         engine.step()
     assert request.stats.ttft_s is not None

@@ -43,12 +43,13 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.cli.commands import serve
 from ggpipe.cli.parsing import parse
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config import SpeculationConfig
 from ggpipe.errors import GgpipeError
 from ggpipe.launch.environment import die_with_parent
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.table import OPTIONS
+from ggpipe.request import RequestSpec
 from scripts.bench.http_streams import Streams, stream
 from scripts.bench.serving import GREEDY, N_CTX, N_SHORT, libllama, prompts
 
@@ -90,12 +91,10 @@ def _answer_lines(engine: EngineThread) -> None:
 
 def _submitted(engine: EngineThread, text: Sequence[int], n: int) -> Answer:
     feed = Feed()
-    engine.submit(feed, text, _greedy, n, SpeculationConfig(mode="iterative"), cache_prompt=False)
+    iterative = SpeculationConfig(mode="iterative")
+    spec = RequestSpec(prompt=tuple(text), sampling=GREEDY, n_predict=n, speculation=iterative, cache_prompt=False)
+    engine.submit(feed, lambda _: spec)
     return Answer(feed, lambda: engine.cancel(feed), text)
-
-
-def _greedy(_: SamplingConfig) -> SamplingConfig:
-    return GREEDY
 
 
 async def _together(engine: EngineThread, texts: Sequence[Sequence[int]], n: int) -> list[list[float]]:

@@ -41,6 +41,7 @@ from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Cut, Outcome
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.request import RequestSpec
 from ggpipe.runtime import handshake
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.process import run_rank
@@ -143,7 +144,12 @@ def job(args: argparse.Namespace) -> int:
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
                 prompt = prompt_of(session, i, args.texts)
-                tokens = [t.id for t in session.generate(prompt, GREEDY, args.n, stats, speculation)]
+                tokens = [
+                    t.id
+                    for t in session.stream(
+                        RequestSpec(prompt=prompt, sampling=GREEDY, n_predict=args.n, speculation=speculation), stats
+                    )
+                ]
                 counters = stats.counters
                 results.append({
                     "round": i, "name": name, "text": tokens, "tps": stats.decode_tps, "ttft": stats.ttft_s,

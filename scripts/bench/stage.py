@@ -34,6 +34,7 @@ from ggpipe.llama.libllama import lib, start
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Stage
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.process import run_rank
 from ggpipe.runtime.session import Session
@@ -109,7 +110,7 @@ def one_rank(path: Path, exact: bool) -> Session:
 def generate(session: Session, prompt: tuple[int, ...], n: int) -> tuple[float, float]:
     """As Libllama.generate, by a session."""
     stats = RequestStats()
-    for _ in session.generate(prompt, GREEDY, n, stats):
+    for _ in session.stream(RequestSpec(prompt=prompt, sampling=GREEDY, n_predict=n), stats):
         pass
     assert stats.ttft_s is not None
     return stats.ttft_s, stats.decode_s
@@ -191,7 +192,7 @@ def job_hops(path: Path, pairs: int) -> int:
         sums, wholes, hops = [], [], []
         for i in range(pairs + 1):
             stats = RequestStats()
-            for _ in session.generate(prompt_tokens(16), GREEDY, N_DECODE, stats):
+            for _ in session.stream(RequestSpec(prompt=prompt_tokens(16), sampling=GREEDY, n_predict=N_DECODE), stats):
                 pass
             tokens = [sum(span.compute_s for span in run.spans) for run in stats.runs[1:]]
             alone = whole_decode(whole)
@@ -293,7 +294,7 @@ def job_idle(path: Path) -> int:
 
     def head(ranks: Head) -> int:
         session = Session.load(ranks)
-        for _ in session.generate(prompt_tokens(16), GREEDY, 4):
+        for _ in session.stream(RequestSpec(prompt=prompt_tokens(16), sampling=GREEDY, n_predict=4)):
             pass
         session.measure()
         before = [r.cpu_s for r in session.ranks]

@@ -41,6 +41,7 @@ from ggpipe.core.layout import parse_shares
 from ggpipe.launch.environment import die_with_parent, mpi_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.head import Head
 from ggpipe.runtime.process import run_rank
 from ggpipe.runtime.session import Session
@@ -115,7 +116,15 @@ def job(setting: Setting, args: argparse.Namespace) -> int:
         while line := sys.stdin.readline().strip():
             mode = cast(Mode, line)
             for tokens, n in ((prompt[:1], 2), (prompt, args.n)):  # the first brings weights back that were not used
-                request = session.submit(tokens, GREEDY, n, SpeculationConfig(mode=mode), cache_prompt=False)
+                request = session.submit(
+                    RequestSpec(
+                        prompt=tokens,
+                        sampling=GREEDY,
+                        n_predict=n,
+                        speculation=SpeculationConfig(mode=mode),
+                        cache_prompt=False,
+                    )
+                )
                 while request.is_active:
                     session.step()
             session.measure()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from ggpipe.batch.tasks import Format, Task, read_tasks
-from ggpipe.chat.conversation import Conversation
 from ggpipe.errors import UsageError
 from ggpipe.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody
 from ggpipe.openai.embeddings import EMBEDDINGS
 from ggpipe.openai.responses import RESPONSES
+from ggpipe.prompt import Conversation
 from ggpipe.sampling import SamplingConfig
 
 

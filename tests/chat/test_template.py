@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.chat.conversation import CHATML
 from ggpipe.chat.template import ChatTemplate
 from ggpipe.errors import SettingError, UsageError
+from ggpipe.prompt import Conversation
 
 TEMPLATES = sorted(Path(__file__).parent.joinpath("templates").glob("*.jinja"))
 BOS, EOS = "<s>", "</s>"

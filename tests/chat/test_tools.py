@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from ggpipe.chat.answer import AnswerFormat, AnswerParser, WholeAnswer, answer_format
 from ggpipe.chat.reasoning import reasoning_format
-from ggpipe.chat.tools.choice import ToolChoice, tool_choice
+from ggpipe.chat.tools.choice import tool_choice
 from ggpipe.chat.tools.events import Arguments, CallBegun, CallEnded, Event, joined
 from ggpipe.chat.tools.forms import Form, form_of
 from ggpipe.chat.tools.grammar import grammar_of_calls
 from ggpipe.errors import BodyError
 from ggpipe.grammar import gbnf
+from ggpipe.prompt import ToolChoice
 
 TEMPLATES = Path(__file__).with_name("templates")
 LOOK = {

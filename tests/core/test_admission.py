@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from support.requests import core_request
+
 from ggpipe.core.admission import Admission
 from ggpipe.core.events import Arrived
 from ggpipe.core.in_flight import InFlight
 from ggpipe.core.messages import Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
-from ggpipe.core.request import Limits, Request
+from ggpipe.core.request import Limits
 from ggpipe.core.request_state import RequestState
 
 
@@ -26,7 +28,7 @@ class Queue:
     def arrive(self, *names: str) -> None:
         for name in names:
             self._ids[name] = number = len(self._ids)
-            request = Request(id=number, prompt=(1,), n_predict=5, user=name[0])
+            request = core_request(id=number, prompt=(1,), n_predict=5, user=name[0])
             self._admission.wait(Arrived(request, Want(WantKind.TOP, 1)))
 
     def admitted(self) -> Sequence[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.fakes import END
 from support.heads import Head, opened
+from support.requests import changed, core_request
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, Expansion, MicroBatch
@@ -17,7 +18,7 @@ from ggpipe.core.request import Finish, Request
 
 
 def speculating(number: int = 1, **settings: Any) -> Request:
-    return Request(
+    return core_request(
         id=number,
         prompt=(number * 100, 2, 3),
         n_predict=8,
@@ -55,7 +56,7 @@ def tokens_in_flight(head: Head) -> list[list[int]]:
 
 def test_chunks_follow_each_other_without_waiting() -> None:
     head = opened(n_in_flight=3)
-    head.arrive(Request(id=1, prompt=tuple(range(1, 18)), n_predict=1))
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 18)), n_predict=1))
     assert [len(run.rows) for run in head.pipeline.live] == [4, 4, 4]
     come_back(head)
     assert len(head.pipeline.live) == 3
@@ -246,7 +247,7 @@ def test_synchronous_speculation_waits_for_the_draft() -> None:
 
 def test_nothing_is_submitted_that_the_text_has_no_room_for() -> None:
     head = opened(n_in_flight=4)
-    head.arrive(replace(speculating(), n_predict=2))
+    head.arrive(changed(speculating(), n_predict=2))
     draft_token(head, ROOT, 1, 11)
     draft_token(head, 1, 2, 12)
     assert tokens_in_flight(head)[1:] == [[11]], "the last token is drawn from the row before it"
@@ -271,7 +272,7 @@ def test_deeper_rows_want_more_logits() -> None:
 
 def test_operations_that_no_run_could_carry_go_alone() -> None:
     head = opened()
-    first, second = (Request(id=i, prompt=(i, 2, 3), n_predict=1) for i in (1, 2))
+    first, second = (core_request(id=i, prompt=(i, 2, 3), n_predict=1) for i in (1, 2))
     head.arrive(first)
     head.arrive(second)
     come_back(head)
@@ -287,7 +288,7 @@ def test_operations_that_no_run_could_carry_go_alone() -> None:
 
 def test_a_stop_cancels_all_that_is_in_flight_and_waits_for_it() -> None:
     head = opened(n_in_flight=3)
-    head.arrive(Request(id=1, prompt=tuple(range(1, 30)), n_predict=5))
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 30)), n_predict=5))
     head.stop(1)
     assert len(head.pipeline.cancelled) == 3
     assert head.seen[1].finish is None
@@ -299,7 +300,7 @@ def test_a_stop_cancels_all_that_is_in_flight_and_waits_for_it() -> None:
 def test_a_waiting_request_is_stopped_at_once() -> None:
     head = opened()
     for i in (1, 2, 3):
-        head.arrive(Request(id=i, prompt=(i, 2, 3), n_predict=2))
+        head.arrive(core_request(id=i, prompt=(i, 2, 3), n_predict=2))
     head.stop(2)
     assert head.seen[2].finish is Finish.STOPPED
     assert not head.pipeline.cancelled
@@ -310,7 +311,7 @@ def test_a_waiting_request_is_stopped_at_once() -> None:
 
 def test_a_token_drawn_for_a_stopped_request_is_dropped() -> None:
     head = opened()
-    head.arrive(Request(id=1, prompt=(1, 2, 3), n_predict=5))
+    head.arrive(core_request(id=1, prompt=(1, 2, 3), n_predict=5))
     while not head.to_sample:
         head.moves()[-1][1]()
     head.stop(1)
@@ -322,7 +323,7 @@ def test_a_token_drawn_for_a_stopped_request_is_dropped() -> None:
 
 def test_nothing_to_predict_still_reads_the_prompt() -> None:
     head = opened()
-    head.arrive(Request(id=1, prompt=tuple(range(1, 11)), n_predict=0))
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 11)), n_predict=0))
     head.drain()
     assert head.seen[1].finish is Finish.LENGTH
     assert [len(run.rows) for run in head.seen[1].runs] == [4, 4, 2]
@@ -330,15 +331,15 @@ def test_nothing_to_predict_still_reads_the_prompt() -> None:
 
 def test_two_requests_share_the_pipeline() -> None:
     head = opened(n_requests=2, n_in_flight=2)
-    head.arrive(Request(id=1, prompt=(1, 2), n_predict=6))
-    head.arrive(Request(id=2, prompt=(3, 4), n_predict=6))
+    head.arrive(core_request(id=1, prompt=(1, 2), n_predict=6))
+    head.arrive(core_request(id=2, prompt=(3, 4), n_predict=6))
     assert [run.rows[0].request for run in head.pipeline.live] == [1]
     head.pipeline.step(0)
     head.pipeline.step(0)
     head._hear_result()
     head._sample()
     assert [[row.request for row in run.rows] for run in head.pipeline.live] == [[1, 2, 2]]
-    head.arrive(Request(id=3, prompt=(5, 6), n_predict=6))
+    head.arrive(core_request(id=3, prompt=(5, 6), n_predict=6))
     assert not head.seen[3].runs
     head.drain()
     assert all(seen.finish is Finish.LENGTH for seen in head.seen.values())
@@ -347,12 +348,12 @@ def test_two_requests_share_the_pipeline() -> None:
 @pytest.mark.parametrize("n", [0, 64, 65])
 def test_a_prompt_that_does_not_fit_is_a_bug_of_the_caller(n: int) -> None:
     with pytest.raises(ValueError, match=f"a prompt of {n} tokens in 64 cells"):
-        opened().arrive(Request(id=1, prompt=tuple(range(n)), n_predict=1))
+        opened().arrive(core_request(id=1, prompt=tuple(range(n)), n_predict=1))
 
 
 def test_a_run_ends_once() -> None:
     head = opened()
-    head.arrive(Request(id=1, prompt=(1, 2, 3), n_predict=1))
+    head.arrive(core_request(id=1, prompt=(1, 2, 3), n_predict=1))
     with pytest.raises(ValueError, match="run 99 is not in flight"):
         head.scheduler.handle(RunEnded(RunResult(99)), 0.0)
     head.drain()
@@ -362,9 +363,9 @@ def test_a_run_ends_once() -> None:
 
 def test_who_leaves_the_queue_lets_those_behind_it_in() -> None:
     head = opened(n_requests=2)
-    head.arrive(Request(id=1, prompt=tuple(range(1, 21)), n_predict=8))
-    head.arrive(Request(id=2, prompt=(2, 3), n_predict=50))  # 28 of 64 cells are promised
-    head.arrive(Request(id=3, prompt=(2, 3), n_predict=8))
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 21)), n_predict=8))
+    head.arrive(core_request(id=2, prompt=(2, 3), n_predict=50))  # 28 of 64 cells are promised
+    head.arrive(core_request(id=3, prompt=(2, 3), n_predict=8))
     head.stop(2)
     assert set(head.scheduler._states) == {1, 3}
     head.drain()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from support.fakes import Tokens
 from support.heads import Head, opened
+from support.requests import core_request
 
 from ggpipe.core.messages import KvKind, KvOp
-from ggpipe.core.request import Finish, Request
+from ggpipe.core.request import Finish
 
 PROMPT = (1, 2, 3, 4, 5, 6)
 
@@ -27,7 +28,7 @@ def tokens_in_flight(head: Head) -> list[list[int]]:
 def after_a_text(n_predict: int = 2, **limits: int) -> tuple[Head, Tokens]:
     """A request has ended; returns its tokens as well."""
     head = opened(n_seq=6, n_prefixes=2, n_requests=2, **limits)
-    head.arrive(Request(id=1, prompt=PROMPT, n_predict=n_predict))
+    head.arrive(core_request(id=1, prompt=PROMPT, n_predict=n_predict))
     head.drain()
     return head, head.seen[1].tokens
 
@@ -43,7 +44,7 @@ def test_a_text_is_kept_to_its_last_computed_token() -> None:
 
 def test_the_next_question_computes_what_is_new() -> None:
     head, tokens = after_a_text()
-    head.arrive(Request(id=2, prompt=(*tokens, 7, 8), n_predict=1))
+    head.arrive(core_request(id=2, prompt=(*tokens, 7, 8), n_predict=1))
     head._tick()  # nobody came with it
     assert tokens_in_flight(head) == [[tokens[-1], 7, 8]], "what is left is cut from its own beginning"
     assert cached(head, 2) == len(tokens) - 1
@@ -52,7 +53,7 @@ def test_the_next_question_computes_what_is_new() -> None:
 
 def test_a_common_beginning_is_copied() -> None:
     head, tokens = after_a_text()
-    head.arrive(Request(id=2, prompt=(*tokens[:5], 7), n_predict=1))
+    head.arrive(core_request(id=2, prompt=(*tokens[:5], 7), n_predict=1))
     head._tick()
     assert tokens_in_flight(head) == [[7]]
     assert head.seen[2].runs[0].ops == (KvOp(KvKind.CP, 0, 1, 0, 5),)
@@ -60,10 +61,10 @@ def test_a_common_beginning_is_copied() -> None:
 
 def test_two_requests_share_the_prompt_of_the_first() -> None:
     head = opened(n_seq=6, n_prefixes=2, n_requests=2)
-    head.arrive(Request(id=1, prompt=PROMPT, n_predict=5))
+    head.arrive(core_request(id=1, prompt=PROMPT, n_predict=5))
     while not head.seen[1].text:
         come_back(head)
-    head.arrive(Request(id=2, prompt=(*PROMPT[:-1], 9), n_predict=5))
+    head.arrive(core_request(id=2, prompt=(*PROMPT[:-1], 9), n_predict=5))
     assert cached(head, 2) == len(PROMPT) - 1
     head.drain()
     head.check_end()
@@ -71,7 +72,7 @@ def test_two_requests_share_the_prompt_of_the_first() -> None:
 
 def test_a_request_that_is_stopped_while_its_prompt_is_read_leaves_what_is_computed() -> None:
     head = opened(n_seq=6, n_prefixes=2)
-    head.arrive(Request(id=1, prompt=tuple(range(1, 30)), n_predict=5))
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 30)), n_predict=5))
     come_back(head)
     head.stop(1)
     head.drain()
@@ -82,7 +83,7 @@ def test_a_request_that_is_stopped_while_its_prompt_is_read_leaves_what_is_compu
 
 def test_requests_take_cells_when_they_need_them_and_not_before() -> None:
     head, tokens = after_a_text(n_ctx=16)
-    head.arrive(Request(id=2, prompt=(21, 22, 23, 24), n_predict=12))
+    head.arrive(core_request(id=2, prompt=(21, 22, 23, 24), n_predict=12))
     head._tick()
     while len(head.seen[2].text) < 4:
         assert head.scheduler._prefixes.kept == {0: tokens[:-1]}
@@ -96,10 +97,10 @@ def test_requests_take_cells_when_they_need_them_and_not_before() -> None:
 def test_a_shared_prefix_leaves_room_for_a_further_request() -> None:
     head = opened(n_seq=6, n_prefixes=2, n_requests=2, n_ctx=21)
     prompt = tuple(range(1, 13))
-    head.arrive(Request(id=1, prompt=prompt, n_predict=4))
+    head.arrive(core_request(id=1, prompt=prompt, n_predict=4))
     while not head.seen[1].text:
         come_back(head)
-    head.arrive(Request(id=2, prompt=(*prompt[:-1], 50), n_predict=4))
+    head.arrive(core_request(id=2, prompt=(*prompt[:-1], 50), n_predict=4))
     assert cached(head, 2) == 11, "11 of its 16 cells are the first one's"
     head.drain()
     head.check_end()
@@ -107,7 +108,7 @@ def test_a_shared_prefix_leaves_room_for_a_further_request() -> None:
 
 def test_a_request_without_the_cache() -> None:
     head, tokens = after_a_text()
-    head.arrive(Request(id=2, prompt=(*tokens, 7), n_predict=1, cache_prompt=False))
+    head.arrive(core_request(id=2, prompt=(*tokens, 7), n_predict=1, cache_prompt=False))
     head.drain()
     assert cached(head, 2) == 0
     assert list(head.scheduler._prefixes.kept.values()) == [tokens[:-1]]
@@ -122,7 +123,7 @@ def recurrent(**limits: int) -> Head:
 
 def serve(head: Head, number: int, prompt: Tokens, n_predict: int = 1) -> Tokens:
     """Serve a request to its end; returns its tokens."""
-    head.arrive(Request(id=number, prompt=prompt, n_predict=n_predict))
+    head.arrive(core_request(id=number, prompt=prompt, n_predict=n_predict))
     head.drain()
     return head.seen[number].tokens
 
@@ -163,7 +164,7 @@ def test_what_two_prompts_share_is_kept_for_a_third() -> None:
 
 def test_a_state_that_was_not_computed_is_not_kept() -> None:
     head = recurrent(n_in_flight=9)
-    head.arrive(Request(id=1, prompt=tuple(range(1, 31)), n_predict=5))
+    head.arrive(core_request(id=1, prompt=tuple(range(1, 31)), n_predict=5))
     while len(head.seen[1].runs) < 9:
         come_back(head)
     while len(tokens_in_flight(head)) > 2:

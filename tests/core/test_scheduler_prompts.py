@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fakes import cut_as_libllama
 from support.heads import opened
+from support.requests import core_request
 from support.zoo import ggml_base, make
 
 from ggpipe.core.messages import Row
-from ggpipe.core.request import Request
 from ggpipe.core.request_state import chunk_end
 
 
@@ -71,7 +71,7 @@ def test_libllama_cuts_there_itself(n_tokens: int, n_batch: int, n_ubatch: int, 
 def test_chunks_do_not_depend_on_what_is_in_flight(n: int, n_batch: int, n_ubatch: int) -> None:
     def rows(n_in_flight: int) -> list[tuple[Row, ...]]:
         head = opened(n_batch=n_batch, n_ubatch=n_ubatch, n_in_flight=n_in_flight)
-        head.arrive(Request(id=1, prompt=tuple(range(1, n + 1)), n_predict=3))
+        head.arrive(core_request(id=1, prompt=tuple(range(1, n + 1)), n_predict=3))
         head.drain()
         head.check_end()
         return [run.rows for run in head.seen[1].runs]

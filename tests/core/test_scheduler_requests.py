@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from support.fake_drafts import Adversary, FakeDraftModel, RealDraft
 from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
+from support.requests import changed, core_request
 
 from ggpipe.config import Pooling, SpeculationConfig
-from ggpipe.core.request import Limits, PromptTask, Request
+from ggpipe.core.request import Limits, Request
+from ggpipe.request import PromptTask
 
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
 
@@ -96,7 +98,7 @@ def requests(
     draw: st.DrawFn, number: int, speculations: st.SearchStrategy[SpeculationConfig], n_predict: tuple[int, ...]
 ) -> Request:
     n = draw(st.integers(1, 14))
-    return Request(
+    return core_request(
         id=number,
         prompt=tuple(range(number * 100, number * 100 + n)),
         n_predict=draw(st.sampled_from(n_predict)),
@@ -118,12 +120,11 @@ def tasks(draw: st.DrawFn, request: Request) -> Request:
     kind = draw(st.sampled_from(kinds))
     if kind is None:
         return request
-    return replace(
-        request,
+    return changed(
+        replace(request, saves="prompt" if kind == "save" else "nothing"),
         n_predict=0,
         speculation=SpeculationConfig(mode="iterative"),
-        saves="prompt" if kind == "save" else "nothing",
-        cache_prompt=request.cache_prompt and kind != "embed",
+        cache_prompt=request.spec.cache_prompt and kind != "embed",
         task=PromptTask(kind, draw(st.sampled_from(["whole", "whole", "damaged"])), draw(st.sampled_from(poolings))),
     )
 
@@ -250,7 +251,7 @@ def recurrent(draw: st.DrawFn) -> Scenario:
         limits=replace(scenario.limits, partial_prefixes=False),
         restored=replace(scenario.restored, more=()),
         n_stages=draw(st.integers(1, 4)),
-        requests=[replace(request, speculation=plain) for request in scenario.requests],
+        requests=[changed(request, speculation=plain) for request in scenario.requests],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 300), max_size=6)),
         alike=draw(st.sampled_from([0.5, 0.9])),
         hybrid=True,
@@ -330,7 +331,7 @@ def test_requests_go_on_when_all_ranks_are_lost(scenario: Scenario, lives: list[
 @given(scenarios(), st.integers(1, 30))
 def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predict: int) -> None:
     (first, *_), limits = scenario.requests, replace(scenario.limits, n_ctx=60, partial_prefixes=True)
-    request = replace(first, n_predict=n_predict, speculation=replace(first.speculation, n_parallel=1))
+    request = changed(first, n_predict=n_predict, speculation=replace(first.speculation, n_parallel=1))
     head = play(
         replace(
             scenario,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 
 import pytest
+from support.requests import core_request
 
 from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Stop, Submit, Tick
 from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
-from ggpipe.core.request import Limits, PromptTask, Request
+from ggpipe.core.request import Limits
 from ggpipe.core.scheduler import Scheduler
+from ggpipe.request import PromptTask
 
 ONE = Want(WantKind.TOP, 1)
 
@@ -44,10 +46,12 @@ class Pipeline:
 
     def arrive(self, number: int, n_prompt: int = 1) -> None:
         prompt = tuple(range(1, n_prompt + 1))
-        self._handle(Arrived(Request(id=number, prompt=prompt, n_predict=1000), ONE))
+        self._handle(Arrived(core_request(id=number, prompt=prompt, n_predict=1000), ONE))
 
     def embed(self, number: int, n_prompt: int) -> None:
-        request = Request(id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, task=PromptTask("embed"))
+        request = core_request(
+            id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, task=PromptTask("embed")
+        )
         self._handle(Arrived(request, ONE))
 
     def stop(self, number: int) -> None:

@@ -11,13 +11,13 @@ from support.commands import TARGET
 
 from ggpipe.chat.answer import AnswerFormat, WholeAnswer, whole_answer
 from ggpipe.chat.reasoning import reasoning_format
-from ggpipe.chat.tools.choice import ToolChoice
 from ggpipe.chat.tools.forms import Form
 from ggpipe.chat.tools.grammar import grammar_of_calls
 from ggpipe.config import ModelConfig
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.grammars.grammar import Grammar
 from ggpipe.llama.vocab import Vocab
+from ggpipe.prompt import ToolChoice
 
 LOOK = {
     "type": "function",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.commands import TARGET
 from support.pipeline import local_session
+from support.requests import asked
 from support.screen import speculated_request, speculating_ranks
 
 from ggpipe.config import (
@@ -116,7 +117,7 @@ def test_a_stop_ends_it(session: Session) -> None:
     work = replace(WORK, modes=("iterative", "async"))
     runs = list(bench.measure({"": session}, None, work, stop))
     assert [(run.round, run.prompt) for run in runs] == [(1, "a"), (1, "a"), (1, "b"), (1, "b")]
-    assert list(session.generate((5, 6), WORK.sampling, 2)), "it still serves"
+    assert list(session.stream(asked((5, 6), WORK.sampling, 2))), "it still serves"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.commands import HANG_S, TARGET, ggpipe, mpirun
 from support.profiles import check, config_of, measure, refuse, refused
+from support.requests import asked
 from support.virtual import measured
 from support.zoo import make
 
@@ -217,7 +218,7 @@ def test_two_ranks_then_a_session(model: Path) -> None:
     worker.start()
     with Head(transports[0], config) as head:
         tokens = list(
-            Session.load(head).generate((1, 5, 9), SamplingConfig(temp=0, ignore_eos=True), 4, RequestStats())
+            Session.load(head).stream(asked((1, 5, 9), SamplingConfig(temp=0, ignore_eos=True), 4), RequestStats())
         )
     assert len(tokens) == 4
     worker.join(HANG_S)

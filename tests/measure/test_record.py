@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, output
 from support.pipeline import local_session
+from support.requests import asked
 from support.zoo import make
 
 from ggpipe.cluster.recording import BUNDLED, Recording, dump, read
@@ -76,7 +77,7 @@ def test_the_draft_is_recorded_at_each_position(stage: Stage, n_ubatch: int) -> 
     config = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=512), PipelineConfig(threads=(1,)))
     with local_session(config, 2) as session:
         prompt = session.vocab.tokenize("Once upon a time there was a king")
-        text = tuple(token.id for token in session.generate(prompt, GREEDY, 40))
+        text = tuple(token.id for token in session.stream(asked(prompt, GREEDY, 40)))
     for sampling, banned in ((GREEDY, (0,)), (SamplingConfig(), ())):
         assert check_pair(ModelConfig(path=TARGET), ModelConfig(path=DRAFT), sampling).banned == banned
     found = trace(prompt, text, n_ubatch)

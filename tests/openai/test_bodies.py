@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from ggpipe.chat.tools.choice import ToolChoice
 from ggpipe.errors import BodyError
 from ggpipe.openai.bodies import ChatBody, CompletionBody, Mixed
 from ggpipe.openai.decode import convert, decode
+from ggpipe.prompt import ToolChoice
 from ggpipe.sampling import SamplingConfig
 
 

@@ -9,6 +9,7 @@ import pytest
 from support.chat_model import add_tokens
 from support.commands import TARGET, ggpipe
 from support.pipeline import local_session
+from support.requests import asked
 
 from ggpipe.cluster.recording import read
 from ggpipe.config import (
@@ -55,7 +56,7 @@ def test_the_draft_reads_a_stand_in(chat: Path, n_draft_ranks: int) -> None:
         texts = {}
         for mode in get_args(Mode):
             stats = RequestStats()
-            tokens = session.generate(prompt, SAMPLING, 120, stats, SpeculationConfig(mode=mode))
+            tokens = session.stream(asked(prompt, SAMPLING, 120, SpeculationConfig(mode=mode)), stats)
             texts[mode] = [token.id for token in tokens]
             if mode == "speculative":  # in async mode that depends on how fast the draft is
                 assert stats.counters.accepted_tokens > 10

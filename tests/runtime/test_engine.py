@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 from support.commands import TARGET
 from support.pipeline import local_ranks
+from support.requests import asked
 
 from ggpipe.config import (
     ContextConfig,
@@ -21,8 +22,9 @@ from ggpipe.config import (
 )
 from ggpipe.core.request import Finish
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.runtime.engine import ActiveRequest, Engine, RequestEnded, TokenReady
-from ggpipe.runtime.loading import load_all
+from ggpipe.runtime.channel.client import ClientRequest
+from ggpipe.runtime.channel.events import Ended, TokenReady
+from ggpipe.runtime.session import Session
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 GREEDY = SamplingConfig(temp=0)
@@ -30,7 +32,7 @@ PROMPTS = ("Once upon a time", "The wolf said to the", "There was a king who had
 
 
 @contextmanager
-def engine(n_ranks: int, n_draft_ranks: int = 0, n_requests: int = 3) -> Iterator[Engine]:
+def engine(n_ranks: int, n_draft_ranks: int = 0, n_requests: int = 3) -> Iterator[Session]:
     context = ContextConfig(n_ctx=512, n_ubatch=16, n_seq=n_requests + 1, exact=True)
     draft = DraftConfig(
         model=ModelConfig(path=DRAFT),
@@ -45,12 +47,11 @@ def engine(n_ranks: int, n_draft_ranks: int = 0, n_requests: int = 3) -> Iterato
         n_requests=n_requests,
     )
     with local_ranks(config, n_ranks + n_draft_ranks) as head:
-        own = Engine(load_all(head, lambda: None))
-        head.at_close(own.close)
+        own = Session.load(head)
         yield own
 
 
-def serve(own: Engine, requests: list[ActiveRequest]) -> dict[int, list[int]]:
+def serve(own: Session, requests: list[ClientRequest]) -> dict[int, list[int]]:
     """All tokens of each, by its id. Every token comes before the end of its request."""
     tokens: dict[int, list[int]] = {request.id: [] for request in requests}
     ended: list[int] = []
@@ -58,15 +59,15 @@ def serve(own: Engine, requests: list[ActiveRequest]) -> dict[int, list[int]]:
         for event in own.step():
             match event:
                 case TokenReady(request, token):
-                    assert request.id not in ended
-                    tokens[request.id].append(token.id)
-                case RequestEnded(request):
-                    ended.append(request.id)
+                    assert request not in ended
+                    tokens[request].append(token.id)
+                case Ended(request=request):
+                    ended.append(request)
     return tokens
 
 
-def submit(own: Engine, text: str, n: int, mode: Mode) -> ActiveRequest:
-    return own.submit(own.vocab.tokenize(text), GREEDY, n, SpeculationConfig(mode=mode))
+def submit(own: Session, text: str, n: int, mode: Mode) -> ClientRequest:
+    return own.submit(asked(own.vocab.tokenize(text), GREEDY, n, SpeculationConfig(mode=mode)))
 
 
 @pytest.mark.parametrize(("n_ranks", "n_draft_ranks", "mode"), [(1, 0, "async"), (2, 1, "async"), (2, 1, "iterative")])
@@ -97,7 +98,7 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
         tokens: list[int] = []
         while second.is_active:
             for event in own.step():
-                if isinstance(event, TokenReady) and event.request is second:
+                if isinstance(event, TokenReady) and event.request == second.id:
                     tokens.append(event.token.id)
                     own.cancel(third)
         assert tokens == expected
@@ -108,9 +109,9 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
 def test_what_is_refused() -> None:
     with engine(1, n_requests=2) as own:
         with pytest.raises(UsageError, match="the prompt is empty"):
-            own.submit((), GREEDY)
+            own.begin(asked((), GREEDY))
         with pytest.raises(UsageError, match="the context 512"):
-            own.submit((5,) * 512, GREEDY)
+            own.begin(asked((5,) * 512, GREEDY))
         assert len(serve(own, [submit(own, PROMPTS[0], 4, "async")]).popitem()[1]) == 4
     with pytest.raises(SettingError, match="n_requests"):
         EngineConfig(model=ModelConfig(path=TARGET), n_requests=2)

@@ -11,6 +11,7 @@ import pytest
 from support.commands import TARGET
 from support.pipeline import local_ranks
 from support.reference import Reference
+from support.requests import asked
 
 from ggpipe.config import (
     ContextConfig,
@@ -22,9 +23,12 @@ from ggpipe.config import (
     SamplingConfig,
     SpeculationConfig,
 )
-from ggpipe.runtime.engine import ActiveRequest, Engine, TokenReady
+from ggpipe.runtime.channel.client import ClientRequest
+from ggpipe.runtime.channel.events import TokenReady
+from ggpipe.runtime.engine import Engine
 from ggpipe.runtime.head import LoadedHead
 from ggpipe.runtime.loading import load_all
+from ggpipe.runtime.session import Session
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
 N_CTX = 1024
@@ -53,7 +57,7 @@ def texts() -> tuple[tuple[tuple[int, ...], list[int]], ...]:
 
 
 @contextmanager
-def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iterator[tuple[LoadedHead, Engine]]:
+def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iterator[tuple[LoadedHead, Session]]:
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=N_CTX, n_ubatch=64, n_seq=16, exact=True, flash_attn=flash_attn),
@@ -69,16 +73,16 @@ def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iter
         ready = load_all(head, lambda: None)
         engine = Engine(ready)
         head.at_close(engine.close)
-        yield ready, engine
+        yield ready, Session(head, engine)
 
 
-def serve(engine: Engine, speculation: SpeculationConfig, cases: Sequence[int]) -> list[list[int]]:
+def serve(engine: Session, speculation: SpeculationConfig, cases: Sequence[int]) -> list[list[int]]:
     """The texts of these cases; the last request joins when the first one has ten tokens."""
-    requests: list[ActiveRequest] = []
+    requests: list[ClientRequest] = []
 
     def submit(case: int) -> None:
         _, _, sampling, n = CASES[case]
-        requests.append(engine.submit(texts()[case][0], sampling, n, speculation))
+        requests.append(engine.submit(asked(texts()[case][0], sampling, n, speculation)))
 
     for case in cases[:-1] or cases:
         submit(case)
@@ -86,7 +90,7 @@ def serve(engine: Engine, speculation: SpeculationConfig, cases: Sequence[int]) 
     while any(request.is_active for request in requests):
         for event in engine.step():
             if isinstance(event, TokenReady):
-                found.setdefault(event.request.id, []).append(event.token.id)
+                found.setdefault(event.request, []).append(event.token.id)
         if len(requests) < len(cases) and len(found.get(requests[0].id, ())) >= 10:
             submit(cases[-1])
     return [found[request.id] for request in requests]

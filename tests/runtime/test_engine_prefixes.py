@@ -10,6 +10,7 @@ import pytest
 from support.commands import TARGET
 from support.long_text import SAMPLING, Tokens, alone, words
 from support.pipeline import local_ranks
+from support.requests import asked
 
 from ggpipe.config import (
     ContextConfig,
@@ -22,15 +23,15 @@ from ggpipe.config import (
 )
 from ggpipe.core.request import Finish
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.runtime.engine import Engine, TokenReady
-from ggpipe.runtime.loading import load_all
+from ggpipe.runtime.channel.events import TokenReady
+from ggpipe.runtime.session import Session
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
 N_CTX = 1024
 
 
 @contextmanager
-def loaded(n_ranks: int, n_draft_ranks: int = 0, n_ctx: int = N_CTX, cache_prompt: bool = True) -> Iterator[Engine]:
+def loaded(n_ranks: int, n_draft_ranks: int = 0, n_ctx: int = N_CTX, cache_prompt: bool = True) -> Iterator[Session]:
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=n_ctx, n_ubatch=64, n_seq=4, exact=True),
@@ -44,15 +45,15 @@ def loaded(n_ranks: int, n_draft_ranks: int = 0, n_ctx: int = N_CTX, cache_promp
         cache_prompt=cache_prompt,
     )
     with local_ranks(config, n_ranks + n_draft_ranks) as head:
-        engine = Engine(load_all(head, lambda: None))
-        head.at_close(engine.close)
-        yield engine
+        yield Session.load(head)
 
 
-def serve(engine: Engine, prompt: Tokens, n: int, mode: Mode, cache_prompt: bool = True) -> tuple[RequestStats, Tokens]:
+def serve(
+    engine: Session, prompt: Tokens, n: int, mode: Mode, cache_prompt: bool = True
+) -> tuple[RequestStats, Tokens]:
     """Serve one request. Its text must be libllama's."""
     speculation = SpeculationConfig(mode=mode)
-    request = engine.submit(prompt, SAMPLING, n, speculation, cache_prompt=cache_prompt)
+    request = engine.submit(asked(prompt, SAMPLING, n, speculation, cache_prompt=cache_prompt))
     text: list[int] = []
     while request.is_active:
         text += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
@@ -88,7 +89,7 @@ def test_the_next_question_computes_only_what_is_new(n_ranks: int, n_draft_ranks
 def test_what_a_stopped_request_computed_is_kept() -> None:
     with loaded(2) as engine:
         prompt = words()[:200]
-        request = engine.submit(prompt, SAMPLING, 200, SpeculationConfig(mode="iterative"))
+        request = engine.submit(asked(prompt, SAMPLING, 200, SpeculationConfig(mode="iterative")))
         text: list[int] = []
         while len(text) < 5:
             text += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
@@ -104,15 +105,15 @@ def test_requests_copy_from_one_that_is_served() -> None:
     prompt = words()[:200]
     prompts = (*prompt, 300), (*prompt[:150], 301)
     with loaded(2) as engine:
-        first = engine.submit(prompts[0], SAMPLING, 20, SpeculationConfig(mode="iterative"))
+        first = engine.submit(asked(prompts[0], SAMPLING, 20, SpeculationConfig(mode="iterative")))
         texts: dict[int, list[int]] = {first.id: []}
         second = None
         while first.is_active or second is None or second.is_active:
             for event in engine.step():
                 if isinstance(event, TokenReady):
-                    texts[event.request.id].append(event.token.id)
+                    texts[event.request].append(event.token.id)
                     if second is None:
-                        second = engine.submit(prompts[1], SAMPLING, 20, SpeculationConfig(mode="iterative"))
+                        second = engine.submit(asked(prompts[1], SAMPLING, 20, SpeculationConfig(mode="iterative")))
                         texts[second.id] = []
         assert second.stats.counters.cached_tokens == 150
         assert list(texts.values()) == [alone(prompt, 20) for prompt in prompts]

@@ -10,12 +10,13 @@ from unittest.mock import patch
 import pytest
 from support.pipeline import local_ranks
 from support.reference import Reference
+from support.requests import asked
 from support.zoo import ZOO, Metadata, ZooModel, make
 
 from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Finish
-from ggpipe.runtime.engine import Engine, TokenReady
-from ggpipe.runtime.loading import load_all
+from ggpipe.runtime.channel.events import TokenReady
+from ggpipe.runtime.session import Session
 
 N_CTX = 512
 SAMPLING = SamplingConfig(temp=0.8, seed=1)
@@ -69,7 +70,7 @@ def model(name: str, folder: Path) -> Path:
 
 
 @contextmanager
-def loaded(path: Path, n_ranks: int, exact: bool = True) -> Iterator[Engine]:
+def loaded(path: Path, n_ranks: int, exact: bool = True) -> Iterator[Session]:
     config = EngineConfig(
         model=ModelConfig(path=path),
         context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=exact),
@@ -77,14 +78,12 @@ def loaded(path: Path, n_ranks: int, exact: bool = True) -> Iterator[Engine]:
         n_requests=2,
     )
     with local_ranks(config, n_ranks) as head:
-        engine = Engine(load_all(head, lambda: None))
-        head.at_close(engine.close)
-        yield engine
+        yield Session.load(head)
 
 
-def serve(engine: Engine, prompt: Tokens, n: int) -> tuple[Tokens, int]:
+def serve(engine: Session, prompt: Tokens, n: int) -> tuple[Tokens, int]:
     """Serve one request: its text, and how many tokens of its prompt were cached."""
-    request = engine.submit(prompt, SAMPLING, n, ITERATIVE)
+    request = engine.submit(asked(prompt, SAMPLING, n, ITERATIVE))
     text: list[int] = []
     while request.is_active:
         text += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
@@ -124,14 +123,14 @@ def test_a_request_that_is_stopped_leaves_good_states(n_ranks: int, folder: Path
     path, prompt = model("jamba", folder), words(1, 200)
     with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
         for n_steps in (1, 2, 4):
-            request = engine.submit(prompt, SAMPLING, 50, ITERATIVE)
-            other = engine.submit(words(n_steps, 40), SAMPLING, 8, ITERATIVE)
+            request = engine.submit(asked(prompt, SAMPLING, 50, ITERATIVE))
+            other = engine.submit(asked(words(n_steps, 40), SAMPLING, 8, ITERATIVE))
             text: list[int] = []
             for _ in range(n_steps):
-                text += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request is other]
+                text += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request == other.id]
             engine.cancel(request)
             while request.is_active or other.is_active:
-                text += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request is other]
+                text += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request == other.id]
             assert request.stats.finish is Finish.STOPPED
             assert text == reference.generate(words(n_steps, 40), SAMPLING, 8)
         text_after, _ = serve(engine, prompt, 8)
@@ -142,12 +141,12 @@ def test_a_request_that_is_stopped_leaves_good_states(n_ranks: int, folder: Path
 def test_exact_requests_take_turns_where_company_changes_bits(n_ranks: int, folder: Path) -> None:
     path, prompts = model("deepseek4", folder), [words(4, 40), words(5, 30)]
     with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
-        requests = [engine.submit(prompt, SAMPLING, 8, ITERATIVE) for prompt in prompts]
+        requests = [engine.submit(asked(prompt, SAMPLING, 8, ITERATIVE)) for prompt in prompts]
         texts: dict[int, list[int]] = {request.id: [] for request in requests}
         while any(request.is_active for request in requests):
             for event in engine.step():
                 if isinstance(event, TokenReady):
-                    texts[event.request.id].append(event.token.id)
+                    texts[event.request].append(event.token.id)
         assert list(texts.values()) == [reference.generate(prompt, SAMPLING, 8) for prompt in prompts]
 
 

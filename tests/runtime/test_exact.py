@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.pipeline import Pipeline, local_session
 from support.reference import Logits, Reference, run_of
+from support.requests import asked
 
 from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
 
@@ -152,7 +153,7 @@ def session_equals(
     )
     with local_session(config, ranks) as session:
         for name, case in cases.items():
-            tokens = session.generate(case.prompt, case.sampling, case.n)
+            tokens = session.stream(asked(case.prompt, case.sampling, case.n))
             assert [token.id for token in tokens if token.id >= 0] == texts[case][0], name
 
 

@@ -9,6 +9,7 @@ import pytest
 from support.commands import TARGET
 from support.grammars import GRAMMARS, SCHEMAS, fits
 from support.pipeline import local_session
+from support.requests import asked
 
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
 from ggpipe.core.request import Finish
@@ -51,10 +52,9 @@ def test_texts_are_right_and_the_same_in_every_mode(name: str, session: Session)
     prompt = session.tokenize(PROMPT)
     sampling = SamplingConfig(temp=1.0, seed=11, grammar=GRAMMARS[name].grammar)
     stats = [RequestStats() for _ in MODES]
-    texts = {
-        "".join(token.text for token in session.generate(prompt, sampling, 120, stats[i], mode)) + session.rest
-        for i, mode in enumerate(MODES)
-    }
+    texts = set()
+    for mode, own in zip(MODES, stats, strict=True):
+        texts.update(answered(session, [session.submit(asked(prompt, sampling, 120, mode), own)]))
     assert len(texts) == 1
     if stats[0].finish is Finish.END_OF_TEXT:
         assert GRAMMARS[name].is_right(texts.pop())
@@ -65,11 +65,13 @@ def test_requests_with_different_grammars_share_the_pipeline(session: Session) -
     names = ("person", "tuple", "union", "types", "formats", "bounds")
     requests = [
         session.submit(
-            prompt, SamplingConfig(temp=1.0, seed=2, grammar=grammar_of(json.dumps(SCHEMAS[name]))), 200, MODES[2]
+            asked(
+                prompt, SamplingConfig(temp=1.0, seed=2, grammar=grammar_of(json.dumps(SCHEMAS[name]))), 200, MODES[2]
+            )
         )
         for name in names
     ]
-    requests.append(session.submit(prompt, SamplingConfig(temp=1.0, seed=2), 40, MODES[2]))
+    requests.append(session.submit(asked(prompt, SamplingConfig(temp=1.0, seed=2), 40, MODES[2])))
     texts = answered(session, requests)
     for name, text, request in zip(names, texts, requests, strict=False):
         assert request.stats.finish is Finish.END_OF_TEXT
@@ -79,7 +81,9 @@ def test_requests_with_different_grammars_share_the_pipeline(session: Session) -
 def test_draft_tokens_that_do_not_fit_are_not_submitted(session: Session) -> None:
     sampling = SamplingConfig(temp=0, grammar="root ::= [0-9]+")  # the draft model says words
     stats = RequestStats()
-    text = "".join(token.text for token in session.generate(session.tokenize(PROMPT), sampling, 24, stats, MODES[1]))
+    text = "".join(
+        token.text for token in session.stream(asked(session.tokenize(PROMPT), sampling, 24, MODES[1]), stats)
+    )
     assert text.isdecimal()
     assert stats.counters.drafted_tokens > 0
     assert stats.counters.submitted_tokens == 0
@@ -88,23 +92,23 @@ def test_draft_tokens_that_do_not_fit_are_not_submitted(session: Session) -> Non
 def test_a_resumed_request_goes_on_as_before(session: Session) -> None:
     sampling = SamplingConfig(temp=1.0, seed=4, grammar=GRAMMARS["words"].grammar)
     prompt = session.tokenize(PROMPT)
-    whole = session.submit(prompt, sampling, 40)
+    whole = session.submit(asked(prompt, sampling, 40))
     answered(session, [whole])
     n = len(whole.tokens) // 2
     known = tuple(token.id for token in whole.tokens[:n])
     redrawn = tuple(i for i, token in enumerate(whole.tokens[:n]) if token.redrawn)
     assert redrawn
-    rest = session.submit(prompt, sampling, 40, tokens=known, redrawn=redrawn)
+    rest = session.submit(asked(prompt, sampling, 40, resumed=known, redrawn=redrawn))
     answered(session, [rest])
     assert rest.token_ids == whole.token_ids
-    assert rest.redrawn == whole.redrawn
+    assert rest.continued.redrawn == whole.continued.redrawn
 
 
 def test_bad_grammars_end_their_requests_only(session: Session) -> None:
     prompt = session.tokenize(PROMPT)
-    bad = session.submit(prompt, SamplingConfig(grammar='root ::= root "a" | "b"'), 20)
-    good = session.submit(prompt, SamplingConfig(grammar='root ::= "b"'), 20)
-    stuck = session.submit(prompt, SamplingConfig(grammar='root ::= "b"', ignore_eos=True), 20)
+    bad = session.submit(asked(prompt, SamplingConfig(grammar='root ::= root "a" | "b"'), 20))
+    good = session.submit(asked(prompt, SamplingConfig(grammar='root ::= "b"'), 20))
+    stuck = session.submit(asked(prompt, SamplingConfig(grammar='root ::= "b"', ignore_eos=True), 20))
     with pytest.raises(UsageError, match="begins with itself"):
         answered(session, [good, stuck, bad])
     assert ["".join(token.text for token in request.tokens) for request in (good, stuck)] == ["b", "b"]
@@ -117,6 +121,6 @@ def test_a_group_keeps_whole_rows() -> None:
     for sizes in ((2,), (1, 2)):
         pipeline = PipelineConfig(shares=(1 / len(sizes),) * len(sizes), threads=(1,), group_sizes=sizes)
         with local_session(EngineConfig(ModelConfig(path=TARGET), context, pipeline), sum(sizes)) as session:
-            tokens = list(session.generate(session.tokenize(PROMPT), sampling, 40))
+            tokens = list(session.stream(asked(session.tokenize(PROMPT), sampling, 40)))
             assert len("".join(token.text for token in tokens)) == 12
             assert any(token.redrawn for token in tokens)

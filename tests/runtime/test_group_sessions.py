@@ -12,6 +12,7 @@ import pytest
 from support.commands import ROOT, TARGET
 from support.pipeline import local_session
 from support.reference import Logits, Reference, run_of
+from support.requests import asked
 
 from ggpipe.config import (
     ContextConfig,
@@ -61,7 +62,7 @@ def session_of(config: EngineConfig) -> Iterator[Session]:
 
 
 def generate(session: Session, mode: str = "iterative", n: int = 60) -> tuple[list[int], RequestStats]:
-    request = session.submit(prompt(), GREEDY, n, MODES[mode])
+    request = session.submit(asked(prompt(), GREEDY, n, MODES[mode]))
     while request.is_active:
         session.step()
     return list(request.token_ids), request.stats
@@ -107,7 +108,7 @@ def test_requests_share_a_group() -> None:
     """Each text is that of the request alone, but for near-ties; what is cancelled does not hold the others up."""
     with session_of(config_of("0.5*2,0.5*2/1.0")) as session:
         for mode in MODES:
-            first, dropped, second = (session.submit(prompt(), GREEDY, 60, MODES[mode]) for _ in range(3))
+            first, dropped, second = (session.submit(asked(prompt(), GREEDY, 60, MODES[mode])) for _ in range(3))
             while first.is_active or second.is_active:
                 session.step()
                 if len(first.token_ids) > 10:

@@ -12,6 +12,7 @@ import pytest
 from support.commands import SPLITS, TARGET, ggpipe, mpirun, output
 from support.long_text import SAMPLING, Tokens, alone, words
 from support.pipeline import local_session
+from support.requests import asked
 from support.zoo import make
 
 from ggpipe.config import (
@@ -25,6 +26,7 @@ from ggpipe.config import (
     SpeculationConfig,
 )
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.runtime.channel.client import ClientRequest
 from ggpipe.runtime.session import Session
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
@@ -54,20 +56,25 @@ def loaded(
 
 def generate(session: Session, prompt: Tokens) -> RequestStats:
     """Its text must be libllama's. The draft, if there is one, is waited for."""
-    stats = RequestStats()
+    return served(session, prompt).stats
+
+
+def served(session: Session, prompt: Tokens) -> ClientRequest:
+    """As `generate`: the whole request."""
     speculation = SpeculationConfig(mode="speculative" if session.can_speculate else "iterative", n_parallel=2)
-    text = [token.id for token in session.generate(prompt, SAMPLING, N_PREDICT, stats, speculation)]
-    assert text == alone(prompt, N_PREDICT)
-    return stats
+    request = session.begin(asked(prompt, SAMPLING, N_PREDICT, speculation))
+    assert [token.id for token in session.tokens(request)] == alone(prompt, N_PREDICT)
+    return request
 
 
 def cached(path: Path, prompt: Tokens, shares: Sequence[float] = (1.0,), draft: int | None = None) -> int:
     """Tokens that a job does not compute, which has nothing to complain about."""
     with loaded(path, shares, draft) as session:
         assert session.warnings == ()
-        stats = generate(session, prompt)
-        assert session.not_saved == ()
-    return stats.counters.cached_tokens
+        request = served(session, prompt)
+        assert request.ended is not None
+        assert request.ended.not_saved == ()
+    return request.stats.counters.cached_tokens
 
 
 @pytest.mark.parametrize(("shares", "draft"), [((1.0,), None), ((1.0,), 0), ((0.5, 0.5), 1), ((0.4, 0.3, 0.3), 1)])
@@ -142,11 +149,12 @@ def test_a_full_disk_costs_no_text(tmp_path: Path) -> None:
     with loaded(tmp_path / "cache", (0.5, 0.5)) as session:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
         try:
-            generate(session, words()[:60])
+            ended = served(session, words()[:60]).ended
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert len(session.not_saved) == 2
-        assert all("cannot write the prompt cache" in line for line in session.not_saved)
+        assert ended is not None
+        assert len(ended.not_saved) == 2
+        assert all("cannot write the prompt cache" in line for line in ended.not_saved)
     assert not list(tmp_path.iterdir())
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from support.commands import TARGET
 from support.pipeline import local_ranks
+from support.requests import asked
 
 from ggpipe.config import (
     ContextConfig,
@@ -23,9 +24,10 @@ from ggpipe.config import (
 from ggpipe.core.request import Finish
 from ggpipe.llama.vocab import TextDecoder
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.runtime.channel.messages import NewTokens, encode, from_head
-from ggpipe.runtime.engine import ActiveRequest, Engine, TokenReady
-from ggpipe.runtime.loading import load_all
+from ggpipe.runtime.channel.client import ClientRequest
+from ggpipe.runtime.channel.events import Ended, TokenReady
+from ggpipe.runtime.channel.messages import encode, from_head
+from ggpipe.runtime.session import Session
 
 N_PREDICT = 40
 CASES = (
@@ -38,7 +40,7 @@ TREES = SpeculationConfig(n_draft=6, n_parallel=4, p_split=0.05)
 
 
 @contextmanager
-def loaded(n_ranks: int, n_draft_ranks: int, n_ubatch: int) -> Iterator[Engine]:
+def loaded(n_ranks: int, n_draft_ranks: int, n_ubatch: int) -> Iterator[Session]:
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=512, n_ubatch=n_ubatch, n_seq=16, exact=True),
@@ -51,26 +53,25 @@ def loaded(n_ranks: int, n_draft_ranks: int, n_ubatch: int) -> Iterator[Engine]:
         n_requests=4,
     )
     with local_ranks(config, n_ranks + n_draft_ranks) as head:
-        engine = Engine(load_all(head, lambda: None))
-        head.at_close(engine.close)
+        engine = Session.load(head)
         yield engine
 
 
-def finish(engine: Engine, requests: Sequence[ActiveRequest]) -> list[list[tuple[int, str]]]:
+def finish(engine: Session, requests: Sequence[ClientRequest]) -> list[list[tuple[int, str]]]:
     """The tokens of these requests, with their texts."""
     tokens: dict[int, list[tuple[int, str]]] = {request.id: [] for request in requests}
     while any(request.is_active for request in requests):
         for event in engine.step():
             if isinstance(event, TokenReady):
-                tokens[event.request.id].append((event.token.id, event.token.text))
+                tokens[event.request].append((event.token.id, event.token.text))
     return [tokens[request.id] for request in requests]
 
 
-def resumed(engine: Engine, texts: Sequence[Sequence[tuple[int, str]]], cuts: Sequence[int]) -> list[ActiveRequest]:
+def resumed(engine: Session, texts: Sequence[Sequence[tuple[int, str]]], cuts: Sequence[int]) -> list[ClientRequest]:
     """All cases at a time, each from so many tokens of its text on."""
     return [
         engine.submit(
-            engine.vocab.tokenize(prompt), sampling, N_PREDICT, TREES, tokens=[token for token, _ in text[:cut]]
+            asked(engine.vocab.tokenize(prompt), sampling, N_PREDICT, TREES, resumed=[token for token, _ in text[:cut]])
         )
         for (prompt, sampling), text, cut in zip(CASES, texts, cuts, strict=True)
     ]
@@ -95,11 +96,11 @@ def test_the_end_of_a_resumed_text() -> None:
         prompt = engine.vocab.tokenize("Once upon a time")
 
         def rest(n_predict: int, tokens: Sequence[int]) -> tuple[int, Finish | None]:
-            request = engine.submit(prompt, sampling, n_predict, tokens=tokens)
+            request = engine.submit(asked(prompt, sampling, n_predict, resumed=tokens))
             (text,) = finish(engine, [request])
             return len(text), request.stats.finish
 
-        text = [token for token, _ in finish(engine, [engine.submit(prompt, sampling, 5)])[0]]
+        text = [token for token, _ in finish(engine, [engine.submit(asked(prompt, sampling, 5))])[0]]
         assert rest(5, text) == (0, Finish.LENGTH)
         assert rest(7, text) == (2, Finish.LENGTH)
         n_most = engine.n_ctx - len(prompt)  # and the one behind them, which is sampled from the last cell
@@ -114,7 +115,7 @@ def test_log_probabilities_come_with_the_tokens() -> None:
     with loaded(2, 1, 64) as engine:
         texts = []
         for speculation in (None, TREES):
-            request = engine.submit(engine.vocab.tokenize("The wolf"), sampling, 12, speculation)
+            request = engine.submit(asked(engine.vocab.tokenize("The wolf"), sampling, 12, speculation))
             tokens = []
             while request.is_active:
                 tokens += [event.token for event in engine.step() if isinstance(event, TokenReady)]
@@ -125,8 +126,8 @@ def test_log_probabilities_come_with_the_tokens() -> None:
                 assert len(best) == 3
                 assert max(best, key=lambda prob: prob.logprob) == best[0]
                 assert own in best or own.logprob <= best[-1].logprob < 0
-            message = NewTokens(1, tuple(tokens), (0.0,) * len(tokens))
-            assert from_head(encode(message)) == message
+                message = TokenReady(1, token, 0.0)
+                assert from_head(encode(message)) == message
         assert texts[0] == texts[1]
 
 
@@ -137,13 +138,13 @@ def test_a_stop_string() -> None:
 
         def answer(sampling: SamplingConfig, tokens: Sequence[int] = ()) -> tuple[list[tuple[int, str]], str, object]:
             speculation = TREES if len(tokens) % 2 else None
-            request = engine.submit(engine.vocab.tokenize(prompt), sampling, 30, speculation, tokens=tokens)
+            request = engine.submit(asked(engine.vocab.tokenize(prompt), sampling, 30, speculation, resumed=tokens))
             text, rest = [], ""
             while request.is_active:
                 for event in engine.step():
                     if isinstance(event, TokenReady):
                         text.append((event.token.id, event.token.text))
-                    else:
+                    elif isinstance(event, Ended):
                         rest = event.rest
             return text, rest, request.stats.finish
 
@@ -165,7 +166,7 @@ def test_a_character_that_was_cut() -> None:
         vocab = engine.vocab
         (half,) = (token for token in range(vocab.n_tokens) if vocab.piece(token) == "é".encode()[:1])
         stats = RequestStats(arrived=1.0, token_times=[2.0])
-        request = engine.submit((5, 6), SamplingConfig(temp=0, ignore_eos=True), 4, stats=stats, tokens=[half])
+        request = engine.submit(asked((5, 6), SamplingConfig(temp=0, ignore_eos=True), 4, resumed=[half]), stats)
         (text,) = finish(engine, [request])
         decoder = TextDecoder(vocab)
         decoder.push(half)
@@ -177,4 +178,4 @@ def test_a_character_that_was_cut() -> None:
 @pytest.mark.parametrize("n_resumed", [0, 1])
 def test_only_the_true_prompt_is_checked(n_resumed: int) -> None:
     with loaded(1, 0, 64) as engine, pytest.raises(Exception, match="the prompt is empty"):
-        engine.submit((), SamplingConfig(), tokens=[5] * n_resumed)
+        engine.begin(asked((), SamplingConfig(), resumed=[5] * n_resumed))

@@ -10,10 +10,12 @@ import pytest
 from support.commands import TARGET
 from support.pipeline import local_ranks
 from support.reference import Reference
+from support.requests import asked
 
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
-from ggpipe.runtime.engine import ActiveRequest, Engine, TokenReady
-from ggpipe.runtime.loading import load_all
+from ggpipe.runtime.channel.client import ClientRequest
+from ggpipe.runtime.channel.events import TokenReady
+from ggpipe.runtime.session import Session
 from ggpipe.sampling import SamplingConfig, samplers_by_letter
 
 PROMPT, N_PREDICT, N_CTX = "The king said to the queen, and the queen said to the king:", 24, 512
@@ -42,7 +44,7 @@ MODES = (None, TREES, SpeculationConfig(mode="speculative", n_draft=4))
 
 
 @contextmanager
-def loaded(n_ranks: int, n_ubatch: int) -> Iterator[Engine]:
+def loaded(n_ranks: int, n_ubatch: int) -> Iterator[Session]:
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=N_CTX, n_ubatch=n_ubatch, n_seq=16, exact=True),
@@ -53,18 +55,17 @@ def loaded(n_ranks: int, n_ubatch: int) -> Iterator[Engine]:
         n_requests=4,
     )
     with local_ranks(config, n_ranks) as head:
-        engine = Engine(load_all(head, lambda: None))
-        head.at_close(engine.close)
+        engine = Session.load(head)
         yield engine
 
 
-def finish(engine: Engine, requests: Sequence[ActiveRequest]) -> list[list[int]]:
+def finish(engine: Session, requests: Sequence[ClientRequest]) -> list[list[int]]:
     """The tokens of these requests."""
     tokens: dict[int, list[int]] = {request.id: [] for request in requests}
     while any(request.is_active for request in requests):
         for event in engine.step():
             if isinstance(event, TokenReady):
-                tokens[event.request.id].append(event.token.id)
+                tokens[event.request].append(event.token.id)
     return [tokens[request.id] for request in requests]
 
 
@@ -81,7 +82,7 @@ def test_texts_are_llama_cpps_in_every_mode(texts: dict[str, list[int]]) -> None
         prompt = engine.vocab.tokenize(PROMPT)
         for name, sampling in SAMPLINGS.items():
             requests = [
-                engine.submit(prompt, sampling, N_PREDICT, mode or SpeculationConfig(mode="iterative"))
+                engine.submit(asked(prompt, sampling, N_PREDICT, mode or SpeculationConfig(mode="iterative")))
                 for mode in MODES
             ]
             assert finish(engine, requests) == [texts[name]] * len(MODES), name
@@ -93,5 +94,7 @@ def test_samplers_go_on_on_other_ranks(texts: dict[str, list[int]]) -> None:
         prompt = engine.vocab.tokenize(PROMPT)
         for name, text in texts.items():
             for cuts in ((1, 7), (12, N_PREDICT - 1)):  # the second time with what the prefix cache has
-                requests = [engine.submit(prompt, SAMPLINGS[name], N_PREDICT, TREES, tokens=text[:cut]) for cut in cuts]
+                requests = [
+                    engine.submit(asked(prompt, SAMPLINGS[name], N_PREDICT, TREES, resumed=text[:cut])) for cut in cuts
+                ]
                 assert finish(engine, requests) == [text[cut:] for cut in cuts], name

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from support.commands import HANG_S, TARGET
 from support.reference import Reference
+from support.requests import asked
 
-from ggpipe.chat.conversation import CHATML, Conversation
+from ggpipe.chat.conversation import CHATML
 from ggpipe.chat.template import ChatTemplate
 from ggpipe.config import (
     ContextConfig,
@@ -29,8 +30,9 @@ from ggpipe.errors import RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.runtime import session as session_module
+from ggpipe.prompt import Conversation
 from ggpipe.runtime.head import Head
+from ggpipe.runtime.requests import prompts
 from ggpipe.runtime.session import Session
 from ggpipe.runtime.worker import Worker
 from ggpipe.transport.local import LocalWorld
@@ -59,7 +61,7 @@ def ranks(n_ranks: int, context: ContextConfig | None = None, drafts: bool = Fal
 
 
 def text(session: Session, prompt: str, n: int, stats: RequestStats | None = None) -> str:
-    return "".join(token.text for token in session.generate(session.vocab.tokenize(prompt), GREEDY, n, stats))
+    return "".join(token.text for token in session.stream(asked(session.vocab.tokenize(prompt), GREEDY, n), stats))
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
@@ -86,7 +88,7 @@ def test_a_context_shorter_than_a_batch(n_ubatch: int, chunks: list[int], n_rank
     with ranks(n_ranks, ContextConfig(n_ctx=300, n_ubatch=n_ubatch, fast_attention=False)) as head:
         session = Session.load(head)
         stats = RequestStats()
-        tokens = [token.id for token in session.generate(prompt, GREEDY, 20, stats)]
+        tokens = [token.id for token in session.stream(asked(prompt, GREEDY, 20), stats)]
         assert [run.n_rows for run in stats.runs[: len(chunks)]] == chunks
         assert tokens == expected
 
@@ -95,7 +97,7 @@ def test_a_context_shorter_than_a_batch(n_ubatch: int, chunks: list[int], n_rank
 def test_an_abandoned_request_is_out_of_the_way(n_ranks: int) -> None:
     with ranks(n_ranks) as head:
         session = Session.load(head)
-        tokens = session.generate(session.vocab.tokenize("The wolf"), GREEDY, 100)
+        tokens = session.stream(asked(session.vocab.tokenize("The wolf"), GREEDY, 100))
         next(tokens)
         tokens.close()
         assert text(session, "The wolf", 20) == text(session, "The wolf", 20)
@@ -109,13 +111,13 @@ def test_templates_that_take_turns_are_compiled_once(monkeypatch: pytest.MonkeyP
             compiled.append(source)
             super().__init__(source, *others)
 
-    monkeypatch.setattr(session_module, "ChatTemplate", Counted)
+    monkeypatch.setattr(prompts, "ChatTemplate", Counted)
     with ranks(1) as head:
         session = Session.load(head)
         for source in [CHATML, CHATML + "x", *(CHATML, CHATML + "x") * 2, *(f"{CHATML}{i}" for i in range(9))]:
             session.tokenize_chat(Conversation(messages=({"role": "user", "content": "Hi"},), template=source))
         assert len(compiled) == 11
-        assert len(session._templates) < 9
+        assert len(session.engine.prompts._templates) < 9
 
 
 @pytest.mark.parametrize("mode", ["mmap", "none"])
@@ -135,12 +137,12 @@ def test_a_stop_while_loading_ends_the_session() -> None:
 def test_a_session_serves_one_request_at_a_time() -> None:
     with ranks(1) as head:
         session = Session.load(head)
-        first = session.generate(session.vocab.tokenize("The wolf"), GREEDY, 5)
+        first = session.stream(asked(session.vocab.tokenize("The wolf"), GREEDY, 5))
         next(first)
         with pytest.raises(UsageError, match="one request at a time"):
-            next(session.generate(session.vocab.tokenize("Once"), GREEDY, 5))
+            next(session.stream(asked(session.vocab.tokenize("Once"), GREEDY, 5)))
         assert len(list(first)) == 4
-        assert len(list(session.generate(session.vocab.tokenize("Once"), GREEDY, 5))) == 5
+        assert len(list(session.stream(asked(session.vocab.tokenize("Once"), GREEDY, 5)))) == 5
 
 
 @pytest.mark.parametrize("mode", ["iterative", "speculative", "async"])
@@ -148,9 +150,7 @@ def test_a_session_serves_one_request_at_a_time() -> None:
 def test_an_iterator_that_is_closed_at_its_last_token(n_ranks: int, mode: Mode) -> None:
     with ranks(n_ranks, drafts=mode != "iterative") as head:
         session = Session.load(head)
-        tokens = session.generate(
-            session.vocab.tokenize("The wolf"), GREEDY, 5, speculation=SpeculationConfig(mode=mode)
-        )
+        tokens = session.stream(asked(session.vocab.tokenize("The wolf"), GREEDY, 5, SpeculationConfig(mode=mode)))
         for _ in range(5):
             next(tokens)
         tokens.close()
@@ -160,6 +160,6 @@ def test_an_iterator_that_is_closed_at_its_last_token(n_ranks: int, mode: Mode) 
 def test_an_iterator_that_outlives_its_session() -> None:
     with ranks(2) as head:
         session = Session.load(head)
-        tokens = session.generate(session.vocab.tokenize("The wolf"), GREEDY, 100)
+        tokens = session.stream(asked(session.vocab.tokenize("The wolf"), GREEDY, 100))
         next(tokens)
     tokens.close()

@@ -15,6 +15,7 @@ from support.commands import ROOT, TARGET, wait_for
 from support.pairwise import combinations
 from support.pipeline import local_session
 from support.reference import Reference, run_of
+from support.requests import asked
 from support.zoo import pair_script
 
 from ggpipe.config import (
@@ -84,7 +85,7 @@ def generate(
     n: int = N_TOKENS,
 ) -> tuple[list[int], RequestStats]:
     stats = RequestStats()
-    tokens = [t.id for t in session.generate(prompt, sampling, n, stats, speculation) if t.id >= 0]
+    tokens = [t.id for t in session.stream(asked(prompt, sampling, n, speculation), stats) if t.id >= 0]
     counters = stats.counters
     assert counters.accepted_tokens <= counters.submitted_tokens <= counters.drafted_tokens
     assert sum(stats.drafted) <= counters.accepted_tokens
@@ -249,12 +250,12 @@ def test_a_stop_and_an_abandoned_request() -> None:
     prompt = prompt_of("tale.txt", 60)
     with local_session(config_of(TARGET, DRAFT, 1), 3) as session:
         expected, _ = generate(session, prompt, SAMPLINGS["greedy"], ITERATIVE)
-        tokens = session.generate(prompt, SAMPLINGS["greedy"], 500, speculation=MODES["async"])
+        tokens = session.stream(asked(prompt, SAMPLINGS["greedy"], 500, MODES["async"]))
         for _ in range(5):
             next(tokens)
         assert isinstance(tokens, Generator)
         tokens.close()
-        for i, token in enumerate(session.generate(prompt, SAMPLINGS["greedy"], 500, speculation=MODES["async"])):
+        for i, token in enumerate(session.stream(asked(prompt, SAMPLINGS["greedy"], 500, MODES["async"]))):
             assert token.id == expected[i] if i < N_TOKENS else True
             if i == 20:
                 session.stop()

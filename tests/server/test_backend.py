@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.requests import asked
 
+from ggpipe.api.engine_thread import RequestOf
 from ggpipe.api.feed import Feed
 from ggpipe.chat.answer import AnswerParser
 from ggpipe.config import SpeculationConfig
@@ -48,13 +50,18 @@ class FakeThread:
         answer.set_exception(SettingError("`temp` must be a number"))
         return answer
 
-    def submit(self, feed: Feed, prompt: tuple[int, ...], *_: object, task: object = None, **__: object) -> None:
-        """A task is done at once."""
-        if task is not None:
-            try:
-                check_prompt(prompt, N_CTX)
-            except UsageError as e:
-                feed.end(error=e)
+    def submit(self, feed: Feed, request_of: RequestOf) -> None:
+        """A request is accepted at once, and a task done."""
+        spec = request_of(SamplingConfig())
+        assert isinstance(spec.prompt, tuple)
+        tokens = tuple(part for part in spec.prompt if isinstance(part, int))
+        try:
+            check_prompt(tokens, N_CTX)
+        except UsageError as e:
+            feed.end(error=e)
+            return
+        feed.accept(tokens, None)
+        if spec.task is not None:
             feed.end()
 
     def cancel(self, _: Feed) -> None: ...
@@ -73,7 +80,7 @@ def backend(thread: Any = None, **changes: int) -> Backend:
 
 def test_more_texts_than_are_ever_taken_are_refused_for_good() -> None:
     async def begin(n: int) -> int:
-        return len(backend().begin([((1, 2), None)] * n, [SamplingConfig()], 4, True, "me"))
+        return len(await backend().begin([asked((1, 2), n_predict=4, user="me")] * n))
 
     assert asyncio.run(begin(5)) == 5
     with pytest.raises(ApiError, match="6 texts are too many for one request: ask for 5 at most") as refused:
@@ -119,8 +126,7 @@ def test_a_bug_ends_a_stream(n_texts: int, monkeypatch: pytest.MonkeyPatch) -> N
             feed.add(Token(1, "a"))
             texts.append(
                 Generation(
-                    index=i, prompt=0, feed=feed, marks=None, user="", sampling=SamplingConfig(), n_predict=4,
-                    end=lambda: None,
+                    index=i, prompt=0, spec=asked((1,), n_predict=4), feed=feed, end=lambda: None,
                 )
             )  # fmt: skip
         async with asyncio.timeout(10):

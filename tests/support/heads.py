@@ -370,7 +370,8 @@ class Head:
                 return
         if request.embeds and reason is not Finish.STOPPED:
             assert seen.n_replayed == len(request.wanted) + 1
-        if request.task is not None and request.task.kind not in ("save", "embed"):
+        task = request.spec.task
+        if task is not None and task.kind not in ("save", "embed"):
             assert not seen.runs
             return
         n_prompt = len(request.prompt)

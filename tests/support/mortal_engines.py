@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ggpipe.chat.answer import answer_format
-from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.config import SamplingConfig
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import (
@@ -16,8 +16,12 @@ from ggpipe.errors import (
     RunError,
 )
 from ggpipe.metrics.stats import RankStats
-from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, ModelInfo, RequestEnded, TokenReady
+from ggpipe.prompt import Conversation
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient
+from ggpipe.runtime.channel.events import Accepted, Ended, Event, TokenReady
+from ggpipe.runtime.channel.messages import ModelInfo
 from ggpipe.runtime.channel.supervisor import Supervisor, Way
+from support.requests import asked
 
 GREEDY = SamplingConfig(temp=0)
 
@@ -31,6 +35,7 @@ class Counting(EngineClient):
         self._dies_at = dies_at
         self._error = error
         self._stopped: set[int] = set()
+        self._answers: list[Event] = []
 
     is_open = True
 
@@ -58,25 +63,27 @@ class Counting(EngineClient):
         self._alive()
 
     def _submit(self, request: ClientRequest) -> None:
-        request.stats.seed = 7
-        request.stats.ranks = list(self.ranks)
+        accepted = Accepted(
+            request=request.id, prompt=(), answer=None, sampling=None, seed=7, speculation=request.spec.speculation,
+            arrived_s=0.0, ranks=tuple(self.ranks),
+        )  # fmt: skip
+        self._answers.append(accepted)
 
     def _cancel(self, request: ClientRequest) -> None:
         self._stopped.add(request.id)
 
-    def _step(self) -> list[ClientEvent]:
+    def _step(self) -> list[Event]:
         self._alive()
-        events: list[ClientEvent] = []
+        events, self._answers = self._answers, []
         for request in tuple(self._requests.values()):
             number = len(request.tokens)
             if number == self._dies_at:
                 self.is_dead = True
-            elif number == request.n_predict or request.id in self._stopped:
-                request.stats.finish = Finish.STOPPED if request.id in self._stopped else Finish.LENGTH
-                events.append(RequestEnded(request))
+            elif number == request.spec.n_predict or request.id in self._stopped:
+                finish = Finish.STOPPED if request.id in self._stopped else Finish.LENGTH
+                events.append(Ended(request=request.id, finish=finish, ended_s=0.0))
             else:
-                request.stats.token_times.append(float(number))
-                events.append(TokenReady(request, Token(number, f"{number} ")))
+                events.append(TokenReady(request.id, Token(number, f"{number} "), float(number)))
         return events
 
 
@@ -156,4 +163,4 @@ class Rig:
             yield self.supervisor.load()
 
     def text(self, engine: EngineClient, n: int = 6) -> str:
-        return "".join(token.text for token in engine.generate((1, 2), GREEDY, n))
+        return "".join(token.text for token in engine.stream(asked((1, 2), GREEDY, n)))

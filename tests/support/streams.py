@@ -19,7 +19,6 @@ from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import report
 from ggpipe.cli.parsing import parse
 from ggpipe.config import ContextConfig, SamplingConfig
-from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import leave_status
@@ -27,7 +26,9 @@ from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config
 from ggpipe.options.settings import Prompt
 from ggpipe.options.table import OPTIONS
-from ggpipe.runtime.channel.client import RequestEnded, StartedRanks, TokenReady
+from ggpipe.runtime.channel.client import StartedRanks
+from ggpipe.runtime.channel.events import Ended, TokenReady
+from support.requests import asked
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
 STREAMS = (
@@ -55,16 +56,15 @@ def main() -> int:
             requests = {}
             for number, (name, n_prompt, sampling) in enumerate(STREAMS):
                 prompt = engine.tokenize((PROMPTS / name).read_text())[:n_prompt]
-                requests[engine.submit(prompt, sampling, n_predict, speculation).id] = number
+                requests[engine.submit(asked(prompt, sampling, n_predict, speculation)).id] = number
             with Path(os.environ["GGPIPE_STREAMS"]).open("w", buffering=1) as file:
                 while requests:
                     for event in engine.step():
                         match event:
                             case TokenReady(request, token):
-                                file.write(json.dumps({"stream": requests[request.id], "tokens": [token.id]}) + "\n")
-                            case RequestEnded(request):
-                                finish = request.stats.finish or Finish.STOPPED
-                                number = requests.pop(request.id)
+                                file.write(json.dumps({"stream": requests[request], "tokens": [token.id]}) + "\n")
+                            case Ended(request=request, finish=finish):
+                                number = requests.pop(request)
                                 file.write(json.dumps({"stream": number, "finish": finish.value}) + "\n")
             return 0
 

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ggpipe.errors import BodyError
+from ggpipe.prompt import ToolChoice
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _NO_PARAMETERS = {"type": "object", "properties": {}}  # templates look for them
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolChoice:
-    """What is wanted of a model that has tools."""
-
-    must_call: bool = False
-    name: str | None = None
-    """The only tool that it may call; None: any."""
-    parallel: bool = True
-    """It may call several in one answer."""
-
-    def to_openai(self) -> Any:
-        """`tool_choice` in OpenAI's API."""
-        if self.name is not None:
-            return {"type": "function", "function": {"name": self.name}}
-        return "required" if self.must_call else "auto"
 
 
 def tool_choice(

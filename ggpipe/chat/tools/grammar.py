@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ggpipe.chat.reasoning import ReasoningFormat
-from ggpipe.chat.tools.choice import ToolChoice
 from ggpipe.chat.tools.forms import LAYOUTS, Form, Layout
 from ggpipe.errors import BodyError, UsageError
 from ggpipe.grammar.gbnf import ROOT
 from ggpipe.grammar.json_schema import rules_of
 from ggpipe.grammar.json_text import quoted
 from ggpipe.grammar.until import until
+from ggpipe.prompt import ToolChoice
 
 
 def grammar_of_calls(

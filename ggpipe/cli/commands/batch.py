@@ -6,20 +6,19 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ggpipe.batch.results import Results, Text
 from ggpipe.batch.tasks import Task, read_tasks
-from ggpipe.chat.answer import AnswerFormat
-from ggpipe.chat.conversation import ChatPrompt, Conversation
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
 from ggpipe.config import EngineConfig, SpeculationConfig
-from ggpipe.core.request import Finish, PromptTask
+from ggpipe.core.request import Finish
 from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
@@ -34,8 +33,11 @@ from ggpipe.options.engine_config import engine_config, speculation_config, warn
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import BatchSettings, EmbeddingSettings, Models, Prompt
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient, RequestEnded, StartedRanks, TokenReady
-from ggpipe.sampling import SamplingConfig
+from ggpipe.prompt import Conversation, as_prompt
+from ggpipe.prompt import Prompt as RequestPrompt
+from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient, StartedRanks
+from ggpipe.runtime.channel.events import Ended, Refused, TokenReady
 
 
 def run(options: Options) -> int:
@@ -75,7 +77,7 @@ class _Place:
     flight: _Flight
     index: int
     prompt: int
-    marks: AnswerFormat | None
+    request: ClientRequest
     norm: int
     """How an embedding is normalized."""
 
@@ -84,14 +86,9 @@ class _Place:
 class _Ask:
     """A request that a task needs."""
 
-    tokens: tuple[int, ...]
+    spec: RequestSpec
     prompt: int
     """Its prompt's number in the task."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    n_predict: int = 0
-    caches: bool = True
-    marks: AnswerFormat | None = None
-    task: PromptTask | None = None
     norm: int = 2
 
 
@@ -170,8 +167,8 @@ class _Work:
                 match event:
                     case TokenReady():
                         tally.n_tokens += 1
-                    case RequestEnded(request):
-                        self._end(request, self._places.pop(request.id))
+                    case Ended() | Refused():
+                        self._end(self._places.pop(event.request))
             on_change()
 
     def _begin(self, engine: EngineClient, task: Task) -> None:
@@ -192,19 +189,15 @@ class _Work:
         self._asks.extend((flight, i, ask) for i, ask in enumerate(asks))
 
     def _texts(self, engine: EngineClient, body: GenerationBody) -> list[_Ask]:
-        prompts = [self._read(engine, prompt) for prompt in body.prompts]
-        usual = body.sampling(self._sampling(engine.sampling))
-        for tokens, chat in prompts:  # a conversation is alone
-            engine.check_prompt(tokens)
-            usual = usual if chat is None else chat.held(usual)
-        n_predict, caches = body.most_tokens(self._n_predict), body.cache_prompt is not False
+        usual = RequestSpec(
+            prompt=b"", n_predict=body.most_tokens(self._n_predict), speculation=self._speculation,
+            cache_prompt=body.cache_prompt is not False,
+        )  # fmt: skip
+        sampling = draws(body.sampling(self._sampling(engine.sampling)), body.n_choices)
         return [
-            _Ask(
-                tokens=tokens, prompt=i, sampling=sampling, n_predict=n_predict, caches=caches,
-                marks=None if chat is None else chat.answer,
-            )
-            for (i, (tokens, chat)), sampling in itertools.product(enumerate(prompts), draws(usual, body.n_choices))
-        ]  # fmt: skip
+            _Ask(spec=msgspec.structs.replace(usual, prompt=prompt, sampling=drawn), prompt=i)
+            for (i, prompt), drawn in itertools.product(enumerate(map(self._prompt, body.prompts)), sampling)
+        ]
 
     def _embeddings(self, engine: EngineClient, body: EmbeddingBody) -> list[_Ask]:
         own = self._embedding
@@ -212,41 +205,35 @@ class _Work:
         pooling = chosen(own.pooling, engine.model.pooling)
         if pooling == "none":
             raise UsageError("a vector for each token has no place here: set `pooling` to mean, cls or last")
-        prompts: Sequence[tuple[int, ...]] = [self._read(engine, prompt)[0] for prompt in body.prompts]
-        for tokens in prompts:
-            engine.check_prompt(tokens)
         norm, task = body.norm(own.embd_normalize), PromptTask("embed", pooling=pooling)
-        return [_Ask(tokens=tokens, prompt=i, task=task, norm=norm) for i, tokens in enumerate(prompts)]
+        prompts = map(self._prompt, body.prompts)
+        return [_Ask(spec=RequestSpec(prompt=one, task=task), prompt=i, norm=norm) for i, one in enumerate(prompts)]
 
     def _submit(self, engine: EngineClient, flight: _Flight, index: int, ask: _Ask) -> None:
-        request = engine.submit(
-            ask.tokens, ask.sampling, ask.n_predict, self._speculation, cache_prompt=ask.caches, task=ask.task
-        )
+        request = engine.submit(ask.spec)
         self._places[request.id] = _Place(
-            flight=flight, index=index, prompt=ask.prompt, marks=ask.marks, norm=ask.norm
+            flight=flight, index=index, prompt=ask.prompt, request=request, norm=ask.norm
         )  # fmt: skip
 
-    def _read(self, engine: EngineClient, prompt: BodyPrompt) -> tuple[tuple[int, ...], ChatPrompt | None]:
+    def _prompt(self, prompt: BodyPrompt) -> RequestPrompt:
         match prompt:
-            case str():
-                return engine.tokenize(prompt), None
             case Conversation():
-                chat = engine.tokenize_chat(self._chat.completed(prompt))
-                return chat.tokens, chat
+                return self._chat.completed(prompt)
             case Mixed(parts):
-                return engine.tokenize_mixed(parts), None
-        return tuple(prompt), None
+                return as_prompt(parts)
+        return as_prompt(prompt)
 
-    def _end(self, request: ClientRequest, place: _Place) -> None:
-        flight = place.flight
+    def _end(self, place: _Place) -> None:
+        flight, request = place.flight, place.request
         if request.error is not None:
             flight.error = in_flags(str(request.error))
         elif request.stats.finish is Finish.STOPPED:
             self._is_stopped = True
-        vectors = [normalized(np.frombuffer(data, np.float32), place.norm) for data in request.embedding]
+        embedding = request.ended.embedding if request.ended is not None else ()
+        vectors = [normalized(np.frombuffer(data, np.float32), place.norm) for data in embedding]
         flight.texts[place.index] = Text(
             prompt=place.prompt, stats=request.stats, prompt_tokens=request.prompt, tokens=request.tokens,
-            rest=request.rest, marks=place.marks, vector=vectors[0] if vectors else None,
+            rest=request.rest, marks=request.answer, vector=vectors[0] if vectors else None,
         )  # fmt: skip
         texts = [text for text in flight.texts if text is not None]
         if len(texts) < len(flight.texts):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
 from ggpipe.cli.talk.answer import Answerer, Reply
@@ -21,6 +20,7 @@ from ggpipe.options.engine_config import engine_config, speculation_config, warn
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import ChatOutput, Prompt
+from ggpipe.prompt import Conversation
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
 

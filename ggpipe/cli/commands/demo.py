@@ -75,9 +75,9 @@ def _without_draft(drafted: Answer, request: Request, color: Color) -> RequestSt
     try:
         if display:
             display.request(stats)
-        prompt = engine.tokenize(request.text)
         iterative = replace(request.speculation, mode="iterative")
-        for token in engine.generate(prompt, request.sampling(engine.sampling), n_tokens, stats, iterative):
+        again = replace(request, n_predict=n_tokens, speculation=iterative)
+        for token in engine.stream(again.spec(engine.sampling), stats):
             if display:
                 display.text(token.text)
     finally:

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.chat.reasoning import Piece, ReasoningParser
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.config import SpeculationConfig
+from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable
@@ -28,6 +27,9 @@ from ggpipe.options.engine_config import engine_config, speculation_config, warn
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import GenerateOutput, Prompt
+from ggpipe.prompt import Prompt as RequestPrompt
+from ggpipe.prompt import as_prompt
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
 
@@ -48,11 +50,20 @@ class Request:
     """A prompt to continue, and how."""
 
     text: str
+    """The prompt, or the user's message in the conversation."""
+    prompt: RequestPrompt
     sampling: SamplingOf
     n_predict: int
     speculation: SpeculationConfig
-    conversation: Conversation | None = None
-    """In place of the text."""
+
+    def spec(self, usual: SamplingConfig) -> RequestSpec:
+        """For the engine. `usual`: the sampling settings that the model's file recommends."""
+        return RequestSpec(
+            prompt=self.prompt,
+            sampling=self.sampling(usual),
+            n_predict=self.n_predict,
+            speculation=self.speculation,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,8 @@ def request_of(options: Options) -> Request:
     text, speculation = prompt.read(), speculation_config(options)
     sampling_config(options)  # which raises now what it would raise later
     sampling = functools.partial(sampling_config, options)
-    return Request(text, sampling, prompt.n_predict, speculation, options[Chat].conversation(text))
+    own = options[Chat].conversation(text)
+    return Request(text, as_prompt(text if own is None else own), sampling, prompt.n_predict, speculation)
 
 
 def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:
@@ -109,26 +121,23 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         engine = ranks.load()
         for warning in (*warnings, *engine.warnings):
             warn(warning)
-        chat = engine.tokenize_chat(request.conversation) if request.conversation is not None else None
-        prompt = engine.tokenize(request.text) if chat is None else chat.tokens
-        parser = ReasoningParser(chat.answer.reasoning) if chat is not None else None
-        engine.check_prompt(prompt)
+        begun = engine.begin(request.spec(engine.sampling), stats)
+        marks = begun.answer
+        parser = ReasoningParser(marks.reasoning) if marks is not None else None
         if display:
             display.request(stats)
             if output.display_prompt:
                 display.prompt(request.text)
-        sampling = request.sampling(engine.sampling)
-        sampling = sampling if chat is None else chat.held(sampling)
-        for token in engine.generate(prompt, sampling, request.n_predict, stats, request.speculation):
+        for token in engine.tokens(begun):
             write(token.text)
             style = origin_style(token.drafted)
-            if chat is None or parser is None:
+            if marks is None or parser is None:
                 show_pieces([Piece(token.text, False)], style)
             else:
-                show_pieces(parser.feed(chat.answer.text_of(token.id, token.text)), style)
-        write(engine.rest)
-        show_pieces([Piece(engine.rest, False)] if parser is None else [*parser.feed(engine.rest), *parser.finish()])
-        for line in engine.not_saved:
+                show_pieces(parser.feed(marks.text_of(token.id, token.text)), style)
+        write(begun.rest)
+        show_pieces([Piece(begun.rest, False)] if parser is None else [*parser.feed(begun.rest), *parser.finish()])
+        for line in begun.ended.not_saved if begun.ended is not None else ():
             warn(line)
         engine.measure()
         if output.trace is not None:

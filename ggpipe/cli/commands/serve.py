@@ -170,6 +170,4 @@ def _chat(options: Options) -> Chat:
 def _named(error: GgpipeError) -> GgpipeError:
     """The same error with this command's names of settings. They become flags on the terminal, and fields of bodies in
     answers."""
-    own = type(error)(re.sub(r"`(\w+)`", lambda found: f"`{_NAMES.get(found[1], found[1])}`", str(error)))
-    own.__cause__, own.is_reported = error.__cause__, error.is_reported
-    return own
+    return error.reworded(re.sub(r"`(\w+)`", lambda found: f"`{_NAMES.get(found[1], found[1])}`", str(error)))

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.chat.reasoning import Piece, ReasoningParser
 from ggpipe.cli.messages import warn
 from ggpipe.config import SamplingConfig, SpeculationConfig
@@ -18,8 +17,10 @@ from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.stream import TextStream
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.stdout import Stdout
-from ggpipe.errors import UsageError
+from ggpipe.errors import PromptTooLong, UsageError
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.prompt import Conversation
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
 
@@ -85,20 +86,24 @@ class Answerer:
         or stdout cannot be written; the reply has what came before."""
         engine = self.engine
         self.ranks.stopping = False  # a Ctrl-C that came after the last answer
-        prompt = engine.tokenize_chat(conversation)
-        if len(prompt.tokens) >= engine.n_ctx:
+        spec = RequestSpec(
+            prompt=conversation, sampling=sampling, n_predict=self._n_predict, speculation=self._speculation
+        )
+        try:
+            request = engine.begin(spec, reply.stats)
+        except PromptTooLong as e:
             raise UsageError(
-                f"the conversation has {len(prompt.tokens)} tokens and the context {engine.n_ctx}: /clear begins a new "
-                "one, /save keeps this one, and `n_ctx` makes room for longer ones"
-            )
-        parser = ReasoningParser(prompt.answer.reasoning)
-        sampling = prompt.held(sampling)
+                f"the conversation has {e.n_prompt} tokens and the context {e.n_ctx}: /clear begins a new one, /save "
+                "keeps this one, and `n_ctx` makes room for longer ones"
+            ) from e
+        marks = request.answer
+        assert marks is not None  # it is a conversation
+        parser = ReasoningParser(marks.reasoning)
         with self._shown(reply):
-            tokens = engine.generate(prompt.tokens, sampling, self._n_predict, reply.stats, self._speculation)
-            for token in tokens:
-                for piece in parser.feed(prompt.answer.text_of(token.id, token.text)):
+            for token in engine.tokens(request):
+                for piece in parser.feed(marks.text_of(token.id, token.text)):
                     self._write(piece, reply, origin_style(token.drafted))
-            for piece in [*parser.feed(engine.rest), *parser.finish()]:
+            for piece in [*parser.feed(request.rest), *parser.finish()]:
                 self._write(piece, reply, None)
             if reply.text and not reply.text.endswith("\n"):
                 self._to_stdout("\n")

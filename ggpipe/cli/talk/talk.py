@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ggpipe.cache import cache_folder, whole_file
-from ggpipe.chat.conversation import Conversation
 from ggpipe.chat.transcript import Transcript
 from ggpipe.cli.messages import in_flags
 from ggpipe.cli.talk.answer import Answerer, Reply
@@ -25,6 +24,7 @@ from ggpipe.display.format import counted, harmless
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables.summary import print_summary
 from ggpipe.errors import GgpipeError, UsageError
+from ggpipe.prompt import Conversation
 
 _HINT = "Ask something; /help lists the commands"
 _IDLE_S = 0.1

@@ -1,7 +1,7 @@
 """An engine as front ends see it, wherever its ranks are: submit requests, take what comes, one or many at a time.
 
 engine = started_ranks.load()
-request = engine.submit(engine.tokenize("Once upon"), SamplingConfig(temp=0))
+request = engine.submit(RequestSpec(prompt=b"Once upon", sampling=SamplingConfig(temp=0)))
 while request.is_active:
     for event in engine.step():
         ...
@@ -13,45 +13,25 @@ and all of their tokens itself, so nothing is lost with the ranks.
 from __future__ import annotations
 
 import abc
+import contextlib
 import itertools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ggpipe.chat.conversation import ChatPrompt, Conversation
+import msgspec
+
+from ggpipe.chat.answer import AnswerFormat
+from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.config import SamplingConfig, SpeculationConfig
-from ggpipe.core.request import PromptTask, Token, check_prompt
+from ggpipe.core.request import Token, check_prompt
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.metrics.stats import RankStats, RequestStats
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInfo:
-    """What the target's file says of it, for those who ask a server; 0 where it does not."""
-
-    chat_template: str = ""
-    """The usual one of the file; nothing where it has none."""
-    bos_token: str = ""
-    """The text of the token that begins a text."""
-    eos_token: str = ""
-    """The text of the token that ends a text."""
-    vocab_type: int = 0
-    """libllama's number of the tokenizer's kind."""
-    n_vocab: int = 0
-    """Tokens of the vocabulary."""
-    n_ctx_train: int = 0
-    """Tokens of the context that it was trained with."""
-    n_embd: int = 0
-    """Numbers that a layer gives for each token."""
-    n_params: int = 0
-    """Numbers of all weights."""
-    n_bytes: int = 0
-    """Bytes of all weights."""
-    pooling: str = ""
-    """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
-    fingerprint: str = ""
-    """As `ModelFile.fingerprint`."""
+from ggpipe.prompt import Conversation, as_prompt
+from ggpipe.request import RequestSpec
+from ggpipe.runtime.channel.events import Accepted, Ended, Event, Refused, TokenReady
+from ggpipe.runtime.channel.messages import ModelInfo
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,70 +39,61 @@ class ClientRequest:
     """A request that was submitted, and what came of it so far."""
 
     id: int
-    prompt: tuple[int, ...]
-    sampling: SamplingConfig
-    n_predict: int
-    speculation: SpeculationConfig | None
-    cache_prompt: bool
-    user: str
-    """As `Request.user`."""
+    spec: RequestSpec
+    """As it was stated."""
     stats: RequestStats
     """Filled in while the request is served. Times are this process's `time.monotonic`."""
-    given: tuple[int, ...] = ()
-    """The first tokens of its text, which were known when it was submitted."""
-    given_redrawn: tuple[int, ...] = ()
-    """The places of those of them that were drawn at the second attempt."""
+    n_resumed: int
+    """Tokens of its output that were known when the ranks that serve it now took it."""
+    accepted: Accepted | None = None
+    """The answer to it; after a restart, the first one. None: it was not answered."""
     tokens: list[Token] = field(default_factory=list)
-    """Those behind them."""
-    task: PromptTask | None = None
-    """What is done instead of continuing the prompt."""
-    n_resumed: int = 0
-    """Tokens of its text that were known when the ranks that serve it now took it."""
-    rest: str = ""
-    """Text behind the last token's: what may have begun a stop string, and a replacement character for one whose last
-    bytes never came; mostly empty."""
-    not_saved: tuple[str, ...] = ()
-    """Why parts of a prefix are not written to disk, or not restored, a line each."""
-    n_saved_bytes: int = 0
-    """Of the files of its task."""
-    embedding: tuple[bytes, ...] = ()
-    """Its embedding, not normalized, where that is its task: a vector of 32-bit floats, or one for each token."""
+    """Its output, without `spec.resumed`."""
+    ended: Ended | None = None
     error: GgpipeError | None = None
     """Why it was not taken, or not ended."""
 
     @property
     def is_active(self) -> bool:
         """It is waiting or being served."""
-        return self.stats.finish is None and self.error is None
+        return self.ended is None and self.error is None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens of its prompt; empty while they are not known."""
+        if self.accepted is not None and self.accepted.prompt:
+            return self.accepted.prompt
+        own = self.spec.prompt
+        return tuple(part for part in own if isinstance(part, int)) if isinstance(own, tuple) else ()
+
+    @property
+    def answer(self) -> AnswerFormat | None:
+        """How an answer to a conversation is marked, when it is accepted; None for other prompts."""
+        return self.accepted.answer if self.accepted is not None else None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Its text so far."""
-        return (*self.given, *(token.id for token in self.tokens))
+        """Its output so far."""
+        return (*self.spec.resumed, *(token.id for token in self.tokens))
 
     @property
-    def redrawn(self) -> tuple[int, ...]:
-        """The places of the tokens of its text that were drawn at the second attempt."""
-        n_given = len(self.given)
-        return (*self.given_redrawn, *(n_given + i for i, token in enumerate(self.tokens) if token.redrawn))
+    def rest(self) -> str:
+        """Text after the last token's, as `Ended.rest`."""
+        return self.ended.rest if self.ended is not None else ""
 
-
-@dataclass(frozen=True, slots=True)
-class TokenReady:
-    """The next token of a request."""
-
-    request: ClientRequest
-    token: Token
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEnded:
-    """A request is over: `stats.finish` says why, or `error`."""
-
-    request: ClientRequest
-
-
-ClientEvent = TokenReady | RequestEnded
+    @property
+    def continued(self) -> RequestSpec:
+        """The request with all that is known of it now, for ranks that are to continue it."""
+        if self.accepted is None:
+            return self.spec
+        n_before = len(self.spec.resumed)
+        return msgspec.structs.replace(
+            self.spec,
+            prompt=self.prompt,
+            sampling=replace(self.accepted.sampling or self.spec.sampling, seed=self.accepted.seed),
+            resumed=self.token_ids,
+            redrawn=(*self.spec.redrawn, *(n_before + i for i, token in enumerate(self.tokens) if token.redrawn)),
+        )
 
 
 class Stoppable(Protocol):
@@ -179,55 +150,24 @@ class EngineClient(abc.ABC):
         out."""
         self.model = model or ModelInfo()
         """The target."""
-        self.rest = ""
-        """Of the last `generate`, as `ClientRequest.rest`."""
-        self.not_saved: tuple[str, ...] = ()
-        """Of the last `generate`, as `ClientRequest.not_saved`."""
         self._owner = owner
+        self._offset_s = 0.0
+        """This process's clock minus the head's."""
         self._ids = itertools.count(1)
         self._requests: dict[int, ClientRequest] = {}
         """Those that are active."""
 
     # Many requests
 
-    def submit(
-        self,
-        prompt: tuple[int, ...],
-        sampling: SamplingConfig,
-        n_predict: int = -1,
-        speculation: SpeculationConfig | None = None,
-        stats: RequestStats | None = None,
-        cache_prompt: bool = True,
-        tokens: tuple[int, ...] = (),
-        redrawn: tuple[int, ...] = (),
-        task: PromptTask | None = None,
-        user: str = "",
-    ) -> ClientRequest:
-        """Have a prompt continued by at most `n_predict` tokens (-1: until the text ends or the context is full).
+    def submit(self, spec: RequestSpec, stats: RequestStats | None = None) -> ClientRequest:
+        """Have a request served. `Accepted` or `Refused` is the first of its events; a refused one has its `error`.
 
-        `speculation` needs a draft model. `stats` is filled in while the request is served. With `cache_prompt`, what
-        earlier requests computed of the prompt is not computed again. A bad prompt ends the request with its error.
-
-        `tokens`: the first of its text, which other ranks generated with the same settings and seed. The text goes on
-        behind them, and `n_predict` counts them. `redrawn`: the places of those that were drawn at the second attempt.
-        `task`: what is done instead.
-
-        `user`: whom it is for. Users take turns where requests wait.
+        `spec.speculation` needs a draft model. `stats` is filled in while the request is served.
         """
-        request = ClientRequest(
-            id=next(self._ids),
-            prompt=prompt,
-            sampling=sampling,
-            n_predict=n_predict,
-            speculation=speculation,
-            cache_prompt=cache_prompt,
-            user=user,
-            stats=stats if stats is not None else RequestStats(),
-            given=tokens,
-            given_redrawn=redrawn,
-            task=task,
-        )
-        self._take_in(request)
+        stats = stats if stats is not None else RequestStats()
+        request = ClientRequest(id=next(self._ids), spec=spec, stats=stats, n_resumed=len(spec.resumed))
+        self._requests[request.id] = request
+        self._submit(request)
         return request
 
     def resume(self, request: ClientRequest) -> None:
@@ -236,24 +176,19 @@ class EngineClient(abc.ABC):
         With `exact` its text is the one of an undisturbed run. Its figures of the text are of all of it, those of runs
         and ranks begin again. Its id must not be that of an active request of this engine.
         """
-        if request.stats.ranks:  # it was taken, so its seed is known
-            request.sampling = replace(request.sampling, seed=request.stats.seed)
         request.stats.runs.clear()
         request.stats.draft_runs.clear()
-        self._take_in(request)
-
-    def _take_in(self, request: ClientRequest) -> None:
-        self._requests[request.id] = request
         request.n_resumed = len(request.token_ids)
+        self._requests[request.id] = request
         self._submit(request)
 
     def cancel(self, request: ClientRequest) -> None:
-        """End a request soon; `RequestEnded` follows, after tokens that are generated already. Does nothing when it is
+        """End a request soon; `Ended` follows, after tokens that are generated already. Does nothing when it is
         over."""
         if request.id in self._requests:
             self._cancel(request)
 
-    def step(self) -> list[ClientEvent]:
+    def step(self) -> list[Event]:
         """Wait for something to happen, at most 0.1 s. Returns what came, in order.
 
         When the user wants an end, all active requests are cancelled. Raises RunError when a rank breaks, Terminated
@@ -263,33 +198,42 @@ class EngineClient(abc.ABC):
         if stopping:
             for request in tuple(self._requests.values()):
                 self.cancel(request)
-        events = self._step()
-        for event in events:
-            match event:
-                case TokenReady(request, token):
-                    request.tokens.append(token)
-                case RequestEnded(request):
-                    self._requests.pop(request.id, None)
+        events: list[Event] = []
+        for event in self._step():
+            if (own := self._requests.get(event.request)) is not None:
+                self._note(event, own)
+                events.append(event)
         if stopping and not self._requests:
             self._owner.stopping = False  # only now: one that came while loading ends the first request
         return events
+
+    def _note(self, event: Event, request: ClientRequest) -> None:
+        """Note what came of a request."""
+        stats, offset_s = request.stats, self._offset_s
+        match event:
+            case Accepted():
+                stats.seed, stats.speculation, stats.ranks = event.seed, event.speculation, list(event.ranks)
+                if request.accepted is None:
+                    request.accepted = event
+                    stats.n_prompt = len(request.prompt)
+                    if not stats.token_times:
+                        stats.arrived = event.arrived_s + offset_s
+            case TokenReady(_, token, at_s):
+                request.tokens.append(token)
+                stats.token_times.append(at_s + offset_s)
+                stats.drafted.append(token.drafted)
+            case Ended():
+                stats.finish, stats.ended = event.finish, event.ended_s + offset_s
+                request.ended = event
+                self._requests.pop(request.id, None)
+            case Refused(_, why):
+                request.error = why.to_error()
+                self._requests.pop(request.id, None)
 
     def stop(self) -> None:
         """End the active requests soon, or the next ones, keeping what is generated. From any thread or a signal
         handler."""
         self._owner.stop()
-
-    def tokenize_mixed(self, parts: Sequence[int | str]) -> tuple[int, ...]:
-        """The tokens of a prompt of texts and tokens. Only a text at its beginning gets what the model's texts begin
-        with, as BOS."""
-        begun, tokens = self.tokenize(""), list[int]()
-        for i, part in enumerate(parts):
-            if isinstance(part, int):
-                tokens.append(part)
-            else:
-                found = self.tokenize(part)
-                tokens += found[len(begun) :] if i and found[: len(begun)] == begun else found
-        return tuple(tokens)
 
     # One request
 
@@ -297,47 +241,70 @@ class EngineClient(abc.ABC):
         """Raises UsageError for a prompt that is empty or that leaves no room for an answer."""
         check_prompt(prompt, self.n_ctx)
 
+    def begin(self, spec: RequestSpec, stats: RequestStats | None = None) -> ClientRequest:
+        """Submit a request, with no other one beside it, and wait until it is accepted.
+
+        Raises UsageError for a bad prompt or while another request is active, RunError when a rank breaks.
+        """
+        if self._requests:
+            raise UsageError("generate serves one request at a time: exhaust the last iterator, or close it")
+        request = self.submit(spec, stats)
+        with self._ending(request):
+            while request.accepted is None and request.is_active:
+                self.step()
+        if request.error is not None:
+            raise request.error
+        return request
+
+    def tokens(self, request: ClientRequest) -> Generator[Token, None, None]:
+        """The tokens of a request that was begun. An iterator that is closed, or dropped, ends it. Raises RunError when
+        a rank breaks."""
+        with self._ending(request):
+            at = 0
+            while at < len(request.tokens) or request.is_active:
+                if at == len(request.tokens):
+                    self.step()
+                    continue
+                at += 1
+                yield request.tokens[at - 1]
+
+    def stream(self, spec: RequestSpec, stats: RequestStats | None = None) -> Generator[Token, None, None]:
+        """`begin`, then `tokens`. `stop` ends it early."""
+        yield from self.tokens(self.begin(spec, stats))
+
     def generate(
         self,
-        prompt: tuple[int, ...],
+        prompt: str | Sequence[int],
         sampling: SamplingConfig,
         n_predict: int = -1,
         stats: RequestStats | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> Generator[Token, None, None]:
-        """Continue a prompt, as `submit` does, with no other request beside it. `stop` ends it early.
+        """`stream` for a text or tokens, with what most programs state of a request."""
+        spec = RequestSpec(
+            prompt=as_prompt(prompt),
+            sampling=sampling,
+            n_predict=n_predict,
+            speculation=speculation or SpeculationConfig(),
+        )
+        return self.stream(spec, stats)
 
-        An iterator that is closed, or dropped, ends its request. Raises UsageError for a bad prompt or while another
-        request is active, RunError when a rank breaks.
-        """
-        if self._requests:
-            raise UsageError("generate serves one request at a time: exhaust the last iterator, or close it")
-        request = self.submit(prompt, sampling, n_predict, speculation, stats)
-        self.rest, self.not_saved = "", ()
+    @contextlib.contextmanager
+    def _ending(self, request: ClientRequest) -> Iterator[None]:
+        """When the caller leaves, or a rank breaks, the next request finds nothing in the way."""
         try:
-            while request.is_active:
-                for event in self.step():
-                    match event:
-                        case TokenReady(_, token):
-                            yield token
-                        case RequestEnded():
-                            self.rest, self.not_saved = request.rest, request.not_saved
+            yield
         except GeneratorExit:
-            self._abandon(request)
+            if self.is_open:
+                self.cancel(request)
+                while request.is_active:
+                    self.step()
             raise
-        finally:
+        except BaseException:
             if request.is_active:
                 request.stats.ended = time.monotonic()
                 self._requests.pop(request.id, None)
-        if request.error is not None:
-            raise request.error
-
-    def _abandon(self, request: ClientRequest) -> None:
-        """The caller wants no more of it: the next request must find nothing in the way."""
-        if self.is_open:
-            self.cancel(request)
-            while request.is_active:
-                self.step()
+            raise
 
     # What the kinds of engines do in their own ways
 
@@ -352,7 +319,8 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
-        """A conversation as the model reads it, and how the model will mark reasoning in its answer.
+        """A conversation as the model reads it, and how the model will mark reasoning in its answer. Requests take
+        conversations as they are: this is for those who want the tokens alone.
 
         Raises UsageError where the template does not take it.
         """
@@ -381,4 +349,4 @@ class EngineClient(abc.ABC):
     def _cancel(self, request: ClientRequest) -> None: ...
 
     @abc.abstractmethod
-    def _step(self) -> list[ClientEvent]: ...
+    def _step(self) -> list[Event]: ...

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 from ggpipe.errors import GgpipeError, Interrupted, RunError
+from ggpipe.runtime.channel.events import Failure, Message
 from ggpipe.runtime.channel.link import Link
-from ggpipe.runtime.channel.messages import Alive, Failed, FromFrontEnd, Line, Message, Quit, Ready, Stop
+from ggpipe.runtime.channel.messages import Alive, Failed, FromFrontEnd, Line, Quit, Ready, Stop
 
 _ALIVE_S = 1.0
 
@@ -58,7 +59,7 @@ class FrontEnd:
         """Send the error that the ranks end with."""
         if not error.is_reported:
             error.is_reported = True
-            self.send(Failed.of(error))
+            self.send(Failed(Failure.of(error)))
 
     def take(self) -> list[FromFrontEnd]:
         """The messages since the last time; none of them is Stop or Quit."""

@@ -21,7 +21,8 @@ from typing import Generic, TypeVar
 from ggpipe.errors import GgpipeError, LaunchError, RunError, UsageError
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.runtime.channel import messages
-from ggpipe.runtime.channel.messages import VERSION, Failed, FromFrontEnd, FromHead, Message
+from ggpipe.runtime.channel.events import Failure, Message
+from ggpipe.runtime.channel.messages import VERSION, Failed, FromFrontEnd, FromHead
 
 M = TypeVar("M", FromFrontEnd, FromHead)
 
@@ -316,6 +317,6 @@ def report(error: GgpipeError) -> bool:
         link = connect()
     except LaunchError:
         return False
-    sent = link.send(Failed.of(error))
+    sent = link.send(Failed(Failure.of(error)))
     link.close()
     return sent

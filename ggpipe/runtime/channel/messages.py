@@ -4,59 +4,74 @@
 |----------|---------------------|---------------------------------------------------|
 | start    |                     | Ready; of a rank that cannot start: Failed        |
 | loading  | Stop                | Loading …, Loaded                                 |
-| serving  | Submit              | Started, NewTokens …, Figures …, Ended            |
+| serving  | Submit              | Accepted, TokenReady …, Figures …, Ended          |
 |          |                     | Refused instead                                   |
 |          | Cancel              |                                                   |
-|          | Tokenize            | Tokenized                                         |
-|          | TokenizeChat        | ChatTokenized                                     |
-|          | Detokenize          | Detokenized                                       |
+|          | Tokenize            | Tokenized, or NotAnswered                         |
+|          | TokenizeChat        | ChatTokenized, or NotAnswered                     |
+|          | Detokenize          | Detokenized, or NotAnswered                       |
 |          | Measure             | Measured                                          |
 | profiling| Stop                | Profiled                                          |
 | any time | Quit                | Line, Alive (when silent for a second), Failed    |
 
-A request's number is the front end's. Times are the head's `time.monotonic`, those of a span its own rank's.
+What comes of requests is in `events`. Times are the head's `time.monotonic`, those of a span its own rank's.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
-from ggpipe import errors
-from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.cluster.profile import Profile
-from ggpipe.config import SamplingConfig, SpeculationConfig
-from ggpipe.core.messages import RunRecord
-from ggpipe.core.request import Counters, Finish, PromptTask, Token
-from ggpipe.errors import GgpipeError, RunError, UsageError
+from ggpipe.config import SamplingConfig
+from ggpipe.errors import RunError, UsageError
 from ggpipe.metrics.stats import RankStats
-from ggpipe.runtime.channel.client import ModelInfo
+from ggpipe.prompt import Conversation
+from ggpipe.request import RequestSpec
+from ggpipe.runtime.channel.events import Accepted, Ended, Failure, Figures, Message, Refused, TokenReady
 
-VERSION = 16
+VERSION = 17
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all; the class name travels as the tag."""
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the target's file says of it, for those who ask a server; 0 where it does not."""
+
+    chat_template: str = ""
+    """The usual one of the file; nothing where it has none."""
+    bos_token: str = ""
+    """The text of the token that begins a text."""
+    eos_token: str = ""
+    """The text of the token that ends a text."""
+    vocab_type: int = 0
+    """libllama's number of the tokenizer's kind."""
+    n_vocab: int = 0
+    """Tokens of the vocabulary."""
+    n_ctx_train: int = 0
+    """Tokens of the context that it was trained with."""
+    n_embd: int = 0
+    """Numbers that a layer gives for each token."""
+    n_params: int = 0
+    """Numbers of all weights."""
+    n_bytes: int = 0
+    """Bytes of all weights."""
+    pooling: str = ""
+    """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
+    fingerprint: str = ""
+    """As `ModelFile.fingerprint`."""
 
 
 # From the front end
 
 
-class Submit(Message, frozen=True, kw_only=True):
-    """Continue a prompt, behind these tokens of its text if there are any."""
+class Submit(Message, frozen=True):
+    """Serve a request, which has this number from now on."""
 
     request: int
-    prompt: tuple[int, ...]
-    sampling: SamplingConfig
-    n_predict: int
-    speculation: SpeculationConfig | None
-    cache_prompt: bool
-    tokens: tuple[int, ...]
-    redrawn: tuple[int, ...]
-    """The places of those that were drawn at the second attempt."""
-    task: PromptTask | None
-    user: str
-    """As `Request.user`."""
+    spec: RequestSpec
 
 
 class Cancel(Message, frozen=True):
@@ -133,65 +148,10 @@ class Loaded(Message, frozen=True, kw_only=True):
     model: ModelInfo
 
 
-class Started(Message, frozen=True, kw_only=True):
-    """A request was taken, as `RequestStats` has it."""
+class NotAnswered(Message, frozen=True):
+    """The answer to a question that cannot be answered."""
 
-    request: int
-    seed: int
-    arrived_s: float
-    speculation: SpeculationConfig
-    ranks: tuple[RankStats, ...]
-
-
-class NewTokens(Message, frozen=True):
-    """The next tokens of a request, and when each was sampled."""
-
-    request: int
-    tokens: tuple[Token, ...]
-    times_s: tuple[float, ...]
-
-
-class Figures(Message, frozen=True, kw_only=True):
-    """What was measured of a request since its last Figures; sent every tenth of a second, and before Ended."""
-
-    request: int
-    counters: Counters
-    """The totals; tables by run and by lead only before Ended."""
-    n_in_flight: int
-    runs: tuple[RunRecord, ...]
-    draft_runs: tuple[RunRecord, ...]
-    started_s: float | None
-    """As `RequestStats.started`."""
-    ranks: tuple[RankStats, ...]
-    """Each rank's work for the request."""
-    totals: tuple[RankStats, ...]
-    """Each rank's work for all requests."""
-    n_cells: int
-    """As `EngineClient.n_cells`."""
-
-
-class Ended(Message, frozen=True, kw_only=True):
-    """A request is over."""
-
-    request: int
-    finish: Finish
-    ended_s: float
-    rest: str
-    """As `ClientRequest.rest`."""
-    not_saved: tuple[str, ...]
-    """As `ClientRequest.not_saved`."""
-    n_saved_bytes: int
-    """As `ClientRequest.n_saved_bytes`."""
-    embedding: tuple[bytes, ...]
-    """As `ClientRequest.embedding`."""
-
-
-class Refused(Message, frozen=True):
-    """A request was not taken."""
-
-    request: int
-    error: str
-    message: str
+    why: Failure
 
 
 class Tokenized(Message, frozen=True):
@@ -235,20 +195,14 @@ class Alive(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The ranks end with this error; `error` is the name of a class in `ggpipe.errors`."""
+    """The ranks end with this error."""
 
-    error: str
-    message: str
-
-    @staticmethod
-    def of(error: GgpipeError) -> Failed:
-        """The message about an error."""
-        return Failed(type(error).__name__, str(error))
+    why: Failure
 
 
 FromHead = (
-    Ready | Loading | Loaded | Started | NewTokens | Figures | Ended | Refused | Tokenized | ChatTokenized
-    | Detokenized | Measured | Profiled | Line | Alive | Failed
+    Ready | Loading | Loaded | Accepted | TokenReady | Figures | Ended | Refused | Tokenized | ChatTokenized
+    | Detokenized | NotAnswered | Measured | Profiled | Line | Alive | Failed
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -285,11 +239,3 @@ def from_head(payload: bytes) -> FromHead:
 def _unreadable(error: Exception) -> RunError:
     why = " ".join(str(error).split())
     return RunError(f"an unreadable message arrived between front end and head ({why}): use one ggpipe everywhere")
-
-
-def error_of(failed: Failed | Refused) -> GgpipeError:
-    """The error that the message is about."""
-    kind = getattr(errors, failed.error, None)
-    if isinstance(kind, type) and issubclass(kind, GgpipeError):
-        return kind(failed.message)
-    return RunError(failed.message)

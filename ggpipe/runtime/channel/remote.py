@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.cluster.profile import Profile
 from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError, UsageError
 from ggpipe.metrics.stats import RankStats
-from ggpipe.runtime.channel.client import ClientEvent, ClientRequest, EngineClient, RequestEnded, TokenReady
+from ggpipe.prompt import Conversation
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient
+from ggpipe.runtime.channel.events import Accepted, Ended, Event, Failure, Figures, Message, Refused, TokenReady
 from ggpipe.runtime.channel.link import Link, Waker
 from ggpipe.runtime.channel.messages import (
     Alive,
@@ -21,28 +23,22 @@ from ggpipe.runtime.channel.messages import (
     ChatTokenized,
     Detokenize,
     Detokenized,
-    Ended,
     Failed,
-    Figures,
     FromHead,
     Line,
     Loaded,
     Loading,
     Measure,
     Measured,
-    Message,
-    NewTokens,
+    NotAnswered,
     Profiled,
     Quit,
     Ready,
-    Refused,
-    Started,
     Stop,
     Submit,
     Tokenize,
     TokenizeChat,
     Tokenized,
-    error_of,
 )
 
 M = TypeVar("M", bound=Message)
@@ -144,8 +140,8 @@ class RemoteRanks:
             case Line(text):
                 self._on_line(text)
                 return None
-            case Failed() as failed:
-                raise error_of(failed)
+            case Failed(why):
+                raise why.to_error()
             case message:
                 return message
 
@@ -166,7 +162,7 @@ class RemoteRanks:
         with contextlib.closing(link):
             for message in link.receive(_REPORT_S) or ():
                 if isinstance(message, Failed):
-                    raise error_of(message)
+                    raise message.why.to_error()
 
     def wait_for(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
         """The next message of this kind; others go to `on_other`, which may raise."""
@@ -265,8 +261,8 @@ class RemoteEngine(EngineClient):
 
     def _keep(self, message: FromHead) -> None:
         """For `step`, what comes while an answer is waited for. Raises the error of a question that was refused."""
-        if isinstance(message, Refused) and message.request == 0:
-            raise error_of(message)
+        if isinstance(message, NotAnswered):
+            raise message.why.to_error()
         self._kept.append(message)
 
     def _show(self, ranks: tuple[RankStats, ...]) -> None:
@@ -276,72 +272,42 @@ class RemoteEngine(EngineClient):
         self.ranks[:] = ranks
 
     def _submit(self, request: ClientRequest) -> None:
-        stats = request.stats
-        stats.n_prompt, stats.arrived = len(request.prompt), stats.arrived or time.monotonic()
-        submit = Submit(
-            request=request.id,
-            prompt=request.prompt,
-            sampling=request.sampling,
-            n_predict=request.n_predict,
-            speculation=request.speculation,
-            cache_prompt=request.cache_prompt,
-            tokens=request.token_ids,
-            redrawn=request.redrawn,
-            task=request.task,
-            user=request.user,
-        )
+        request.stats.arrived = request.stats.arrived or time.monotonic()
         try:
-            self._own.send(submit)
+            self._own.send(Submit(request.id, request.continued))
         except UsageError as e:
-            self._kept.append(Refused(request.id, type(e).__name__, str(e)))
+            self._kept.append(Refused(request.id, Failure.of(e)))
 
     def _cancel(self, request: ClientRequest) -> None:
         if request.id not in self._cancelled:
             self._cancelled.add(request.id)
             self._own.send(Cancel(request.id))
 
-    def _step(self) -> list[ClientEvent]:
-        message = self._kept.pop(0) if self._kept else self._own.receive()
-        match message:
-            case Started() | NewTokens() | Figures() | Ended() | Refused():
-                request = self._requests.get(message.request)
-                return self._take(message, request) if request is not None else []
+    def _step(self) -> list[Event]:
+        match self._kept.pop(0) if self._kept else self._own.receive():
+            case Accepted() | TokenReady() as event:
+                return [event]
+            case Ended() | Refused() as event:
+                self._cancelled.discard(event.request)
+                return [event]
+            case Figures() as figures:
+                if (request := self._requests.get(figures.request)) is not None:
+                    self._measured(figures, request)
+                return []
             case None:
                 return []
-        raise RunError(f"the head sent {type(message).__name__} while it serves: use one ggpipe everywhere")
+            case message:
+                raise RunError(f"the head sent {type(message).__name__} while it serves: use one ggpipe everywhere")
 
-    def _take(
-        self, message: Started | NewTokens | Figures | Ended | Refused, request: ClientRequest
-    ) -> list[ClientEvent]:
+    def _measured(self, figures: Figures, request: ClientRequest) -> None:
         stats = request.stats
-        match message:
-            case Started():
-                stats.seed = message.seed
-                if not stats.ranks:  # the first ranks that take it
-                    stats.arrived = message.arrived_s + self._offset_s
-                stats.speculation, stats.ranks = message.speculation, list(message.ranks)
-            case NewTokens(_, tokens, times_s):
-                stats.token_times += [time_s + self._offset_s for time_s in times_s]
-                stats.drafted += [token.drafted for token in tokens]
-                return [TokenReady(request, token) for token in tokens]
-            case Figures():
-                cached = stats.counters.cached_tokens if request.n_resumed else message.counters.cached_tokens
-                stats.counters = dataclasses.replace(message.counters, cached_tokens=cached)
-                stats.n_in_flight = message.n_in_flight
-                if stats.started is None and message.started_s is not None:
-                    stats.started = message.started_s + self._offset_s
-                stats.runs += message.runs
-                stats.draft_runs += message.draft_runs
-                stats.ranks[:] = message.ranks
-                self.n_cells = message.n_cells
-                self._show(message.totals)
-            case Ended():
-                stats.finish, stats.ended = message.finish, message.ended_s + self._offset_s
-                request.rest, request.not_saved = message.rest, message.not_saved
-                request.n_saved_bytes, request.embedding = message.n_saved_bytes, message.embedding
-            case Refused():
-                request.error = error_of(message)
-        if request.is_active:
-            return []
-        self._cancelled.discard(request.id)
-        return [RequestEnded(request)]
+        cached = stats.counters.cached_tokens if request.n_resumed else figures.counters.cached_tokens
+        stats.counters = dataclasses.replace(figures.counters, cached_tokens=cached)
+        stats.n_in_flight = figures.n_in_flight
+        if stats.started is None and figures.started_s is not None:
+            stats.started = figures.started_s + self._offset_s
+        stats.runs += figures.runs
+        stats.draft_runs += figures.draft_runs
+        stats.ranks[:] = figures.ranks
+        self.n_cells = figures.n_cells
+        self._show(figures.totals)

@@ -15,17 +15,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError, Interrupted, RankError, RunError, StartError, Terminated, UsageError
 from ggpipe.metrics.stats import RankStats
-from ggpipe.runtime.channel.client import (
-    ClientEvent,
-    ClientRequest,
-    EngineClient,
-    RequestEnded,
-    StartedRanks,
-)
+from ggpipe.prompt import Conversation
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient, StartedRanks
+from ggpipe.runtime.channel.events import Ended, Event, Refused
 
 T = TypeVar("T")
 
@@ -237,7 +233,7 @@ class SupervisedEngine(EngineClient):
         self._engine = engine
         self._on_line = on_line
         self._cancelled: set[int] = set()
-        self._ended: list[ClientEvent] = []
+        self._ended: list[Event] = []
         """What came of requests while ranks were started again."""
 
     @property
@@ -263,7 +259,7 @@ class SupervisedEngine(EngineClient):
         deadline = time.monotonic() + seconds
         self._ask(lambda engine: engine.idle(max(deadline - time.monotonic(), 0.0)))
 
-    def step(self) -> list[ClientEvent]:
+    def step(self) -> list[Event]:
         events, self._ended = self._ended, []
         if not events:
             try:
@@ -272,9 +268,9 @@ class SupervisedEngine(EngineClient):
                 self._go_on(e)
             self.n_cells = self._engine.n_cells
         for event in events:
-            if isinstance(event, RequestEnded):
-                self._requests.pop(event.request.id, None)
-                self._cancelled.discard(event.request.id)
+            if isinstance(event, Ended | Refused):
+                self._requests.pop(event.request, None)
+                self._cancelled.discard(event.request)
         return events
 
     def _submit(self, request: ClientRequest) -> None:
@@ -284,7 +280,7 @@ class SupervisedEngine(EngineClient):
         self._cancelled.add(request.id)
         self._engine.cancel(request)
 
-    def _step(self) -> list[ClientEvent]:
+    def _step(self) -> list[Event]:
         return self._engine.step()
 
     def _ask(self, ask: Callable[[EngineClient], T]) -> T:
@@ -306,11 +302,10 @@ class SupervisedEngine(EngineClient):
             if warning not in self.warnings:
                 self._on_line(f"warning: {warning}")
         self.warnings = tuple(dict.fromkeys((*self.warnings, *engine.warnings)))
-        for request in self._requests.values():
-            if not request.is_active:  # its end is in `_ended` since other ranks died
-                continue
+        for request in tuple(self._requests.values()):
             if request.id in self._cancelled:
-                request.stats.finish, request.stats.ended = Finish.STOPPED, time.monotonic()
-                self._ended.append(RequestEnded(request))
+                ended = Ended(request=request.id, finish=Finish.STOPPED, ended_s=time.monotonic())
+                self._note(ended, request)
+                self._ended.append(ended)
             else:
                 engine.resume(request)

@@ -10,8 +10,10 @@ from starlette.responses import Response
 
 from ggpipe.config import Pooling
 from ggpipe.embeddings import Vector, chosen, normalized
-from ggpipe.errors import SettingError
+from ggpipe.errors import SettingError, UsageError
 from ggpipe.openai.embeddings import EmbeddingBody
+from ggpipe.prompt import as_prompt
+from ggpipe.request import PromptTask, RequestSpec
 from ggpipe.server.backend import Generation
 from ggpipe.server.clients.keys import user_of
 from ggpipe.server.endpoints.shared import Server
@@ -73,10 +75,14 @@ class Embeddings:
         backend, user = self._server.backend, user_of(request)
         assert backend.model is not None  # it is loaded
         body.check(backend.model.n_embd)
-        prompts = [await backend.tokenize(one) if isinstance(one, str) else tuple(one) for one in body.prompts]
+        task = PromptTask("embed", pooling=pooling)
+        try:
+            specs = [RequestSpec(prompt=as_prompt(one), task=task, user=user) for one in body.prompts]
+        except UsageError as e:
+            raise ApiError.of(e) from e
         found: list[Generation] = []
-        for at in range(0, len(prompts), backend.n_fair):
-            found += (new := backend.embed(prompts[at : at + backend.n_fair], pooling, user))
+        for at in range(0, len(specs), backend.n_fair):
+            found += (new := await backend.begin(specs[at : at + backend.n_fair]))
             note_texts(request.scope, found)
             await whole(request, backend, new)
         return found

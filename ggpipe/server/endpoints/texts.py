@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ggpipe.chat.conversation import ChatPrompt, Conversation
+from ggpipe.errors import UsageError
 from ggpipe.openai.answers import draws
-from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody, Mixed, Prompt
+from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody, Mixed
+from ggpipe.openai.bodies import Prompt as BodyPrompt
 from ggpipe.openai.response_writer import ResponseWriter
 from ggpipe.openai.responses import ResponsesBody
+from ggpipe.prompt import Conversation, Prompt, as_prompt
+from ggpipe.request import RequestSpec
 from ggpipe.server.clients.keys import user_of
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
@@ -73,16 +77,14 @@ class Texts:
         slot = -1 if body.id_slot is None else body.id_slot
         if not -1 <= slot < backend.n_slots:
             raise ApiError(400, f"`id_slot` must be -1 (any) or a number from 0 to {backend.n_slots - 1}", "id_slot")
-        found = [await self._read(prompt) for prompt in body.prompts]
-        drawn = backend.sampling(body.sampling)
-        for _, chat in found:  # a conversation is alone
-            drawn = drawn if chat is None else chat.held(drawn)
-        prompts = [(tokens, None if chat is None else chat.answer) for tokens, chat in found]
-        sampling = draws(drawn, body.n_choices)
-        n_predict = body.most_tokens(backend.n_predict)
-        generations = backend.begin(
-            prompts, sampling, n_predict, body.cache_prompt is not False, user_of(request), slot
-        )
+        sampling = draws(backend.sampling(body.sampling), body.n_choices)
+        usual = RequestSpec(
+            prompt=b"", n_predict=body.most_tokens(backend.n_predict), speculation=backend.speculation,
+            cache_prompt=body.cache_prompt is not False, user=user_of(request),
+        )  # fmt: skip
+        prompts = [self._prompt(prompt) for prompt in body.prompts]
+        specs = [replace(usual, prompt=prompt, sampling=drawn) for prompt in prompts for drawn in sampling]
+        generations = await backend.begin(specs, body.n_choices, slot)
         note_texts(request.scope, generations)
         if body.stream:
             config, own_s = self._server.config, body.sse_ping_interval
@@ -92,14 +94,14 @@ class Texts:
         await whole(request, backend, generations)
         return JsonResponse(await reply.whole(generations))
 
-    async def _read(self, prompt: Prompt) -> tuple[tuple[int, ...], ChatPrompt | None]:
-        """A prompt's tokens, and what else is known of a conversation."""
-        match prompt:
-            case str():
-                return await self._server.backend.tokenize(prompt), None
-            case Conversation():
-                chat = await self._server.backend.tokenize_chat(self._server.chat.completed(prompt))
-                return chat.tokens, chat
-            case Mixed(parts):
-                return await self._server.backend.tokenize_mixed(parts), None
-        return tuple(prompt), None
+    def _prompt(self, prompt: BodyPrompt) -> Prompt:
+        """As the engine takes it. Raises ApiError."""
+        try:
+            match prompt:
+                case Conversation():
+                    return self._server.chat.completed(prompt)
+                case Mixed(parts):
+                    return as_prompt(parts)
+            return as_prompt(prompt)
+        except UsageError as e:
+            raise ApiError.of(e) from e

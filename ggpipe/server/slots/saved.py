@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from ggpipe.cache import whole_file
-from ggpipe.core.request import PromptTask
 from ggpipe.errors import GgpipeError, SettingError, UsageError
+from ggpipe.request import PromptTask
 from ggpipe.server.backend import Backend
 from ggpipe.server.errors import ApiError
 from ggpipe.server.slots.table import Slot, Tokens

@@ -13,6 +13,7 @@ from typing import Any
 
 from ggpipe.api.feed import Feed
 from ggpipe.core.radix_tree import agreeing
+from ggpipe.request import RequestSpec
 from ggpipe.sampling import SamplingConfig
 
 Tokens = tuple[int, ...]
@@ -28,8 +29,7 @@ class Use:
 
     number: int
     prompt: Tokens
-    sampling: SamplingConfig
-    n_predict: int
+    spec: RequestSpec
     wanted: int = -1
     """The slot that it is for, where that is free; -1: any."""
     feed: Feed
@@ -70,12 +70,12 @@ class Slot:
             "n_prompt_tokens": len(use.prompt) + n_decoded,
             "n_prompt_tokens_processed": n_new,
             "n_prompt_tokens_cache": n_cached,
-            "params": settings(use.sampling, use.n_predict),
+            "params": settings(use.spec.sampling, use.spec.n_predict),
             "next_token": [
                 {
                     "has_next_token": self.is_processing,
                     "has_new_line": any("\n" in token.text for token in tokens),
-                    "n_remain": max(use.n_predict - n_decoded, 0) if use.n_predict >= 0 else -1,
+                    "n_remain": max(use.spec.n_predict - n_decoded, 0) if use.spec.n_predict >= 0 else -1,
                     "n_decoded": n_decoded,
                 }
             ],
@@ -90,16 +90,16 @@ class Slots:
         self._n_uses = 0
         self._waiting: collections.deque[Use] = collections.deque()
 
-    def begin(self, prompt: Tokens, sampling: SamplingConfig, n_predict: int, feed: Feed, wanted: int = -1) -> None:
+    def begin(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> None:
         """A request came in. It gets a slot when there is a free one: the one of number `wanted`, if that is free."""
-        self._waiting.append(self._use(prompt, sampling, n_predict, feed, wanted))
+        self._waiting.append(self._use(prompt, spec, feed, wanted))
         self._settle()
 
     def restored(self, slot: Slot, prompt: Tokens) -> None:
         """A slot has these tokens again."""
         feed = Feed()
         feed.end()
-        slot.use = self._use(prompt, SamplingConfig(), 0, feed)
+        slot.use = self._use(prompt, RequestSpec(prompt=prompt, n_predict=0), feed)
 
     def all(self) -> Sequence[Slot]:
         """In order."""
@@ -110,11 +110,9 @@ class Slots:
         """The number of the slot in which a text is written, or was; -1: it waits, or another one was since."""
         return next((slot.id for slot in self.all() if slot.use is not None and slot.use.feed is feed), -1)
 
-    def _use(self, prompt: Tokens, sampling: SamplingConfig, n_predict: int, feed: Feed, wanted: int = -1) -> Use:
+    def _use(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> Use:
         self._n_uses += 1
-        return Use(
-            number=self._n_uses, prompt=prompt, sampling=sampling, n_predict=n_predict, feed=feed, wanted=wanted
-        )  # fmt: skip
+        return Use(number=self._n_uses, prompt=prompt, spec=spec, feed=feed, wanted=wanted)
 
     def _settle(self) -> None:
         """Requests that wait go to slots that have become free, in the order in which the engine serves them."""

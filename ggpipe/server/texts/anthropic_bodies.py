@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.checks import MAX_TOKENS
 from ggpipe.errors import BodyError
 from ggpipe.openai.bodies import ChatBody, GenerationBody
+from ggpipe.prompt import Conversation
 from ggpipe.sampling import SamplingConfig
 
 _USUAL_TOKENS = 4096

@@ -101,9 +101,9 @@ class NativeReply:
 
 def _settings(generation: Generation) -> dict[str, Any]:
     """All settings of a text, also those that say something of it: its own client gets them."""
-    drawn = generation.sampling
+    drawn = generation.spec.sampling
     return {
-        **settings(drawn, generation.n_predict),
+        **settings(drawn, generation.spec.n_predict),
         "seed": generation.stats.seed,
         "stop": drawn.stop,
         "logit_bias": [

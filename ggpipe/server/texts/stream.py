@@ -78,7 +78,7 @@ async def _follow(generation: Generation, splits: bool, shows_progress: bool, by
         async with contextlib.aclosing(prefill(generation)) as computed:
             async for progress in computed:
                 yield News(generation, (), (), progress=progress)
-    marks = generation.marks
+    marks = generation.feed.marks
     parser = AnswerParser(marks, generation.feed.key, splits) if marks is not None else None
     async for news in generation.news():
         for tokens in ([token] for token in news) if by_token else (news,):

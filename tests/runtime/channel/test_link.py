@@ -13,6 +13,7 @@ import pytest
 from ggpipe.errors import LaunchError, ModelError, RunError, Terminated, UsageError
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.runtime.channel import link, messages
+from ggpipe.runtime.channel.events import Failure
 from ggpipe.runtime.channel.link import Link, Listener, address_for
 from ggpipe.runtime.channel.messages import Alive, Cancel, Failed, FromFrontEnd, FromHead, Line, Quit, Tokenize
 
@@ -157,7 +158,7 @@ def test_a_rank_that_cannot_start_reports_it(lines: Lines) -> None:
     assert received
     (failed,) = received
     assert isinstance(failed, Failed)
-    error = messages.error_of(failed)
+    error = failed.why.to_error()
     assert (type(error), str(error)) == (ModelError, "`model` is damaged")
     assert accepted.receive(WAIT_S) is None
     accepted.close()
@@ -237,5 +238,5 @@ def test_a_reader_who_has_gone(pair: tuple[Link[FromHead], Link[FromFrontEnd]]) 
 
 
 def test_errors_that_are_not_ours() -> None:
-    error = messages.error_of(Failed("SystemExit", "why"))
+    error = Failure(error="SystemExit", message="why").to_error()
     assert (type(error), str(error)) == (RunError, "why")

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 from support.commands import HANG_S, TARGET, wait_for
 from support.pipeline import local_session
+from support.requests import asked
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -25,10 +25,22 @@ from ggpipe.config import (
     SpeculationConfig,
 )
 from ggpipe.core.request import Finish
-from ggpipe.errors import RankError, RunError, SilentRankError, Terminated, UsageError
+from ggpipe.errors import (
+    BodyError,
+    GgpipeError,
+    PromptTooLong,
+    RankError,
+    RunError,
+    SilentRankError,
+    Terminated,
+    UsageError,
+)
 from ggpipe.metrics.stats import RequestStats
+from ggpipe.prompt import Conversation, ToolChoice
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel import link, messages, remote
 from ggpipe.runtime.channel.client import EngineClient
+from ggpipe.runtime.channel.events import Failure, Message
 from ggpipe.runtime.channel.front_end import FrontEnd
 from ggpipe.runtime.channel.link import Link
 from ggpipe.runtime.channel.messages import Failed, FromFrontEnd, FromHead, Line, Quit, Ready, Stop
@@ -42,6 +54,7 @@ GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 CONTEXT = ContextConfig(n_ctx=4096, n_seq=4)
 CONFIG = EngineConfig(ModelConfig(path=TARGET), CONTEXT, PipelineConfig(threads=(1,)), n_requests=4)
 DRAFT = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=CONTEXT)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, DRAFT, n_requests=4)
 
 
@@ -119,13 +132,13 @@ def test_questions_are_answered_before_a_wait() -> None:
         done.append("step")
         return []
 
-    session = SimpleNamespace(tokenize=lambda text: (1,), step=step)
+    session = SimpleNamespace(tokenize=lambda text: (1,), engine=SimpleNamespace(step=step))
     _Server(cast(FrontEnd, front_end), cast(Session, session)).step()
     assert done == [messages.Tokenized, "step"]
 
 
 def text(engine: EngineClient, prompt: str, n: int, stats: RequestStats | None = None) -> str:
-    return "".join(token.text for token in engine.generate(engine.tokenize(prompt), GREEDY, n, stats))
+    return "".join(token.text for token in engine.stream(asked(engine.tokenize(prompt), GREEDY, n), stats))
 
 
 def expected(prompt: str, n: int) -> str:
@@ -139,7 +152,7 @@ def test_a_request_and_what_is_measured_of_it(connected: Connected) -> None:
         engine = ranks.load()
         assert (engine.n_ctx, engine.can_speculate) == (4096, True)
         synchronous = SpeculationConfig(mode="speculative")
-        tokens = list(engine.generate(engine.tokenize("The wolf"), GREEDY, 30, stats, synchronous))
+        tokens = list(engine.stream(asked(engine.tokenize("The wolf"), GREEDY, 30, synchronous), stats))
         engine.measure()
         engine.align_clocks()
         assert [rank.draft for rank in engine.ranks] == [False, True]
@@ -163,7 +176,7 @@ def test_several_requests_at_a_time(connected: Connected) -> None:
     prompts = ("The wolf", "Once upon a time", "A king had a daughter")
     with served(connected) as ranks:
         engine = ranks.load()
-        requests = [engine.submit(engine.tokenize(prompt), GREEDY, 20) for prompt in prompts]
+        requests = [engine.submit(asked(engine.tokenize(prompt), GREEDY, 20)) for prompt in prompts]
         while any(request.is_active for request in requests):
             engine.step()
         told = ["".join(token.text for token in request.tokens) for request in requests]
@@ -173,12 +186,76 @@ def test_several_requests_at_a_time(connected: Connected) -> None:
         assert told == [text(session, prompt, 20) for prompt in prompts]
 
 
+SAID = Conversation(messages=({"role": "user", "content": "Tell me of the wolf"},))
+
+
+def test_a_conversation_takes_one_trip(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer has the tokens of the prompt, and how reasoning is marked; other ranks go on from them."""
+    sent: list[object] = []
+    send = RemoteRanks.send
+
+    def noted(own: RemoteRanks, *all_messages: Message) -> None:
+        sent.extend(type(message) for message in all_messages)
+        send(own, *all_messages)
+
+    with served(connected) as ranks:
+        engine = ranks.load()
+        monkeypatch.setattr(RemoteRanks, "send", noted)
+        request = engine.begin(asked(SAID, GREEDY, 12))
+        found = [token.id for token in engine.tokens(request)]
+        assert sent == [messages.Submit]
+        read = engine.tokenize_chat(SAID)
+    assert (request.prompt, request.answer) == (read.tokens, read.answer)
+    assert request.stats.n_prompt == len(read.tokens)
+    assert request.continued.prompt == read.tokens
+    with local_session(CONFIG, 1) as session:
+        assert found == [token.id for token in session.stream(asked(read.tokens, GREEDY, 12))]
+
+
+def test_a_prompt_of_texts_and_tokens(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        begun, wolf = engine.tokenize("The"), engine.tokenize(" wolf")
+        request = engine.begin(asked((b"The", 5, b" wolf"), GREEDY, 2))
+        assert len(list(engine.tokens(request))) == 2
+        assert request.prompt == (*begun, 5, *wolf[len(engine.tokenize("")) :])
+        assert engine.begin(asked(b"caf\xe9", GREEDY, 1)).prompt == engine.tokenize("caf\udce9")
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "fields"),
+    [
+        (asked((5,) * 5000), PromptTooLong, {"n_prompt": 5000, "n_ctx": 4096}),
+        (asked((10**6,)), UsageError, {}),
+        (asked(b"a", SamplingConfig(grammar="root ::= x")), UsageError, {}),
+        (
+            asked(
+                replace(SAID, tools=(TOOL,), choice=ToolChoice(must_call=True)), SamplingConfig(grammar='root ::= "a"')
+            ),
+            BodyError,
+            {"param": "tool_choice"},
+        ),
+    ],
+)
+def test_refusals_are_typed(
+    spec: RequestSpec, kind: type[GgpipeError], fields: dict[str, object], connected: Connected
+) -> None:
+    with served(connected) as ranks:
+        request = (engine := ranks.load()).submit(spec)
+        while request.is_active:
+            engine.step()
+        assert type(request.error) is kind
+        assert {name: getattr(request.error, name) for name in fields} == fields
+        assert request.accepted is None
+        assert text(engine, "The wolf", 3)
+
+
 def test_a_request_goes_on_with_other_ranks(connected: Connected, others: Connected) -> None:
     sampling = SamplingConfig(temp=0.8, repeat_penalty=1.1, ignore_eos=True)  # the ranks choose a seed
     stats = RequestStats()
     with served(connected) as ranks:
         engine = ranks.load()
-        request = engine.submit(engine.tokenize("The wolf"), sampling, 30, stats=stats)
+        request = engine.submit(asked(engine.tokenize("The wolf"), sampling, 30), stats)
         while len(request.tokens) < 10:
             engine.step()
     seed, ttft_s, n_before = stats.seed, stats.ttft_s, len(request.tokens)
@@ -192,7 +269,7 @@ def test_a_request_goes_on_with_other_ranks(connected: Connected, others: Connec
     assert sum(run.n_rows for run in stats.runs) == stats.n_prompt + 29
     assert stats.ranks[0].runs == len(stats.runs) == 30 - n_before
     with local_session(CONFIG, 1) as session:
-        again = session.submit(request.prompt, replace(sampling, seed=seed), 30, tokens=request.token_ids[:5])
+        again = session.submit(asked(request.prompt, replace(sampling, seed=seed), 30, resumed=request.token_ids[:5]))
         while again.is_active:
             session.step()
     assert again.token_ids == request.token_ids
@@ -202,9 +279,9 @@ def test_a_prompt_that_is_refused(connected: Connected) -> None:
     with served(connected) as ranks:
         engine = ranks.load()
         with pytest.raises(UsageError, match="the prompt is empty"):
-            list(engine.generate((), GREEDY))
+            list(engine.stream(asked((), GREEDY)))
         with pytest.raises(UsageError, match="has 5000 tokens and the context 4096"):
-            list(engine.generate((5,) * 5000, GREEDY))
+            list(engine.stream(asked((5,) * 5000, GREEDY)))
         assert text(engine, "The wolf", 3) == expected("The wolf", 3)
 
 
@@ -213,15 +290,15 @@ def test_what_no_message_can_hold_is_refused(connected: Connected, monkeypatch: 
     with served(connected) as ranks:
         engine = ranks.load()
         for value in (10**30, "\ud800", object()):
-            asked = Conversation(messages=({"role": "user", "content": "a"},), further={"x": value})
+            said = Conversation(messages=({"role": "user", "content": "a"},), further={"x": value})
             with pytest.raises(UsageError, match="a value cannot be sent to the ranks"):
-                engine.tokenize_chat(asked)
+                engine.tokenize_chat(said)
         monkeypatch.setattr(link, "MAX_FRAME_BYTES", 20_000)
         for text_of in ("a" * 30_000, "é" * 8000):  # the question, and the answer
             with pytest.raises(UsageError, match="at most 20000 can be sent"):
                 engine.tokenize(text_of)
         with pytest.raises(UsageError, match="at most 20000 can be sent"):
-            list(engine.generate((300,) * 10_000, GREEDY))
+            list(engine.stream(asked((300,) * 10_000, GREEDY)))
         monkeypatch.undo()
         assert text(engine, "The wolf", 3) == expected("The wolf", 3)
 
@@ -229,7 +306,7 @@ def test_what_no_message_can_hold_is_refused(connected: Connected, monkeypatch: 
 def test_a_stop_ends_the_active_requests(connected: Connected) -> None:
     with served(connected) as ranks:
         engine = ranks.load()
-        requests = [engine.submit(engine.tokenize("The wolf"), GREEDY, 2000) for _ in range(2)]
+        requests = [engine.submit(asked(engine.tokenize("The wolf"), GREEDY, 2000)) for _ in range(2)]
         while not all(request.tokens for request in requests):
             engine.step()
         engine.stop()
@@ -243,10 +320,10 @@ def test_a_stop_ends_the_active_requests(connected: Connected) -> None:
 def test_an_abandoned_request_is_out_of_the_way(connected: Connected) -> None:
     with served(connected) as ranks:
         engine = ranks.load()
-        tokens = engine.generate(engine.tokenize("The wolf"), GREEDY, 900)
+        tokens = engine.stream(asked(engine.tokenize("The wolf"), GREEDY, 900))
         next(tokens)
         with pytest.raises(UsageError, match="one request at a time"):
-            next(engine.generate((5, 6), GREEDY, 5))
+            next(engine.stream(asked((5, 6), GREEDY, 5)))
         tokens.close()
         assert text(engine, "The wolf", 5) == expected("The wolf", 5)
 
@@ -280,7 +357,9 @@ def ready(connected: Connected) -> None:
 def test_lines_and_errors_of_the_ranks(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
-    connected.head.send(Line("measured `n_ctx`"), Failed("ModelError", "rank 1 (there): damaged"))
+    connected.head.send(
+        Line("measured `n_ctx`"), Failed(Failure(error="ModelError", message="rank 1 (there): damaged"))
+    )
     with pytest.raises(UsageError, match=r"^rank 1 \(there\): damaged$"):
         ranks.profile()
     assert connected.lines == ["measured `n_ctx`"]
@@ -315,7 +394,7 @@ def test_another_rank_reports_that_the_head_is_silent(connected: Connected) -> N
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = Link(socket.create_connection(server.getsockname()), messages.from_front_end)
         accepted, _ = server.accept()
-    other.send(Failed("SilentRankError", "rank 0 (there) sent nothing for 3 s"))
+    other.send(Failed(Failure(error="SilentRankError", message="rank 0 (there) sent nothing for 3 s")))
     ready(connected)
     ranks = connected.ranks(more_links=lambda: Link(accepted, messages.from_head))
     with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 3 s$"):
@@ -336,7 +415,7 @@ def test_a_stop_is_sent_once(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
     ranks.stop()
-    connected.head.send(Line("one"), Line("two"), Failed("RunError", "stopped"))
+    connected.head.send(Line("one"), Line("two"), Failed(Failure(error="RunError", message="stopped")))
     with pytest.raises(RunError, match="stopped"):
         ranks.profile()
     ranks.close()

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from support.mortal_engines import GREEDY, FakeRanks, Rig
+from support.requests import asked
 
-from ggpipe.chat.conversation import Conversation
 from ggpipe.config import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.errors import (
@@ -20,7 +20,10 @@ from ggpipe.errors import (
     Terminated,
     UsageError,
 )
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient, ModelInfo, RequestEnded
+from ggpipe.prompt import Conversation
+from ggpipe.runtime.channel.client import EngineClient
+from ggpipe.runtime.channel.events import Ended
+from ggpipe.runtime.channel.messages import ModelInfo
 from ggpipe.runtime.channel.supervisor import Budget
 
 
@@ -67,24 +70,24 @@ def test_only_new_warnings_are_shown() -> None:
 def test_several_requests_go_on() -> None:
     rig = Rig(FakeRanks("first", dies_at=3), FakeRanks("second", dies_at=4), FakeRanks("third"), n_restarts=2)
     with rig.engine() as engine:
-        requests = [engine.submit((1,), SamplingConfig(), n) for n in (2, 6, 9)]
+        requests = [engine.submit(asked((1,), SamplingConfig(), n)) for n in (2, 6, 9)]
         step_until(engine, lambda: not any(request.is_active for request in requests))
     assert [[token.id for token in request.tokens] for request in requests] == [list(range(n)) for n in (2, 6, 9)]
     assert [request.stats.finish for request in requests] == [Finish.LENGTH] * 3
-    assert [request.sampling.seed for request in requests] == [-1, 7, 7], "the seed that was drawn"
+    assert [request.continued.sampling.seed for request in requests] == [7, 7, 7], "the seed that was drawn"
 
 
 def test_a_request_that_was_cancelled_is_not_served_again() -> None:
     rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second"))
     with rig.engine() as engine:
-        one, other = engine.submit((1,), GREEDY, 6), engine.submit((1,), GREEDY, 6)
+        one, other = engine.submit(asked((1,), GREEDY, 6)), engine.submit(asked((1,), GREEDY, 6))
         step_until(engine, lambda: len(other.tokens) == 2)
         assert rig.started == ["first"]
         engine.cancel(one)
-        ended: list[ClientRequest] = []
+        ended: list[int] = []
         while other.is_active:
-            ended += [event.request for event in engine.step() if isinstance(event, RequestEnded)]
-    assert ended == [one, other]
+            ended += [event.request for event in engine.step() if isinstance(event, Ended)]
+    assert ended == [one.id, other.id]
     assert (one.stats.finish, other.stats.finish) == (Finish.STOPPED, Finish.LENGTH)
     assert len(one.tokens) == 2
 
@@ -101,13 +104,13 @@ def test_ranks_that_die_again_at_once_end_a_request_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(second, "load", dead)
     with rig.engine() as engine:
-        request = engine.submit((1,), GREEDY, 6)
+        request = engine.submit(asked((1,), GREEDY, 6))
         engine.cancel(request)
         assert first.engine is not None
         first.engine.is_dead = True
         engine.measure()
         assert rig.started == ["first", "second", "third"]
-        assert engine.step() == [RequestEnded(request)]
+        assert engine.step() == [request.ended]
 
 
 @pytest.mark.parametrize("ask", ["measure", "align_clocks", "tokenize", "tokenize_chat", "idle"])
@@ -143,7 +146,7 @@ def test_no_restart_is_left() -> None:
 def test_no_restart_is_wanted() -> None:
     rig = Rig(FakeRanks("first", dies_at=2), n_restarts=0)
     with rig.engine() as engine:
-        request = engine.submit((1,), GREEDY, 6)
+        request = engine.submit(asked((1,), GREEDY, 6))
         step_until(engine, lambda: len(request.tokens) == 2)
         with pytest.raises(RankError):
             step_until(engine, lambda: not request.is_active)
@@ -245,7 +248,7 @@ def test_a_stop_while_ranks_are_started() -> None:
 def test_a_stop_before_the_ranks_die() -> None:
     rig = Rig(first := FakeRanks("first"), FakeRanks("second"))
     with rig.engine() as engine:
-        request = engine.submit((1,), GREEDY, 6)
+        request = engine.submit(asked((1,), GREEDY, 6))
         step_until(engine, lambda: len(request.tokens) == 2)
         assert first.engine is not None
         first.engine.is_dead = True
@@ -269,7 +272,7 @@ def test_this_process_is_to_end() -> None:
 def test_a_stop_ends_requests_as_ever() -> None:
     rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second"))
     with rig.engine() as engine:
-        request = engine.submit((1,), GREEDY, 60)
+        request = engine.submit(asked((1,), GREEDY, 60))
         step_until(engine, lambda: len(request.tokens) == 5)
         engine.stop()
         step_until(engine, lambda: not request.is_active)
@@ -290,7 +293,7 @@ def test_restarts_in_ten_minutes() -> None:
 def test_old_restarts_do_not_count() -> None:
     rig = Rig(*(FakeRanks(str(i), dies_at=i) for i in range(5)), FakeRanks("last"), n_restarts=1)
     with rig.engine() as engine:
-        request = engine.submit((1,), GREEDY, 6)
+        request = engine.submit(asked((1,), GREEDY, 6))
         while request.is_active:
             rig.now += 600
             engine.step()

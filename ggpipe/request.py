@@ -1,0 +1,47 @@
+"""A request as its front end states it. It travels whole from there to the head's scheduler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ggpipe.config import Pooling, SpeculationConfig
+from ggpipe.prompt import Prompt
+from ggpipe.sampling import SamplingConfig
+
+
+class PromptTask(msgspec.Struct, frozen=True):
+    """What is done with a request's prompt, instead of continuing it."""
+
+    kind: Literal["save", "restore", "erase", "embed"]
+    """`save`: compute what the prefix cache has not of it, and write all but its last token to disk. `restore`: put it
+    into the prefix cache from there. `erase`: take what it begins with out of the prefix cache. `embed`: give its
+    embedding."""
+    file: str = ""
+    """Name in the folder of saved prefixes."""
+    pooling: Pooling = "last"
+    """Of the embedding."""
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted, and how. A new attribute of requests is declared here, set by front ends, and read where it
+    matters; nothing between them names it."""
+
+    prompt: Prompt
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn. The head adds a conversation's grammar and marks of reasoning."""
+    n_predict: int = -1
+    """Tokens to generate at most, those of `resumed` included; -1: until the text ends or the context is full."""
+    speculation: SpeculationConfig = SpeculationConfig()
+    """How draft tokens are drafted; the head turns it off where there is no draft model."""
+    cache_prompt: bool = True
+    """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
+    resumed: tuple[int, ...] = ()
+    """The first tokens of the output, which other ranks generated with the same settings and seed."""
+    redrawn: tuple[int, ...] = ()
+    """The places of those of them that were drawn at the second attempt (`Token.redrawn`)."""
+    task: PromptTask | None = None
+    """What is done instead of continuing the prompt."""
+    user: str = ""
+    """Whom it is for: users take turns where requests wait."""

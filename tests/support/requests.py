@@ -1,0 +1,69 @@
+"""Requests: as front ends state them, and as the scheduler serves them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.core.request import Request
+from ggpipe.prompt import Prompt
+from ggpipe.request import PromptTask, RequestSpec
+
+ITERATIVE = SpeculationConfig(mode="iterative")
+_REMEMBERING = SamplingConfig(mirostat=2)
+
+
+def asked(
+    prompt: Prompt,
+    sampling: SamplingConfig | None = None,
+    n_predict: int = -1,
+    speculation: SpeculationConfig | None = None,
+    resumed: Sequence[int] = (),
+    **more: Any,
+) -> RequestSpec:
+    """A request as a front end states it."""
+    return RequestSpec(
+        prompt=prompt,
+        sampling=sampling or SamplingConfig(),
+        n_predict=n_predict,
+        speculation=speculation or SpeculationConfig(),
+        resumed=tuple(resumed),
+        **more,
+    )
+
+
+def core_request(
+    *,
+    id: int,
+    prompt: tuple[int, ...],
+    n_predict: int = -1,
+    speculation: SpeculationConfig = ITERATIVE,
+    cache_prompt: bool = True,
+    remembers_rows: bool = False,
+    task: PromptTask | None = None,
+    user: str = "",
+    **derived: Any,
+) -> Request:
+    """A request as the scheduler serves it.
+
+    `remembers_rows`: its sampler needs the rows that it drew from.
+    """
+    spec = RequestSpec(
+        prompt=prompt,
+        sampling=_REMEMBERING if remembers_rows else SamplingConfig(),
+        n_predict=n_predict,
+        speculation=speculation,
+        cache_prompt=cache_prompt,
+        task=task,
+        user=user,
+    )
+    return Request(id=id, spec=spec, prompt=prompt, **derived)
+
+
+def changed(request: Request, **stated: Any) -> Request:
+    """The same request, with something else stated by its front end."""
+    return dataclasses.replace(request, spec=msgspec.structs.replace(request.spec, **stated))
