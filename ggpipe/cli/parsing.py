@@ -15,12 +15,22 @@ from ggpipe.cli.variables import settled
 from ggpipe.options.option import Command, Option, Options
 
 
-def parse(command: Command, table: Sequence[Option], arguments: Sequence[str]) -> Options:
-    """Read the arguments of one command. Raises what typer raises, and SettingError."""
+def reader(command: Command, table: Sequence[Option]) -> Callable[[Sequence[str]], Options]:
+    """A function that reads the arguments of one command. It raises what typer raises, and SettingError."""
     app = typer.Typer(add_completion=False)
     _add(app, command, table)
-    read: Options = app(list(arguments), standalone_mode=False, prog_name=f"ggpipe {command.name}")
+    program = typer.main.get_command(app)
+
+    def read(arguments: Sequence[str]) -> Options:
+        found: Options = program.main(list(arguments), standalone_mode=False, prog_name=f"ggpipe {command.name}")
+        return found
+
     return read
+
+
+def parse(command: Command, table: Sequence[Option], arguments: Sequence[str]) -> Options:
+    """Read the arguments of one command. Raises what typer raises, and SettingError."""
+    return reader(command, table)(arguments)
 
 
 def make_app(

@@ -77,10 +77,8 @@ def by_transformers(source: str, conversation: dict[str, Any]) -> str:
     return str(rendered[0][0])
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=list(CONVERSATIONS))
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_as_transformers(path: Path, conversation: dict[str, Any]) -> None:
-    source = path.read_text()
+def differs(source: str, conversation: dict[str, Any]) -> bool:
+    """Whether ours renders something else, or takes what the template refuses."""
     kwargs = {**conversation}
     template, messages = ChatTemplate(source, BOS, EOS), kwargs.pop("messages")
     try:
@@ -88,8 +86,14 @@ def test_as_transformers(path: Path, conversation: dict[str, Any]) -> None:
     except Exception:  # the template refuses it
         with pytest.raises(UsageError, match="chat template does not take this conversation"):
             template.render(messages, **kwargs)
-        return
-    assert template.render(messages, **kwargs) == expected
+        return False
+    return template.render(messages, **kwargs) != expected
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_as_transformers(path: Path) -> None:
+    source = path.read_text()
+    assert [name for name, conversation in CONVERSATIONS.items() if differs(source, conversation)] == []
 
 
 def test_most_templates_take_most_conversations() -> None:

@@ -9,23 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.command_lines import options
 
 from ggpipe.cli import launching, run
-from ggpipe.cli.parsing import parse
 from ggpipe.config import EngineConfig
 from ggpipe.errors import UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
 from ggpipe.options import engine_config
-from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Options
-from ggpipe.options.table import OPTIONS
 
 
 def given(line: str) -> Options:
-    return parse(
-        next(command for command in COMMANDS if command.name == "generate"), OPTIONS, f"-m m.gguf {line}".split()
-    )
+    return options(f"-m m.gguf {line}".split())
 
 
 def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:

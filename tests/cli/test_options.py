@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from support import command_lines
+from support.command_lines import REQUIRED
 
 from ggpipe.cli.messages import SPELLINGS, in_flags
-from ggpipe.cli.parsing import make_app, parse
+from ggpipe.cli.parsing import make_app
 from ggpipe.config import (
     ContextConfig,
     DraftConfig,
@@ -50,7 +52,7 @@ ELSEWHERE = {  # fields that no row sets: the command line has them in another f
 
 
 def options(line: str, command: str = "generate") -> Options:
-    return parse(next(c for c in COMMANDS if c.name == command), OPTIONS, line.split())
+    return command_lines.options(line.split(), command)
 
 
 def given(line: str) -> Options:
@@ -120,9 +122,7 @@ def test_defaults_are_the_records_own() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_each_record_of_each_command_has_its_defaults(command: Command) -> None:
-    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"], "input": ["i"]}
-    arguments = [word for name in sorted(command.required) for word in needed[name]]
-    read = parse(command, OPTIONS, arguments)
+    read = command_lines.options([word for name in sorted(command.required) for word in REQUIRED[name]], command.name)
     for row in command.options(OPTIONS):
         if row.name in {*command.required, *command.defaults} or row.record in (ModelConfig, DraftConfig, EngineConfig):
             continue
@@ -159,23 +159,28 @@ def test_options_as_a_command_line() -> None:
     assert "--check-memory" in given("--mpi-layer-split auto").arguments({"check_memory": True})
 
 
-@pytest.mark.parametrize("row", [row for row in OPTIONS if row.flags], ids=lambda row: row.spelling)
-def test_any_option_as_a_command_line(row: Option) -> None:
+VALUES = (
+    "3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg", "none", "f16",
+    "distribute", "yarn", "overconfident", "3-4", "{}", "top_k", "kt", "5+1",
+)  # fmt: skip
+
+
+def with_a_value(row: Option) -> Options | None:
+    """A command line with the first value that the option takes."""
     command = next(c for c in COMMANDS if row in c.options(OPTIONS))
-    needed = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"], "input": ["i"]}
-    required = [word for name in sorted(command.required - {row.name}) for word in needed[name]]
-    values: list[object] = ["3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg",
-                            "none", "f16", "distribute", "yarn", "overconfident", "3-4", "{}", "top_k",
-                            "kt", "5+1"]  # fmt: skip
-    if row.reads is bool:
-        values = [not row.default]
-    read: Options | None = None
-    for value in values:  # the first one that the option takes
+    required = [word for name in sorted(command.required - {row.name}) for word in REQUIRED[name]]
+    for value in [not row.default] if row.reads is bool else VALUES:
         with contextlib.suppress(typer.TyperException, SettingError):
-            read = parse(command, OPTIONS, [*required, *row.words([value] if row.many else value)])
-            break
-    assert read is not None
-    assert parse(command, OPTIONS, read.arguments({})[1:])._values == read._values
+            return command_lines.options([*required, *row.words([value] if row.many else value)], command.name)
+    return None
+
+
+def test_any_option_as_a_command_line() -> None:
+    read = {row.spelling: with_a_value(row) for row in OPTIONS if row.flags}
+    lines = {name: one.arguments({}) for name, one in read.items() if one is not None}
+    assert read.keys() == lines.keys()
+    again = {name: command_lines.options(words, command) for name, (command, *words) in lines.items()}
+    assert [name for name, one in read.items() if one is None or again[name]._values != one._values] == []
 
 
 def test_switches_and_repeated_options() -> None:

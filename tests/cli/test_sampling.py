@@ -7,19 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from support.command_lines import options
 
-from ggpipe.cli.parsing import parse
 from ggpipe.errors import UsageError
-from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import sampling_config
-from ggpipe.options.table import OPTIONS
 from ggpipe.sampling import SamplingConfig
 
 
 def given(*arguments: str) -> Options:
-    command = next(command for command in COMMANDS if command.name == "generate")
-    return parse(command, OPTIONS, ["-m", "m.gguf", *arguments])
+    return options(["-m", "m.gguf", *arguments])
 
 
 def config(*arguments: str) -> SamplingConfig:

@@ -1,0 +1,29 @@
+"""Options as command lines give them, without running a command."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from ggpipe.cli.parsing import reader
+from ggpipe.options.commands import COMMANDS
+from ggpipe.options.option import Command, Options
+from ggpipe.options.table import OPTIONS
+
+REQUIRED = {"model": ["-m", "m"], "output": ["-o", "o"], "cluster": ["office"], "input": ["i"]}
+"""A value for each option that some command requires, by the option's name."""
+
+
+def command_named(name: str) -> Command:
+    """The command of this name."""
+    return next(command for command in COMMANDS if command.name == name)
+
+
+def options(words: Sequence[str], command: str = "generate") -> Options:
+    """The options of `ggpipe COMMAND WORDS`. Raises what typer raises, and SettingError."""
+    return _reader(command)(words)
+
+
+@functools.cache
+def _reader(command: str) -> Callable[[Sequence[str]], Options]:
+    return reader(command_named(command), OPTIONS)
