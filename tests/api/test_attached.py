@@ -21,6 +21,8 @@ from ggpipe import Answer, AnyEngine, AttachedEngine, Engine, Finish, attach
 KEY = "right"
 PROMPT = "Once upon a time"
 HELLO = [{"role": "user", "content": "Tell me of a king. <|im_end|>"}]
+N_CTX = 16384  # more than is generated before a test cancels it, however late that comes
+TOO_LONG = "word " * 20_000
 ENDLESS: dict[str, Any] = {"n_predict": -1, "ignore_eos": True}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
 
@@ -28,7 +30,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required"
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
     with server(
-        "-md", str(DRAFT), "--mode", "speculative", "-c", "2048", "-np", "4", "--exact",
+        "-md", str(DRAFT), "--mode", "speculative", "-c", str(N_CTX), "-np", "4", "--exact",
         "--api-key", KEY, "--alias", "tales", "--pooling", "mean",
     ) as own:  # fmt: skip
         own.wait_until_ready()
@@ -42,7 +44,7 @@ def engine(serving: Serving) -> Iterator[AttachedEngine]:
 
 
 def test_it_writes_what_an_engine_of_its_own_writes(engine: AttachedEngine) -> None:
-    assert (engine.model, engine.n_ctx, engine.n_requests) == ("tales", 2048, 4)
+    assert (engine.model, engine.n_ctx, engine.n_requests) == ("tales", N_CTX, 4)
 
     def answers(of: AnyEngine) -> list[Answer]:
         found = [
@@ -56,7 +58,7 @@ def test_it_writes_what_an_engine_of_its_own_writes(engine: AttachedEngine) -> N
         return [answer.wait() for answer in found]
 
     found = answers(engine)
-    with Engine(TARGET, draft=DRAFT, n_ctx=2048, n_requests=4, threads=1, exact=True, live=False) as own:
+    with Engine(TARGET, draft=DRAFT, n_ctx=N_CTX, n_requests=4, threads=1, exact=True, live=False) as own:
         expected = answers(own)
         embeddings = own.embed([PROMPT, [5, 6, 7]], pooling="mean")
     for answer, other in zip(found, expected, strict=True):
@@ -116,7 +118,7 @@ def test_four_on_an_event_loop(serving: Serving) -> None:
 
 
 def test_a_batch_keeps_the_order(engine: AttachedEngine) -> None:
-    prompts = [PROMPT, "word " * 3000, "There was a king"] * 3
+    prompts = [PROMPT, TOO_LONG, "There was a king"] * 3
     answers = list(engine.batch(prompts, n_predict=2))
     assert [answer.prompt for answer in answers] == prompts
     assert [answer.error is None for answer in answers] == [True, False, True] * 3
@@ -154,7 +156,7 @@ def test_a_bad_option(engine: AttachedEngine, options: dict[str, Any], message: 
 
 
 def test_bad_prompts(engine: AttachedEngine) -> None:
-    for prompt, message in (("word " * 3000, "the prompt has"), ("\ud800", "JSON"), ([-1], r"`prompt\[0\]`")):
+    for prompt, message in ((TOO_LONG, "the prompt has"), ("\ud800", "JSON"), ([-1], r"`prompt\[0\]`")):
         with pytest.raises(ggpipe.UsageError, match=message):
             engine.generate(prompt).wait()
     with pytest.raises(ggpipe.UsageError, match="`messages` is empty"):
@@ -177,7 +179,7 @@ def test_bad_servers(serving: Serving) -> None:
 
 
 def test_a_server_that_is_killed() -> None:
-    with server("-c", "4096") as own:
+    with server("-c", str(N_CTX)) as own:
         own.wait_until_ready()
         engine = attach(own.url)
         answer = engine.generate(PROMPT, **ENDLESS)

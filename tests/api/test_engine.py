@@ -23,7 +23,9 @@ from ggpipe.options.table import OPTIONS
 
 PROMPT = "Once upon a time"
 SIGNALS = set(signal.Signals) - {signal.SIGALRM}  # pytest-timeout's
-OPTIONS_OF_ALL: dict[str, Any] = {"n_ctx": 2048, "threads": 1, "temp": 0.0, "n_predict": 12}
+N_CTX = 16384  # more than is generated before a test cancels it, however late that comes
+TOO_LONG = "word " * 20_000
+OPTIONS_OF_ALL: dict[str, Any] = {"n_ctx": N_CTX, "threads": 1, "temp": 0.0, "n_predict": 12}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +160,7 @@ def test_a_conversation(engine: Engine) -> None:
 
 
 def test_a_batch_keeps_the_order(engine: Engine) -> None:
-    prompts = [PROMPT, "word " * 3000, "There was a king"] * 8
+    prompts = [PROMPT, TOO_LONG, "There was a king"] * 8
     answers = list(engine.batch(prompts, n_predict=2))
     assert [answer.prompt for answer in answers] == prompts
     assert [answer.error is None for answer in answers] == [True, False, True] * 8
@@ -205,7 +207,7 @@ def test_bad_requests(engine: Engine) -> None:
         with pytest.raises(ggpipe.UsageError, match=r"a list of texts, got one text: write \['Once upon a time'\]"):
             several(PROMPT)
     with pytest.raises(ggpipe.UsageError, match="raise `n_ctx`"):
-        engine.generate("word " * 3000).wait()
+        engine.generate(TOO_LONG).wait()
     assert text_of(engine)
 
 
@@ -235,7 +237,7 @@ def test_a_closed_engine() -> None:
 
 def test_an_engine_that_only_its_answers_keep() -> None:
     """It serves them, and ends when they are whole."""
-    options = {**OPTIONS_OF_ALL, "n_ctx": 2049}  # its ranks' own
+    options = {**OPTIONS_OF_ALL, "n_ctx": 2049}  # of no other ranks
     answer = Engine(TARGET, **options).generate(PROMPT)
     gc.collect()
     wait_for(lambda: processes_with("--ctx-size=2049"))

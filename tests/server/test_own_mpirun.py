@@ -27,14 +27,18 @@ def start() -> list[str]:
 def streamed(own: Serving) -> tuple[threading.Thread, list[str]]:
     """A stream that has begun, and its text when it has ended."""
     text: list[str] = []
+    begun = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException):  # the server may be killed
-            text.append(own.ask("POST", "/v1/completions", BODY)[1])
+        killed = contextlib.suppress(OSError, http.client.HTTPException)
+        with killed, own.streaming("/v1/completions", BODY) as answer:
+            first = answer.readline()
+            begun.set()
+            text.append((first + answer.read()).decode())
 
     asking = threading.Thread(target=ask)
     asking.start()
-    own.wait_for(lambda: "llamacpp:requests_processing 1.0" in own.ask("GET", "/metrics")[1])
+    assert begun.wait(LIMIT_S)
     return asking, text
 
 

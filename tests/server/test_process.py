@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -102,12 +103,20 @@ def test_connections_that_come_at_once_are_limited_too() -> None:
             client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
         loop = asyncio.get_running_loop()
         await loop.create_server(lambda: protocol(most, 60)(settings, state, {}), sock=listener)  # type: ignore[call-arg]
-        while len(state.tasks) < most:
+        ended = [asyncio.create_task(end_of(client)) for client in clients]
+        while len(state.tasks) < most or sum(one.done() for one in ended) < n_clients - most:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
         n_open = len(state.connections)
+        for one in ended:
+            one.cancel()
+        await asyncio.wait(ended)
         for client in clients:
             client.close()
         return n_open
+
+    async def end_of(client: socket.socket) -> None:
+        client.setblocking(False)
+        with contextlib.suppress(ConnectionResetError):
+            assert not await asyncio.get_running_loop().sock_recv(client, 1)
 
     assert asyncio.run(asyncio.wait_for(open_in_the_end(), 20)) == most

@@ -86,13 +86,13 @@ def test_a_saved_conversation_outlives_a_killed_server(tmp_path: Path) -> None:
 
 
 def test_all_slots_in_use() -> None:
-    with server("-c", "1024", "-np", "1") as own:
+    with server("-c", "32768", "-np", "1") as own:
         own.wait_until_ready()
         assert act(own, 0, "erase")[0] == 501
-        with own.streaming("/completion", {"prompt": TALE, "n_predict": 900, "ignore_eos": True}):
+        with own.streaming("/completion", {"prompt": TALE, "n_predict": 32000, "ignore_eos": True}):
             own.wait_for(lambda: slots(own)[0]["next_token"][0]["n_decoded"] > 0)
             assert slots(own)[0]["is_processing"]
-            assert slots(own)[0]["params"]["n_predict"] == 900
+            assert slots(own)[0]["params"]["n_predict"] == 32000
             assert own.ask("GET", "/slots?fail_on_no_slot=1")[0] == 503
         own.wait_for(lambda: own.ask("GET", "/slots?fail_on_no_slot=1")[0] == 200)
 
