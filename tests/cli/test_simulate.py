@@ -194,9 +194,8 @@ def test_sweep(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def
     assert sum(row.endswith("best") for row in rows) == 1
     lines = list(csv.DictReader(written.open()))
     assert [(line["draft"], line["mode"]) for line in lines] == [(str(n), mode) for n in range(1, 5) for mode in MODES]
-    assert [f"{float(line['tokens_per_s']):.2f}" for line in lines if line["mode"] == "async"] == [
-        row.split()[3] for row in rows
-    ]
+    written_speeds = [float(line["tokens_per_s"]) for line in lines if line["mode"] == "async"]
+    assert written_speeds == pytest.approx(speeds, abs=0.0051)  # rounded twice
     assert {line["acceptance"] for line in lines if line["mode"] == "iterative"} == {""}
 
 
