@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import HANG_S, SPLITS, TARGET, Job, ggpipe, output, processes_with, ranks_of, wait_for
+from support import in_process
+from support.commands import HANG_S, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
 
 from ggpipe.errors import StartError
 from ggpipe.launch import mpirun
@@ -25,7 +26,7 @@ TEXT = ("generate", "-m", TARGET, "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
 def test_any_prompt_reaches_the_ranks(prompt: str) -> None:
     result = ggpipe(*TEXT, "--exact", "-p", prompt, *SPLITS[2])
     assert result.returncode == 0, result.stderr
-    assert result.stdout == output(*TEXT, "--exact", "-p", prompt)
+    assert result.stdout == in_process.output(*TEXT, "--exact", "-p", prompt)
 
 
 def test_any_argument_reaches_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

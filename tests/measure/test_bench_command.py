@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support import in_process
 from support.commands import HANG_S, ROOT, TARGET, ggpipe, processes_with
 from support.zoo import make
 
@@ -103,7 +104,9 @@ def read_all(terminal: int, shown: list[bytes]) -> None:
 
 
 def test_a_model_alone_has_one_mode(tmp_path: Path) -> None:
-    result = ggpipe("bench", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 4, "--rounds", 1, "-c", 128, "-t", 1)
+    result = in_process.ggpipe(
+        "bench", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 4, "--rounds", 1, "-c", 128, "-t", 1
+    )
     assert result.returncode == 0, result.stderr
     assert result.stderr == "ggpipe: mode single is left out: one rank holds the whole model anyway\n"
     assert [line.split()[0] for line in result.stdout.splitlines()[:2]] == ["mode", "iterative"]
@@ -112,7 +115,7 @@ def test_a_model_alone_has_one_mode(tmp_path: Path) -> None:
 def test_a_model_that_cannot_roll_back_is_not_speculated_for(tmp_path: Path) -> None:
     model = make("mamba", tmp_path / "mamba.gguf")
     flags = ("-f", "prompts/tale.txt", "-n", 4, "--rounds", 1, "-c", 128, "-t", 1)
-    result = ggpipe("bench", "-m", model, "-md", model, *flags)
+    result = in_process.ggpipe("bench", "-m", model, "-md", model, *flags)
     assert result.returncode == 0, result.stderr
     assert "cannot roll back" in result.stderr
     assert [line.split()[0] for line in result.stdout.splitlines()[:2]] == ["mode", "iterative"]
@@ -143,7 +146,7 @@ def test_a_model_that_cannot_roll_back_is_not_speculated_for(tmp_path: Path) -> 
     ],
 )  # fmt: skip
 def test_flags_that_make_no_sense(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    result = ggpipe("bench", "-m", TARGET, "-t", 1, *arguments)
+    result = in_process.ggpipe("bench", "-m", TARGET, "-t", 1, *arguments)
     assert (result.returncode, result.stdout) == (2, ""), result
     *others, line = result.stderr.splitlines()
     assert line.startswith("ggpipe: error: "), result.stderr

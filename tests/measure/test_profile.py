@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import in_process
 from support.commands import HANG_S, TARGET, ggpipe, mpirun
 from support.profiles import check, config_of, measure, refuse, refused
 from support.requests import asked
@@ -306,7 +307,7 @@ def test_bad_command_lines(arguments: tuple[str, ...], why: str, capsys: pytest.
 
 
 def test_one_rank_from_the_command_line(tmp_path: Path) -> None:
-    done = ggpipe("profile", "-m", TARGET, "-t", 1, "--seconds", 0.3, "--layers", "2-3", "-o", "-")
+    done = in_process.ggpipe("profile", "-m", TARGET, "-t", 1, "--seconds", 0.3, "--layers", "2-3", "-o", "-")
     assert done.returncode == 0, done.stderr
     path = tmp_path / "profile.json"
     path.write_text(done.stdout)

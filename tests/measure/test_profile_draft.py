@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import in_process
 from support.commands import TARGET, ggpipe, mpirun
 from support.profiles import check, config_of, measure, refuse, refused
 from support.virtual import measured
@@ -273,7 +274,7 @@ PAIR = ("-m", TARGET, "-md", DRAFT)
 
 def test_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    done = ggpipe("profile", *PAIR, "-t", 1, "--seconds", 0.5, "--layers", "2-3", "-o", path)
+    done = in_process.ggpipe("profile", *PAIR, "-t", 1, "--seconds", 0.5, "--layers", "2-3", "-o", path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     check(read(path), TARGET, (2, 4))
     check_draft(read(path), DRAFT)
@@ -284,7 +285,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     check_draft(read(path), DRAFT)
     assert "draft, 1 row" in done.stderr
-    simulated = ggpipe("simulate", path, *PAIR, "--mpi-layer-split", "1.0/1.0", "-n", 16)
+    simulated = in_process.ggpipe("simulate", path, *PAIR, "--mpi-layer-split", "1.0/1.0", "-n", 16)
     assert simulated.returncode == 0, simulated.stderr
 
 
@@ -294,7 +295,8 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     ids=["profile", "profile -r", "plan", "auto"],
 )
 def test_drafts_that_are_not_there(command: tuple[str, ...], tmp_path: Path) -> None:
-    done = ggpipe(*command, "-m", TARGET, "-md", "nofile.gguf", "-t", 1, XDG_CACHE_HOME=str(tmp_path))
+    start = ggpipe if "-r" in command else in_process.ggpipe
+    done = start(*command, "-m", TARGET, "-md", "nofile.gguf", "-t", 1, XDG_CACHE_HOME=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert done.stderr.endswith("ggpipe: error: cannot open model file nofile.gguf: No such file or directory\n")
@@ -302,8 +304,8 @@ def test_drafts_that_are_not_there(command: tuple[str, ...], tmp_path: Path) -> 
 
 def test_plans_measure_the_draft_where_they_need_it() -> None:
     given = ("-t", 1, "-c", 1024, "--seconds", 0.5)
-    assert "and the draft (" in ggpipe("plan", *PAIR, *given).stderr
-    iterative = ggpipe("plan", *PAIR, *given, "--mode", "iterative")
+    assert "and the draft (" in in_process.ggpipe("plan", *PAIR, *given).stderr
+    iterative = in_process.ggpipe("plan", *PAIR, *given, "--mode", "iterative")
     assert iterative.returncode == 0, iterative.stderr
     assert "measuring layers" in iterative.stderr
     assert "the draft (" not in iterative.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import in_process
 from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, output
 from support.pipeline import local_session
 from support.requests import asked
@@ -101,7 +102,8 @@ def test_banned_tokens_are_no_candidates() -> None:
 
 
 def record(output: Path, *arguments: object) -> Recording:
-    done = ggpipe("record", *PAIR, "-o", output, *arguments)
+    start = ggpipe if "--mpi-layer-split" in arguments else in_process.ggpipe
+    done = start("record", *PAIR, "-o", output, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     recording = read(output)
@@ -158,7 +160,7 @@ def test_a_drawn_seed_is_noted_and_is_that_of_all_prompts(tmp_path: Path) -> Non
 
 
 def fails(*arguments: object, words: tuple[str, ...]) -> None:
-    done = ggpipe("record", *arguments)
+    done = in_process.ggpipe_on_threads("record", *arguments)
     assert done.returncode == 2, done
     assert done.stdout == ""
     line, *more = done.stderr.strip().splitlines()

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from support import in_process
 from support.chat_model import add_tokens
-from support.commands import TARGET, ggpipe
+from support.commands import TARGET
 from support.pipeline import local_session
 from support.requests import asked
 
@@ -66,7 +67,9 @@ def test_the_draft_reads_a_stand_in(chat: Path, n_draft_ranks: int) -> None:
 
 def test_record(chat: Path, tmp_path: Path) -> None:
     path = tmp_path / "recording.json"
-    result = ggpipe("record", "-m", chat, "-md", DRAFT, "-p", PROMPT, "-n", 60, "-s", 5, "--ignore-eos", "-o", path)
+    result = in_process.ggpipe(
+        "record", "-m", chat, "-md", DRAFT, "-p", PROMPT, "-n", 60, "-s", 5, "--ignore-eos", "-o", path
+    )
     assert result.returncode == 0, result.stderr
     (take,) = read(path).takes
     assert any(token >= N_OWN for token in take.text)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from support.commands import SPLITS, TARGET, ggpipe
+from support import in_process
+from support.commands import SPLITS, TARGET
 
 from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig
@@ -57,8 +58,8 @@ def test_a_draft_inside_the_head_counts() -> None:
 
 def test_memory_is_checked_on_request() -> None:
     text = ("generate", "-m", TARGET, "-p", "Once", "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
-    assert ggpipe(*text, *SPLITS[2], "--check-memory").returncode == 0
-    much = ggpipe(*text, *SPLITS[2], "--check-memory", "-c", 2_000_000_000)
+    assert in_process.ggpipe_on_threads(*text, *SPLITS[2], "--check-memory").returncode == 0
+    much = in_process.ggpipe_on_threads(*text, *SPLITS[2], "--check-memory", "-c", 2_000_000_000)
     assert much.returncode == 2
     assert "GB available: add machines or memory, or lower -c/--ctx-size or -ub/--ubatch-size" in much.stderr
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import in_process
 from support.commands import HANG_S, ROOT, SPLITS, TARGET, Endless, ggpipe, mpirun, output
 
 GREEDY = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--temp", 0)
@@ -19,7 +20,7 @@ GREEDY = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 51
 @functools.cache
 def on_one_rank(*sampling: object) -> str:
     """The text that all splits write."""
-    return output(*GREEDY, "--exact", *sampling)
+    return in_process.output(*GREEDY, "--exact", *sampling)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +50,11 @@ def test_a_head_without_layers() -> None:
 
 def test_a_prompt_of_many_chunks() -> None:
     long = ("generate", "-m", TARGET, "-f", "prompts/long.txt", "-n", 20, "-c", 1024, "-t", 1, "--temp", 0, "--exact")
-    assert output(*long, "-ub", 32, *SPLITS[3]) == output(*long)
+    assert output(*long, "-ub", 32, *SPLITS[3]) == in_process.output(*long)
 
 
 def test_threads_of_each_rank_and_load_modes(tmp_path: Path) -> None:
-    for extra in (("-t", "1,2,1", "-tb", "2"), ("--no-mmap",), ("--no-repack",), ("--numa",), ("-lm", "dio")):
+    for extra in (("-t", "1,2,1", "-tb", "2", "--no-mmap"), ("--no-repack", "--numa"), ("-lm", "dio")):
         result = ggpipe(*GREEDY, "--exact", *SPLITS[3], *extra)
         assert (result.returncode, result.stdout) == (0, on_one_rank()), (extra, result.stderr)
 

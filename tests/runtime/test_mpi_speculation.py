@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET, Endless, ggpipe, mpirun, output
+from support import in_process
+from support.commands import TARGET, Endless, ggpipe, mpirun
 from support.zoo import make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -30,7 +31,7 @@ LAYOUTS = (
 def test_the_same_text_everywhere(number: int, full: bool) -> None:
     """Without `full`, each layout with one sampling: ranks in one process write them all, in test_speculation.py."""
     exact = (*PAIR, "--exact", *SAMPLINGS[number])
-    expected = output(*exact, *ITERATIVE)
+    expected = in_process.output(*exact, *ITERATIVE)
     assert len(expected) > 100
     for arguments in LAYOUTS if full else LAYOUTS[number :: len(SAMPLINGS)]:
         result = ggpipe(*exact, *arguments)
@@ -85,7 +86,7 @@ def test_ctrl_c_ends_cleanly() -> None:
 def test_a_model_that_cannot_take_tokens_back(tmp_path: Path) -> None:
     model = make("mamba", tmp_path / "mamba.gguf")
     arguments = ("generate", "-m", model, "-p", "Once", "-n", 8, "--ignore-eos", "--temp", 0, "-t", 1, "-c", 256)
-    result = ggpipe(*arguments, "-md", model)
+    result = in_process.ggpipe(*arguments, "-md", model)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == output(*arguments)
+    assert result.stdout == in_process.output(*arguments)
     assert result.stderr.count("cannot roll back") == 2  # a line for each of the models

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.commands import SPLITS, TARGET, ggpipe, mpirun, output
+from support import in_process
+from support.commands import SPLITS, TARGET, ggpipe, mpirun
 from support.long_text import SAMPLING, Tokens, alone, words
 from support.pipeline import local_session
 from support.requests import asked
@@ -165,7 +166,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     text = (PROMPTS / "tale.txt").read_text().strip()
     cache_file = ("--prompt-cache", tmp_path / "cache", "--json", tmp_path / "json")
     arguments = (*GREEDY, "-p", text, "-md", DRAFT, *cache_file)
-    expected = output(*GREEDY, "-p", text)
+    expected = in_process.output(*GREEDY, "-p", text)
     for n_cached in (False, True):
         result = ggpipe(*arguments, *SPLITS[2])
         assert (result.returncode, result.stdout) == (0, expected), result.stderr
@@ -180,12 +181,14 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_bad_paths(n: int, tmp_path: Path) -> None:
-    result = ggpipe(*GREEDY, "-p", "Once", "--prompt-cache", tmp_path / "none" / "cache", *SPLITS[n])
+    result = in_process.ggpipe_on_threads(
+        *GREEDY, "-p", "Once", "--prompt-cache", tmp_path / "none" / "cache", *SPLITS[n]
+    )
     assert result.returncode == 2
     assert f"--prompt-cache {tmp_path}/none/cache" in result.stderr
     assert f"there is no directory {tmp_path}/none" in result.stderr
     assert len(result.stderr.splitlines()) == 1
-    result = ggpipe(*GREEDY, "-p", "Once", "--prompt-cache-ro", *SPLITS[n])
+    result = in_process.ggpipe_on_threads(*GREEDY, "-p", "Once", "--prompt-cache-ro", *SPLITS[n])
     assert result.returncode == 2
     assert "--prompt-cache-ro needs a file: name one with --prompt-cache" in result.stderr
 
@@ -197,7 +200,7 @@ def test_sliding_windows_and_recurrent_models(name: str, tmp_path: Path) -> None
     arguments = ("generate", "-m", path, "-n", 20, "-c", 512, "-t", 1, "--temp", 0, "--exact", *SPLITS[2])
     for more in ("", "", " for ever"):
         cache_file = ("--prompt-cache", tmp_path / "cache", "--json", tmp_path / "json")
-        result = ggpipe(*arguments, "-p", text + more, *cache_file)
+        result = in_process.ggpipe_on_threads(*arguments, "-p", text + more, *cache_file)
         assert result.returncode == 0, result.stderr
-        assert result.stdout == output(*arguments, "-p", text + more)
+        assert result.stdout == in_process.ggpipe_on_threads(*arguments, "-p", text + more).stdout
     assert "cached" in result.stderr

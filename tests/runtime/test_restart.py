@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from support import in_process
 from support.commands import (
     HANG_S,
     ROOT,
     SPLITS,
     TARGET,
-    ggpipe,
     mpirun,
     names_killed,
-    output,
     processes_with,
     ranks_of,
     wait_for,
@@ -42,7 +41,7 @@ OFTEN = ("--rank-timeout", 4, "--restart", 5)  # a machine so loaded that beats 
 
 @functools.cache
 def undisturbed() -> str:
-    return output(*TEXT)
+    return in_process.output(*TEXT)
 
 
 class Restarted:
@@ -158,10 +157,10 @@ def test_ctrl_c_while_ranks_are_started_again() -> None:
 
 def test_nobody_would_start_them_again() -> None:
     short = ("generate", "-m", TARGET, "-p", "Once", "-n", 3, "-c", 256, "-t", 1, "--temp", 0, "--restart", 1)
-    for result in (ggpipe(*short), mpirun(2, *short)):
+    for result in (in_process.ggpipe(*short), mpirun(2, *short)):
         assert result.returncode == 0
         assert result.stderr.count("warning: --restart does nothing here") == 1
-    assert "error: --restart must be 0" in ggpipe(*short, "--restart", -1).stderr
+    assert "error: --restart must be 0" in in_process.ggpipe(*short, "--restart", -1).stderr
 
 
 # Machines that are away
