@@ -41,11 +41,11 @@ def commands(*pages: str) -> list[str]:
     return [line for line in lines if re.match(r"(\.venv/bin/)?ggpipe [a-z]+ ", line)]
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
+def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """`ggpipe WORDS`, in this process where it starts no ranks."""
-    is_simulated = words[0] in ("plan", "simulate")
-    starts_ranks = "--hostfile" in words or ("--mpi-layer-split" in words and not is_simulated)
-    return ggpipe(*words) if starts_ranks else in_process.ggpipe(*words)
+    is_simulated = words[0] == "simulate" or (words[0] == "plan" and "--hostfile" not in words)
+    starts_ranks = not is_simulated and any(flag in words for flag in ("--hostfile", "--mpi-layer-split", "-r"))
+    return (ggpipe if starts_ranks else in_process.ggpipe)(*words, cwd=cwd)
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
     (tmp_path / "ggpipe").mkdir()
     (tmp_path / "ggpipe" / "models").symlink_to(ROOT / "ggpipe" / "models")
     for command in TUTORIAL:
-        result = ggpipe(*shlex.split(command)[1:], cwd=tmp_path)
+        result = run(*shlex.split(command)[1:], cwd=tmp_path)
         assert result.returncode == 0, (command, result.stderr)
     texts = re.findall(r"^ - \"I am.*$", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
     assert len(set(texts)) == 1, "every split and mode writes the same text, and so does the tutorial"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -77,12 +78,17 @@ def by_transformers(source: str, conversation: dict[str, Any]) -> str:
     return str(rendered[0][0])
 
 
-def differs(source: str, conversation: dict[str, Any]) -> bool:
+@functools.cache
+def template_in(path: Path) -> ChatTemplate:
+    return ChatTemplate(path.read_text(), BOS, EOS)
+
+
+def differs(path: Path, conversation: dict[str, Any]) -> bool:
     """Whether ours renders something else, or takes what the template refuses."""
     kwargs = {**conversation}
-    template, messages = ChatTemplate(source, BOS, EOS), kwargs.pop("messages")
+    template, messages = template_in(path), kwargs.pop("messages")
     try:
-        expected = by_transformers(source, conversation)
+        expected = by_transformers(path.read_text(), conversation)
     except Exception:  # the template refuses it
         with pytest.raises(UsageError, match="chat template does not take this conversation"):
             template.render(messages, **kwargs)
@@ -92,8 +98,7 @@ def differs(source: str, conversation: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_as_transformers(path: Path) -> None:
-    source = path.read_text()
-    assert [name for name, conversation in CONVERSATIONS.items() if differs(source, conversation)] == []
+    assert [name for name, conversation in CONVERSATIONS.items() if differs(path, conversation)] == []
 
 
 def test_most_templates_take_most_conversations() -> None:
@@ -103,7 +108,7 @@ def test_most_templates_take_most_conversations() -> None:
         for conversation in CONVERSATIONS.values():
             kwargs = {**conversation}
             try:
-                taken += bool(ChatTemplate(path.read_text(), BOS, EOS).render(kwargs.pop("messages"), **kwargs))
+                taken += bool(template_in(path).render(kwargs.pop("messages"), **kwargs))
             except UsageError:
                 continue
     assert taken > 0.8 * len(TEMPLATES) * len(CONVERSATIONS)

@@ -134,7 +134,7 @@ def test_an_encoding_that_lacks_characters() -> None:
     assert result.stdout == text.encode("ascii", "replace").decode()
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("plan", "nodes4-gigabit")])
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("plan", "nodes4-gigabit", "--mode", "iterative")])
 def test_other_commands_on_a_full_disk(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-P", "-m", "ggpipe", *arguments]
