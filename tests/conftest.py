@@ -52,15 +52,15 @@ def full(pytestconfig: pytest.Config) -> bool:
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """The combinations of parameters that `pairwise` tests do without."""
-    tests: defaultdict[str, list[tuple[pytest.Item, tuple[int, ...]]]] = defaultdict(list)
+    tests: defaultdict[str, list[tuple[pytest.Item, tuple[object, ...]]]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("pairwise") is not None:
             assert isinstance(item, pytest.Function)
-            tests[item.nodeid.partition("[")[0]].append((item, tuple(item.callspec.indices.values())))
+            tests[item.nodeid.partition("[")[0]].append((item, tuple(item.callspec.params.values())))
     return {
         item
         for rows in tests.values()
-        for kept in [set(combinations([row for _, row in rows], full=False))]
+        for kept in [combinations([row for _, row in rows], full=False)]
         for item, row in rows
         if row not in kept
     }

@@ -51,6 +51,7 @@ def logits(
     return np.concatenate(rows)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("repack", [True, False])
 @pytest.mark.parametrize("ftype", TYPES)
 @pytest.mark.parametrize("name", WIDE)

@@ -139,6 +139,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("settings", CONFIGS)
 @pytest.mark.parametrize("name", ["words", "negated", "json", "enum", "georgian"])
 @pytest.mark.parametrize("drafts", [False, True])

@@ -33,3 +33,16 @@ def test_products_get_about_as_small_as_they_can(sizes: Row, n: int) -> None:
 
 def test_values_that_cannot_be_hashed() -> None:
     assert combinations([({}, 1), ({}, 1)], full=False) == [({}, 1)]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_marked(a: int, b: int, c: int) -> None:
+    """For the next one."""
+
+
+def test_a_marked_test_has_fewer_combinations(request: pytest.FixtureRequest, full: bool) -> None:
+    names = [item.name for item in request.session.items if item.name.startswith("test_marked[")]
+    assert len(names) in (0, 27 if full else 9)  # 0: nobody asked for it

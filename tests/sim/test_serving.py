@@ -132,6 +132,7 @@ def with_curve(n_stages: int, curve: str) -> VirtualCluster:
     return replace(own, target=replace(own.target, stages=stages))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("agreement", [0.3, 0.7])
 @pytest.mark.parametrize("n_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("curve", CURVES)
