@@ -19,7 +19,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.control_channel import ControlChannel, Received
-from ggpipe.runtime.inner_draft import InnerDraft
+from ggpipe.runtime.drafting.inner_draft import InnerDraft
 from ggpipe.runtime.pipeline import Pipeline
 from ggpipe.runtime.stage_thread import Broke, Ended, Fetched, Notice, Passed, Saved
 from ggpipe.transport import codec

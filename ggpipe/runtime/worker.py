@@ -18,7 +18,7 @@ from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.vocab import Vocab
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel, Received
-from ggpipe.runtime.draft_head import DraftHead
+from ggpipe.runtime.drafting.draft_head import DraftHead
 from ggpipe.runtime.pipeline import Pipeline
 from ggpipe.runtime.stage_thread import (
     Broke,

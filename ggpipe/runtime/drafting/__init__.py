@@ -1,0 +1,1 @@
+"""Drafters in an engine: how the head reaches them, and what drives those with a model."""
