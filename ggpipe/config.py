@@ -125,7 +125,7 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """How a draft model drafts. Names and meanings are PipeInfer's and llama.cpp's."""
+    """How drafters draft. Names and meanings are PipeInfer's and llama.cpp's."""
 
     mode: Mode = "async"
     """`iterative`: no draft tokens. `speculative`: draft, verify, repeat. `async`: drafting and verifying overlap."""
@@ -151,6 +151,8 @@ class SpeculationConfig:
     """Runs whose draft tokens were all rejected are stopped while they are in flight."""
     continuous: bool = True
     """Drafting goes on while earlier draft tokens are verified; else one micro-batch follows each accepted token."""
+    drafters: tuple[str, ...] | None = None
+    """Kinds of drafters, as in `core.drafters.registry`; None: the draft model, if there is one."""
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))

@@ -20,6 +20,9 @@ class RequestOptions(TypedDict, total=False):
     mode: Literal["iterative", "speculative", "async"]
     """async: drafting and verifying overlap (default with `draft`). speculative: draft, verify, repeat. iterative:
     no draft tokens."""
+    spec_type: str
+    """What drafts, separated by commas: draft, ngram, or none. Several draft for one tree. draft: the draft model
+    (default with `draft`). ngram: repeats what followed the same tokens before; needs no model."""
     n_draft: int
     """Draft tokens in a micro-batch, at most. Default: 8."""
     n_min: int

@@ -19,6 +19,7 @@ from ggpipe.config import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.core.drafters import registry
 from ggpipe.errors import UsageError
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Loading, Loras, Models, PromptCacheFile, Ranks
@@ -30,14 +31,14 @@ def engine_config(options: Options) -> EngineConfig:
     Most commands have no use for what earlier requests of the same job computed, and `bench` must not.
     """
     speculation, split = speculation_config(options), options[Ranks].split
-    if given_mode(options) in ("async", "speculative"):
-        check_draft(options, f"`mode` {speculation.mode}")
+    n_drafters = _n_drafters(options, speculation)
     if split.draft_shares:
         check_draft(options, "a split with ranks behind the /")
     serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
-    n_seq = _sequences(speculation.sequences, serving["n_requests"])
-    draft = draft_config(options, n_seq)
-    context = replace(options[ContextConfig], n_seq=n_seq if draft else serving["n_requests"])
+    n_requests = serving["n_requests"]
+    draft = draft_config(options, _sequences(speculation.sequences, n_requests))
+    n_paths = speculation.sequences + n_drafters - 1 if n_drafters else 1  # others may name another token each
+    context = replace(options[ContextConfig], n_seq=_sequences(n_paths, n_requests))
     pipeline = replace(options[PipelineConfig], shares=split.shares, group_sizes=split.group_sizes, auto=split.auto)
     prompt_cache = options[PromptCacheFile].config
     return EngineConfig(model_config(options), context, pipeline, draft, prompt_cache=prompt_cache, **serving)
@@ -47,6 +48,26 @@ def _sequences(n_each: int, n_requests: int) -> int:
     """Sequence ids of a context. Raises SettingError."""
     check_range("n_requests", n_requests, 1, MAX_SEQUENCES)
     return max(min(n_each * n_requests, MAX_SEQUENCES), n_requests)
+
+
+def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
+    """How many drafters draft for a request. Raises UsageError where there is none for what is asked, or a draft model
+    without need."""
+    names, has_model = speculation.drafters, options[Models].draft is not None
+    if given_mode(options) in ("async", "speculative"):
+        if names == ():
+            raise UsageError(f"`mode` {speculation.mode} needs a drafter, and `spec_type` is none: name one there")
+        if names is None:
+            check_draft(options, f"`mode` {speculation.mode}")
+    if names is not None:
+        with_model = [name for name in names if name in registry.WITH_MODEL]
+        if with_model:
+            check_draft(options, f"`spec_type` {with_model[0]}")
+        elif has_model and names:
+            raise UsageError(
+                f"`draft.model` has nothing to do with `spec_type` {','.join(names)}: leave it out, or add draft there"
+            )
+    return len(registry.chosen(names, int(has_model)))
 
 
 def check_draft(options: Options, what: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.core.drafters import registry
 from ggpipe.options import lists, sampling
 from ggpipe.options.chat import Chat, json_object
 from ggpipe.options.grammar import Constraint
@@ -177,6 +178,7 @@ OPTIONS: tuple[Option, ...] = (
 
     _option(Models, SPECULATION, "draft", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", variable="LLAMA_ARG_SPEC_DRAFT_MODEL", help="GGUF file of the draft model: a smaller one of the same family. It runs on the ranks behind the / of --mpi-layer-split, else inside the first rank."),
     _option(SpeculationConfig, SPECULATION, "mode", "--mode", metavar="MODE", optional=True, help="async: drafting and verifying overlap (default with -md). speculative: draft, verify, repeat. iterative: no draft tokens."),
+    _option(SpeculationConfig, SPECULATION, "drafters", "--spec-type", setting="spec_type", metavar="LIST", optional=True, parse=registry.read_names, variable="LLAMA_ARG_SPEC_TYPE", help=f"What drafts, separated by commas: {', '.join((*registry.WITH_MODEL, *registry.WITHOUT_MODEL))}, or none. Several draft for one tree. draft: the draft model (default with -md). ngram: repeats what followed the same tokens before; needs no model."),
     _option(PlanSettings, SPECULATION, "mode", "--mode", metavar="MODE", help="Plan for this mode alone: async, speculative or iterative. Default: the fastest."),
     _option(SpeculationConfig, SPECULATION, "n_draft", "--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", metavar="N", variable="LLAMA_ARG_SPEC_DRAFT_N_MAX", help="Draft tokens in a micro-batch, at most."),
     _option(SpeculationConfig, SPECULATION, "n_min", "--draft-min", "--spec-draft-n-min", metavar="N", variable="LLAMA_ARG_SPEC_DRAFT_N_MIN", help="Draft tokens in a micro-batch, at least: smaller ones are not sent."),

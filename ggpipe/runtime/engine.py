@@ -143,6 +143,7 @@ class Engine:
             id=number,
             spec=active.spec,
             prompt=(*read.tokens, *spec.resumed),
+            drafters=self._head.drafters.chosen(possible),
             ends=self._ends,
             banned=sampler.banned,
             want_grows=sampler.want_grows,
@@ -216,15 +217,15 @@ class Engine:
             for action in self._scheduler.handle(waiting.popleft(), time.monotonic()):
                 if isinstance(action, Emit | Finished | RunDone):
                     for_user.append(action)
-                elif (event := self._perform(action)) is not None:
-                    waiting.append(event)
+                else:
+                    waiting.extend(self._perform(action))
         for action in for_user:
             self._show(action)
         for active in self._active.values():
             active.stats.n_in_flight = self._scheduler.n_in_flight
 
-    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch | Replay | Embed) -> Event | None:
-        """Perform one action; returns the event that follows from it, if any."""
+    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch | Replay | Embed) -> Sequence[Event]:
+        """Perform one action; returns the events that follow from it at once."""
         match action:
             case Submit(run):
                 self._head.submit(run)
@@ -233,20 +234,20 @@ class Engine:
                     self._n_unsaved[run.save.request] += self._head.n_ranks
             case Cancel(runs):
                 self._head.cancel(runs)
-            case Steer(_, message):
-                self._head.steer(message)
+            case Steer(drafter, message):
                 if isinstance(message, Begin) and message.saves != "nothing":
-                    self._n_unsaved[message.request] += self._head.n_draft_ranks
+                    self._n_unsaved[message.request] += self._head.drafters.n_ranks(drafter)
+                return [Drafted(batch) for batch in self._head.drafters.steer(drafter, message)]
             case Replay(request, rows):
                 self._active[request].replay(rows)
             case Embed(request, rows):
                 for row in rows:
                     self._active[request].pooled.add(row.logits)
             case Sample(request, row):
-                return self._sample(request, self._active[request], row)
+                return (self._sample(request, self._active[request], row),)
             case Fetch(request, run_id, row_number):
                 self._head.fetch(request, run_id, row_number)
-        return None
+        return ()
 
     def _show(self, action: Emit | Finished | RunDone) -> None:
         match action:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from ggpipe.config import EngineConfig, SpeculationConfig
-from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.messages import Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
@@ -19,6 +19,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RankStats
 from ggpipe.runtime.control_channel import ControlChannel, Received
+from ggpipe.runtime.drafting.drafters import Drafters
 from ggpipe.runtime.drafting.inner_draft import InnerDraft
 from ggpipe.runtime.pipeline import Pipeline
 from ggpipe.runtime.stage_thread import Broke, Ended, Fetched, Notice, Passed, Saved
@@ -170,7 +171,7 @@ class LoadedHead:
         self,
         head: Head,
         pipeline: Pipeline,
-        draft_rank: int | None,
+        drafters: Drafters,
         model_file: ModelFile,
         vocab: Vocab,
         limits: Limits,
@@ -178,12 +179,10 @@ class LoadedHead:
         *,
         exact_in_company: bool,
         restored: tuple[int, ...] | None,
-        n_ranks: tuple[int, int],
+        n_ranks: int,
     ) -> None:
-        """`draft_rank`: the first rank of the draft model; None without speculation. `limits`: of the target.
-
-        `exact_in_company`: that of all the target's stages. `restored`: as of `PrefixCache`. `n_ranks`: those that hold
-        layers of the target, and of the draft.
+        """`limits`: of the target. `exact_in_company`: that of all the target's stages. `restored`: as of
+        `PrefixCache`. `n_ranks`: those that hold layers of the target.
         """
         self.head = head
         self.model_file = model_file
@@ -192,18 +191,18 @@ class LoadedHead:
         self.warnings = warnings
         self.exact_in_company = exact_in_company
         self.restored = restored
-        self.n_ranks, self.n_draft_ranks = n_ranks
+        self.n_ranks = n_ranks
+        self.drafters = drafters
         self._pipeline = pipeline
-        self._draft_rank = draft_rank
 
     @property
     def can_speculate(self) -> bool:
         """There is a draft model, and both models can roll back."""
-        return self._draft_rank is not None
+        return self.drafters.has_model
 
     def possible(self, speculation: SpeculationConfig) -> SpeculationConfig:
         """That, or what is nearest to it here."""
-        if not self.can_speculate:
+        if not self.drafters.chosen(speculation):
             speculation = replace(speculation, mode="iterative")
         if self.head.config.context.exact and not self.exact_in_company:  # branches are company
             speculation = speculation.as_chain
@@ -222,11 +221,6 @@ class LoadedHead:
     def fetch(self, request: int, run: int, row: int) -> None:
         """Have the last rank send a whole row that it kept, for a request."""
         self._pipeline.fetch(request, run, row)
-
-    def steer(self, message: Steering) -> None:
-        """Send a message to the draft model."""
-        assert self._draft_rank is not None
-        self.head.transport.send(self._draft_rank, Kind.STEER, codec.steering_message(message))
 
     # Receiving
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ggpipe.config import ContextConfig
+from ggpipe.core.drafters import registry
+from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.core.messages import Restored
 from ggpipe.core.radix_tree import agreeing
@@ -22,6 +24,7 @@ from ggpipe.llama.stage import Cut, Stage
 from ggpipe.llama.vocab import Vocab, VocabOutline
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import Received
+from ggpipe.runtime.drafting.drafters import Drafters
 from ggpipe.runtime.head import Head, LoadedHead
 from ggpipe.runtime.pipeline import Pipeline
 from ggpipe.runtime.stage_thread import Loaded, Loading, Outcome, Passed, StageThread
@@ -67,7 +70,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             why = "`exact` needs `flash_attn` for it" if config.context.exact else "lower `n_seq` by 2 for it"
             agreed.warnings.append(f"`prompt_cache` is not used: {why}")
         restored = progress.restored_of(layout, context, agreed.warnings)
-        draft_rank: int | None = None
+        started: list[Layout] = []  # of draft models
         if config.draft is not None and draft_layout is not None and outline is not None:
             handshake.check_cuts(progress.cuts_of(draft_layout), agreed.hellos[draft_layout.head].architecture)
             vocabularies = vocab.with_draft(outline)
@@ -75,26 +78,29 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             for field in cannot:
                 agreed.warnings.append(f"`{field}` cannot roll back its KV state: running without speculation")
             if not cannot:
-                draft_rank = draft_layout.head
+                started.append(draft_layout)
                 draft_context = progress.context_of(draft_layout)
                 limits = _limits(config.draft.context, draft_layout, draft_context, n_requests)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
-                head.channel.send(draft_rank, StartDraft(limits, vocabularies, draft_restored))
+                draft = DraftPipeline(limits=limits, vocabularies=vocabularies, restored=draft_restored)
+                head.channel.send(draft_layout.head, StartDraft(0, registry.kinds(1)[0], draft))
         limits = _limits(config.context, layout, context, n_requests)
         limits = replace(limits, prefill_slowdown=config.prefill_slowdown)
+        if config.context.exact and not context.exact_in_company:
+            limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
         loaded.pop_all()
         warnings = tuple(agreed.warnings)
         return LoadedHead(
             head,
             pipeline,
-            draft_rank,
+            Drafters(head.transport, started, vocab.rolls_back),
             agreed.model_file,
             vocab,
             limits,
             warnings,
             exact_in_company=context.exact_in_company,
             restored=restored,
-            n_ranks=(len(layout.stage_ranks), len(draft_layout.stage_ranks) if draft_layout is not None else 0),
+            n_ranks=len(layout.stage_ranks),
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from ggpipe.config import EngineConfig
 from ggpipe.core.draft_messages import MicroBatch
+from ggpipe.core.drafters import registry
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord
 from ggpipe.errors import GgpipeError, RunError
@@ -152,8 +153,9 @@ class Worker:
                 match self._channel.next(_LONG_S if wait_s is None else wait_s):
                     case Received(_, Quit(exit_code)):
                         return exit_code
-                    case Received(_, StartDraft(limits, vocabularies, restored)):
-                        draft_head = DraftHead(pipeline, limits, vocabularies, restored, self._send_micro_batch)
+                    case Received(_, StartDraft(drafter, kind, loaded_draft)):
+                        started = registry.WITH_MODEL[kind](drafter, loaded_draft)
+                        draft_head = DraftHead(pipeline, started, self._send_micro_batch)
                     case Received(_, AskClock()):
                         self._channel.send(HEAD, Clock(time.monotonic()))
                     case Received(_, AskUsage()):

@@ -1,4 +1,4 @@
-"""The draft's head on its virtual rank: core's drafter, as it is, over the draft's virtual stages."""
+"""Drafters as they are in core: with a draft model on a virtual rank, over its virtual stages; others at the head."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from ggpipe.core.draft_messages import MicroBatch, Steering
-from ggpipe.core.drafters.base import DraftEvent, Send
-from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.drafters import registry
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, Send
 from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
@@ -25,6 +25,22 @@ MicroBatchArrived = Callable[[MicroBatch, tuple[RunRecord, ...]], None]
 """Called with the draft's message and the draft's runs since the one before."""
 
 
+class HeadDraft:
+    """A drafter without a model, in the head's process. What it answers takes no time."""
+
+    def __init__(self, drafter: int, kind: str, answered: Callable[[MicroBatch], None]) -> None:
+        """`drafter`: its id; `kind`: as in `registry`; `answered` is called at the head."""
+        self.rank = HEAD
+        self._drafter = registry.WITHOUT_MODEL[kind](drafter)
+        self._answered = answered
+
+    def steer(self, message: Steering) -> int:
+        """The head says this; returns the number of messages that it takes."""
+        for batch in self._drafter.answer(message):
+            self._answered(batch)
+        return 0
+
+
 class VirtualDraft:
     """The head of the draft model: core's drafter, and the virtual stages that it submits runs to."""
 
@@ -39,15 +55,18 @@ class VirtualDraft:
         tokens: Mapping[int, Tokens],
         limits: Limits,
         arrived: MicroBatchArrived,
+        drafter: int,
+        kind: str,
     ) -> None:
-        """`model`: the draft, as it lies on the cluster; `tokens`: of each request; `arrived` is called at the head."""
+        """`model`: the draft, as it lies on the cluster; `tokens`: of each request; `arrived` is called at the head.
+        `drafter`: its id; `kind`: as in `registry`."""
         self._clock = clock
         self._network = network
         self._overheads = cluster.overheads
         self._arrived = arrived
         self.rank = model.layout.head
         self._process = processes[self.rank]
-        self._drafter = DraftModel(limits)
+        self._drafter = registry.WITH_MODEL[kind](drafter, DraftPipeline(limits=limits))
         self._paths = _Paths(tokens)
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, model, self.rank, self._result_arrived

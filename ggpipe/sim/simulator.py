@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ggpipe.config import MAX_SEQUENCES, SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
+from ggpipe.core.drafters import registry
 from ggpipe.core.events import (
     Action,
     Arrived,
@@ -35,7 +36,7 @@ from ggpipe.request import RequestSpec
 from ggpipe.sim.arrivals import Arrival
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores, OwnCores
-from ggpipe.sim.draft import VirtualDraft
+from ggpipe.sim.draft import HeadDraft, VirtualDraft
 from ggpipe.sim.network import Network
 from ggpipe.sim.pipeline import VirtualPipeline
 from ggpipe.sim.stage import Process
@@ -105,7 +106,7 @@ def serve(
         n_prompt, n_text = len(asked.tokens.prompt), _n_predict(asked)
         if n_prompt + n_text > sizes.n_ctx:
             raise ValueError(f"{n_prompt} + {n_text} tokens do not fit a context of {sizes.n_ctx}")
-    if cluster.draft is None:
+    if not _drafters(cluster, speculation):
         speculation = replace(speculation, mode="iterative")
     collects = gc.isenabled()
     gc.disable()  # nothing here goes round in circles, and there is much of it
@@ -143,7 +144,8 @@ class _Simulation:
         network = self._network = Network(clock, cluster)
         n_stages = len(cluster.target.layout.stages)
         self._process = processes[HEAD]
-        self._scheduler = Scheduler(_limits(sizes, sizes.n_in_flight or n_stages + 1, speculation))
+        n_drafters = max(len(_drafters(cluster, speculation)), 1)
+        self._scheduler = Scheduler(_limits(sizes, sizes.n_in_flight or n_stages + 1, speculation, n_drafters))
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
         )
@@ -154,9 +156,14 @@ class _Simulation:
         }
         self._asked = requests
         self._active = {i: _active(i, asked, speculation, cluster) for i, asked in enumerate(requests, 1)}
-        self._draft: VirtualDraft | None = None
-        if cluster.draft is not None and speculation.mode != "iterative":
-            self._draft = VirtualDraft(
+        self._drafts: dict[int, VirtualDraft | HeadDraft] = {}
+        kinds = registry.kinds(cluster.draft is not None)
+        for drafter in _drafters(cluster, speculation) if speculation.mode != "iterative" else ():
+            if kinds[drafter] in registry.WITHOUT_MODEL:
+                self._drafts[drafter] = HeadDraft(drafter, kinds[drafter], self._answered)
+                continue
+            assert cluster.draft is not None
+            self._drafts[drafter] = VirtualDraft(
                 clock,
                 network,
                 cores,
@@ -164,8 +171,10 @@ class _Simulation:
                 cluster,
                 cluster.draft,
                 {i: asked.tokens for i, asked in enumerate(requests, 1)},
-                _limits(sizes, len(cluster.draft.layout.stages) + 1, speculation),
+                _limits(sizes, len(cluster.draft.layout.stages) + 1, speculation, 1),
                 self._micro_batch_arrived,
+                drafter,
+                kinds[drafter],
             )
         self._ranks = _ranks(cluster)
         self._work = {(rank.rank, rank.draft): rank for rank in self._ranks}
@@ -221,9 +230,8 @@ class _Simulation:
                     stats = self._active[request].stats
                     stats.token_times.append(self._clock.now)
                     stats.drafted.append(drafted)
-                case Steer(_, message):
-                    assert self._draft is not None
-                    n_messages += self._draft.steer(message)
+                case Steer(drafter, message):
+                    n_messages += self._drafts[drafter].steer(message)
                 case Finished(request, reason):
                     stats = self._active[request].stats
                     stats.finish, stats.ended = reason, self._clock.now
@@ -253,15 +261,18 @@ class _Simulation:
 
         self._process.receive(spans[-1].rank, ended, _n_requests(run))
 
+    def _answered(self, batch: MicroBatch) -> None:
+        """A drafter in the head's process answered."""
+        self._process.do(self._overheads.event_s, lambda: self._handle(Drafted(batch)))
+
     def _micro_batch_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
-        """The draft's message is there."""
+        """A drafter's message is there."""
 
         def drafted() -> None:
             self._count(records, True)
             self._handle(Drafted(batch))
 
-        assert self._draft is not None
-        self._process.receive(self._draft.rank, drafted)
+        self._process.receive(self._drafts[batch.drafter].rank, drafted)
 
     def _count(self, records: Iterable[RunRecord], draft: bool) -> None:
         """Add runs to the statistics of ranks and requests. The records of one run follow each other."""
@@ -281,7 +292,8 @@ class _Simulation:
 def _active(number: int, asked: Asked, speculation: SpeculationConfig, cluster: VirtualCluster) -> _Active:
     tokens = asked.tokens
     spec = RequestSpec(prompt=tokens.prompt, n_predict=_n_predict(asked), speculation=speculation)
-    request = Request(id=number, spec=spec, prompt=tokens.prompt)
+    drafters = _drafters(cluster, speculation)
+    request = Request(id=number, spec=spec, prompt=tokens.prompt, drafters=drafters)
     stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation, ranks=_ranks(cluster))
     return _Active(request, tokens, stats, {(rank.rank, rank.draft): rank for rank in stats.ranks})
 
@@ -315,13 +327,19 @@ def _cores(clock: Clock, cluster: VirtualCluster, number: int) -> Cores:
     return Cores(clock, node.cores, node.crowd)
 
 
-def _limits(sizes: Sizes, n_in_flight: int, speculation: SpeculationConfig) -> Limits:
+def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[int, ...]:
+    """The ids of the drafters of each request."""
+    return registry.chosen(speculation.drafters, int(cluster.draft is not None))
+
+
+def _limits(sizes: Sizes, n_in_flight: int, speculation: SpeculationConfig, n_drafters: int) -> Limits:
+    n_paths = speculation.sequences + n_drafters - 1
     return Limits(
         n_ctx=sizes.n_ctx,
         n_batch=sizes.n_batch,
         n_ubatch=sizes.n_ubatch,
         n_in_flight=n_in_flight,
-        n_seq=max(min(speculation.sequences * sizes.n_requests, MAX_SEQUENCES), sizes.n_requests),
+        n_seq=max(min(n_paths * sizes.n_requests, MAX_SEQUENCES), sizes.n_requests),
         n_requests=sizes.n_requests,
     )
 

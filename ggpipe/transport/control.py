@@ -31,10 +31,9 @@ import msgspec
 
 from ggpipe.cluster.links import Overheads
 from ggpipe.cluster.profile import Part, Point
-from ggpipe.core.draft_messages import Vocabularies
+from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Restored
-from ggpipe.core.request import Limits
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
@@ -122,10 +121,11 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
 class StartDraft(ControlMessage, frozen=True):
     """All stages are loaded: the first draft rank becomes the draft's head."""
 
-    limits: Limits
-    vocabularies: Vocabularies
-    restored: tuple[int, ...] | None
-    """As of `PrefixCache`."""
+    drafter: int
+    """Its id."""
+    kind: str
+    """As in `core.drafters.registry`."""
+    pipeline: DraftPipeline
 
 
 # Serving

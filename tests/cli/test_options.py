@@ -214,6 +214,25 @@ def test_a_record_in_the_place_of_another() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "drafters", "n_seq"),
+    [
+        ("", None, 1),
+        ("-md d -np 3", None, 3),
+        ("--spec-type ngram", ("ngram",), 1),
+        ("--spec-type ngram-simple --mode speculative", ("ngram",), 1),
+        ("-md d --spec-type ngram,draft", ("ngram", "draft"), 2),
+        ("-md d --spec-type none", (), 1),
+    ],
+)
+def test_each_further_drafter_has_room_for_a_path_of_its_own(
+    line: str, drafters: tuple[str, ...] | None, n_seq: int
+) -> None:
+    config = engine_config.engine_config(given(line))
+    assert config.context.n_seq == n_seq
+    assert engine_config.speculation_config(given(line)).drafters == drafters
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: given("-lm x")[Loading], "must be auto, mmap, none, mlock, mmap\\+mlock or dio, got x"),
@@ -224,6 +243,16 @@ def test_a_record_in_the_place_of_another() -> None:
         (lambda: given("-s -2")[SamplingConfig], "`seed` must be -1 .*, got -2"),
         (lambda: engine_config.engine_config(given("--mode async")), "name one with `draft.model`"),
         (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks behind the / needs a draft model"),
+        (
+            lambda: given("--spec-type a"),
+            "`spec_type` a: name one or more of draft, ngram, separated",
+        ),
+        (
+            lambda: engine_config.engine_config(given("--spec-type draft")),
+            "`spec_type` draft needs a draft model",
+        ),
+        (lambda: engine_config.engine_config(given("--spec-type none --mode async")), "`spec_type` is none: name one"),
+        (lambda: engine_config.engine_config(given("--spec-type ngram -md d")), "`draft.model` has nothing to do with"),
         (lambda: given("-tb a"), "`threads_batch` a: give a number"),
         (lambda: given("--lora-scaled a"), "`lora_scaled` a: write FILE:SCALE"),
         (lambda: given("--lora-scaled a:b"), "`lora_scaled` a:b: write FILE:SCALE"),

@@ -9,11 +9,11 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fake_drafts import Adversary, FakeDraftModel, RealDraft
+from support.fake_drafts import Adversary, FakeDraftModel, RealDraft, TextDraft
 from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
 from support.requests import changed, core_request
@@ -22,6 +22,7 @@ from ggpipe.config import Pooling, SpeculationConfig
 from ggpipe.core.request import Limits, Request
 from ggpipe.request import PromptTask
 
+Kind = Literal["model", "adversary", "ngram"]
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
 
 
@@ -33,8 +34,8 @@ class Scenario:
     n_draft_stages: int
     model: FakeModel
     agreement: float
-    drafts: tuple[bool, ...]
-    """Of the drafts in order of their ids: whether each is an adversary."""
+    drafts: tuple[Kind, ...]
+    """In order of their ids."""
     requests: list[Request]
     stops: dict[int, int]
     """Request -> moves until it is stopped."""
@@ -48,15 +49,17 @@ class Scenario:
     draft_restored: Restored = NO_FILES
 
     def open(self) -> Head:
-        drafts = [self._draft(number, adversary) for number, adversary in enumerate(self.drafts)]
+        drafts = [self._draft(number, kind) for number, kind in enumerate(self.drafts)]
         head = Head(self.limits, self.n_stages, self.model, drafts, self.restored, self.hybrid)
         head.fetches = self.seed % 2 == 1
         return head
 
-    def _draft(self, number: int, adversary: bool) -> RealDraft | Adversary:
+    def _draft(self, number: int, kind: Kind) -> RealDraft | TextDraft | Adversary:
         agreement = self.agreement / (1 + number)
-        if adversary:
+        if kind == "adversary":
             return Adversary(self.model, agreement, self.seed + number, number)
+        if kind == "ngram":
+            return TextDraft(kind, number)
         draft_model = FakeDraftModel(self.model, agreement)
         return RealDraft(self.draft_limits, self.n_draft_stages, draft_model, self.draft_restored, number)
 
@@ -83,7 +86,8 @@ def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfi
     )
 
 
-DRAFTS = st.sampled_from([(False,), (True,), (False, True), (True, False), (True, True), (False, False)])
+KINDS = st.sampled_from(get_args(Kind))
+DRAFTS = st.tuples(KINDS) | st.tuples(KINDS, KINDS)
 
 PACES = st.fixed_dictionaries(
     {
@@ -230,7 +234,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
         n_draft_stages=1,
         model=FakeModel(1000, draw(st.integers(0, 99)), draws=draw(st.booleans())),
         agreement=draw(st.sampled_from([0.5, 0.9])),
-        drafts=draw(st.sampled_from([(False,), (False,), (False, False)])),
+        drafts=draw(st.sampled_from([("model",), ("model",), ("ngram", "model"), ("model", "model")])),
         requests=[draw(tasks(draw(requests(i + 1, speculations, (0, 2, 10))))) for i in range(8)],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 900), max_size=2)),
         pace=draw(PACES),
@@ -338,7 +342,7 @@ def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predi
             limits=limits,
             model=replace(scenario.model, draws=False),
             agreement=1.0,
-            drafts=(False,),
+            drafts=("model",),
             requests=[request],
             stops={},
         )

@@ -24,6 +24,7 @@ LAYOUTS = (
     ("--mpi-layer-split", "0,0.5,0.5/0.5,0.5", "--draft", 3),
     ("--mpi-layer-split", "0.5,0.5/1.0", "--mode", "speculative", "--spec-draft-n-max", 4),
     ("--mpi-layer-split", "0.5,0.5/1.0", "--no-cancel", "-t", "1,1,2"),
+    ("--mpi-layer-split", "0.5,0.5/1.0", "--spec-type", "draft,ngram"),
 )
 
 
@@ -36,6 +37,20 @@ def test_the_same_text_everywhere(number: int, full: bool) -> None:
     for arguments in LAYOUTS if full else LAYOUTS[number :: len(SAMPLINGS)]:
         result = ggpipe(*exact, *arguments)
         assert (result.returncode, result.stdout) == (0, expected), (arguments, result.stderr)
+
+
+@pytest.mark.parametrize("mode", ["async", "speculative"])
+def test_drafting_without_a_draft_model(mode: str, tmp_path: Path) -> None:
+    prompt = "One two three four five six. One two three four five six. One two three four"
+    arguments = ("generate", "-m", TARGET, "-p", prompt, "-n", 60, "-c", 512, "-t", 1, "--exact")
+    greedy, out = ("--temp", 0, "--ignore-eos"), tmp_path / "all.json"
+    result = ggpipe(
+        *arguments, *greedy, "--mpi-layer-split", "0.5,0.5", "--mode", mode, "--spec-type", "ngram", "--json", out
+    )
+    assert (result.returncode, result.stdout) == (0, in_process.output(*arguments, *greedy)), result.stderr
+    content = json.loads(out.read_text())
+    assert content["mode"] == mode
+    assert content["drafted_tokens"] > 0
 
 
 @pytest.mark.parametrize("split", ["0.1,0.4,0.5/1.0", "0.1,0.4,0.25,0.25"])

@@ -190,6 +190,23 @@ def test_trees_write_libllamas_text(n_target: int, n_draft: int) -> None:
     assert n_drafted > 0  # of all modes: on a busy machine an asynchronous draft may be too late for a whole text
 
 
+@pytest.mark.parametrize("drafters", [("ngram",), ("draft", "ngram")])
+@pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
+def test_what_stood_before_is_drafted(n_target: int, n_draft: int, drafters: tuple[str, ...]) -> None:
+    """Without a draft model, and beside one: both name tokens for the same tree."""
+    prompt = prompt_of("tale.txt", 60) * 2
+    expected = plain(TARGET, prompt)
+    config, n_drafted = config_of(TARGET, DRAFT, n_draft, n_seq=2), 0
+    if drafters == ("ngram",):
+        config, n_draft = replace(config, draft=None), 0
+    with local_session(config, n_target + n_draft) as session:
+        for mode, name in itertools.product(("async", "async, not continuous", "speculative"), SAMPLINGS):
+            tokens, stats = generate(session, prompt, SAMPLINGS[name], replace(MODES[mode], drafters=drafters))
+            assert tokens == expected[name], (mode, name)
+            n_drafted += stats.counters.submitted_tokens
+    assert n_drafted > 0
+
+
 @pytest.mark.parametrize("n_parallel", [1, 4])
 @pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
 def test_default_numerics(n_target: int, n_draft: int, n_parallel: int) -> None:

@@ -15,12 +15,12 @@ from support.virtual import ASYNC, ITERATIVE, NO_OVERHEADS, SPECULATIVE, checked
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.toml import read_cluster
-from ggpipe.config import SpeculationConfig
+from ggpipe.config import Mode, SpeculationConfig
 from ggpipe.display.tables.summary import request_object
 from ggpipe.metrics.activity import wasted_s
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.sim.simulator import Sizes, simulate
-from ggpipe.sim.text import SyntheticTokens, requests_of
+from ggpipe.sim.text import RecordedTokens, SyntheticTokens, requests_of
 from ggpipe.sim.virtual_cluster import build, placement_of
 
 STAGES_S = (0.010, 0.020, 0.030)
@@ -242,6 +242,38 @@ def test_one_micro_batch_at_a_time() -> None:
     text = tokens(0.8, 100)
     without, with_it = (checked(own, text, replace(ASYNC, continuous=on)) for on in (False, True))
     assert with_it.decode_s < without.decode_s
+
+
+def repeated(acceptance: float, n_text: int = 200) -> RecordedTokens:
+    """A text that says the same 20 tokens over and over."""
+    part = tokens(acceptance, n_text=20)
+    candidates, after = ([part.candidates(i, lost) for i in range(20)] for lost in (False, True))
+    return RecordedTokens(part.prompt, part.text, candidates, after, n_text)
+
+
+def test_what_stood_before_is_drafted_without_a_draft_model() -> None:
+    text = repeated(0.5)
+    iterative = checked(cluster((0.1,) * 4), text, ITERATIVE)
+    copied = checked(cluster((0.1,) * 4), text, replace(ASYNC, drafters=("ngram",)))
+    assert copied.counters.accepted_tokens > 150
+    assert copied.decode_s < iterative.decode_s / 3
+    assert not copied.draft_runs
+
+
+def test_two_drafters_are_better_than_each_alone() -> None:
+    """The draft model agrees with the target half of the time, and after 20 tokens the text repeats itself."""
+    seconds = {}
+    for drafters in (("draft",), ("ngram",), ("draft", "ngram")):
+        stats = checked(cluster((0.1,) * 4, 0.02), repeated(0.5), replace(ASYNC, drafters=drafters))
+        seconds[drafters] = stats.decode_s
+    assert seconds["draft", "ngram"] < 0.6 * seconds["draft",]
+    assert seconds["draft", "ngram"] < 1.1 * seconds["ngram",]
+
+
+@pytest.mark.parametrize("mode", ["async", "speculative"])
+@pytest.mark.parametrize("drafters", [("ngram",), ("draft", "ngram")])
+def test_a_text_that_never_repeats_itself(mode: Mode, drafters: tuple[str, ...]) -> None:
+    checked(cluster((0.1,) * 3, 0.02), tokens(0.7), SpeculationConfig(mode=mode, drafters=drafters))
 
 
 def test_a_cutoff_keeps_doubtful_draft_tokens_back() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ggpipe.config import SpeculationConfig
 from ggpipe.core.draft_messages import Accepted, Begin, MicroBatch, Vocabularies
-from ggpipe.core.drafters.base import DraftEvent, Send
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, Send
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import Cancel, RunEnded, Submit
 from ggpipe.core.messages import RowLogits, Run, RunResult
@@ -23,7 +23,7 @@ class Draft:
 
     def __init__(self, vocabularies: Vocabularies | None = None, **limits: int) -> None:
         known: dict[str, Any] = {"n_ctx": 99, "n_batch": 8, "n_ubatch": 8, "n_in_flight": 2, "n_seq": 4} | limits
-        self.drafter = DraftModel(Limits(**known), vocabularies)
+        self.drafter = DraftModel(0, DraftPipeline(limits=Limits(**known), vocabularies=vocabularies))
         self.runs: list[Run] = []
         self.sent: list[MicroBatch] = []
         self.cancelled: list[int] = []

@@ -9,7 +9,8 @@ import random
 from dataclasses import dataclass
 
 from ggpipe.core.draft_messages import ROOT, Accepted, Begin, Done, Expansion, MicroBatch, Steering
-from ggpipe.core.drafters.base import DraftEvent, Send
+from ggpipe.core.drafters import registry
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, Send
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import Cancel, RunEnded, Submit, Tick
 from ggpipe.core.messages import Row, RowLogits, Run, Want
@@ -41,7 +42,7 @@ class RealDraft:
         self, limits: Limits, n_stages: int, model: FakeDraftModel, restored: Restored = NO_FILES, id: int = 0
     ) -> None:
         self.id = id
-        self.drafter = DraftModel(limits, drafter=id, restored=restored.tokens)
+        self.drafter = DraftModel(id, DraftPipeline(limits=limits, restored=restored.tokens))
         self.model = model
         self.n_rows = min(limits.n_batch, limits.n_ubatch)
         self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer)
@@ -160,6 +161,26 @@ class RealDraft:
         assert sorted(saved) == sorted(begin.request for begin in self.begun.values() if begin.saves != "nothing")
 
 
+class TextDraft:
+    """A drafter of the core that has no model, and the way to and from it."""
+
+    def __init__(self, kind: str, id: int) -> None:
+        self.id = id
+        self.drafter = registry.WITHOUT_MODEL[kind](id)
+        self.steering: collections.deque[Steering] = collections.deque()
+        self.batches: collections.deque[MicroBatch] = collections.deque()
+
+    def moves(self) -> list[Move]:
+        return [("steering", self._hear)] if self.steering else []
+
+    def _hear(self) -> None:
+        self.batches += self.drafter.answer(self.steering.popleft())
+
+    def check_empty(self) -> None:
+        assert not self.steering
+        assert not self.batches
+
+
 class Adversary:
     """A draft that sends any tree: wrong tokens, old epochs, unknown parents, the same token twice, end tokens."""
 
@@ -227,3 +248,6 @@ class Adversary:
     def check_empty(self) -> None:
         assert not self.steering
         assert not self.batches
+
+
+AnyDraft = RealDraft | TextDraft | Adversary

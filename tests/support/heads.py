@@ -35,7 +35,7 @@ from ggpipe.core.events import (
 from ggpipe.core.messages import Restore, Row, RowLogits, Run, RunRecord, Want, WantKind
 from ggpipe.core.request import Finish, Limits, Request
 from ggpipe.core.scheduler import Scheduler
-from support.fake_drafts import Adversary, RealDraft
+from support.fake_drafts import Adversary, AnyDraft, RealDraft
 from support.fakes import (
     END,
     NO_FILES,
@@ -62,7 +62,7 @@ class Head:
         limits: Limits,
         n_stages: int,
         model: FakeModel,
-        drafts: Sequence[RealDraft | Adversary],
+        drafts: Sequence[AnyDraft],
         restored: Restored = NO_FILES,
         hybrid: bool = False,
     ) -> None:
@@ -157,12 +157,12 @@ class Head:
         self.now = max(self.now, self.scheduler.wake_at)
         self.handle(Tick())
 
-    def _take_micro_batch(self, draft: RealDraft | Adversary) -> None:
+    def _take_micro_batch(self, draft: AnyDraft) -> None:
         batch = draft.batches.popleft()
         assert batch.drafter == draft.id
         self.handle(Drafted(batch))
         state = self.scheduler._states.get(batch.request)
-        if state is None or not state.is_open or isinstance(draft, Adversary):
+        if state is None or not state.is_open or not isinstance(draft, RealDraft):
             return
         tokens = self.seen[batch.request].tokens
         for expansion in batch.expansions:

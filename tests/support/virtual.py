@@ -10,6 +10,7 @@ from unittest import mock
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import Kernels, LinkProfile, ModelFacts, Part, Point, Profile, RankProfile
 from ggpipe.config import SpeculationConfig
+from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftAction, DraftEvent
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import Action, Event, RunEnded, Submit
@@ -17,7 +18,7 @@ from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.sim import draft, simulator
+from ggpipe.sim import simulator
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import SyntheticTokens, Tokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster, VirtualNode
@@ -174,7 +175,10 @@ def watched() -> Iterator[Watched]:
             self.validate()
             return actions
 
-    with mock.patch.object(simulator, "Scheduler", Seen), mock.patch.object(draft, "DraftModel", SeenDraft):
+    with (
+        mock.patch.object(simulator, "Scheduler", Seen),
+        mock.patch.object(registry, "WITH_MODEL", {"draft": SeenDraft}),
+    ):
         yield seen
 
 

@@ -12,6 +12,7 @@ from ggpipe.cli.simulated import shapes_of, text_of, traffic_of
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config import ContextConfig, Mode, PipelineConfig
+from ggpipe.core.drafters import registry
 from ggpipe.core.layout import Split
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.figures.trace import write_trace
@@ -142,7 +143,7 @@ def _check_tensor_split(placement: Placement) -> None:
 def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
     """The modes that are shown; sweeps, plots and traces are about the last one."""
     mode = given_mode(options)
-    if spec.draft is None:
+    if spec.draft is None and not registry.chosen(spec.speculation.drafters, 0):
         if mode in ("speculative", "async"):
             check_draft(options, f"`mode` {mode}")
         show("no draft model, so only iterative is simulated: name one with `draft.model`")

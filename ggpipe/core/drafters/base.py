@@ -1,12 +1,17 @@
-"""What every drafter is to those who drive it: events in, actions out, as the head's scheduler."""
+"""What a drafter is to those who drive it. There are two kinds, by what drives them (`registry`):
+
+with a model        its own pipeline computes its runs: events in, actions out, as the head's scheduler
+without a model     the head's process: each message is answered at once, with draft tokens or none
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.draft_messages import MicroBatch, Steering, Vocabularies
 from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
+from ggpipe.core.request import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,8 @@ DraftAction = Submit | Cancel | RunDone | Send
 
 
 class Drafter(Protocol):
-    """Drafts for any number of requests. Pure: no clock, no I/O; runs go to a pipeline that its driver has."""
+    """Drafts for any number of requests with a model. Pure: no clock, no I/O; runs go to a pipeline that its driver
+    has."""
 
     def handle(self, event: DraftEvent, now: float) -> list[DraftAction]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back)."""
@@ -29,3 +35,22 @@ class Drafter(Protocol):
     @property
     def wake_at(self) -> float | None:
         """When to send `Tick`, by the clock of `now`; None when only other events matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPipeline:
+    """A loaded draft model, as its drafter needs to know it."""
+
+    limits: Limits
+    """Of its pipeline."""
+    vocabularies: Vocabularies | None = None
+    """None where target and draft have the same tokens."""
+    restored: tuple[int, ...] | None = None
+    """As of `PrefixCache`."""
+
+
+class TextDrafter(Protocol):
+    """Drafts for any number of requests from their tokens alone. Pure, and quick: the head waits for it."""
+
+    def answer(self, message: Steering) -> list[MicroBatch]:
+        """Take in one message. Draft tokens are complete: no more follow before the next message of their request."""

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Vocabularies
-from ggpipe.core.drafters.base import DraftAction, DraftEvent, Send
+from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch
+from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, Send
 from ggpipe.core.drafters.growth import Growth
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunDone, RunEnded, Submit, Tick
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
 from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
-from ggpipe.core.request import Limits
 from ggpipe.core.tree import Node
 
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes
@@ -31,20 +30,13 @@ _MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for w
 class DraftModel:
     """See the module's text. It serves several requests; one run of draft tokens is in flight at a time."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        vocabularies: Vocabularies | None = None,
-        drafter: int = 0,
-        restored: tuple[int, ...] | None = None,
-    ) -> None:
-        """`limits`: of the draft model's pipeline. `vocabularies`: None where target and draft have the same tokens.
-        `drafter`: its id, which the head knows it by. `restored`: as of `PrefixCache`."""
-        self._limits = limits
-        self._vocabularies = vocabularies
+    def __init__(self, drafter: int, pipeline: DraftPipeline) -> None:
+        """`drafter`: its id, which the head knows it by. `pipeline`: of the draft model."""
+        limits = self._limits = pipeline.limits
+        self._vocabularies = pipeline.vocabularies
         self._drafter = drafter
         self._in_flight: InFlight[Growth] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
-        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
+        self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, pipeline.restored)
         self._requests: dict[int, Growth] = {}
         self._attempt_s = 0.0
         """Of the latest run of draft tokens."""

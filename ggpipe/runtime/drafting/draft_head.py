@@ -1,16 +1,14 @@
-"""The draft model's head: drives the state machine of `core.drafters.draft_model` over the draft's pipeline."""
+"""The draft model's head: drives its drafter (`core.drafters.registry`) over the draft's pipeline."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from ggpipe.core.draft_messages import MicroBatch, Vocabularies
+from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters.base import Drafter, DraftEvent, Send
-from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
 from ggpipe.core.messages import RunRecord, RunResult
-from ggpipe.core.request import Limits
 from ggpipe.runtime.pipeline import Pipeline
 
 
@@ -20,15 +18,12 @@ class DraftHead:
     def __init__(
         self,
         pipeline: Pipeline,
-        limits: Limits,
-        vocabularies: Vocabularies,
-        restored: tuple[int, ...] | None,
+        drafter: Drafter,
         send: Callable[[MicroBatch, Sequence[RunRecord]], None],
     ) -> None:
-        """`restored`: as of `PrefixCache`. `send` brings draft tokens to the head, with the runs that ended since the
-        last ones."""
+        """`send` brings draft tokens to the head, with the runs that ended since the last ones."""
         self._pipeline = pipeline
-        self._drafter: Drafter = DraftModel(limits, vocabularies, restored=restored)
+        self._drafter = drafter
         self._send = send
         self._records: list[RunRecord] = []
 

@@ -1,0 +1,46 @@
+"""All kinds of drafters, by the names that users give them. A new one is a file beside this one, and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ggpipe.core.drafters.base import Drafter, DraftPipeline, TextDrafter
+from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.drafters.ngram import Ngrams
+
+WITH_MODEL: Mapping[str, Callable[[int, DraftPipeline], Drafter]] = {
+    "draft": DraftModel,
+}
+"""Made with the id of the drafter. Each loaded draft model has a drafter of the first of these kinds."""
+
+WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
+    "ngram": Ngrams,
+}
+"""Made with the id of the drafter. They are there for every request."""
+
+_ALIASES = {"draft-simple": "draft", "ngram-simple": "ngram"}
+"""llama.cpp's names."""
+
+
+def kinds(n_models: int) -> tuple[str, ...]:
+    """The kind of each drafter of an engine with so many draft models; its place is its id."""
+    with_model, *_ = WITH_MODEL
+    return (*[with_model] * n_models, *WITHOUT_MODEL)
+
+
+def chosen(names: Sequence[str] | None, n_models: int) -> tuple[int, ...]:
+    """The ids of the drafters that a request names, in an engine with so many draft models. None: its draft models."""
+    wanted = WITH_MODEL if names is None else names
+    return tuple(drafter for drafter, kind in enumerate(kinds(n_models)) if kind in wanted)
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """Names of drafters as users write them: separated by commas; `none` stands for no name. Raises ValueError with
+    what to write instead."""
+    names = tuple(dict.fromkeys(_ALIASES.get(word, word) for word in map(str.strip, text.split(","))))
+    if names == ("none",):
+        return ()
+    known = (*WITH_MODEL, *WITHOUT_MODEL)
+    if any(name not in known for name in names):
+        raise ValueError(f"name one or more of {', '.join(known)}, separated by commas, or none")
+    return names
