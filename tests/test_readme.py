@@ -54,7 +54,10 @@ def once(*words: str) -> subprocess.CompletedProcess[str]:
     return run(*words)
 
 
-GENERATE = [line for line in commands("README.md", "docs/generate.md", "docs/plan.md") if "ggpipe generate" in line]
+GENERATE, GENERATE_IN_DOCS = (
+    [line for line in commands(*pages) if "ggpipe generate" in line]
+    for pages in (("README.md",), ("docs/generate.md", "docs/plan.md"))
+)
 TUTORIAL = [block.strip() for block in blocks("docs/tutorial.md") if block.startswith("ggpipe ")]
 TOOLS = [
     line
@@ -91,11 +94,13 @@ def test_the_pages_show_commands() -> None:
     assert {line.split()[1] for line in TUTORIAL} == {"generate", "plan", "simulate", "profile", "record", "bench"}
 
 
-@pytest.mark.parametrize("command", GENERATE)
+@pytest.mark.parametrize("command", [*GENERATE, *GENERATE_IN_DOCS])
 def test_a_command(command: str, tmp_path: Path) -> None:
+    """README's commands start ranks as they do for users; ranks of the docs' commands are threads."""
     places = {"-m": TARGET, "-md": DRAFT, "-f": ROOT / "prompts" / "tale.txt", "--hostfile": hosts_for_three(tmp_path)}
     places["--prompt-cache"] = tmp_path / "prompt.cache"
-    result = run(*put_in(shlex.split(command)[1:], places), "-n", 8, "-t", 1)
+    start = run if command in GENERATE else in_process.ggpipe_on_threads
+    result = start(*put_in(shlex.split(command)[1:], places), "-n", 8, "-t", 1)
     assert result.returncode == 0, result.stderr
     is_held = not {"--grammar", "-j"}.isdisjoint(shlex.split(command))  # to a form, which may be a short one
     assert len(result.stdout) > (1 if is_held else 10)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import commands
 from support.commands import TARGET, mpirun, on_ranks
-from support.in_process import ggpipe
+from support.in_process import ggpipe, ggpipe_on_threads
 from support.virtual import measured
 from support.zoo import make
 
@@ -272,7 +272,7 @@ def test_ranks_plan_their_split(cache: Path, tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [written]
     assert chosen(again.stderr) == (text, layers)
-    explicit = mpirun(3, "generate", *TEXT, "--mpi-layer-split", text)
+    explicit = ggpipe_on_threads("generate", *TEXT, "--mpi-layer-split", text)
     assert explicit.stdout == done.stdout == again.stdout
 
 

@@ -32,7 +32,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_models_own_template(chat: Path, n: int) -> None:
     said = ("-st", "-sys", "Tell tales.", "-p", " Who was\\nthe king? ", "--chat-template-kwargs", '{"quick": true}')
-    text = commands.output("generate", "-m", chat, *SETTINGS, *said, *SPLITS[n])
+    start = output if n == 1 else commands.output
+    text = start("generate", "-m", chat, *SETTINGS, *said, *SPLITS[n])
     written = (
         "<|im_start|>system: Tell tales.<|im_end|><|im_start|>user: Who was\\nthe king?<|im_end|>quickly, <|im_start|>"
     )
