@@ -272,6 +272,11 @@ def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
     choices = [drafters, drafters[::-1], drafters[-1:]]
     to_come = collections.deque(replace(request, drafters=rng.choice(choices)) for request in scenario.requests)
     stops, losses = dict(scenario.stops), set(itertools.accumulate(lives))
+
+    @functools.cache
+    def weight(name: str) -> int:
+        return max((pace for prefix, pace in scenario.pace.items() if name.startswith(prefix)), default=1)
+
     for n_moves in range(30_000):
         for request in [request for request, at in stops.items() if at == n_moves]:
             del stops[request]
@@ -284,8 +289,7 @@ def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
             moves.append(("arrival", functools.partial(arrive_next, head, to_come, rng, scenario.alike)))
         if not moves:
             return head
-        weights = [max((w for p, w in scenario.pace.items() if name.startswith(p)), default=1) for name, _ in moves]
-        rng.choices(moves, weights)[0][1]()
+        rng.choices(moves, [weight(name) for name, _ in moves])[0][1]()
     raise AssertionError("it never ends")
 
 
