@@ -75,7 +75,10 @@ class ControlChannel(Generic[T]):
 
         Raises what another rank failed with, and RankError when the head gives up.
         """
-        event = self.inbox.next(timeout_s)
+        return self.read(self.inbox.next(timeout_s))
+
+    def read(self, event: Message | T | None) -> Received | Message | T | None:
+        """What an event of the inbox says, if it is a control message; others as they are. Raises as `next`."""
         if not (isinstance(event, Message) and event.kind is Kind.CONTROL):
             return event
         match control.decode(event.payload):

@@ -91,7 +91,7 @@ class Head:
         """
         if self._failure is not None:
             raise self._failure()
-        event = self.channel.next(min(timeout_s, _TICK_S))
+        event = self.channel.read(self.channel.inbox.next(min(timeout_s, _TICK_S)))
         match event:
             case Broke(error):
                 raise error

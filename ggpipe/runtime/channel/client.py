@@ -182,6 +182,10 @@ class EngineClient(abc.ABC):
         self._requests[request.id] = request
         self._submit(request)
 
+    def serve_for(self, other: EngineClient) -> None:
+        """The active requests are those of `other`, which tells its user what comes of them."""
+        self._requests = other._requests
+
     def cancel(self, request: ClientRequest) -> None:
         """End a request soon; `Ended` follows, after tokens that are generated already. Does nothing when it is
         over."""

@@ -233,8 +233,9 @@ class SupervisedEngine(EngineClient):
         self._engine = engine
         self._on_line = on_line
         self._cancelled: set[int] = set()
-        self._ended: list[Event] = []
+        self._ended: dict[int, Ended] = {}
         """What came of requests while ranks were started again."""
+        engine.serve_for(self)
 
     @property
     def is_open(self) -> bool:
@@ -259,29 +260,24 @@ class SupervisedEngine(EngineClient):
         deadline = time.monotonic() + seconds
         self._ask(lambda engine: engine.idle(max(deadline - time.monotonic(), 0.0)))
 
-    def step(self) -> list[Event]:
-        events, self._ended = self._ended, []
-        if not events:
-            try:
-                events = self._engine.step()
-            except _DEATHS as e:
-                self._go_on(e)
-            self.n_cells = self._engine.n_cells
-        for event in events:
-            if isinstance(event, Ended | Refused):
-                self._requests.pop(event.request, None)
-                self._cancelled.discard(event.request)
-        return events
-
     def _submit(self, request: ClientRequest) -> None:
-        self._engine.resume(request)
+        self._engine._submit(request)
 
     def _cancel(self, request: ClientRequest) -> None:
         self._cancelled.add(request.id)
-        self._engine.cancel(request)
+        self._engine._cancel(request)
 
     def _step(self) -> list[Event]:
-        return self._engine.step()
+        events: list[Event] = [*self._ended.values()]
+        self._ended.clear()
+        if not events:
+            try:
+                events = self._engine._step()
+            except _DEATHS as e:
+                self._go_on(e)
+            self.n_cells = self._engine.n_cells
+        self._cancelled.difference_update(event.request for event in events if isinstance(event, Ended | Refused))
+        return events
 
     def _ask(self, ask: Callable[[EngineClient], T]) -> T:
         while True:
@@ -297,15 +293,15 @@ class SupervisedEngine(EngineClient):
             raise RunError(
                 "the file of `model` is another one than when it was loaded first: start ggpipe again to use it"
             )
+        engine.serve_for(self)
         self.can_speculate = engine.can_speculate
         for warning in engine.warnings:
             if warning not in self.warnings:
                 self._on_line(f"warning: {warning}")
         self.warnings = tuple(dict.fromkeys((*self.warnings, *engine.warnings)))
-        for request in tuple(self._requests.values()):
+        for request in self._requests.values():
             if request.id in self._cancelled:
                 ended = Ended(request=request.id, finish=Finish.STOPPED, ended_s=time.monotonic())
-                self._note(ended, request)
-                self._ended.append(ended)
+                self._ended[request.id] = ended
             else:
                 engine.resume(request)
