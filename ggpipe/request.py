@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from ggpipe.config import Pooling, SpeculationConfig
-from ggpipe.prompt import Prompt
+from ggpipe.errors import UsageError
+from ggpipe.prompt import Conversation, Prompt
 from ggpipe.sampling import SamplingConfig
 
 
@@ -45,3 +46,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is done instead of continuing the prompt."""
     user: str = ""
     """Whom it is for: users take turns where requests wait."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, bytes | tuple | Conversation):
+            raise UsageError(
+                "the prompt of a RequestSpec must be a text as bytes, a tuple of tokens, or a Conversation, "
+                f"got {type(self.prompt).__name__}"
+            )
