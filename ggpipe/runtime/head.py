@@ -91,10 +91,12 @@ class Head:
         """
         if self._failure is not None:
             raise self._failure()
-        event = self.channel.read(self.channel.inbox.next(min(timeout_s, _TICK_S)))
+        event = self.channel.inbox.next(min(timeout_s, _TICK_S))
         match event:
             case Broke(error):
                 raise error
+            case Message(kind=Kind.CONTROL):
+                return self.channel.read(event)
         return event
 
     def stop(self) -> None:
