@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ggpipe.core.drafters.base import Drafter, DraftPipeline, TextDrafter
-from ggpipe.core.drafters.draft_model import DraftModel
-from ggpipe.core.drafters.ngram import Ngrams
+if TYPE_CHECKING:
+    from ggpipe.core.drafters.base import Drafter, DraftPipeline, TextDrafter
+
+
+def _made_by(module: str, name: str) -> Callable[..., Any]:
+    """A class of a module beside this one, which is loaded when a drafter is made: options name drafters, too."""
+
+    def make(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(f"ggpipe.core.drafters.{module}"), name)(*arguments)
+
+    return make
+
 
 WITH_MODEL: Mapping[str, Callable[[int, DraftPipeline], Drafter]] = {
-    "draft": DraftModel,
+    "draft": _made_by("draft_model", "DraftModel"),
 }
 """Made with the id of the drafter. Each loaded draft model has a drafter of the first of these kinds."""
 
 WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
-    "ngram": Ngrams,
+    "ngram": _made_by("ngram", "Ngrams"),
 }
 """Made with the id of the drafter. They are there for every request."""
 
