@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from ggpipe.config import MAX_PARTS
 
 FLOAT_BYTES = 4
+ALL_EXPERTS = 1_000_000
+"""Rows that use every expert."""
 _ROW_BYTES = 58  # for each number of an embedding, where nothing else is known: with 3.5 times as many in feed-forward
 
 
@@ -65,6 +67,12 @@ class ModelShape:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return self.input_bytes + sum(self.layer_bytes) + self.output_bytes
+
+    @property
+    def sparsity(self) -> float:
+        """Weights that a long run reads, as a multiple of those that a row uses: 1 without experts."""
+        layers = (0, self.n_layer)
+        return self.read_bytes(layers, ALL_EXPERTS) / max(self.read_bytes(layers), 1)
 
     @property
     def sums_per_layer(self) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from ggpipe.config import Saves, SpeculationConfig
+from ggpipe.core.batching.prompt_chunks import chunk_rows
 from ggpipe.errors import PromptTooLong, UsageError
 from ggpipe.request import PromptTask, RequestSpec
 
@@ -84,11 +85,22 @@ class Limits:
     """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
     prefill_slowdown: float = 5.0
     """While some requests decode, a run takes about so many times as long because of others' prompts."""
+    sparsity: float = 1.0
+    """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
 
     @property
     def n_rows(self) -> int:
         """Rows in a run, at most."""
         return min(self.n_batch, self.n_ubatch)
+
+    @property
+    def n_stages(self) -> int:
+        """Runs that are computed at the same time, one in each stage."""
+        return max(self.n_in_flight - 1, 1)
+
+    def prompt_rows(self, n_tokens: int) -> int:
+        """Rows in each run of a prompt, or of prompts that are computed together, with so many tokens to compute."""
+        return chunk_rows(n_tokens, self.n_stages, self.n_rows, self.sparsity)
 
 
 def check_task(task: PromptTask, limits: Limits, has_folder: bool) -> None:

@@ -226,10 +226,3 @@ class RequestState:
         assert 0 <= self.n_sent <= self.epoch
         self.drafters.validate()
         return self.tree.validate()
-
-
-def chunk_end(at: int, n_prompt: int, n_batch: int, n_ubatch: int) -> int:
-    """Where a prompt's chunk ends that begins at `at`, as libllama cuts it: batches of `n_batch` tokens, each in pieces
-    of `n_ubatch`."""
-    start = at - at % n_batch
-    return min(start + ((at - start) // n_ubatch + 1) * n_ubatch, start + n_batch, n_prompt)

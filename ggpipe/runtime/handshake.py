@@ -38,6 +38,7 @@ def hello(transport: Transport, model_file: ModelFile, draft: bool) -> Hello:
         fingerprint=model_file.fingerprint,
         architecture=model_file.architecture,
         n_layer=model_file.n_layer,
+        sparsity=shape_of(model_file).sparsity,
         ggpipe=ggpipe.__version__,
         libllama=machine.libllama_version(),
         cpu_features=tuple(sorted(machine.cpu_features())),

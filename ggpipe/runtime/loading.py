@@ -80,11 +80,12 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             if not cannot:
                 started.append(draft_layout)
                 draft_context = progress.context_of(draft_layout)
-                limits = _limits(config.draft.context, draft_layout, draft_context, n_requests)
+                sparsity = agreed.hellos[draft_layout.head].sparsity
+                limits = _limits(config.draft.context, draft_layout, draft_context, n_requests, sparsity)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
                 draft = DraftPipeline(limits=limits, vocabularies=vocabularies, restored=draft_restored)
                 head.channel.send(draft_layout.head, StartDraft(0, registry.kinds(1)[0], draft))
-        limits = _limits(config.context, layout, context, n_requests)
+        limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
         limits = replace(limits, prefill_slowdown=config.prefill_slowdown)
         if config.context.exact and not context.exact_in_company:
             limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
@@ -193,7 +194,7 @@ def _in_turn(context: ContextConfig) -> str:
     return "`exact` takes requests in turn: this model's attention has the same bits only for one at a time"
 
 
-def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests: int) -> Limits:
+def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests: int, sparsity: float) -> Limits:
     return Limits(
         n_ctx=loaded.n_ctx,
         n_batch=loaded.n_batch,
@@ -203,6 +204,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests
         n_requests=n_requests,
         n_prefixes=loaded.n_prefixes,
         partial_prefixes=loaded.partial_prefixes,
+        sparsity=sparsity,
     )
 
 

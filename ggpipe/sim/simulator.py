@@ -41,7 +41,7 @@ from ggpipe.sim.network import Network
 from ggpipe.sim.pipeline import VirtualPipeline
 from ggpipe.sim.stage import Process
 from ggpipe.sim.text import Tokens
-from ggpipe.sim.virtual_cluster import VirtualCluster
+from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
 from ggpipe.transport.base import HEAD
 
 _ONE = Want(WantKind.TOP, 1)
@@ -142,10 +142,10 @@ class _Simulation:
         cores = [_cores(clock, cluster, number) for number in range(len(cluster.nodes))]
         processes = [Process(clock, cores[node], rank, cluster) for rank, node in enumerate(cluster.node_of)]
         network = self._network = Network(clock, cluster)
-        n_stages = len(cluster.target.layout.stages)
         self._process = processes[HEAD]
         n_drafters = max(len(_drafters(cluster, speculation)), 1)
-        self._scheduler = Scheduler(_limits(sizes, sizes.n_in_flight or n_stages + 1, speculation, n_drafters))
+        limits = _limits(sizes, cluster.target, speculation, n_drafters)
+        self._scheduler = Scheduler(replace(limits, n_in_flight=sizes.n_in_flight or limits.n_in_flight))
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
         )
@@ -171,7 +171,7 @@ class _Simulation:
                 cluster,
                 cluster.draft,
                 {i: asked.tokens for i, asked in enumerate(requests, 1)},
-                _limits(sizes, len(cluster.draft.layout.stages) + 1, speculation, 1),
+                _limits(sizes, cluster.draft, speculation, 1),
                 self._micro_batch_arrived,
                 drafter,
                 kinds[drafter],
@@ -332,15 +332,16 @@ def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[
     return registry.chosen(speculation.drafters, int(cluster.draft is not None))
 
 
-def _limits(sizes: Sizes, n_in_flight: int, speculation: SpeculationConfig, n_drafters: int) -> Limits:
+def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int) -> Limits:
     n_paths = speculation.sequences + n_drafters - 1
     return Limits(
         n_ctx=sizes.n_ctx,
         n_batch=sizes.n_batch,
         n_ubatch=sizes.n_ubatch,
-        n_in_flight=n_in_flight,
+        n_in_flight=len(model.layout.stages) + 1,
         n_seq=max(min(n_paths * sizes.n_requests, MAX_SEQUENCES), sizes.n_requests),
         n_requests=sizes.n_requests,
+        sparsity=model.sparsity,
     )
 
 

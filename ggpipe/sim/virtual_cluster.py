@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.cluster.links import Link, Overheads
-from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
 from ggpipe.cluster.profile import Part, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.config import TensorWire
@@ -21,7 +21,6 @@ from ggpipe.sim.costs import Cost, MeasuredCost, Roofline
 from ggpipe.sim.groups import GroupCost, group_cost
 
 _LAYER_S = 15e-6  # operators wait for all threads, some ten times in a layer
-_ALL_EXPERTS = 1_000_000  # rows that use every expert
 _MOST_FIXED = 0.25  # of a draft's run, as in `stage_timing.intercept_s`
 
 
@@ -62,6 +61,8 @@ class PipelineSpec:
     """Bytes that go to the next stage for each row."""
     groups: Mapping[int, GroupCost] = field(default_factory=dict)
     """What a group adds to the time of its slowest part, by part 0's rank."""
+    sparsity: float = 1.0
+    """As of `Limits`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,9 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
             if len(shares) > 1:
                 places = [node_of[rank] for rank in stage.ranks]
                 groups[stage.ranks[0]] = group_cost(spec, shape, stage.layers, places, placement.tensor_wire)
-        return PipelineSpec(layout=layout, stages=stages, row_bytes=shape.border_bytes, groups=groups)
+        return PipelineSpec(
+            layout=layout, stages=stages, row_bytes=shape.border_bytes, groups=groups, sparsity=shape.sparsity
+        )
 
     target_pipeline, draft_pipeline = pipeline(target, layout, False), None
     if draft is not None:
@@ -206,7 +209,7 @@ def stage_cost(
         return _measured(node, shape, layers, threads)
     unused = 1 - shape.n_expert_used / shape.n_expert if shape.n_expert else 0.0
     return Roofline(
-        weight_bytes=shape.read_bytes(layers, _ALL_EXPERTS),
+        weight_bytes=shape.read_bytes(layers, ALL_EXPERTS),
         cell_bytes=shape.cell_bytes(layers),
         token_flop=shape.token_flop(layers),
         bytes_per_s=min(node.bytes_per_s, threads * node.core_bytes_per_s),
@@ -247,7 +250,7 @@ def _measured(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], thread
     """Scale the measured layers' times by the bytes that these layers read; threads share the work evenly."""
     profile = node.profile
     assert profile is not None
-    n_bytes = shape.read_bytes(layers, _ALL_EXPERTS if node.of_experts and shape.n_expert else 1)
+    n_bytes = shape.read_bytes(layers, ALL_EXPERTS if node.of_experts and shape.n_expert else 1)
     ratio = min(profile.threads, node.cores) / threads
     cell_s = shape.cell_bytes(layers) / profile.memory_bytes_per_s * ratio if profile.memory_bytes_per_s else 0.0
     return MeasuredCost(profile.alone, n_bytes / profile.weight_bytes * ratio, profile.fixed_s, cell_s)
@@ -264,7 +267,7 @@ def _measured_draft(
     fastest_s = min(point.seconds for point in part.alone if point.rows == 1)
     fixed_s = min(profile.fixed_s, fastest_s * _MOST_FIXED)
     points = (*part.alone, *_rise(part.alone, profile.alone))
-    return MeasuredCost(points, shape.read_bytes(layers, _ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
+    return MeasuredCost(points, shape.read_bytes(layers, ALL_EXPERTS) / part.weight_bytes * ratio, fixed_s)
 
 
 def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool) -> float:

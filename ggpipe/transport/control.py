@@ -58,6 +58,8 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     """As `ModelFile.fingerprint`."""
     architecture: str
     n_layer: int
+    sparsity: float
+    """As of `ModelShape`."""
     ggpipe: str
     """The version of ggpipe."""
     libllama: str

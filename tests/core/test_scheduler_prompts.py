@@ -16,8 +16,8 @@ from support.heads import opened
 from support.requests import core_request
 from support.zoo import ggml_base, make
 
+from ggpipe.core.batching.prompt_chunks import chunk_end, chunk_rows
 from ggpipe.core.messages import Row
-from ggpipe.core.request_state import chunk_end
 
 
 def chunk_lengths(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:
@@ -68,7 +68,7 @@ def test_libllama_cuts_there_itself(n_tokens: int, n_batch: int, n_ubatch: int, 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 39), st.integers(1, 12), st.integers(1, 12))
-def test_chunks_do_not_depend_on_what_is_in_flight(n: int, n_batch: int, n_ubatch: int) -> None:
+def test_one_stage_gets_the_same_chunks_whatever_is_in_flight(n: int, n_batch: int, n_ubatch: int) -> None:
     def rows(n_in_flight: int) -> list[tuple[Row, ...]]:
         head = opened(n_batch=n_batch, n_ubatch=n_ubatch, n_in_flight=n_in_flight)
         head.arrive(core_request(id=1, prompt=tuple(range(1, n + 1)), n_predict=3))
@@ -76,4 +76,17 @@ def test_chunks_do_not_depend_on_what_is_in_flight(n: int, n_batch: int, n_ubatc
         head.check_end()
         return [run.rows for run in head.seen[1].runs]
 
-    assert rows(1) == rows(2) == rows(5)
+    assert rows(1) == rows(2)
+    lengths = [sum(row.pos < n for row in run) for run in rows(1)]
+    assert [length for length in lengths if length] == cut_as_libllama(n, n_batch, n_ubatch)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 64), st.integers(2, 9))
+def test_several_stages_get_shorter_chunks(n: int, n_batch: int, n_ubatch: int, n_stages: int) -> None:
+    head = opened(n_ctx=256, n_batch=n_batch, n_ubatch=n_ubatch, n_in_flight=n_stages + 1)
+    head.arrive(core_request(id=1, prompt=tuple(range(1, n + 1)), n_predict=1))
+    head.drain()
+    head.check_end()
+    lengths = [sum(row.pos < n for row in run.rows) for run in head.seen[1].runs]
+    assert lengths == cut_as_libllama(n, n_batch, chunk_rows(n, n_stages, min(n_batch, n_ubatch)))

@@ -7,6 +7,7 @@ import collections
 import pytest
 from support.requests import core_request
 
+from ggpipe.core.batching.prompt_chunks import chunk_rows
 from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Stop, Submit, Tick
 from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
 from ggpipe.core.request import Limits
@@ -44,8 +45,8 @@ class Pipeline:
         self._text_s = text_s if isinstance(text_s, dict) else {1: text_s}
         self._now = 0.0
 
-    def arrive(self, number: int, n_prompt: int = 1) -> None:
-        prompt = tuple(range(1, n_prompt + 1))
+    def arrive(self, number: int, n_prompt: int = 1, first: int = 1) -> None:
+        prompt = tuple(range(first, first + n_prompt))
         self._handle(Arrived(core_request(id=number, prompt=prompt, n_predict=1000), ONE))
 
     def embed(self, number: int, n_prompt: int) -> None:
@@ -218,10 +219,35 @@ def test_a_prompt_has_a_share_of_runs_that_accepted_tokens_would_fill(n_batch: i
 
 
 def test_a_prompt_beside_nobody_goes_in_as_libllama_cuts_it() -> None:
-    pipeline = Pipeline(2, FREE)
+    pipeline = Pipeline(1, FREE)
     pipeline.arrive(1, 1200)
     pipeline.step()
     assert pipeline.sizes == [(0, 512), (0, 512), (1, 175)]
+
+
+@pytest.mark.parametrize("n_prompts", [1, 2, 4])
+def test_prompts_on_several_stages_go_in_as_runs_that_keep_them_busy(n_prompts: int) -> None:
+    pipeline, n_each = Pipeline(4, FREE), 1200 // n_prompts
+    for number in range(n_prompts):
+        pipeline.arrive(number, n_each, first=1 + number * n_each)
+    assert pipeline.sizes == [(0, chunk_rows(n_each, 4, 512))] * 5, "the first comes alone"
+    for _ in range(20):
+        pipeline.step()
+    assert pipeline.sizes[5:25] == [(0, chunk_rows(1200, 4, 512))] * 20
+
+
+def test_prompts_that_outnumber_the_tiles_of_a_run_do_not_all_end_last() -> None:
+    pipeline = Pipeline(8, FREE)
+    for number in range(8):
+        pipeline.arrive(number, 40, first=1 + number * 40)
+    ended: dict[int, int] = {}
+    for n_runs in range(60):
+        for row in pipeline.runs[0].rows:
+            if row.pos == 39:
+                ended[row.request] = n_runs
+        pipeline.step()
+    assert len(ended) == 8
+    assert max(ended.values()) > 1.5 * min(ended.values())
 
 
 def test_prompts_of_more_users_than_decode_go_in_at_once() -> None:

@@ -78,12 +78,20 @@ def test_serves_several_requests(n_ranks: int) -> None:
         assert all(rank.runs == len(stats.runs) for rank in stats.ranks)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
-@pytest.mark.parametrize(("n_ubatch", "chunks"), [(512, [300, 50]), (128, [128, 128, 44, 50])])
-def test_a_context_shorter_than_a_batch(n_ubatch: int, chunks: list[int], n_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("n_ranks", "n_ubatch", "chunks"),
+    [
+        (1, 512, [300, 50]),
+        (1, 128, [128, 128, 44, 50]),
+        (2, 512, [*[32] * 9, 12, 32, 18]),
+        (2, 20, [*[20] * 15, 20, 20, 10]),
+        (3, 512, [*[16] * 18, 12, 16, 16, 16, 2]),
+    ],
+)
+def test_a_context_shorter_than_a_batch(n_ranks: int, n_ubatch: int, chunks: list[int]) -> None:
     """libllama caps batches at -c and then rounds the context up: the prompt may be longer than a batch."""
     prompt = tuple(range(5, 355))
-    with Reference(TARGET, 300, n_ubatch=n_ubatch) as reference:
+    with Reference(TARGET, 300, n_ubatch=min(n_ubatch, chunks[0])) as reference:
         expected = reference.generate(prompt, GREEDY, 20)
     with ranks(n_ranks, ContextConfig(n_ctx=300, n_ubatch=n_ubatch, fast_attention=False)) as head:
         session = Session.load(head)

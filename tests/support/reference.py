@@ -139,17 +139,22 @@ class Reference:
         sampling: SamplingConfig,
         n_predict: int,
         seen: list[Logits] | None = None,
+        n_rows: int | None = None,
     ) -> list[int]:
         """At most `n_predict` tokens, without the one that ends the text. Clears the KV cells first.
 
-        `seen` gets the row of logits that each token was drawn from.
+        `seen` gets the row of logits that each token was drawn from. `n_rows`: tokens of the prompt that are computed
+        together, at most; None: `n_ubatch`.
         """
         lib.llama_memory_clear(self._memory, True)
         chain = common_chain(sampling, self._vocab, lib.llama_n_ctx(self._context))
         for token in prompt:
             lib.llama_sampler_accept(chain, token)
-        for at in range(0, len(prompt), self.n_batch):  # libllama cuts each batch into pieces of n_ubatch
-            self._decode_next(prompt[at : at + self.n_batch])
+        for at in range(0, len(prompt), self.n_batch):
+            batch = prompt[at : at + self.n_batch]
+            step = n_rows or len(batch)  # libllama cuts each batch into pieces of n_ubatch
+            for first in range(0, len(batch), step):
+                self._decode_next(batch[first : first + step])
         tokens: list[int] = []
         while len(tokens) < n_predict:
             if seen is not None:

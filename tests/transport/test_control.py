@@ -55,6 +55,7 @@ HELLO = Hello(
     fingerprint="0123456789abcdef",
     architecture="llama",
     n_layer=32,
+    sparsity=1.0,
     ggpipe="0.1.0",
     libllama="b1",
     cpu_features=("avx2", "fma"),

@@ -58,7 +58,7 @@ class Load:
     @property
     def n_stages(self) -> int:
         """Runs that are computed at the same time, one in each stage."""
-        return max(self.limits.n_in_flight - 1, 1)
+        return self.limits.n_stages
 
     @property
     def n_in_flight(self) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ggpipe.core.batching import frontier
 from ggpipe.core.batching.load import Load, Take
+from ggpipe.core.batching.prompt_chunks import chunk_end
 from ggpipe.core.drafters.calibration import Calibration
-from ggpipe.core.request_state import Phase, RequestState, chunk_end
+from ggpipe.core.request_state import Phase, RequestState
 
 _WAIT_LIMIT = 2.0  # times the drafter's usual pace: so long a fresh root waits for draft tokens
 
@@ -17,9 +18,9 @@ def next_takes(load: Load, state: RequestState) -> Sequence[Take]:
     if state.phase is Phase.PREFILL:
         if load.is_full:
             return ()
-        start, n_prompt = state.counters.cached_tokens, len(state.request.prompt)
-        limits = load.limits
-        end = start + chunk_end(state.n_past - start, n_prompt - start, limits.n_batch, limits.n_ubatch)
+        start, limits = state.counters.cached_tokens, load.limits
+        n_tokens = len(state.request.prompt) - start
+        end = start + chunk_end(state.n_past - start, n_tokens, limits.n_batch, limits.prompt_rows(n_tokens))
         return (Take(state, n_prompt=state.cut(end) - state.n_past),)
     root, speculation = state.tree.root, state.request.speculation
     if speculation.mode == "speculative":

@@ -59,7 +59,8 @@ def _takes(load: Load, states: Sequence[RequestState]) -> Sequence[Take]:
         n_tokens -= load.rows_for_prompts(len(prompts), len(ready))
     takes = [Take(state, nodes=[state.tree.root]) for state in ready[:n_tokens]]
     if prompts:
-        n_prompt = load.limits.n_rows - len(takes)
+        n_new = sum(len(state.request.prompt) - state.counters.cached_tokens for state in prompts)
+        n_prompt = min(load.limits.prompt_rows(n_new), load.limits.n_rows - len(takes))
         n_left = sum(len(state.request.prompt) - state.n_past for state in prompts)
         if decoding and not _goes_at_once(load, len(takes), n_left, len(decoding), len(prompts)):
             n_prompt = _prompt_rows(load, len(takes), len(decoding), n_prompt)
@@ -233,11 +234,13 @@ def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
 
 
 def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[Take]:
-    """The next tokens of these prompts, `n_rows` in all if there are so many, in equal parts where they suffice."""
+    """The next tokens of these prompts, `n_rows` in all if there are so many, in equal parts where they suffice. A part
+    has a tile of rows at least: where there are more prompts than tiles, those with the fewest tokens left go first,
+    so that not all of them end last."""
     takes: list[Take] = []
     in_order = sorted(states, key=lambda state: len(state.request.prompt) - state.n_past)
     for i, state in enumerate(in_order):
-        part = math.ceil(n_rows / (len(in_order) - i))
+        part = min(max(math.ceil(n_rows / (len(in_order) - i)), _TILE), n_rows)
         n = state.cut(min(len(state.request.prompt), state.n_past + part)) - state.n_past
         if n:
             takes.append(Take(state, n_prompt=n))

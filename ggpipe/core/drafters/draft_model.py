@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ggpipe.core.batching.prompt_chunks import chunk_end
 from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, Send
 from ggpipe.core.drafters.growth import Growth
@@ -193,7 +194,8 @@ class DraftModel:
         """Submit text first, in chunks; then the tips of all requests in one run."""
         for growth in self._requests.values():
             while self._in_flight.n_computed < self._limits.n_in_flight and self._text_waits(growth):
-                at, most = growth.n_decoded, min(self._limits.n_rows, self._free_cells)
+                at = growth.n_decoded
+                most = min(self._chunk_end(growth) - at, self._free_cells)
                 if growth.saves_prompt:
                     n_saved = len(growth.begin.prompt) - 1
                     if at == n_saved:
@@ -221,6 +223,16 @@ class DraftModel:
                 )  # others come first next
         if parts:
             actions.append(self._submit(parts, wants, now))
+
+    def _chunk_end(self, growth: Growth) -> int:
+        """Where the run ends that computes the next tokens of a text, where cells suffice. What follows the prompt is
+        short: tokens that were not drafted."""
+        start, n_prompt = growth.n_cached, len(growth.begin.prompt)
+        if growth.n_decoded >= n_prompt:
+            return growth.n_decoded + self._limits.n_rows
+        n_tokens = len(growth.text) - start
+        n_rows = self._limits.prompt_rows(n_prompt - start)
+        return start + chunk_end(growth.n_decoded - start, n_tokens, n_rows, n_rows)
 
     def _save(self, growth: Growth, tokens: tuple[int, ...], now: float, actions: list[DraftAction]) -> None:
         growth.is_saved = True

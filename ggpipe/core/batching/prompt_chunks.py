@@ -1,0 +1,70 @@
+"""How a prompt is cut into chunks, so that all stages of a pipeline work on it at the same time.
+
+A prompt in one chunk keeps one stage busy at a time. In chunks of `c` rows, the last of `n / c` chunks leaves the last
+of `s` stages after `n / c + s - 1` runs. Short chunks fill the pipeline sooner; long ones share what each run costs
+besides its rows, and the weights that it reads. `chunk_rows` weighs one against the other with a nominal machine, which
+is counted in the time that a stage takes for one more row of a long run:
+
+    a run of n rows takes     _RUN_ROWS + max(n, weights read)
+    of a dense model it reads _READ_ROWS, whatever n is
+    of a mixture it reads     _READ_ROWS * sparsity * (1 - (1 - 1 / sparsity) ** n): each row has experts of its own
+
+It takes the chunk length whose makespan is shortest. That depends on the prompt's length, the number of stages and the
+model alone, and on nothing that is measured: the same settings give the same chunks in each run. The optimum is flat:
+powers of two come within 1 % of it. They are few, so groups use their kept graphs again, and they are whole tiles of
+the matrix kernels. A single stage gains nothing from shorter runs, and gets the longest ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+_TILE = 4
+"""Rows that llama.cpp's matrix kernels take together: 7 rows take longer than 8."""
+_RUN_ROWS = 2.0
+"""What a run costs besides its rows: messages, waking up, operators that wait for all threads. On two cores of an AMD
+EPYC, one thread a stage, a run of n rows of a dense model of 0.4 B parameters took as long as 3 to 6 + n rows of a run
+of 256; weights included."""
+_READ_ROWS = 3.0
+"""Rows that a node computes in the time in which it reads their weights: 3.4 for 16 cores of 60 GFLOP/s each and
+85 GB/s, about as many in desktop processors, up to 7 in those with AVX-512."""
+
+
+@functools.lru_cache(1024)
+def chunk_rows(n_tokens: int, n_stages: int, most: int, sparsity: float = 1.0) -> int:
+    """How many of a prompt's `n_tokens` tokens go into each run of a pipeline: a power of two from one tile on, or
+    `most`, the rows of the longest run possible. `sparsity`: as of `Limits`."""
+    if n_stages == 1:
+        return most
+    return min(_lengths(n_tokens, most), key=lambda length: _makespan(n_tokens, n_stages, length, sparsity))
+
+
+def chunk_end(at: int, n_tokens: int, n_batch: int, n_rows: int) -> int:
+    """Where the chunk ends that begins at `at` in a prompt of `n_tokens`, as libllama cuts it: batches of `n_batch`
+    tokens, each in pieces of `n_rows`."""
+    start = at - at % n_batch
+    return min(start + ((at - start) // n_rows + 1) * n_rows, start + n_batch, n_tokens)
+
+
+def _lengths(n_tokens: int, most: int) -> Iterator[int]:
+    """Chunk lengths to choose from, the longest first."""
+    yield most
+    length = _TILE
+    shorter = []
+    while length < min(n_tokens, most):
+        shorter.append(length)
+        length *= 2
+    yield from reversed(shorter)
+
+
+def _makespan(n_tokens: int, n_stages: int, length: int, sparsity: float) -> float:
+    """When the last of equal stages is through with a prompt in chunks of this length."""
+    n_whole, n_rest = divmod(n_tokens, length)
+    longest_s = _run(min(length, n_tokens), sparsity)
+    return n_whole * longest_s + (_run(n_rest, sparsity) if n_rest else 0.0) + (n_stages - 1) * longest_s
+
+
+def _run(n_rows: int, sparsity: float) -> float:
+    read = _READ_ROWS * sparsity * (1 - (1 - 1 / sparsity) ** n_rows)
+    return _RUN_ROWS + max(n_rows, read)

@@ -1,0 +1,90 @@
+"""The rule that cuts prompts: whole tiles, within bounds, and close to the shortest time for any machine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggpipe.core.batching.prompt_chunks import chunk_end, chunk_rows
+
+TILE = 4
+N_TOKENS = st.integers(1, 20_000)
+N_STAGES = st.integers(2, 64)
+SPARSITY = st.floats(1, 40)
+
+
+def lengths_of(n_tokens: int, n_rows: int) -> list[int]:
+    found, at = [], 0
+    while at < n_tokens:
+        end = chunk_end(at, n_tokens, 2048, n_rows)
+        found.append(end - at)
+        at = end
+    return found
+
+
+@given(N_TOKENS, st.integers(1, 4096), SPARSITY)
+def test_one_stage_gets_the_longest_runs(n_tokens: int, most: int, sparsity: float) -> None:
+    assert chunk_rows(n_tokens, 1, most, sparsity) == most
+
+
+@given(N_TOKENS, N_STAGES, st.integers(1, 2048), SPARSITY)
+def test_runs_have_whole_tiles_or_are_as_long_as_possible(
+    n_tokens: int, n_stages: int, most: int, sparsity: float
+) -> None:
+    n_rows = chunk_rows(n_tokens, n_stages, most, sparsity)
+    assert 1 <= n_rows <= most
+    assert n_rows == most or (n_rows % TILE == 0 and n_rows & (n_rows - 1) == 0)
+
+
+@given(N_TOKENS, N_STAGES, SPARSITY)
+def test_chunks_cover_the_prompt(n_tokens: int, n_stages: int, sparsity: float) -> None:
+    lengths = lengths_of(n_tokens, n_rows := chunk_rows(n_tokens, n_stages, 512, sparsity))
+    assert sum(lengths) == n_tokens
+    assert all(length == n_rows for length in lengths[:-1])
+
+
+@given(N_TOKENS, N_STAGES, st.integers(1, 2048), SPARSITY)
+def test_the_same_settings_give_the_same_chunks(n_tokens: int, n_stages: int, most: int, sparsity: float) -> None:
+    before = chunk_rows(n_tokens, n_stages, most, sparsity)
+    chunk_rows.cache_clear()
+    assert chunk_rows(n_tokens, n_stages, most, sparsity) == before
+
+
+@given(st.integers(1, 10_000), st.integers(2, 31))
+def test_longer_prompts_and_fewer_stages_get_longer_runs(n_tokens: int, n_stages: int) -> None:
+    n_rows = min(chunk_rows(n_tokens, n_stages, 512), n_tokens)
+    assert n_rows <= 2 * min(chunk_rows(2 * n_tokens, n_stages, 512), 2 * n_tokens)
+    assert 2 * n_rows >= min(chunk_rows(n_tokens, 2 * n_stages, 512), n_tokens)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_stages", "expected"),
+    [(32, 8, 4), (128, 8, 8), (480, 8, 16), (2000, 8, 32), (8000, 8, 64), (480, 2, 32), (2000, 2, 64), (128, 16, 4)],
+)
+def test_dense_models(n_tokens: int, n_stages: int, expected: int) -> None:
+    assert chunk_rows(n_tokens, n_stages, 512) == expected
+
+
+@pytest.mark.parametrize(("n_tokens", "n_stages", "expected"), [(128, 2, 32), (480, 8, 32), (2000, 8, 32)])
+def test_mixtures_get_runs_that_share_their_experts(n_tokens: int, n_stages: int, expected: int) -> None:
+    """As of 128 experts of which a token uses 8."""
+    assert chunk_rows(n_tokens, n_stages, 512, 10.9) == expected
+
+
+@pytest.mark.parametrize("n_stages", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("n_tokens", [16, 32, 57, 128, 480, 1000, 2000, 8000])
+@pytest.mark.parametrize(
+    ("fixed", "read", "most"),
+    [(6.0, 0.0, 1.25), (3.0, 0.0, 1.1), (1.0, 0.0, 1.2), (0.3, 3.4, 1.25), (0.3, 5.0, 1.25), (0.3, 7.0, 1.55)],
+)
+def test_other_machines_lose_little(n_tokens: int, n_stages: int, fixed: float, read: float, most: float) -> None:
+    """Machines whose runs of n rows take fixed + max(n, read): against the best chunk length for each."""
+
+    def makespan(n_rows: int) -> float:
+        lengths = lengths_of(n_tokens, n_rows)
+        times = [fixed + max(length, read) for length in lengths]
+        return sum(times) + (n_stages - 1) * max(times)
+
+    best = min(makespan(n_rows) for n_rows in (*range(TILE, 257, TILE), 512))
+    assert makespan(chunk_rows(n_tokens, n_stages, 512)) <= most * best
