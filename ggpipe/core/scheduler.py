@@ -6,8 +6,8 @@ Events say what happened (a request arrived, a run came back, a token was sample
 what is to be done. Nothing in here waits, sends or computes, so the same object runs under MPI, inside one process and
 on virtual time. `request_state` has the phases of a request, `batching` what goes into a run.
 
-A prompt goes in as chunks whose borders follow from the prompt and the batch sizes alone, several in flight so that
-chunk i+1 is in the first stage while chunk i is in the second. From then on the root of the request's tree is the last
+A prompt goes in as chunks whose borders follow from the prompt and the pipeline's limits alone, several in flight so
+that chunk i+1 is in the first stage while chunk i is in the second. From then on the root of the request's tree is the last
 accepted token. When its logits are back, the next token is sampled. If a draft token holds that token, it becomes the
 root, be it in flight, back already, or not submitted yet; else the token goes in as a fresh root. What does not hang on
 the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice.

@@ -155,7 +155,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(EngineConfig, COMPUTE, "warmup", "--warmup/--no-warmup", help="Take the memory of all KV cells while loading; else each takes its own when it is used first."),
     _option(EngineConfig, COMPUTE, "n_requests", "--concurrent", metavar="N", help="Requests that are served at the same time; further ones wait. They share the context."),
     _option(ContextConfig, COMPUTE, "n_batch", "-b", "--batch-size", metavar="N", variable="LLAMA_ARG_BATCH", help="Prompt tokens in a batch, at most."),
-    _option(ContextConfig, COMPUTE, "n_ubatch", "-ub", "--ubatch-size", metavar="N", variable="LLAMA_ARG_UBATCH", help="Prompt tokens in a run, at most. Each stage computes one run at a time."),
+    _option(ContextConfig, COMPUTE, "n_ubatch", "-ub", "--ubatch-size", metavar="N", variable="LLAMA_ARG_UBATCH", help="Prompt tokens in a run, at most. Several stages get shorter runs, which keep all of them busy."),
     _option(PipelineConfig, COMPUTE, "threads", "-t", "--threads", metavar="LIST", parse=lists.numbers, variable="LLAMA_ARG_THREADS", help="Threads; one value, or one for each rank (6,32,20). -1: the machine's cores."),
     _option(PipelineConfig, COMPUTE, "threads_batch", "-tb", "--threads-batch", metavar="LIST", parse=lists.numbers, help="Threads for prompts; one value, or one for each rank. -1: as -t."),
     _option(ContextConfig, COMPUTE, "flash_attn", "-fa", "--flash-attn", metavar="on|off|auto", variable="LLAMA_ARG_FLASH_ATTN", help="Flash attention."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 from support.draft_steps import END, Draft
 
+from ggpipe.core.batching.prompt_chunks import chunk_rows
 from ggpipe.core.draft_messages import ROOT, Accepted, Done, Vocabularies
 from ggpipe.core.events import RunEnded
 from ggpipe.core.messages import KvKind, KvOp, RunResult, WantKind
@@ -136,6 +137,16 @@ def test_two_requests_share_a_run_and_take_turns_where_rows_are_few() -> None:
         requests.append(narrow.runs[0].rows[0].request)
         narrow.answer({20 + i: 0.9})
     assert requests == [1, 2, 1, 2, 1, 2]
+
+
+def test_a_prompt_keeps_all_stages_of_the_draft_busy() -> None:
+    sizes = {"n_ctx": 999, "n_batch": 512, "n_ubatch": 512}
+    for n_stages in (1, 2, 3):
+        draft = Draft(n_in_flight=n_stages + 1, **sizes)
+        draft.begin(prompt=tuple(range(101, 301)))
+        n_rows = chunk_rows(200, n_stages, 512)
+        expected = [n_rows] * (n_stages + 1) if n_stages > 1 else [200]
+        assert [len(run.rows) for run in draft.runs] == expected
 
 
 def test_a_run_ends_once() -> None:

@@ -135,7 +135,8 @@ def measured(hosts: Sequence[str] = ("node0", "node1"), slower: float = 1.0, thr
     return Profile(model=model, kernels=Kernels(), ranks=ranks, links=links)
 
 
-def tokens(acceptance: float = 0.7, n_text: int = 60, n_prompt: int = 20, seed: int = 0) -> SyntheticTokens:
+def tokens(acceptance: float = 0.7, n_text: int = 60, n_prompt: int = 4, seed: int = 0) -> SyntheticTokens:
+    """A text behind a prompt that is one chunk, whatever the number of stages."""
     return SyntheticTokens(acceptance, n_prompt, n_text, seed)
 
 
