@@ -168,7 +168,7 @@ class EngineOptions(RequestOptions, total=False):
     n_batch: int
     """Prompt tokens in a batch, at most. Default: 2048."""
     n_ubatch: int
-    """Prompt tokens in a run, at most. Each stage computes one run at a time. Default: 512."""
+    """Prompt tokens in a run, at most. Several stages get shorter runs, which keep all of them busy. Default: 512."""
     threads: str | int | Sequence[int]
     """Threads; one value, or one for each rank (6,32,20). -1: the machine's cores. Default: '-1'."""
     threads_batch: str | int | Sequence[int]

@@ -7,10 +7,10 @@ what is to be done. Nothing in here waits, sends or computes, so the same object
 on virtual time. `request_state` has the phases of a request, `batching` what goes into a run.
 
 A prompt goes in as chunks whose borders follow from the prompt and the pipeline's limits alone, several in flight so
-that chunk i+1 is in the first stage while chunk i is in the second. From then on the root of the request's tree is the last
-accepted token. When its logits are back, the next token is sampled. If a draft token holds that token, it becomes the
-root, be it in flight, back already, or not submitted yet; else the token goes in as a fresh root. What does not hang on
-the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice.
+that chunk i+1 is in the first stage while chunk i is in the second. From then on the root of the request's tree is the
+last accepted token. When its logits are back, the next token is sampled. If a draft token holds that token, it becomes
+the root, be it in flight, back already, or not submitted yet; else the token goes in as a fresh root. What does not
+hang on the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice.
 
 Between roots, the pipeline is kept full of draft tokens, the most probable path first. They go in when the slowest
 stage is about to be free, and not before: until then more of them may come, and a run of several costs less than

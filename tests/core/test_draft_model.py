@@ -140,9 +140,8 @@ def test_two_requests_share_a_run_and_take_turns_where_rows_are_few() -> None:
 
 
 def test_a_prompt_keeps_all_stages_of_the_draft_busy() -> None:
-    sizes = {"n_ctx": 999, "n_batch": 512, "n_ubatch": 512}
     for n_stages in (1, 2, 3):
-        draft = Draft(n_in_flight=n_stages + 1, **sizes)
+        draft = Draft(n_in_flight=n_stages + 1, n_ctx=999, n_batch=512, n_ubatch=512)
         draft.begin(prompt=tuple(range(101, 301)))
         n_rows = chunk_rows(200, n_stages, 512)
         expected = [n_rows] * (n_stages + 1) if n_stages > 1 else [200]

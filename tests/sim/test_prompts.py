@@ -9,7 +9,6 @@ import pytest
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.toml import CLUSTERS, read_cluster
 from ggpipe.config import SpeculationConfig
-from ggpipe.core.layout import lay_out
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.simulator import Sizes
@@ -41,9 +40,7 @@ def spec_of(name: str, n_stages: int, n_prompt: int, target: ModelShape | None =
     placement = placement_of(cluster, target, cluster.draft)
     return SimulationSpec(
         cluster=cluster,
-        placement=replace(placement, layout=lay_out(target.n_layer, n_stages, None))
-        if not cluster.shares
-        else placement,
+        placement=placement,
         target=target,
         draft=cluster.draft,
         speculation=SpeculationConfig(),
@@ -61,7 +58,7 @@ def ttft_s(spec: SimulationSpec) -> float:
 
 def ideal_s(spec: SimulationSpec) -> float:
     """The slowest stage computes all rows in the longest runs, and the last row goes through the others alone."""
-    virtual, n_prompt = build(spec.cluster, spec.placement, spec.target, spec.draft), spec.sizes.n_ubatch
+    virtual = build(spec.cluster, spec.placement, spec.target, spec.draft)
     assert isinstance(spec.tokens, SyntheticText)
     n_prompt = spec.tokens.n_prompt
     costs = [virtual.target.stages[stage.ranks[0]].cost for stage in virtual.target.layout.stages]
