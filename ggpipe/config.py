@@ -27,6 +27,8 @@ Pooling = Literal["none", "mean", "cls", "last"]
 MOST_NORM = 1024
 """By which embeddings are normalized."""
 
+TARGET, FIRST_DRAFT = 0, 1
+"""Ids of models: the target, and the first draft model."""
 MAX_SEQUENCES = 256
 """Sequence ids that libllama has."""
 MAX_PREFIXES = 16
@@ -340,6 +342,17 @@ class EngineConfig:
     def n_draft_ranks(self) -> int:
         """Ranks that hold nothing but the draft model: the last ones."""
         return self.draft.n_ranks if self.draft else 0
+
+    def model_of(self, rank: int, n_ranks: int) -> int:
+        """Id of the model whose layers a rank holds, of so many ranks: `TARGET`, or that of a draft model."""
+        return TARGET if rank < n_ranks - self.n_draft_ranks else FIRST_DRAFT
+
+    def part_of(self, model: int) -> EngineConfig | DraftConfig:
+        """The model of this id, and its context."""
+        if model == TARGET:
+            return self
+        assert self.draft is not None, "a model that is not configured"
+        return self.draft
 
     def check_ranks(self, n_ranks: int) -> None:
         """Compare settings that name ranks with the number of ranks. Raises SettingError and LaunchError."""

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Literal, cast, get_args
 
 from ggpipe.cluster.memory import stage_memory
-from ggpipe.config import EngineConfig, Mode, SamplingConfig, SpeculationConfig
+from ggpipe.config import TARGET, EngineConfig, Mode, SamplingConfig, SpeculationConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.errors import UsageError
@@ -234,7 +234,7 @@ def why_not_single(config: EngineConfig, engine: EngineClient, free_bytes: int |
     `engine`: the one with all ranks, loaded. `free_bytes`: available memory; None: as the machine has it.
     """
     target = [rank for rank in engine.ranks if not rank.draft]
-    if len(target) == 1 and target[0].threads == handshake.threads_of(config, LocalWorld(1).transports[0], False):
+    if len(target) == 1 and target[0].threads == handshake.threads_of(config, LocalWorld(1).transports[0], TARGET):
         return "one rank holds the whole model anyway"
     context = config.context
     shape = shape_of(ModelFile.open(config.model.path), context.cache_type_k, context.cache_type_v)

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from ggpipe.cluster.profile import ModelFacts, Part, Point
-from ggpipe.config import EngineConfig
+from ggpipe.config import FIRST_DRAFT, TARGET, EngineConfig
 from ggpipe.errors import IndivisibleModelError, MpiError, RunError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
@@ -81,10 +81,10 @@ class ProfiledRank:
         """This rank's machine and models."""
         transport, draft_file = self._channel.transport, self._draft_file
         return ProfileHello(
-            target=handshake.hello(transport, self._file, False),
-            draft=handshake.hello(transport, draft_file, True) if draft_file is not None else None,
+            target=handshake.hello(transport, self._file, TARGET),
+            draft=handshake.hello(transport, draft_file, FIRST_DRAFT) if draft_file is not None else None,
             cores=handshake.machine_cores(transport),
-            threads=handshake.threads_of(self.config, transport, False),
+            threads=handshake.threads_of(self.config, transport, TARGET),
             memory_bytes=machine.available_bytes(),
             cache_bytes=machine.cache_bytes(),
         )
@@ -149,7 +149,7 @@ class ProfiledRank:
         return Part(layers, facts.weight_bytes(layers), points, short.more_for_change_s)
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:
-        single, _ = handshake.threads_of(self.config, self._channel.transport, False)
+        single, _ = handshake.threads_of(self.config, self._channel.transport, TARGET)
         speed = memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
         transport = self._channel.transport
         if transport.hosts.index(transport.host) == transport.rank:
@@ -248,6 +248,6 @@ class ProfiledRank:
         trained = model_file.metadata.get(f"{model_file.architecture}.context_length", _N_CTX)
         limits = [n for n in (_N_CTX, context.n_ctx, trained) if isinstance(n, int) and n > 0]
         config = replace(config, context=replace(context, n_ctx=min(limits)))
-        load = handshake.stage_loader(config, self._channel.transport, model_file, layers, False)
+        load = handshake.stage_loader(config, self._channel.transport, model_file, layers, TARGET)
         self._timed = TimedStage(self._channel, load, facts.n_vocab, handshake.poll_s(config))
         return self._timed

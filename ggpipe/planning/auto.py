@@ -14,7 +14,7 @@ import ggpipe
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
-from ggpipe.config import ContextConfig, EngineConfig
+from ggpipe.config import TARGET, ContextConfig, EngineConfig
 from ggpipe.core.layout import Layout, layer_range, shares_text
 from ggpipe.errors import IndivisibleModelError, RunError
 from ggpipe.launch import sockets
@@ -131,7 +131,7 @@ def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
         host=transport.host,
         target=ModelFile.open(config.model.path).fingerprint,
         draft=ModelFile.open(draft.model.path).fingerprint if draft is not None else None,
-        threads=handshake.threads_of(config, transport, False),
+        threads=handshake.threads_of(config, transport, TARGET),
         ranks_on_host=transport.ranks_on_host,
         cpu=machine.cpu_name(),
         cores=handshake.machine_cores(transport),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import ggpipe
 from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
-from ggpipe.config import EngineConfig
+from ggpipe.config import TARGET, DraftConfig, EngineConfig
 from ggpipe.core.layout import Layout, part_shares
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError
 from ggpipe.llama import machine
@@ -25,16 +25,11 @@ from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
 
 
-def is_draft(config: EngineConfig, transport: Transport) -> bool:
-    """This rank holds nothing but the draft model."""
-    return transport.rank >= transport.size - config.n_draft_ranks
-
-
-def hello(transport: Transport, model_file: ModelFile, draft: bool) -> Hello:
-    """This rank's part of the handshake; `draft`: the file is the draft model's."""
+def hello(transport: Transport, model_file: ModelFile, model: int) -> Hello:
+    """This rank's part of the handshake; `model`: id of the model whose file that is."""
     return Hello(
         host=transport.host,
-        holds_draft=draft,
+        model=model,
         fingerprint=model_file.fingerprint,
         architecture=model_file.architecture,
         n_layer=model_file.n_layer,
@@ -54,11 +49,11 @@ def compare(hellos: Sequence[Hello]) -> list[str]:
     head, warnings = hellos[0], []
     for rank, other in enumerate(hellos):
         where = f"rank {rank} ({other.host})"
-        first_rank, first = next((i, hello) for i, hello in enumerate(hellos) if hello.holds_draft == other.holds_draft)
+        first_rank, first = next((i, hello) for i, hello in enumerate(hellos) if hello.model == other.model)
         if other.fingerprint != first.fingerprint:
             raise ModelError(
                 f"{where} has another model than rank {first_rank} ({first.host}) as "
-                f"{'`draft.model`' if other.holds_draft else '`model`'}: copy it there again"
+                f"{'`model`' if other.model == TARGET else '`draft.model`'}: copy it there again"
             )
         versions = (("ggpipe", other.ggpipe, head.ggpipe), ("libllama", other.libllama, head.libllama))
         for package, version, wanted in versions:
@@ -115,15 +110,15 @@ def check_cuts(cuts: list[Cut], architecture: str) -> None:
             )
 
 
-def threads_of(config: EngineConfig, transport: Transport, draft: bool) -> tuple[int, int]:
-    """This rank's threads for single tokens and for batches, of the target or of the draft."""
+def threads_of(config: EngineConfig, transport: Transport, model: int) -> tuple[int, int]:
+    """This rank's threads for single tokens and for batches of the model of this id."""
     own_cores = max(int(machine.cores() / transport.ranks_on_cores), 1)
     single, batch = config.pipeline.threads_of(transport.rank, own_cores)
-    if draft and config.draft is not None:
-        if config.draft.threads > 0:
-            single = batch = config.draft.threads
-        if config.draft.threads_batch > 0:
-            batch = config.draft.threads_batch
+    if isinstance(part := config.part_of(model), DraftConfig):
+        if part.threads > 0:
+            single = batch = part.threads
+        if part.threads_batch > 0:
+            batch = part.threads_batch
     return single, batch
 
 
@@ -148,9 +143,9 @@ def prompt_cache(config: EngineConfig, transport: Transport) -> PromptCache | No
     return PromptCache(config.prompt_cache.path, transport.rank, read_only=config.prompt_cache.saves == "nothing")
 
 
-def prefix_files(config: EngineConfig, transport: Transport, draft: bool) -> PrefixFiles | None:
+def prefix_files(config: EngineConfig, transport: Transport, model: int) -> PrefixFiles | None:
     """This rank's saved prefixes, if there are to be any; drafts have none. Raises SettingError."""
-    if config.slot_save_path is None or draft:
+    if config.slot_save_path is None or model != TARGET:
         return None
     return PrefixFiles(config.slot_save_path, transport.rank)
 
@@ -174,17 +169,16 @@ def stage_loader(
     transport: Transport,
     model_file: ModelFile,
     layers: tuple[int, int],
-    draft: bool,
+    model: int,
     files: Sequence[PromptCache | PrefixFiles | None] = (),
     group: Membership | None = None,
     warmup: bool = False,
 ) -> Callable[[Progress], Stage]:
-    """A function that makes this rank's stage, of the target or of the draft, given a callback for its progress, and
-    describes it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if
-    there are several. `warmup`: as of `Stage`."""
-    threads = threads_of(config, transport, draft)
-    part = config.draft if draft and config.draft is not None else config
-    shares_cores = draft and transport.ranks_on_host > config.n_draft_ranks
+    """A function that makes this rank's stage of the model of this id, given a callback for its progress, and describes
+    it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if there are
+    several. `warmup`: as of `Stage`."""
+    threads, part = threads_of(config, transport, model), config.part_of(model)
+    shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
     def load(progress: Progress) -> Stage:
         if shares_cores:

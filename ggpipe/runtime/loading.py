@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ggpipe.config import ContextConfig
+from ggpipe.config import TARGET, ContextConfig
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.layout import Layout, lay_out
@@ -41,7 +41,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
     agreed = _agree(head)
     layout, draft_layout = agreed.layout, agreed.draft_layout
     for rank, hello in enumerate(agreed.hellos):
-        part = draft_layout if draft_layout is not None and hello.holds_draft else layout
+        part = layout if hello.model == TARGET or draft_layout is None else draft_layout
         ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
         if rank != HEAD:
             head.channel.send(rank, Load(part, agreed.warmup))
@@ -126,7 +126,7 @@ def _agree(head: Head) -> _Agreed:
     model_file = ModelFile.open(config.model.path)
     prompt_cache = handshake.prompt_cache(config, transport)
     others = head.channel.gather(Hello, range(1, transport.size), head.next, lambda _: _go_on(head))
-    hellos = [handshake.hello(transport, model_file, False), *others.values()]
+    hellos = [handshake.hello(transport, model_file, TARGET), *others.values()]
     warnings = handshake.compare(hellos)
     n_target = transport.size - config.n_draft_ranks
     draft_layout: Layout | None = None
@@ -173,9 +173,9 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
 
         cache, stage = agreed.prompt_cache, layout.stage_of(HEAD)
         group = handshake.membership(head.config, transport, stage.ranks)
-        files = handshake.prefix_files(head.config, transport, False)
+        files = handshake.prefix_files(head.config, transport, TARGET)
         load = handshake.stage_loader(
-            head.config, transport, agreed.model_file, stage.layers, False, (cache, files), group, agreed.warmup
+            head.config, transport, agreed.model_file, stage.layers, TARGET, (cache, files), group, agreed.warmup
         )
         send = deliver_here if transport.sends_from_any_thread else inbox.put
         poll_s = handshake.poll_s(head.config)
@@ -284,7 +284,7 @@ class _Progress:
         match event:
             case Loaded(stage, load_s, restored):
                 own = ranks[HEAD]
-                own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, False)
+                own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, TARGET)
                 self._restored[HEAD] = restored
                 self._loaded(HEAD, stage.cut, _context(stage))
             case Loading(done_bytes, total_bytes):

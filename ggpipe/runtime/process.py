@@ -18,7 +18,6 @@ from ggpipe.launch import sockets
 from ggpipe.launch.environment import die_with_parent, is_rank, is_served, rank_in_environment
 from ggpipe.llama import libllama, machine
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.runtime import handshake
 from ggpipe.runtime.channel import link
 from ggpipe.runtime.channel.events import Message
 from ggpipe.runtime.channel.front_end import FrontEnd
@@ -86,8 +85,7 @@ def run_rank(
 
 def _end_aborted(config: EngineConfig, transport: Transport, reason: str, report: Report) -> None:
     """An assertion of ggml does not hold, so this process ends. Its meta device has many, on the shapes of tensors."""
-    is_draft = handshake.is_draft(config, transport)
-    model = config.draft.model if is_draft and config.draft is not None else config.model
+    model = config.part_of(config.model_of(transport.rank, transport.size)).model
     error: GgpipeError = RankError(f"{transport.place}: libllama stopped at {reason}")
     if "ggml-backend-meta" in reason:
         architecture = ModelFile.open(model.path).architecture

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ggpipe.config import EngineConfig
+from ggpipe.config import TARGET, EngineConfig
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.layout import Layout
@@ -63,19 +63,18 @@ class Worker:
         self._config = config
         self._channel: ControlChannel[Notice] = ControlChannel(transport)
         self._inbox = self._channel.inbox
-        self._draft = config.draft if handshake.is_draft(config, transport) else None
-        """The draft model, if this rank serves it."""
+        self._model = config.model_of(transport.rank, transport.size)
+        """Id of the model that this rank serves."""
         self._prompt_cache: PromptCache | None = None
         self._prefix_files: PrefixFiles | None = None
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
         try:
-            model = self._draft.model if self._draft is not None else self._config.model
-            model_file = ModelFile.open(model.path)
+            model_file = ModelFile.open(self._config.part_of(self._model).model.path)
             self._prompt_cache = handshake.prompt_cache(self._config, self._transport)
-            self._prefix_files = handshake.prefix_files(self._config, self._transport, self._draft is not None)
-            self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._draft is not None))
+            self._prefix_files = handshake.prefix_files(self._config, self._transport, self._model)
+            self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._model))
             match self._channel.receive().message:
                 case Quit(exit_code):
                     return exit_code
@@ -95,9 +94,9 @@ class Worker:
     def _load(self, layout: Layout, model_file: ModelFile, warmup: bool) -> Pipeline:
         """Our place in the pipeline of the target, or of the draft; our stage begins to load, if we hold layers."""
         rank = self._transport.rank
-        leads = self._draft is not None and rank == layout.head
-        if self._draft is not None and leads:
-            with contextlib.closing(Vocab(model_file, self._draft.model)) as vocab:
+        leads = self._model != TARGET and rank == layout.head
+        if leads:
+            with contextlib.closing(Vocab(model_file, self._config.part_of(self._model).model)) as vocab:
                 self._channel.send(HEAD, DraftVocab(**asdict(vocab.outline())))
 
         def start(deliver: Callable[[Outcome], None]) -> StageThread:
@@ -108,7 +107,7 @@ class Worker:
                 self._transport,
                 model_file,
                 stage.layers,
-                self._draft is not None,
+                self._model,
                 (self._prompt_cache, self._prefix_files),
                 group,
                 warmup,
@@ -191,7 +190,7 @@ class Worker:
         stage = loaded.stage
         return StageLoaded(
             load_s=loaded.load_s,
-            threads=handshake.threads_of(self._config, self._transport, self._draft is not None),
+            threads=handshake.threads_of(self._config, self._transport, self._model),
             resident_bytes=machine.resident_bytes(),
             wanted=dict(stage.cut.wanted),
             produced=dict(stage.cut.produced),

@@ -52,8 +52,8 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     """The model file and the software of a rank."""
 
     host: str
-    holds_draft: bool
-    """The rank holds layers of the draft model, else of the target."""
+    model: int
+    """Id of the model whose layers the rank holds, as `EngineConfig.model_of`."""
     fingerprint: str
     """As `ModelFile.fingerprint`."""
     architecture: str

@@ -86,7 +86,7 @@ def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 BOUND = """
 import os, sys, threading
 from pathlib import Path
-from ggpipe.config import EngineConfig, ModelConfig
+from ggpipe.config import TARGET, EngineConfig, ModelConfig
 from ggpipe.launch import sockets
 from ggpipe.runtime import handshake
 from ggpipe.runtime.process import run_alike
@@ -97,7 +97,7 @@ config = EngineConfig(ModelConfig(path=Path(sys.argv[1])))
 def work(transport, attend, say):
     tasks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
     cpus = set().union(*tasks)
-    threads, n_cores = handshake.threads_of(config, transport, False), handshake.machine_cores(transport)
+    threads, n_cores = handshake.threads_of(config, transport, TARGET), handshake.machine_cores(transport)
     return transport.rank, sorted(cpus), threads, n_cores
 
 print(run_alike(config, work))

@@ -204,10 +204,10 @@ def test_the_draft_is_measured_whole_before_the_target(
     assert pair.draft is not None
     loaded, stage_loader = [], handshake.stage_loader
 
-    def seen(config: EngineConfig, transport: Any, file: ModelFile, layers: tuple[int, int], draft: bool) -> Any:
-        threads = handshake.threads_of(config, transport, draft)
+    def seen(config: EngineConfig, transport: Any, file: ModelFile, layers: tuple[int, int], model: int) -> Any:
+        threads = handshake.threads_of(config, transport, model)
         loaded.append((config.model.path, layers, threads, config.context.exact))
-        return stage_loader(config, transport, file, layers, draft)
+        return stage_loader(config, transport, file, layers, model)
 
     monkeypatch.setattr(handshake, "stage_loader", seen)
     profile, _ = measure([pair], (2, 6), budget_s=20)  # as many runs as ever

@@ -51,7 +51,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 MESSAGES = st.one_of(*map(values, KINDS))
 HELLO = Hello(
     host="node1",
-    holds_draft=False,
+    model=0,
     fingerprint="0123456789abcdef",
     architecture="llama",
     n_layer=32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from ggpipe.config import DraftConfig, EngineConfig
+from ggpipe.config import FIRST_DRAFT, DraftConfig, EngineConfig
 from ggpipe.errors import RunError
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel
@@ -19,7 +19,7 @@ class InnerDraft:
 
     def __init__(self, outer: Transport, config: EngineConfig, draft: DraftConfig) -> None:
         """`outer`: the head's transport. `draft`: the draft model of `config`, which has no ranks."""
-        single, batch = handshake.threads_of(config, outer, True)
+        single, batch = handshake.threads_of(config, outer, FIRST_DRAFT)
         draft = replace(draft, shares=(1.0,), threads=single, threads_batch=batch)
         self.config = replace(config, draft=draft)
         """The head's config, with the draft rank."""
