@@ -147,7 +147,7 @@ class InFlight(Generic[Owner]):
         return run
 
     def end(self, result: RunResult) -> RunInFlight[Owner]:
-        """A run came back: its nodes get their answers. Raises ValueError when it is not in flight."""
+        """A run came back: its nodes get their logits. Raises ValueError when it is not in flight."""
         ended = self._runs.pop(result.run, None)
         if ended is None:
             raise ValueError(f"run {result.run} is not in flight")
@@ -163,7 +163,7 @@ class InFlight(Generic[Owner]):
             if node is None:
                 part.text_answers.append(row)
             else:
-                node.answer = row
+                node.logits = row
         return ended
 
     def drop(self, owner: Owner, dead: Iterable[Node]) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ PREFILL     the prompt's last chunk is submitted                       DECODING
 RESTORING   all stages have done so                                    ENDING
 DECODING    the logits of the last accepted token are back             SAMPLING
 SAMPLING    the next token is sampled                                  DECODING
+            sampling takes the whole row                               FETCHING
+FETCHING    the whole row is back                                      SAMPLING
 any above   the text ends, is long enough, fills the context,          ENDING
             or the user stops it
 ENDING      its last run came back                                     ENDED
@@ -16,7 +18,7 @@ A request that waits to be admitted has no state yet: the scheduler holds it in 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ggpipe.core.draft_messages import Begin, MicroBatch
@@ -36,6 +38,7 @@ class Phase(enum.Enum):
     RESTORING = enum.auto()
     DECODING = enum.auto()
     SAMPLING = enum.auto()
+    FETCHING = enum.auto()
     ENDING = enum.auto()
     ENDED = enum.auto()
 
@@ -44,7 +47,8 @@ _NEXT: Mapping[Phase, frozenset[Phase]] = {
     Phase.PREFILL: frozenset({Phase.RESTORING, Phase.DECODING, Phase.ENDING}),
     Phase.RESTORING: frozenset({Phase.ENDING}),
     Phase.DECODING: frozenset({Phase.SAMPLING, Phase.ENDING}),
-    Phase.SAMPLING: frozenset({Phase.DECODING, Phase.ENDING}),
+    Phase.SAMPLING: frozenset({Phase.DECODING, Phase.FETCHING, Phase.ENDING}),
+    Phase.FETCHING: frozenset({Phase.SAMPLING, Phase.ENDING}),
     Phase.ENDING: frozenset({Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
@@ -74,13 +78,13 @@ class RequestState:
     """Accepted tokens that the drafters were sent."""
     drafters: RequestDrafters
     counters: Counters = field(default_factory=Counters)
-    root_waits_until: float | None = None
-    """A fresh root waits so long for draft tokens that go into its run."""
+    admitted_at: float = 0.0
+    """When it was admitted."""
     root_since: float = 0.0
     """When the root was accepted."""
+    drafted_at: float = 0.0
+    """When drafters sent draft tokens last."""
     draft_check: DraftCheck | None = None
-    is_fetching: bool = False
-    """The root's whole row is on its way."""
     is_saved: bool = False
     """All that is to be saved of its prompt is."""
 
@@ -98,6 +102,16 @@ class RequestState:
     def is_open(self) -> bool:
         """It goes on."""
         return self.finish is None
+
+    @property
+    def decodes(self) -> bool:
+        """Its prompt is submitted, and its output goes on."""
+        return self.phase in (Phase.DECODING, Phase.FETCHING) and self.request.n_predict != 0
+
+    @property
+    def is_async(self) -> bool:
+        """Its draft tokens need not wait for its accepted ones."""
+        return self.request.speculation.mode == "async"
 
     @property
     def epoch(self) -> int:
@@ -168,19 +182,10 @@ class RequestState:
             depths = min(depths, self.request.n_predict - self.epoch - 1)
         return depths
 
-    def waiting_draft_tokens(self) -> list[Node]:
+    def draft_tokens(self) -> Iterator[Node]:
         """Draft tokens that are worth a row, the most probable path first, so parents before their children."""
         last = self.tree.root.pos + self.n_depths
-        return [node for node in self.tree.waiting if node.pos <= last]
-
-    @staticmethod
-    def chances(nodes: Sequence[Node]) -> list[float]:
-        """How probable each of these draft tokens is, from the first parent on that is in the pipeline."""
-        chances: dict[Node, float] = {}
-        for node in nodes:
-            before = chances.get(node.parent, 1.0) if node.parent is not None else 1.0
-            chances[node] = before * node.chance
-        return list(chances.values())
+        return (node for node in self.tree.best_first() if node.pos <= last)
 
     def accept(self, token: int) -> list[Node]:
         """The target's next token is known: it becomes the root. Returns the nodes that died of it."""
@@ -189,7 +194,6 @@ class RequestState:
         dead = self.tree.advance(token)
         self.drafters.advanced(dead, self.epoch)
         root = self.tree.root
-        self.root_waits_until = None
         if root.submitted:
             self.counters.accepted(root.lead)
         self.counters.rejected(node.run for node in dead if node.submitted)
@@ -198,6 +202,7 @@ class RequestState:
     def add(self, batch: MicroBatch, now: float) -> None:
         """A drafter sent draft tokens: add those to the tree that may still be accepted."""
         if batch.drafter in self.drafters:
+            self.drafted_at = now
             self.counters.drafted_tokens += sum(expansion.n for expansion in batch.expansions)
             self.drafters.add(batch, self.text, self._may_follow, now)
 
@@ -221,8 +226,7 @@ class RequestState:
         if self.phase is Phase.PREFILL:
             assert self.n_past < len(self.request.prompt)
             assert not self.tree.root.submitted
-        assert self.phase is not Phase.SAMPLING or self.tree.root.answer is not None
-        assert not self.is_fetching or (self.phase is Phase.DECODING and self.tree.root.answer is not None)
+        assert self.phase not in (Phase.SAMPLING, Phase.FETCHING) or self.tree.root.logits is not None
         assert 0 <= self.n_sent <= self.epoch
         self.drafters.validate()
         return self.tree.validate()

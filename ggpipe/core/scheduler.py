@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ggpipe.core.admission import Admission
-from ggpipe.core.batching import one_request, several_requests
+from ggpipe.core.batching import frontier
 from ggpipe.core.batching.load import Load, Take
 from ggpipe.core.draft_messages import Accepted, Done, MicroBatch
 from ggpipe.core.events import (
@@ -72,6 +72,7 @@ class Scheduler:
         self._admission = Admission(limits, self._prefixes)
         self._states = self._admission.states
         self._now = 0.0
+        self._wake_at: float | None = None
         self._steering: list[Steer] = []
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -113,8 +114,7 @@ class Scheduler:
     @property
     def wake_at(self) -> float | None:
         """When to send `Tick`, by the clock of `now`; None when only other events matter."""
-        times = (self._load.next_run_at, *(state.root_waits_until for state in self._states.values()))
-        return min((time for time in times if time is not None), default=None)
+        return self._wake_at
 
     @property
     def cost(self) -> RunCost:
@@ -149,7 +149,6 @@ class Scheduler:
         for state in self._states.values():
             assert state.phase is not Phase.ENDED
             assert state.is_open or self._in_flight.of(state), "nothing of an ended request is in flight"
-            assert state.root_waits_until is None or state.phase is Phase.DECODING
 
     # Requests
 
@@ -169,7 +168,7 @@ class Scheduler:
 
     def _admit(self, actions: list[Action]) -> None:
         for state in self._admission.admit():
-            request = state.request
+            request, state.admitted_at = state.request, self._now
             if request.restores:
                 state.enter(Phase.RESTORING)
                 self._admission.make_room()
@@ -188,12 +187,8 @@ class Scheduler:
     def _set_leads(self, state: RequestState) -> None:
         """How far each drafter may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
-        load = self._load
         for _, drafter in state.drafters:
-            if others:
-                drafter.lead = several_requests.lead(load, state, drafter.calibration, others)
-            else:
-                drafter.lead = one_request.lead(load, state, drafter.calibration)
+            drafter.lead = frontier.look_ahead(self._load, state, drafter.calibration, others)
 
     def _stop(self, request_id: int, actions: list[Action]) -> None:
         state = self._states.get(request_id)
@@ -208,7 +203,6 @@ class Scheduler:
     def _end(self, state: RequestState, reason: Finish, actions: list[Action]) -> None:
         state.enter(Phase.ENDING)
         state.finish = reason
-        state.root_waits_until = None
         clean = not self._in_flight.of(state) and not state.tree.n_submitted
         computed = tuple(self._computed(state))
         is_kept = self._prefixes.close(state.prefix, computed, clean)
@@ -236,20 +230,18 @@ class Scheduler:
 
     def _fill(self, actions: list[Action]) -> None:
         """Submit what there is to submit and the pipeline has room for."""
-        self._load.next_run_at = None
+        self._wake_at = None
         self._admission.make_room()
         if any(state.phase is Phase.SAMPLING for state in self._states.values()):
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
             states = [s for s in self._states.values() if s.is_open and s.phase is not Phase.RESTORING]
-            if not states or self._load.gathers(states):
+            if not states:
                 return
             self._load.spare_cells = self._admission.spare_cells
-            if len(states) == 1:
-                takes = one_request.next_takes(self._load, states[0])
-            else:
-                takes = several_requests.next_takes(self._load, states)
-            if not self._submit(takes, actions):
+            choice = frontier.choose(self._load, states)
+            self._wake_at = choice.wake_at
+            if not self._submit(choice.takes, actions):
                 return
 
     def _save(self, state: RequestState, tokens: tuple[int, ...], actions: list[Action]) -> None:
@@ -277,7 +269,7 @@ class Scheduler:
     def _part(self, take: Take, wants: dict[Want, int]) -> Part[RequestState] | None:
         state, tree, request = take.state, take.state.tree, take.state.request
         end = state.prompt_end(take.n_prompt)
-        nodes, most = take.nodes, len(take.nodes) if take.most is None else take.most
+        nodes, most = take.nodes, take.most
         if take.n_prompt:
             self._prefixes.stands_at(state.prefix, state.n_past)
         if take.n_prompt and end == len(request.prompt):
@@ -339,30 +331,30 @@ class Scheduler:
     def _sample(self, state: RequestState, actions: list[Action]) -> None:
         """Have the next token sampled as soon as the root's logits are there."""
         root = state.tree.root
-        if root.answer is None or state.phase is not Phase.DECODING or state.is_fetching:
+        if root.logits is None or state.phase is not Phase.DECODING:
             return
         if state.request.embeds:
-            actions.append(Embed(state.request.id, (root.answer,)))
+            actions.append(Embed(state.request.id, (root.logits,)))
         if state.request.n_predict == 0:
             self._end(state, Finish.LENGTH, actions)
             return
         state.enter(Phase.SAMPLING)
-        actions.append(Sample(state.request.id, root.answer))
+        actions.append(Sample(state.request.id, root.logits))
 
     def _row_needed(self, request_id: int, actions: list[Action]) -> None:
         if (state := self._states.get(request_id)) is None or not state.is_open:
             return  # stopped meanwhile
-        state.enter(Phase.DECODING)
-        state.is_fetching = True
+        state.enter(Phase.FETCHING)
         root = state.tree.root
-        actions.append(Fetch(request_id, root.run, root.answer.row))
+        assert root.logits is not None
+        actions.append(Fetch(request_id, root.run, root.logits.row))
 
     def _row_fetched(self, request_id: int, row: RowLogits, actions: list[Action]) -> None:
         if (state := self._states.get(request_id)) is None or not state.is_open:
             return
-        state.is_fetching = False
-        state.tree.root.answer = row
-        self._sample(state, actions)
+        state.tree.root.logits = row
+        state.enter(Phase.SAMPLING)
+        actions.append(Sample(request_id, row))
 
     def _sampled(self, event: Sampled, actions: list[Action]) -> None:
         if (state := self._states.get(event.request)) is None or not state.is_open:

@@ -16,12 +16,12 @@ The target's scheduler and the draft model keep one each: for both, `root` is th
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from ggpipe.core.messages import KvKind, KvOp
+from ggpipe.core.messages import KvKind, KvOp, RowLogits
 
 _LEAST = 1e-30  # a probability that counts as none, but has a logarithm
 
@@ -56,7 +56,7 @@ class Node:
     """The run that carries it; -1 before it is submitted."""
     lead: int = 0
     """Its depth below the root when it was submitted."""
-    answer: Any = None
+    logits: RowLogits | None = None
     """What its run brought back for it."""
     dead: bool = False
     """It was rejected, or hangs on a rejected one, or its request is over."""
@@ -137,7 +137,8 @@ class Tree:
         self.root = Node(token=token, pos=pos)
         self._tips: dict[int, Node] = {self.own: self.root}
         """By id: the deepest node of its path that is in a run."""
-        self._waiting: list[Node] = []
+        self._open: dict[Node, None] = {}
+        """Draft tokens that are in no run yet, and whose parent is in one or is the root."""
         self.n_submitted = 0
         """Live nodes below the root that are in a run, or were: each holds a cell."""
 
@@ -153,7 +154,8 @@ class Tree:
         node = Node(token=token, pos=parent.pos + 1, parent=parent, proposals=[proposal], chance=chance)
         _reckon((node,))
         parent.children[token] = node
-        self._waiting.append(node)
+        if parent is self.root or parent.submitted:
+            self._open[node] = None
         return node
 
     def reckon(self, chance: Callable[[Node], float]) -> None:
@@ -163,12 +165,16 @@ class Tree:
             node.chance = chance(node)
         _reckon(nodes)
 
-    @property
-    def waiting(self) -> list[Node]:
-        """Draft tokens that are in no run yet, the most probable path first; parents before their children."""
-        self._waiting = [node for node in self._waiting if node.run < 0 and not node.dead and node.parent]
-        self._waiting.sort(key=lambda node: (-node.log_path, node.pos))
-        return self._waiting
+    def best_first(self) -> Iterator[Node]:
+        """Draft tokens that are in no run yet, the most probable path first, so parents before their children."""
+        order = itertools.count()
+        heap = [(-node.log_path, node.pos, next(order), node) for node in self._open]
+        heapq.heapify(heap)
+        while heap:
+            *_, node = heapq.heappop(heap)
+            yield node
+            for child in node.children.values():
+                heapq.heappush(heap, (-child.log_path, child.pos, next(order), child))
 
     def place(self, nodes: Iterable[Node], run: int, most: int) -> list[Node]:
         """Give up to `most` nodes their ids and put them into a run; parents come first or are submitted already.
@@ -185,6 +191,8 @@ class Tree:
             elif not parent.submitted or not self._branch(parent, node, run):
                 continue
             node.run, node.lead = run, node.pos - self.root.pos
+            self._open.pop(node, None)
+            self._open.update(dict.fromkeys(node.children.values()))
             for seq in node.seqs:
                 self._tips[seq] = node
             self.n_submitted += node is not self.root
@@ -216,6 +224,9 @@ class Tree:
         dead = list(old.below())
         for node in dead:
             node.dead = True
+            self._open.pop(node, None)
+        self._open.pop(child, None)
+        self._open.update(dict.fromkeys(node for node in child.children.values() if not node.submitted))
         self.n_submitted -= sum(node.submitted for node in dead) + child.submitted
         self._keep(child.seqs, child.pos)
         if not child.submitted:
@@ -243,6 +254,7 @@ class Tree:
         """The request is over: everything dies. With `keep`, the id of the text becomes the caller's."""
         for node in (self.root, *self.root.below()):
             node.dead = True
+        self._open.clear()
         for seq in list(self._tips):
             if not keep or seq != self.own:
                 self._free(seq)
@@ -263,6 +275,9 @@ class Tree:
             assert bool(node.seqs) == node.submitted
             submitted += node is not self.root and node.submitted
         assert submitted == self.n_submitted
+        parents = [node for node in (self.root, *self.root.below()) if node is self.root or node.submitted]
+        waiting = {child for node in parents for child in node.children.values() if not child.submitted}
+        assert set(self._open) == waiting
         assert self.own in self._tips
         for seq, tip in self._tips.items():
             assert tip.within(self.root), f"the tip of id {seq} is not in the tree"

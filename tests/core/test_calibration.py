@@ -124,7 +124,7 @@ def test_a_token_is_as_probable_as_its_best_proposal_after_calibration() -> None
     both = it.name(9, 6, 0.9)
     assert both is better
     assert better.chance == it.drafters.chance(better) == it.chance(4, 0.3) > 0.9
-    assert it.tree.waiting[0] is better
+    assert next(it.tree.best_first()) is better
 
 
 def test_numbers_are_each_drafters_own() -> None:

@@ -144,7 +144,7 @@ def test_without_a_free_id_there_is_no_branch() -> None:
     assert it.place(a, b, c) == ([(*PROMPT, 1)], [])
     assert not b.submitted
     assert not c.submitted
-    assert it.tree.waiting == [b, c]
+    assert list(it.tree.best_first()) == [b, c]
 
 
 def test_branches_leave_ids_for_requests_to_come() -> None:
@@ -180,14 +180,14 @@ def test_the_text_may_run_ahead_of_what_is_submitted() -> None:
     it.tree.advance(8)
     assert it.take_ops() == [KvOp(KvKind.RM, 0, p0=3)], "once"
     assert it.tree.root.pos == len(PROMPT) + 1
-    assert it.tree.waiting == []
+    assert list(it.tree.best_first()) == []
 
 
 def test_no_more_than_asked_are_placed() -> None:
     it = Grower()
     nodes = it.grow(it.tree.root, 1, 2, 3)
     assert len(it.place(*nodes, most=2)[0]) == 2
-    assert it.tree.waiting == nodes[2:]
+    assert list(it.tree.best_first()) == nodes[2:]
 
 
 def test_draft_tokens_wait_in_the_order_of_their_paths() -> None:
@@ -195,11 +195,11 @@ def test_draft_tokens_wait_in_the_order_of_their_paths() -> None:
     tree, root = it.tree, it.tree.root
     a, b = it.name(root, 1, 0.4), it.name(root, 2, 0.6)
     c, d = it.name(b, 3, 0.9), it.name(a, 4, 1.0)
-    assert tree.waiting == [b, c, a, d]
+    assert list(tree.best_first()) == [b, c, a, d]
     it.place(b)
-    assert tree.waiting == [c, a, d]
+    assert list(tree.best_first()) == [c, a, d]
     tree.advance(2)
-    assert tree.waiting == [c]
+    assert list(tree.best_first()) == [c]
 
 
 def test_a_token_that_several_drafters_name_is_as_probable_as_its_best_proposal() -> None:
@@ -207,10 +207,10 @@ def test_a_token_that_several_drafters_name_is_as_probable_as_its_best_proposal(
     tree, root = it.tree, it.tree.root
     a, b = it.name(root, 1, 0.4), it.name(root, 2, 0.6)
     c = it.name(a, 3, 0.9)
-    assert tree.waiting == [b, a, c]
+    assert list(tree.best_first()) == [b, a, c]
     assert tree.add(root, 1, Proposal(7, 12, 0.2), 0.9) is a, "another drafter had named it"
     assert a.proposals == [Proposal(0, 1, 0.4), Proposal(7, 12, 0.2)]
-    assert tree.waiting == [a, c, b]
+    assert list(tree.best_first()) == [a, c, b]
     assert c.log_path == pytest.approx(math.log(0.81))
     assert tree.add(root, 1, Proposal(8, 3, 0.99), 0.1) is a
     assert a.chance == 0.9
@@ -233,7 +233,7 @@ def test_long_texts_do_not_wear_probabilities_down() -> None:
     root = it.tree.root
     worse, better = it.name(root, 1, 0.3), it.name(root, 2, 0.4)
     impossible = it.name(root, 3, 0.0)
-    assert it.tree.waiting == [better, worse, impossible]
+    assert list(it.tree.best_first()) == [better, worse, impossible]
 
 
 def test_the_end_leaves_nothing() -> None:

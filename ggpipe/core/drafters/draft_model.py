@@ -87,7 +87,7 @@ class DraftModel:
         for growth in self._requests.values():
             assert growth.text[-1] == growth.tree.root.token
             assert growth.tree.root.pos == len(growth.text) - 1
-            assert all(node.answer and not node.children for node in growth.open)
+            assert all(best and not node.children for node, best in growth.open.items())
 
     # The text
 

@@ -15,7 +15,7 @@ from ggpipe.core.tree import Node, Proposal, Tree
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Growth:
-    """A request that is drafted for. An open node has its logits and no children yet."""
+    """A request that is drafted for."""
 
     begin: Begin
     prefix: Prefix
@@ -29,7 +29,8 @@ class Growth:
     """Tokens of the text that are submitted."""
     epoch: int = 0
     """Accepted tokens."""
-    open: list[Node] = field(default_factory=list)
+    open: dict[Node, Candidates] = field(default_factory=dict)
+    """Nodes without children that were decoded, with their candidates."""
     next_number: int = ROOT + 1
     n_batch: int = 0
     """Draft tokens in this micro-batch so far."""
@@ -81,15 +82,13 @@ class Growth:
 
     def tips(self) -> list[Node]:
         """Draft tokens to decode, the most probable path first."""
-        return [node for node in self.tree.waiting if self.may_grow(node)]
+        return [node for node in self.tree.best_first() if self.may_grow(node)]
 
     def answered(self, nodes: Iterable[Node]) -> None:
         """Logits of these nodes came: those that still hang on the root are open."""
         for node in nodes:
-            if node.answer is not None and node.within(self.tree.root):
-                node.answer = candidates(node.answer)
-                if node.answer:  # else all tokens are banned
-                    self.open.append(node)
+            if node.logits is not None and node.within(self.tree.root) and node.logits.ids:  # else all are banned
+                self.open[node] = candidates(node.logits)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """The text went on with these tokens, `epoch` so far. Returns the nodes that died of it."""
@@ -100,7 +99,7 @@ class Growth:
             if self.tree.root.submitted:
                 self.n_decoded = len(self.text)
         root = self.tree.root
-        self.open = [node for node in self.open if node.within(root)]
+        self.open = {node: best for node, best in self.open.items() if node.within(root)}
         self.epoch, self.complete, self.retry_at = epoch, False, None
         self.n_batch = 0 if self.overlaps else sum(1 for _ in root.below())
         self.thresholds.accepted()
@@ -116,18 +115,17 @@ class Growth:
         full: list[tuple[Expansion, ...]] = []
         root = self.tree.root
         n_tips = sum(not node.children for node in (root, *root.below()))
-        self.open.sort(key=lambda node: -node.log_path)
-        waiting, self.open = self.open, []
-        for node in waiting:
-            best, prob = node.answer[0]
+        for node in sorted(self.open, key=lambda node: -node.log_path):
+            found = self.open[node]
+            best, prob = found[0]
             if not self.may_grow(node) or prob < self.thresholds.cutoff:
-                self.open.append(node)
                 continue
+            del self.open[node]
             if best in self.begin.ends:
                 continue
-            n = self._n_children(node.answer, n_tips)
+            n = self._n_children(found, n_tips)
             n_tips += n - 1
-            self._expand(node, n)
+            self._expand(node, found, n)
             if self.overlaps and self.batch_is_full:
                 full.append(tuple(self.held))
                 self.held = []
@@ -143,11 +141,11 @@ class Growth:
             n += 1
         return n
 
-    def _expand(self, node: Node, n: int) -> None:
-        for i, (token, prob) in enumerate(node.answer[:n]):
+    def _expand(self, node: Node, found: Candidates, n: int) -> None:
+        for i, (token, prob) in enumerate(found[:n]):
             self.tree.add(node, token, Proposal(0, self.next_number + i, prob), prob)
         parent = ROOT if node is self.tree.root else node.proposals[0].number
-        self.held.append(Expansion(parent, self.next_number, n, node.answer))
+        self.held.append(Expansion(parent, self.next_number, n, found))
         self.next_number += n
         self.n_batch += n
 

@@ -1,12 +1,13 @@
-"""How many draft tokens go into a run."""
+"""What rows are worth and cost: rounds of accepted tokens, runs of draft tokens, draft tokens beside accepted ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from ggpipe.core.batching import frontier
+from ggpipe.core.batching.rows import Riders, Rounds, most_per_second, riders, usual_chain
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost
 
@@ -20,13 +21,14 @@ class Known:
         self.cost, self.calibration, self.pace = RunCost(), Calibration(), Pace()
 
     def best(self, chances: Iterable[float]) -> int:
-        return frontier.best_rows(chances, self.cost)
+        return most_per_second(chances, self.cost)
 
     def usual(self, limit: int) -> int:
-        return frontier.usual_rows(limit, self.cost, self.calibration)
+        return most_per_second(usual_chain(self.calibration, limit), self.cost)
 
-    def beside_root(self, ready: Sequence[float], most: int) -> tuple[int, float]:
-        return frontier.rows_beside_root(ready, most, self.cost, self.calibration, self.pace)
+    def beside_root(self, ready: Sequence[float], most: int) -> Riders:
+        first_s, next_s = self.pace.first_s or math.inf, self.pace.next_s or math.inf
+        return riders(ready, most, self.cost, 1, self.calibration, first_s, next_s)
 
 
 def learned(times: dict[int, float], rounds: int = 30) -> Known:
@@ -49,38 +51,51 @@ def test_where_memory_is_the_limit_runs_are_long() -> None:
     assert known.usual(8) >= 5
 
 
-def test_lengths_that_are_not_tried_are_tried() -> None:
-    """Draft tokens that are nearly sure: each length is expected to be cheap until it is measured."""
-    known = Known()
-    tried = set()
+def lengths_tried(seconds: Callable[[int], float]) -> tuple[set[int], Known]:
+    """The run lengths that draft tokens which are nearly sure get, one run after the other."""
+    known, tried = Known(), set()
     for _ in range(60):
-        known.cost.ended(1, 0.02)  # a root
+        known.cost.ended(1, seconds(1))  # a root
         n = known.best([0.99**i for i in range(1, 9)])
         tried.add(n)
-        known.cost.ended(n, 0.02 * n)
-    assert tried >= set(range(2, 9))
+        known.cost.ended(n, seconds(n))
+    return tried, known
+
+
+def test_cheap_rows_are_found_and_used() -> None:
+    tried, known = lengths_tried(lambda n: 0.02 + 0.0001 * n)
+    assert 8 in tried
+    assert known.best(CHAIN) >= 6
+
+
+def test_dear_rows_are_not_tried_again_and_again() -> None:
+    tried, known = lengths_tried(lambda n: 0.02 * n)
+    assert len(tried - {1}) == 1, "one longer run shows what rows take"
     assert known.best(CHAIN) == 1
 
 
 def test_cheap_rows_are_expected_to_stay_cheap() -> None:
-    """A run of two rows that took hardly longer than one row predicts longer runs; a dear one predicts nothing."""
+    """A run of two rows that took hardly longer than one row predicts longer runs; a dear one predicts dear ones."""
     cheap, dear = learned({1: 0.02, 2: 0.0204}, 1), learned({1: 0.02, 2: 0.04}, 1)
     assert cheap.best(CHAIN) >= 6
-    assert dear.best(CHAIN) < 3
+    assert dear.best(CHAIN) == 1
+    assert dear.cost.time(4) == pytest.approx(0.08)
 
 
 def test_an_outlier_is_forgotten() -> None:
-    known = learned({1: 0.02, 2: 0.5})
-    for _ in range(400):
+    known = learned({1: 0.02, 2: 0.06})
+    assert known.best([0.9, 0.81]) == 1
+    for _ in range(1000):
         known.cost.ended(1, 0.02)
     assert known.best([0.9, 0.81]) == 2
 
 
 def test_nothing_to_choose_from() -> None:
     assert Known().best([]) == 1
+    assert most_per_second([], RunCost(), n_roots=2) == 0
 
 
-def timed(row_s: float, n_stages: int = 2, first_s: float = 0.05, next_s: float = 0.05) -> Known:
+def timed(row_s: float, n_stages: int = 2, first_s: float = 0.04, next_s: float = 0.04) -> Known:
     """A run takes a second in each stage, and `row_s` more for each row; half of all draft tokens are right."""
     known = Known()
     for n in range(1, 5):
@@ -99,31 +114,31 @@ def test_a_row_more_is_dearer_where_a_run_passes_many_stages() -> None:
 
 
 def test_draft_tokens_go_with_a_root_where_rows_and_waiting_are_cheap() -> None:
-    assert timed(0.01).beside_root((), 3)[0] == 3
-    assert timed(0.01, n_stages=32).beside_root((), 3)[0] < 3, "each row makes 32 stages slower"
-    assert timed(0.9).beside_root((), 3) == (0, 0.0), "a row costs nearly a run"
-    assert timed(0.01, first_s=2.0).beside_root((), 3) == (0, 0.0), "the draft is slow"
+    assert timed(0.01).beside_root((), 3).n == 3
+    assert timed(0.01, n_stages=32).beside_root((), 3).n < 3, "each row makes 32 stages slower"
+    assert timed(0.9).beside_root((), 3) == Riders(), "a row costs nearly a run"
+    assert timed(0.01, first_s=2.0).beside_root((), 3) == Riders(), "the draft is slow"
 
 
 def test_a_root_waits_only_for_draft_tokens_that_are_still_to_come() -> None:
     known = timed(0.01)
-    n, wait_s = known.beside_root((), 3)
-    assert n == 3
-    assert wait_s == pytest.approx(0.15)
-    n, wait_s = known.beside_root((0.5, 0.25), 3)
-    assert n == 3
-    assert wait_s == pytest.approx(0.05)
-    assert known.beside_root((0.5, 0.25), 2) == (2, 0.0)
-    assert timed(0.01, next_s=9.0, first_s=9.0).beside_root((0.5,), 3) == (1, 0.0)
+    all_to_come = known.beside_root((), 3)
+    assert all_to_come.n == 3
+    assert all_to_come.wait_s == pytest.approx(0.12)
+    one_to_come = known.beside_root((0.5, 0.25), 3)
+    assert one_to_come.n == 3
+    assert one_to_come.wait_s == pytest.approx(0.04)
+    assert known.beside_root((0.5, 0.25), 2) == Riders(2)
+    assert timed(0.01, next_s=9.0, first_s=9.0).beside_root((0.5,), 3) == Riders(1)
 
 
 def test_an_improbable_draft_token_does_not_go_with_the_root() -> None:
-    assert timed(0.1).beside_root((0.01,), 1) == (0, 0.0)
+    assert timed(0.1).beside_root((0.01,), 1) == Riders()
 
 
 def test_the_root_goes_alone_before_the_draft_was_timed() -> None:
     known = Known()
-    assert known.beside_root((0.9,), 4) == (0, 0.0)
+    assert known.beside_root((0.9,), 4) == Riders()
     assert known.cost.seconds(3) == 0
 
 
@@ -158,14 +173,14 @@ def test_draft_tokens_that_are_there_may_go_with_the_root_beyond_the_reach() -> 
     for _ in range(200):
         known.calibration.judged(0.5, False)
     assert known.calibration.reach == 2
-    assert known.beside_root((0.3,) * 6, 8)[0] == 6
+    assert known.beside_root((0.3,) * 6, 8).n == 6
 
 
 # Runs of several requests
 
 
 def shared(seconds: dict[int, float], length: float = 1.0) -> RunCost:
-    cost = RunCost(is_shared=True)
+    cost = RunCost()
     for n_rows, run_s in seconds.items():
         for _ in range(20):
             cost.ended(n_rows, run_s, length * run_s)
@@ -174,30 +189,42 @@ def shared(seconds: dict[int, float], length: float = 1.0) -> RunCost:
 
 def test_a_shorter_run_than_any_that_was_tried_is_expected_to_be_shorter() -> None:
     cost = shared({4: 0.28})
-    assert 0.1 < cost.time(1) < cost.time(2) < 0.28
+    assert 0.1 < cost.time(1) <= cost.time(2) < 0.28
     cost = shared({4: 0.28, 5: 0.28})
     assert cost.time(8) == pytest.approx(0.28, rel=0.02), "rows beyond the shortest run were free"
 
 
-def test_what_several_requests_share_is_tried_again_rarely() -> None:
-    cost, own = shared({2: 0.19, 1: 0.1}), RunCost()
-    own.ended(2, 0.19)
+def test_a_length_is_tried_again_rarely() -> None:
+    cost = shared({2: 0.19, 1: 0.1})
     for _ in range(100):
         cost.ended(1, 0.1)
-        own.ended(1, 0.1)
-    assert cost.time(2) > 0.18
-    assert own.time(2) < 0.16
+    assert cost.time(2) > 0.16
 
 
 def test_draft_tokens_beside_roots_must_bring_clearly_more() -> None:
-    chances = [0.7, 0.7]
-    assert frontier.rows_beside_roots(2, chances, shared({1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1})) == 2
-    assert frontier.rows_beside_roots(2, chances, shared({1: 0.1, 2: 0.19, 3: 0.235, 4: 0.28})) == 0
-    assert frontier.rows_beside_roots(2, chances, RunCost()) == 0
+    probabilities = [0.7, 0.7]
+    assert most_per_second(probabilities, shared({1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1}), n_roots=2) == 2
+    assert most_per_second(probabilities, shared({1: 0.1, 2: 0.19, 3: 0.235, 4: 0.28}), n_roots=2) == 0
+
+
+def beside_early_roots(ready: Sequence[float], cost: RunCost, n_roots: int = 1) -> int:
+    return riders(ready, len(ready), cost, n_roots, Calibration(), math.inf, math.inf).n
 
 
 def test_draft_tokens_delay_early_roots_in_every_stage() -> None:
     cheap, dear = {1: 0.1, 2: 0.101, 3: 0.102}, {1: 0.1, 2: 0.12, 3: 0.14}
-    assert frontier.rows_beside_early_roots(1, [0.7, 0.4], shared(cheap, 8)) == 2
-    assert frontier.rows_beside_early_roots(1, [0.7, 0.4], shared(dear, 8)) == 0
-    assert frontier.rows_beside_early_roots(1, [0.7], RunCost()) == 0
+    assert beside_early_roots([0.7, 0.4], shared(cheap, 8)) == 2
+    assert beside_early_roots([0.7, 0.4], shared(dear, 8)) == 0
+    middle = {n: 0.1 + 0.004 * n for n in range(1, 6)}
+    assert beside_early_roots([0.7], shared(middle, 8)) == 1
+    assert beside_early_roots([0.7], shared(middle, 8), n_roots=3) == 0, "each of three roots is late"
+    assert beside_early_roots([0.7], RunCost()) == 0
+
+
+def test_accepted_tokens_go_round_in_as_many_runs_as_bring_most() -> None:
+    dear, free = {n: 0.1 * n for n in range(1, 9)}, dict.fromkeys(range(1, 9), 0.1)
+    assert (Rounds(shared(dear, 2), 4).best, Rounds(shared(dear, 2), 4).size) == (2, 2)
+    assert Rounds(shared(free, 2), 8).best == 1
+    assert Rounds(shared(free, 2), 8).loss(4) == pytest.approx(0.0, abs=0.02), "two runs share two stages"
+    assert Rounds(shared(free, 2), 8).loss(2) == pytest.approx(1.0, abs=0.02)
+    assert Rounds(RunCost(), 1).size == 1
