@@ -177,6 +177,7 @@ class _Search:
                 predictions[mode] = self._predict(candidate, mode, own.speculation)
             if mode not in predictions or own.tokens_per_s > _WORTH * predictions[mode].tokens_per_s:
                 elsewhere[mode] = self._placement(other), own
+        prediction = max(predictions.values(), key=lambda one: one.tokens_per_s)  # another mode may be faster here
         places = candidate.arrangement.places(candidate.counts)
         ranks = self._ranks(candidate)
         return Plan(

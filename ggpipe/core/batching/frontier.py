@@ -80,7 +80,7 @@ def _accepted(load: Load, decoding: Sequence[RequestState], ready: Sequence[Requ
     found = list(itertools.islice(_best_first(load, followed), load.limits.n_rows - len(roots)))
     probabilities = [one.probability for one in found]
     if not all(state.is_async for state in roots):  # there are no later runs for their draft tokens
-        n = most_per_second(probabilities, load.cost, len(roots))
+        n = len(found) if len(decoding) == 1 else most_per_second(probabilities, load.cost, len(roots))
     elif len(decoding) == 1:
         chosen = _riders_of_one(load, drafted, probabilities)
         due_at = _due_at(drafted)
