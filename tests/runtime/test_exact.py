@@ -63,10 +63,6 @@ LONG = {
 }
 
 
-Texts = Mapping[Case, tuple[list[int], list[Logits]]]
-"""For each case the tokens, and the rows of logits that they were drawn from."""
-
-
 @cache
 def tokens_of_file(name: str) -> tuple[int, ...]:
     with Reference(TARGET, 64) as reference:
@@ -74,15 +70,13 @@ def tokens_of_file(name: str) -> tuple[int, ...]:
 
 
 @cache
-def reference_texts(threads: int, exact: bool, n_stages: int = 1) -> Texts:
-    """libllama's texts, alone, with prompts in the batches that so many stages compute."""
-    texts = {}
+def by_libllama(case: Case, threads: int, exact: bool, n_stages: int = 1) -> tuple[list[int], list[Logits]]:
+    """libllama's tokens, alone, and the rows of logits that they were drawn from. The prompt goes in as the batches
+    that this many stages compute."""
+    seen: list[Logits] = []
+    n_rows = chunk_rows(len(case.prompt), n_stages, 512)
     with Reference(TARGET, N_CTX, threads, exact) as reference:
-        for case in (*SHORT.values(), *LONG.values()):
-            seen: list[Logits] = []
-            n_rows = chunk_rows(len(case.prompt), n_stages, 512)
-            texts[case] = (reference.generate(case.prompt, case.sampling, case.n, seen, n_rows), seen)
-    return texts
+        return reference.generate(case.prompt, case.sampling, case.n, seen, n_rows), seen
 
 
 def random_runs(seed: int) -> list[int]:
@@ -132,21 +126,15 @@ def test_default_numerics_are_not_that_exact(one_by_one: Logits) -> None:
 
 
 def test_reference_texts_do_not_depend_on_threads() -> None:
-    one, two = reference_texts(1, True), reference_texts(2, True)
-    for case, (tokens, seen) in one.items():
-        assert two[case][0] == tokens, case
-        np.testing.assert_array_equal(two[case][1], seen)
-    assert len(one[SHORT["to the end of the text"]][0]) < 50
+    for case in (*SHORT.values(), *LONG.values()):
+        (one, one_seen), (two, two_seen) = by_libllama(case, 1, True), by_libllama(case, 2, True)
+        assert one == two, case
+        np.testing.assert_array_equal(one_seen, two_seen)
+    assert len(by_libllama(SHORT["to the end of the text"], 1, True)[0]) < 50
 
 
-def session_equals(
-    texts: Texts,
-    cases: Mapping[str, Case],
-    ranks: int,
-    threads: int,
-    exact: bool,
-) -> None:
-    """A session writes these texts, token for token, one request after the other."""
+def session_equals(cases: Mapping[str, Case], ranks: int, threads: int, exact: bool) -> None:
+    """A session generates libllama's tokens, one request after the other."""
     config = EngineConfig(
         ModelConfig(path=TARGET),
         ContextConfig(n_ctx=N_CTX, exact=exact, fast_attention=False),
@@ -156,25 +144,26 @@ def session_equals(
     with local_session(config, ranks) as session:
         for name, case in cases.items():
             tokens = session.stream(asked(case.prompt, case.sampling, case.n))
-            assert [token.id for token in tokens if token.id >= 0] == texts[case][0], name
+            expected, _ = by_libllama(case, 1, True) if exact else by_libllama(case, threads, False, ranks)
+            assert [token.id for token in tokens if token.id >= 0] == expected, name
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_session(ranks: int, threads: int) -> None:
-    session_equals(reference_texts(1, True), SHORT, ranks, threads, exact=True)
+    session_equals(SHORT, ranks, threads, exact=True)
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(2, 2), (3, 1)])
 def test_long_texts(ranks: int, threads: int) -> None:
-    session_equals(reference_texts(1, True), LONG, ranks, threads, exact=True)
+    session_equals(LONG, ranks, threads, exact=True)
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 2), (2, 1), (3, 1)])
 def test_default_session_is_plain_libllama(ranks: int, threads: int) -> None:
     """Runs have the rows that libllama's own programs decode, with `-ub` as long as the chunks for so many stages: so
     with its attention even the default agrees."""
-    session_equals(reference_texts(threads, False, ranks), SHORT, ranks, threads, exact=False)
+    session_equals(SHORT, ranks, threads, exact=False)
 
 
 def probabilities(row: Logits) -> Logits:
@@ -187,9 +176,8 @@ def probabilities(row: Logits) -> Logits:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_plain_libllama_differs_at_near_ties_only(threads: int) -> None:
     """The first different token of a greedy text nearly ties with ours; of a sampled one, the distributions agree."""
-    exact, plain = reference_texts(1, True), reference_texts(threads, False)
-    for case, (ours, rows) in exact.items():
-        theirs, their_rows = plain[case]
+    for case in (*SHORT.values(), *LONG.values()):
+        (ours, rows), (theirs, their_rows) = by_libllama(case, 1, True), by_libllama(case, threads, False)
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         if at is None:
             assert ours == theirs
@@ -203,7 +191,7 @@ def test_plain_libllama_differs_at_near_ties_only(threads: int) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="measured on x86-64 alone")
 def test_plain_libllama_on_one_thread_from_a_short_prompt() -> None:
     """Prompts below 64 tokens, one thread: here libllama computes as its reference kernels do. No switch at all."""
-    exact, plain = reference_texts(1, True), reference_texts(1, False)
     for case in LONG.values():
-        assert plain[case][0] == exact[case][0]
-        np.testing.assert_array_equal(plain[case][1], exact[case][1])
+        (exact, exact_rows), (plain, plain_rows) = by_libllama(case, 1, True), by_libllama(case, 1, False)
+        assert plain == exact
+        np.testing.assert_array_equal(plain_rows, exact_rows)

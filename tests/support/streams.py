@@ -26,9 +26,9 @@ from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config
 from ggpipe.options.settings import Prompt
 from ggpipe.options.table import OPTIONS
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import StartedRanks
 from ggpipe.runtime.channel.events import Ended, TokenReady
-from support.requests import asked
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
 STREAMS = (
@@ -56,7 +56,8 @@ def main() -> int:
             requests = {}
             for number, (name, n_prompt, sampling) in enumerate(STREAMS):
                 prompt = engine.tokenize((PROMPTS / name).read_text())[:n_prompt]
-                requests[engine.submit(asked(prompt, sampling, n_predict, speculation)).id] = number
+                spec = RequestSpec(prompt=prompt, sampling=sampling, n_predict=n_predict, speculation=speculation)
+                requests[engine.submit(spec).id] = number
             with Path(os.environ["GGPIPE_STREAMS"]).open("w", buffering=1) as file:
                 while requests:
                     for event in engine.step():
