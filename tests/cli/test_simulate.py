@@ -147,8 +147,8 @@ def test_flags_reach_the_simulation(simulate) -> None:  # type: ignore[no-untype
     assert float(rows_of(simulate("nodes4-gigabit", *SHORT, "-t", 1))["t/s"][0]) < float(usual["t/s"][0])
     assert rows_of(simulate("nodes4-gigabit", *SHORT, "-td", 1))["draft occupied"] != usual["draft occupied"]
     assert rows_of(simulate("nodes4-gigabit", *SHORT, "-ub", 1))["TTFT"] != usual["TTFT"]
-    stretched = rows_of(simulate("nodes4-gigabit", *SHORT, "--confidence", "overconfident", "-pa", 0.5))
-    assert stretched["t/s"] != rows_of(simulate("nodes4-gigabit", *SHORT, "-pa", 0.5))["t/s"]
+    stretched = rows_of(simulate("nodes4-gigabit", *SHORT, "--confidence", "overconfident", "-pa", 0.7))
+    assert stretched["t/s"] != rows_of(simulate("nodes4-gigabit", *SHORT, "-pa", 0.7))["t/s"]
     split = simulate("nodes4-gigabit", *SHORT, "--mpi-layer-split", "0.7,0.1,0.1,0.1/1.0")
     assert rows_of(split)["t/s"] != usual["t/s"]
     assert "inside the head" in simulate("nodes4-gigabit", *SHORT, "--mpi-layer-split", "0.25,0.25,0.25,0.25")
