@@ -105,7 +105,7 @@ class RequestState:
 
     @property
     def decodes(self) -> bool:
-        """Its prompt is submitted, and its output goes on."""
+        """Its prompt is submitted, and its output continues."""
         return self.phase in (Phase.DECODING, Phase.FETCHING) and self.request.n_predict != 0
 
     @property

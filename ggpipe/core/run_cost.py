@@ -22,9 +22,9 @@ are tried later, and speeds differ by less than 2 % (simulated, 300 tokens)."""
 _TRIALS = 2
 """Of a length, before its time is known."""
 _TRIAL_SHARE = 0.002
-"""Of all time is what trials of a length may cost;"""
+"""Share of all time that trials of a length may cost."""
 _SOONEST, _LATEST = 150, 2000
-"""it is tried again after this many runs."""
+"""Bounds for the number of runs after which a length is tried again."""
 
 
 class RunCost:

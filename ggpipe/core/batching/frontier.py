@@ -30,7 +30,7 @@ from ggpipe.core.request_state import Phase, RequestState
 from ggpipe.core.tree import Node
 
 _WAIT_LIMIT = 2.0
-"""Times a drafter's usual pace: so long a fresh root waits for its next draft token."""
+"""Times a drafter's usual pace: the longest that a fresh root waits for its next draft token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _accepted(load: Load, decoding: Sequence[RequestState], ready: Sequence[Requ
     elif rounds.best < load.n_stages:
         calibration = drafted.drafters.leading.calibration
         n = riders(probabilities, len(found), load.cost, len(roots), calibration, math.inf, math.inf).n
-    else:  # runs that are equally long: all behind a longer one would wait for it
+    else:  # runs of equal length: all that follow a longer one would wait for it
         usual = usual_chain(drafted.drafters.leading.calibration, load.limits.n_rows, rounds.size)
         n = rounds.size + most_per_second(usual, load.cost, rounds.size) - len(roots)
     return Choice(_takes(roots, found, min(n, len(found))))
@@ -138,7 +138,7 @@ def look_ahead(load: Load, state: RequestState, calibration: Calibration, others
     run more, where draft tokens may still be accepted. Where accepted tokens of others fill it, as far as a draft token
     is worth a row beside them. `others`: requests that are served with it.
 
-    A single stage needs nothing to fill it: there draft tokens are of use in the root's run, and where they do not pay,
+    A single stage needs nothing to fill it: there draft tokens are useful in the root's run, and where they do not pay,
     drafting would only take cores from the stage.
     """
     if any(other.phase is Phase.PREFILL for other in others):

@@ -15,9 +15,9 @@ from ggpipe.core.run_cost import RunCost
 from ggpipe.core.tree import Node
 
 _EARLY = 0.2
-"""Of a run's time: so long before the slowest stage is free the next draft tokens go in,"""
+"""How long before the slowest stage is free the next draft tokens go in, as a share of a one-row run's time."""
 _EARLY_S = 1e-3
-"""and at least this: messages take their time."""
+"""The least such time, since messages take some. Seconds."""
 
 
 @dataclass(slots=True)

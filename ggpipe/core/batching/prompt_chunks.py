@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-_TILE = 4
+TILE = 4
 """Rows that llama.cpp's matrix kernels take together: 7 rows take longer than 8."""
 _RUN_ROWS = 2.0
 """What a run costs besides its rows: messages, waking up, operators that wait for all threads. On two cores of an AMD
@@ -50,7 +50,7 @@ def chunk_end(at: int, n_tokens: int, n_batch: int, n_rows: int) -> int:
 def _lengths(n_tokens: int, most: int) -> Iterator[int]:
     """Chunk lengths to choose from, the longest first."""
     yield most
-    length = _TILE
+    length = TILE
     shorter = []
     while length < min(n_tokens, most):
         shorter.append(length)

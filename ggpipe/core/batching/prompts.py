@@ -6,26 +6,27 @@ import math
 from collections.abc import Sequence
 
 from ggpipe.core.batching.load import Load, Take
-from ggpipe.core.batching.prompt_chunks import chunk_end
+from ggpipe.core.batching.prompt_chunks import TILE, chunk_end
 from ggpipe.core.batching.rows import Rounds
 from ggpipe.core.request_state import Phase, RequestState
 
-_TILE = 4
-"""Rows that llama.cpp's matrix kernels take together."""
 _MANY_RUNS = 4
 """Runs that a long prompt takes, at least."""
 _FIRST_ROWS = 16
-"""Of a run with a prompt beside others' tokens, before a run has shown what rows of prompts take."""
+"""Rows of a run with a prompt and others' tokens, before a run has shown the time of prompt rows."""
 _GATHER = 0.02
-"""Of its run's time: so long a first prompt waits for others that come with it, again after each,"""
+"""How long a first prompt waits for others that come with it, as a share of its run's time; each further prompt
+restarts the wait."""
 _GATHER_S = 1e-2
-"""and at most this."""
+"""The longest such wait, from the first prompt on. Seconds."""
 
 
 def gather_until(load: Load, states: Sequence[RequestState]) -> float:
-    """Until when these requests wait for others that may come at the same time, by the clock of `load.now`: all are
-    prompts, nothing is in flight, and in one run they take less time than in one after the other. With several stages
-    nobody waits: there short runs keep all of them busy."""
+    """When these requests stop waiting for others that may arrive at the same time, by the clock of `load.now`.
+
+    They wait on a single stage only, while all of them are prompts and nothing is in flight: prompts take less time in
+    one run than in several. Several stages are kept busy by short runs.
+    """
     limits = load.limits
     if load.n_stages > 1 or limits.n_requests == 1 or not limits.partial_prefixes or load.n_in_flight:
         return 0.0
@@ -99,11 +100,11 @@ def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
     first, usual_s = max(n_tokens, 1), Rounds(cost, n_decoding).round_s / load.n_stages
     more_s = load.limits.prefill_slowdown * usual_s - cost.seconds(first)
     best, fastest = 0, 0.0
-    fewest = _TILE
+    fewest = TILE
     while fewest <= n_tokens + most:
         row_s = cost.text_row_s(fewest) or 0.0
         n_all = first + round(more_s / row_s) if row_s else n_tokens + most
-        n_all = min((n_all + _TILE // 2) // _TILE * _TILE, 2 * fewest - _TILE, n_tokens + most)
+        n_all = min((n_all + TILE // 2) // TILE * TILE, 2 * fewest - TILE, n_tokens + most)
         n = n_all - n_tokens
         if n_all >= fewest and n > 0 and (rate := n / cost.text_s(n_tokens, n)) > fastest:
             best, fastest = n, rate
@@ -118,7 +119,7 @@ def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[Take]:
     takes: list[Take] = []
     in_order = sorted(states, key=lambda state: len(state.request.prompt) - state.n_past)
     for i, state in enumerate(in_order):
-        part = min(max(math.ceil(n_rows / (len(in_order) - i)), _TILE), n_rows)
+        part = min(max(math.ceil(n_rows / (len(in_order) - i)), TILE), n_rows)
         n = state.cut(min(len(state.request.prompt), state.n_past + part)) - state.n_past
         if n:
             takes.append(Take(state, n_prompt=n))

@@ -50,8 +50,8 @@ def most_per_second(probabilities: Iterable[float], cost: RunCost, n_roots: int 
 
 
 def usual_chain(calibration: Calibration, limit: int, n_roots: int = 1) -> list[float]:
-    """Probabilities of a chain of usual draft tokens behind each of so many roots, at most `limit` deep, and as deep as
-    they are worth having: by depth."""
+    """Path probabilities of usual draft tokens in a chain after each of `n_roots` roots, the shallowest first. A chain
+    is at most `limit` deep, and no deeper than `calibration.reach`."""
     depths = range(1, min(limit, calibration.reach) + 1)
     return [calibration.agreement**depth for depth in depths for _ in range(n_roots)]
 
@@ -73,7 +73,7 @@ def riders(
     `ready`: the probabilities of those that are there. `first_s`, `next_s`: the usual time to a first further one and
     between later ones; infinite where none is to be waited for.
 
-    A draft token that goes in with its root is answered with it, and not by a run behind it; that saves its path the
+    A draft token that goes in with its root is verified with it, and not by a later run; that saves its path the
     time of a run in the slowest stage. Against that stands the row, in every stage and for each root, and the wait for
     draft tokens that are still to come.
     """
@@ -121,7 +121,7 @@ class Rounds:
         return math.ceil(self._n_tokens / self.best)
 
     def loss(self, size: int) -> float:
-        """The share of time that runs of so many accepted tokens seem to cost beyond the best ones."""
+        """The share of time that runs of `size` accepted tokens seem to cost beyond the best ones."""
         return self._times[math.ceil(self._n_tokens / size)] / self.round_s - 1
 
 
