@@ -177,7 +177,9 @@ class _Search:
                 predictions[mode] = self._predict(candidate, mode, own.speculation)
             if mode not in predictions or own.tokens_per_s > _WORTH * predictions[mode].tokens_per_s:
                 elsewhere[mode] = self._placement(other), own
-        prediction = max(predictions.values(), key=lambda one: one.tokens_per_s)  # another mode may be faster here
+        drafts = candidate.arrangement.drafts  # a plan with a rank for the draft uses it
+        own_modes = [mode for mode in predictions if drafts == (mode != "iterative")] or [best]
+        prediction = max((predictions[mode] for mode in own_modes), key=lambda one: one.tokens_per_s)
         places = candidate.arrangement.places(candidate.counts)
         ranks = self._ranks(candidate)
         return Plan(

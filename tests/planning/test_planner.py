@@ -91,6 +91,15 @@ def test_a_useless_draft_is_left_out() -> None:
     assert set(plan.elsewhere) == {"speculative", "async"}
 
 
+def test_a_plan_with_a_rank_for_the_draft_uses_it() -> None:
+    """Two ranks are wanted, and two stages over this link are slower than a useless draft."""
+    spec = replace(cluster(node("a"), node("b")), network=Link(0.2, 1e9))
+    plan = make_plan(spec, TARGET, DRAFT, request(n_ranks=2, tokens=SyntheticText(agreement=0.0, n_prompt=32)))
+    assert [rank.drafts for rank in plan.ranks] == [False, True]
+    assert plan.predictions["iterative"].tokens_per_s > plan.best.tokens_per_s
+    assert plan.best.mode != "iterative"
+
+
 def test_ranks_in_order_keep_their_numbers() -> None:
     spec = replace(cluster(node("a", 1), node("b", 2), node("c", 1), node("d", 0.5)), threads=(8, 4, 8, 2))
     plan = make_plan(spec, TARGET, DRAFT, request(0.3, in_order=True, must_draft=True))
