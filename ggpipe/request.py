@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from ggpipe.config import Pooling, SpeculationConfig
 from ggpipe.errors import UsageError
 from ggpipe.prompt import Conversation, Prompt
 from ggpipe.sampling import SamplingConfig
-
-
-class PromptTask(msgspec.Struct, frozen=True):
-    """What is done with a request's prompt, instead of continuing it."""
-
-    kind: Literal["save", "restore", "erase", "embed"]
-    """`save`: compute what the prefix cache has not of it, and write all but its last token to disk. `restore`: put it
-    into the prefix cache from there. `erase`: take what it begins with out of the prefix cache. `embed`: give its
-    embedding."""
-    file: str = ""
-    """Name in the folder of saved prefixes."""
-    pooling: Pooling = "last"
-    """Of the embedding."""
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +27,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The first tokens of the output, which other ranks generated with the same settings and seed."""
     redrawn: tuple[int, ...] = ()
     """The places of those of them that were drawn at the second attempt (`Token.redrawn`)."""
-    task: PromptTask | None = None
-    """What is done instead of continuing the prompt."""
+    pooling: Pooling | None = None
+    """How the prompt's embedding is made of its tokens'; None: a completion is wanted instead."""
     user: str = ""
     """Whom it is for: users take turns where requests wait."""
 

@@ -1,8 +1,8 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
 cli > server > api > display > planning > measure | sim > runtime > batch | llama | options | transport
-    > openai > cache | chat | cluster | launch | metrics > grammar > core | embeddings > request > config | prompt
-    > sampling > checks > errors
+    > openai > cache | chat | cluster | launch | metrics > grammar > core | embeddings > prefixes | request
+    > config | prompt > sampling > checks > errors
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYERS = (  # the lowest first
     {"checks"},
     {"sampling"},
     {"config", "prompt"},
-    {"request"},
+    {"prefixes", "request"},
     {"core", "embeddings"},
     {"grammar"},
     {"cache", "chat", "cluster", "launch", "metrics"},
@@ -43,7 +43,7 @@ LAYERS = (  # the lowest first
 MOST_MODULES = 14
 """In a package, beside its `__init__`."""
 
-PURE = ("core", "request", "config", "prompt", "sampling", "checks", "errors")
+PURE = ("core", "prefixes", "request", "config", "prompt", "sampling", "checks", "errors")
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "sched",
     "secrets", "select", "selectors", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid",
@@ -122,7 +122,7 @@ def test_packages_stay_small() -> None:
 
 def impure(path: Path) -> Iterator[str]:
     """What a file of a pure part may not import."""
-    further = {"config": {"pathlib"}, "core": {"msgspec"}, "request": {"msgspec"}}  # paths and data classes alone
+    further = {"config": {"pathlib"}} | {part: {"msgspec"} for part in ("core", "prefixes", "request")}  # records alone
     allowed = sys.stdlib_module_names - IMPURE | {"ggpipe"} | further.get(part_of(path), set())
     return (f"{name(path)} imports {module}" for module in imports(path) if module.split(".")[0] not in allowed)
 

@@ -11,7 +11,7 @@ from support.requests import asked
 from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.errors import UsageError
 from ggpipe.prompt import Conversation, Prompt, ToolChoice, as_prompt
-from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.request import RequestSpec
 
 SAID = Conversation(
     messages=({"role": "user", "content": "Hi"},), choice=ToolChoice(must_call=True), further={"enable_thinking": False}
@@ -53,7 +53,7 @@ def test_requests_travel_whole(prompt: Prompt) -> None:
         SpeculationConfig(mode="speculative"),
         resumed=(1, 2),
         redrawn=(1,),
-        task=PromptTask("embed", pooling="mean"),
+        pooling="mean",
         user="me",
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=RequestSpec) == spec

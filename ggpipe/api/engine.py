@@ -32,7 +32,7 @@ from ggpipe.options.grammar import Constraint
 from ggpipe.options.sampling import sampling_config
 from ggpipe.prompt import Conversation, as_prompt
 from ggpipe.prompt import Prompt as ReadablePrompt
-from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.request import RequestSpec
 from ggpipe.sampling import SamplingConfig
 
 _NOT_FOR_RANKS = (SamplingConfig, Constraint, settings.Prompt)
@@ -130,7 +130,7 @@ class Engine(AnyEngine):
         thread = self._thread
 
         def submit(text: Prompt, feed: Feed) -> None:
-            spec = RequestSpec(prompt=as_prompt(text), task=PromptTask("embed", pooling=own))
+            spec = RequestSpec(prompt=as_prompt(text), pooling=own)
             thread.submit(feed, lambda _: spec)
 
         batch = Batch(texts, self._n_at_a_time, submit, self._cancel)

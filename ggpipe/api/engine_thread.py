@@ -24,6 +24,7 @@ from ggpipe.metrics.stats import RankStats
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Ranks
 from ggpipe.planning.n_ranks import ranks_to_start
+from ggpipe.prefixes import PrefixDone, PrefixOrder
 from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient
 from ggpipe.runtime.channel.events import Accepted, Ended, Event, Refused, TokenReady
@@ -76,8 +77,8 @@ class EngineThread:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._calls: collections.deque[Callable[[EngineClient], None]] = collections.deque()
-        self._feeds: dict[Feed, ClientRequest | None] = {}
-        """Those of requests that have not ended. None: it has not reached the engine."""
+        self._feeds: dict[Feed, ClientRequest | PrefixOrder | None] = {}
+        """Those of requests and orders that have not ended. None: it has not reached the engine."""
         self._of_request: dict[int, Feed] = {}
         self._questions: set[concurrent.futures.Future[Any]] = set()
         """Those of `ask` that were not answered."""
@@ -98,17 +99,22 @@ class EngineThread:
     def submit(self, feed: Feed, request_of: RequestOf) -> None:
         """Have a request served; what comes of it goes to the feed. `request_of`: the request, made of the sampling
         settings that the model's file recommends."""
+        self._begin_with(feed, lambda engine: engine.submit(request_of(engine.sampling), feed.stats))
 
+    def order(self, feed: Feed, give: Callable[[EngineClient], PrefixOrder]) -> None:
+        """Have an order for a prefix given to the engine, and carried out. The feed ends with that."""
+        self._begin_with(feed, give)
+
+    def _begin_with(self, feed: Feed, begin: Callable[[EngineClient], ClientRequest | PrefixOrder]) -> None:
         def call(engine: EngineClient) -> None:
             if feed not in self._feeds:  # cancelled before
                 return
             try:
-                spec = request_of(engine.sampling)
+                begun = begin(engine)
             except UsageError as e:
                 self._end(feed, error=self._named(e))
                 return
-            request = engine.submit(spec, feed.stats)
-            self._feeds[feed], self._of_request[request.id] = request, feed
+            self._feeds[feed], self._of_request[begun.id] = begun, feed
 
         with self._lock:
             error = self._error
@@ -120,12 +126,12 @@ class EngineThread:
         self._wake()
 
     def cancel(self, feed: Feed) -> None:
-        """End a request soon."""
+        """End a request soon, or an order that ranks are not at."""
 
         def call(engine: EngineClient) -> None:
-            request = self._feeds.get(feed)
-            if request is not None:
-                engine.cancel(request)
+            begun = self._feeds.get(feed)
+            if begun is not None:
+                engine.cancel(begun)
             elif feed in self._feeds:
                 feed.stats.finish = Finish.STOPPED
                 self._end(feed)
@@ -262,23 +268,28 @@ class EngineThread:
                     self._take(event, feed)
 
     def _take(self, event: Event, feed: Feed) -> None:
-        request = self._feeds[feed]
-        assert request is not None
-        match event:
-            case Accepted(answer=answer):
+        match event, self._feeds[feed]:
+            case Accepted(answer=answer), ClientRequest() as request:
                 feed.accept(request.prompt, answer)
-            case TokenReady(_, token):
+            case TokenReady(_, token), _:
                 feed.add(token)
-            case Ended(rest=rest, not_saved=not_saved):
+            case Ended(rest=rest, not_saved=not_saved), ClientRequest(spec=spec):
                 del self._of_request[event.request]
-                for line in not_saved:
-                    self._show(line)
-                feed.n_saved_bytes, feed.embedding = event.n_saved_bytes, event.embedding
-                is_task = request.spec.task is not None
-                self._end(feed, rest, RunError("; ".join(not_saved)) if is_task and not_saved else None)
-            case Refused():
+                self._show_all(not_saved)
+                feed.embedding = event.embedding
+                self._end(feed, rest, _failed(not_saved) if spec.pooling is not None else None)
+            case PrefixDone(_, n_bytes, problems), _:
                 del self._of_request[event.request]
-                self._end(feed, error=self._named(request.error) if request.error is not None else None)
+                self._show_all(problems)
+                feed.n_saved_bytes = n_bytes
+                self._end(feed, error=_failed(problems))
+            case Refused(_, why), _:
+                del self._of_request[event.request]
+                self._end(feed, error=self._named(why.to_error()))
+
+    def _show_all(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._show(line)
 
     def _end(self, feed: Feed, rest: str = "", error: GgpipeError | None = None) -> None:
         with self._lock:
@@ -299,6 +310,10 @@ class EngineThread:
         for feed in (self.loaded, *feeds, self.ended):
             feed.end(error=error)
         self._waker.close()
+
+
+def _failed(problems: Sequence[str]) -> GgpipeError | None:
+    return RunError("; ".join(problems)) if problems else None
 
 
 def _show(line: str) -> None:

@@ -28,7 +28,7 @@ class Feed:
         self.prompt: tuple[int, ...] = ()
         """These tokens."""
         self.n_saved_bytes = 0
-        """As `Ended.n_saved_bytes`."""
+        """As `PrefixDone.n_bytes`."""
         self.embedding: tuple[bytes, ...] = ()
         """As `Ended.embedding`."""
         self.rest = ""

@@ -1,7 +1,8 @@
 """Which requests are served at the same time, and how many KV cells each of them is promised.
 
 Next is the user of whom the fewest requests are being served; among such users they take turns, and a user's own
-requests come in their order. A request is admitted when the cells are there that its text may take up; until then it
+requests come in their order. Prefixes that are to be saved or restored wait with the requests of the user without a
+name. A request is admitted when the cells are there that its text may take up; until then it
 waits, and those behind it wait as well. What is promised to nobody holds kept prefixes and draft tokens.
 """
 
@@ -13,8 +14,11 @@ from collections.abc import Iterator
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.events import Arrived
 from ggpipe.core.prefix_cache import PrefixCache
-from ggpipe.core.request import Limits, Request
-from ggpipe.core.request_state import RequestState
+from ggpipe.core.request import Counters, Limits, Request
+from ggpipe.core.request_state import PrefixState, RequestState, SequenceState
+from ggpipe.prefixes import PrefixDone, RestorePrefix, SavePrefix
+
+Waiting = Arrived | SavePrefix | RestorePrefix
 
 _MORE_CELLS = 32  # that a request without a limit is given at a time
 
@@ -23,59 +27,74 @@ class Admission:
     """See the module's text."""
 
     def __init__(self, limits: Limits, prefixes: PrefixCache) -> None:
-        self.states: dict[int, RequestState] = {}
-        """Requests that are served, by their ids; the scheduler removes those that have ended."""
+        self.states: dict[int, SequenceState] = {}
+        """Requests and prefixes that are served, by their ids; the scheduler removes those that have ended."""
         self._limits = limits
         self._prefixes = prefixes
-        self._waiting: dict[str, list[Arrived]] = {}
-        """By user, in the order of their turns; no list is empty."""
+        self._waiting: dict[str, dict[int, Waiting]] = {}
+        """By user, in the order of their turns, then by id; none is empty."""
 
-    def wait(self, arrived: Arrived) -> None:
-        """A request waits until it is admitted."""
-        self._waiting.setdefault(arrived.request.spec.user, []).append(arrived)
+    def wait(self, one: Waiting) -> None:
+        """A request or a prefix waits until it is admitted."""
+        user, number = (one.request.spec.user, one.request.id) if isinstance(one, Arrived) else ("", one.id)
+        self._waiting.setdefault(user, {})[number] = one
 
-    def withdraw(self, request_id: int) -> bool:
-        """A request does not wait any more. Returns whether it did."""
+    def withdraw(self, number: int) -> Waiting | None:
+        """A request or a prefix does not wait any more. Returns it; None: it did not wait."""
         for user, waiting in self._waiting.items():
-            kept = [arrived for arrived in waiting if arrived.request.id != request_id]
-            if len(kept) < len(waiting):
-                waiting[:] = kept
-                if not kept:
+            if (one := waiting.pop(number, None)) is not None:
+                if not waiting:
                     del self._waiting[user]
-                return True
-        return False
+                return one
+        return None
 
-    def admit(self) -> Iterator[RequestState]:
+    def admit(self) -> Iterator[SequenceState]:
         """Admit as many of those that wait as there is room for, one after the other."""
         while self._waiting and len(self.states) < self._limits.n_requests:
-            n_served = collections.Counter(state.request.spec.user for state in self.states.values())
+            n_served = collections.Counter(state.user for state in self.states.values())
             user = min(self._waiting, key=lambda user: n_served[user])
-            arrived = self._waiting[user][0]
-            request = arrived.request
-            reserve = self._reserve(request)
-            reuse, n_last = (
-                request.spec.cache_prompt and not request.restores,
-                len(request.prompt) - request.wanted.start,
-            )
-            if not self._prefixes.fits(request.prompt, reuse, reserve, self._n_promised, n_last):
+            if (state := self._admitted(next(iter(self._waiting[user].values())))) is None:
                 return
-            if others := self._waiting.pop(user)[1:]:
+            others = self._waiting.pop(user)
+            del others[state.id]
+            if others:
                 self._waiting[user] = others  # behind the other users
-            prefix = self._prefixes.open(request.prompt, reuse, n_last)
-            arrived.counters.cached_tokens = prefix.n_tokens
-            state = RequestState(
-                request=request,
-                want=arrived.want,
-                keeps=arrived.want.keeps,
-                counters=arrived.counters,
-                draft_check=arrived.draft_check,
-                prefix=prefix,
-                reserve=reserve,
-                n_past=prefix.n_tokens,
-                drafters=RequestDrafters(request.drafters if request.drafts else (), prefix.tree),
-            )
-            self.states[request.id] = state
+            self.states[state.id] = state
             yield state
+
+    def _admitted(self, one: Waiting) -> SequenceState | None:
+        """The state of what was admitted; None where there is no room for it."""
+        match one:
+            case Arrived(request):
+                prompt, reuse, reserve = request.prompt, request.spec.cache_prompt, self._reserve(request)
+                n_last = len(prompt) - request.wanted.start
+            case SavePrefix(tokens=prompt) | RestorePrefix(tokens=prompt):
+                reuse, reserve, n_last = isinstance(one, SavePrefix), len(prompt), 0
+        if not self._prefixes.fits(prompt, reuse, reserve, self._n_promised, n_last):
+            return None
+        prefix = self._prefixes.open(prompt, reuse, n_last)
+        n_past = prefix.n_tokens
+        if not isinstance(one, Arrived):
+            return PrefixState(
+                id=one.id, user="", prompt=prompt, prefix=prefix, reserve=reserve, n_past=n_past,
+                counters=Counters(cached_tokens=n_past), order=one, done=PrefixDone(one.id),
+            )  # fmt: skip
+        request = one.request
+        one.counters.cached_tokens = n_past
+        return RequestState(
+            id=request.id,
+            user=request.spec.user,
+            prompt=prompt,
+            request=request,
+            want=one.want,
+            keeps=one.want.keeps,
+            counters=one.counters,
+            draft_check=one.draft_check,
+            prefix=prefix,
+            reserve=reserve,
+            n_past=n_past,
+            drafters=RequestDrafters(request.drafters if request.drafts else (), prefix.tree),
+        )
 
     def _reserve(self, request: Request) -> int:
         """Cells that a request is promised. One without a limit gets its share, and more as long as there are any."""

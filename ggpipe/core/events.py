@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ggpipe.core.draft_messages import MicroBatch, Steering
 from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Want
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
+from ggpipe.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 
 # Events
 
@@ -71,16 +72,8 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskDone:
-    """All stages have restored a request's prompt, or `is_whole` is false and some have not."""
-
-    request: int
-    is_whole: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
-    """The user wants no more of a request."""
+    """The user wants no more of a request, or of an order."""
 
     request: int
 
@@ -90,7 +83,11 @@ class Tick:
     """The time has come that `wake_at` named: the scheduler's, or a drafter's."""
 
 
-Event = Arrived | RunEnded | Sampled | RowNeeded | RowFetched | NoToken | Drafted | TaskDone | Stop | Tick
+Event = (
+    Arrived | RunEnded | Sampled | RowNeeded | RowFetched | NoToken | Drafted | SavePrefix | RestorePrefix | ErasePrefix
+    | PrefixDone | Stop | Tick
+)  # fmt: skip
+"""`PrefixDone`: all ranks have saved or restored their parts."""
 
 
 # Actions
@@ -175,4 +172,5 @@ class Finished:
     reason: Finish
 
 
-Action = Submit | Sample | Fetch | Replay | Embed | Emit | Cancel | Steer | RunDone | Finished
+Action = Submit | Sample | Fetch | Replay | Embed | Emit | Cancel | Steer | RunDone | Finished | PrefixDone
+"""`PrefixDone`: nothing of the order is in flight."""

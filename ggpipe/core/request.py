@@ -12,7 +12,8 @@ import msgspec
 from ggpipe.config import Saves, SpeculationConfig
 from ggpipe.core.batching.prompt_chunks import chunk_rows
 from ggpipe.errors import PromptTooLong, UsageError
-from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.prefixes import ErasePrefix, PrefixOrder
+from ggpipe.request import RequestSpec
 
 
 class Finish(enum.Enum):
@@ -103,13 +104,12 @@ class Limits:
         return chunk_rows(n_tokens, self.n_stages, self.n_rows, self.sparsity)
 
 
-def check_task(task: PromptTask, limits: Limits, has_folder: bool) -> None:
+def check_order(order: PrefixOrder, limits: Limits, has_folder: bool) -> None:
     """Raises UsageError for what cannot be done in a pipeline of these limits. `has_folder`: for saved prefixes."""
-    if task.kind == "embed":
-        return
+    check_prompt(order.tokens, limits.n_ctx)
     if not limits.n_prefixes:
         raise UsageError("nothing is kept of ended requests: `exact` needs `flash_attn` for it, and a model that can")
-    if task.kind != "erase" and not has_folder:
+    if not isinstance(order, ErasePrefix) and not has_folder:
         raise UsageError("there is no folder for prefixes: name one with `slot_save_path`")
 
 
@@ -156,16 +156,6 @@ class Request:
         return self.spec.sampling.remembers_rows
 
     @property
-    def restores(self) -> bool:
-        """Its prompt is to be put into the prefix cache, and nothing else."""
-        return self.spec.task is not None and self.spec.task.kind == "restore"
-
-    @property
-    def file(self) -> str:
-        """The name of its file in the folder of saved prefixes; empty: it has none."""
-        return self.spec.task.file if self.spec.task is not None else ""
-
-    @property
     def drafts(self) -> bool:
         """Drafters work for it."""
         return self.speculation.mode != "iterative" and bool(self.drafters)
@@ -173,20 +163,20 @@ class Request:
     @property
     def embeds(self) -> bool:
         """Its prompt's embedding is wanted, and nothing else."""
-        return self.spec.task is not None and self.spec.task.kind == "embed"
+        return self.spec.pooling is not None
 
     @property
     def wanted(self) -> range:
         """Positions of the rows of its prompt that are to come back, besides the last one: those that its resumed text
         was drawn from, or that its embedding is made of."""
         end = len(self.prompt) - 1
-        if self.spec.task is not None and self.spec.task.kind == "embed":
-            match self.spec.task.pooling:
-                case "last":
-                    return range(end, end)
-                case "cls":
-                    return range(min(end, 1))
-            return range(end)
+        match self.spec.pooling:
+            case "last":
+                return range(end, end)
+            case "cls":
+                return range(min(end, 1))
+            case "mean" | "none":
+                return range(end)
         return range(end - self.n_resumed, end) if self.n_resumed and self.remembers_rows else range(end, end)
 
     def is_over(self, n_ctx: int) -> Finish | None:

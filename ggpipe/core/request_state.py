@@ -1,41 +1,45 @@
-"""What the scheduler knows of a request.
+"""What the scheduler knows of the sequences that it serves: of requests, and of prefixes between cache and disk.
 
 phase       leaves when                                                to
 PREFILL     the prompt's last chunk is submitted                       DECODING
-            its prompt is to be restored from disk                     RESTORING
-RESTORING   all stages have done so                                    ENDING
+            a prefix is to be written to disk, or read from there      TRANSFER
+TRANSFER    all ranks have done so                                     ENDING
 DECODING    the logits of the last accepted token are back             SAMPLING
 SAMPLING    the next token is sampled                                  DECODING
             sampling takes the whole row                               FETCHING
 FETCHING    the whole row is back                                      SAMPLING
 any above   the text ends, is long enough, fills the context,          ENDING
-            or the user stops it
+but         or the user stops it
+TRANSFER
 ENDING      its last run came back                                     ENDED
 
-A request that waits to be admitted has no state yet: the scheduler holds it in a queue.
+What waits to be admitted has no state yet: it is in a queue (`admission`).
 """
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ggpipe.core.draft_messages import Begin, MicroBatch
 from ggpipe.core.drafters.request_drafters import RequestDrafters
-from ggpipe.core.messages import Want, WantKind
+from ggpipe.core.events import Finished
+from ggpipe.core.messages import Restore, Save, Want, WantKind
 from ggpipe.core.radix_tree import Prefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 from ggpipe.core.tree import Node, Tree
+from ggpipe.prefixes import PrefixDone, RestorePrefix, SavePrefix
 
 _MOST_WHOLE_ROWS = 64  # in a run, of a prompt: libllama has room for all tokens' logits of each
 
 
 class Phase(enum.Enum):
-    """Where a request is, see the module's text."""
+    """Where a sequence is, see the module's text."""
 
     PREFILL = enum.auto()
-    RESTORING = enum.auto()
+    TRANSFER = enum.auto()
     DECODING = enum.auto()
     SAMPLING = enum.auto()
     FETCHING = enum.auto()
@@ -44,8 +48,8 @@ class Phase(enum.Enum):
 
 
 _NEXT: Mapping[Phase, frozenset[Phase]] = {
-    Phase.PREFILL: frozenset({Phase.RESTORING, Phase.DECODING, Phase.ENDING}),
-    Phase.RESTORING: frozenset({Phase.ENDING}),
+    Phase.PREFILL: frozenset({Phase.TRANSFER, Phase.DECODING, Phase.ENDING}),
+    Phase.TRANSFER: frozenset({Phase.ENDING}),
     Phase.DECODING: frozenset({Phase.SAMPLING, Phase.ENDING}),
     Phase.SAMPLING: frozenset({Phase.DECODING, Phase.FETCHING, Phase.ENDING}),
     Phase.FETCHING: frozenset({Phase.SAMPLING, Phase.ENDING}),
@@ -55,36 +59,26 @@ _NEXT: Mapping[Phase, frozenset[Phase]] = {
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RequestState:
-    """A request that is being served."""
+class SequenceState(abc.ABC):
+    """A sequence that is being served: it has a prompt that is to be computed, and a share of the cells."""
 
-    request: Request
-    want: Want
-    """What sampling the next token takes."""
+    id: int
+    """Of the request or order that it is for."""
+    user: str
+    """Whom it is for."""
+    prompt: tuple[int, ...]
     prefix: Prefix
     """What the prefix cache had of its prompt, and its tree."""
     reserve: int
-    """Cells that its text may take up, those of its prefix included."""
-    keeps: bool
-    """Some of its rows are kept (`Want.keeps`): what it wants may have changed since they were submitted."""
+    """Cells that it may take up, those of its prefix included."""
     phase: Phase = Phase.PREFILL
-    finish: Finish | None = None
-    """Why it ends; None before `Phase.ENDING`."""
     n_past: int = 0
     """Prompt tokens that are submitted, or were in the prefix cache."""
-    text: list[int] = field(default_factory=list)
-    """Accepted tokens; their number is the epoch."""
-    n_sent: int = 0
-    """Accepted tokens that the drafters were sent."""
-    drafters: RequestDrafters
     counters: Counters = field(default_factory=Counters)
     admitted_at: float = 0.0
     """When it was admitted."""
-    root_since: float = 0.0
-    """When the root was accepted."""
-    drafted_at: float = 0.0
-    """When drafters sent draft tokens last."""
-    draft_check: DraftCheck | None = None
+    keeps: bool = False
+    """Some of its rows are kept (`Want.keeps`): what it wants may have changed since they were submitted."""
     is_saved: bool = False
     """All that is to be saved of its prompt is."""
 
@@ -101,7 +95,153 @@ class RequestState:
     @property
     def is_open(self) -> bool:
         """It goes on."""
-        return self.finish is None
+        return self.phase not in (Phase.ENDING, Phase.ENDED)
+
+    @property
+    @abc.abstractmethod
+    def over(self) -> Finished | PrefixDone:
+        """What is said when it has ended."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Rows of it may go into the pipeline."""
+        return self.is_open and self.phase is not Phase.TRANSFER
+
+    @property
+    def saves_prompt(self) -> bool:
+        """Its prompt is saved as soon as all but its last token is in the pipeline."""
+        return False
+
+    @property
+    def embeds(self) -> bool:
+        """Its rows are those of an embedding."""
+        return False
+
+    @property
+    def may_cancel(self) -> bool:
+        """Runs are cancelled when it needs nothing of them."""
+        return True
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those that may go into the prefix cache."""
+        return self.prompt
+
+    @property
+    def n_in(self) -> int:
+        """Tokens that are in the pipeline, or were."""
+        return self.n_past
+
+    def cut(self, end: int) -> int:
+        """Where a run's part of the prompt ends that would reach up to `end`: at the next checkpoint at the latest."""
+        borders = (checkpoint.position for checkpoint in self.prefix.checkpoints)
+        return min((end, *(border for border in borders if border > self.n_past)))
+
+    def prompt_end(self, n_most: int) -> int:
+        """Where the next run may end in its prompt, with so many rows of it at most."""
+        return self.n_past + n_most
+
+    def want_at(self, position: int) -> Want | None:
+        """What is wanted back of its row at this position; None: nothing is."""
+        return None
+
+    @property
+    def oldest_run(self) -> int | None:
+        """The first of the runs that carry its root and what hangs on it; None: none does."""
+        nodes = (self.tree.root, *self.tree.root.below())
+        return min((node.run for node in nodes if node.submitted), default=None)
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use outside the prefix cache."""
+        return self.tree.root.pos + 1 + self.tree.n_submitted - self.prefix.n_tokens
+
+    @property
+    def n_reserved(self) -> int:
+        """Cells outside the prefix cache that it may take up."""
+        return self.reserve - self.prefix.n_tokens
+
+    @property
+    def n_cells(self) -> int:
+        """Cells outside the prefix cache that others may not take."""
+        return max(self.n_reserved, self.n_used)
+
+    def validate(self) -> frozenset[int]:
+        """Check what must hold between events; returns the ids of its tree. Raises AssertionError."""
+        if not self.is_open:
+            return frozenset()
+        if self.phase is Phase.PREFILL:
+            assert self.n_past < len(self.prompt)
+            assert not self.tree.root.submitted
+        return self.tree.validate()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefixState(SequenceState):
+    """A prefix that is being saved or restored."""
+
+    order: SavePrefix | RestorePrefix
+    done: PrefixDone
+    """What came of it so far."""
+
+    @property
+    def over(self) -> PrefixDone:
+        return self.done
+
+    @property
+    def is_ready(self) -> bool:
+        """All stages can write it to disk, or read it from there."""
+        return isinstance(self.order, RestorePrefix) or self.n_past == len(self.prompt)
+
+    @property
+    def transfer(self) -> Save | Restore:
+        """What stages are sent when it is ready."""
+        kind = Save if isinstance(self.order, SavePrefix) else Restore
+        return kind(self.id, self.tree.own, self.prompt, self.order.file)
+
+    def transferred(self, done: PrefixDone) -> None:
+        """All ranks have done so."""
+        self.done = done
+        if isinstance(self.order, RestorePrefix) and not done.problems:
+            self.n_past = len(self.prompt)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState(SequenceState):
+    """A request that is being served."""
+
+    request: Request
+    want: Want
+    """What sampling the next token takes."""
+    finish: Finish | None = None
+    """Why it ends; None before `Phase.ENDING`."""
+    text: list[int] = field(default_factory=list)
+    """Accepted tokens; their number is the epoch."""
+    n_sent: int = 0
+    """Accepted tokens that the drafters were sent."""
+    drafters: RequestDrafters
+    root_since: float = 0.0
+    """When the root was accepted."""
+    drafted_at: float = 0.0
+    """When drafters sent draft tokens last."""
+    draft_check: DraftCheck | None = None
+
+    @property
+    def over(self) -> Finished:
+        assert self.finish is not None
+        return Finished(self.id, self.finish)
+
+    @property
+    def embeds(self) -> bool:
+        return self.request.embeds
+
+    @property
+    def may_cancel(self) -> bool:
+        return self.request.speculation.cancel or not self.is_open
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.text) if self.request.spec.cache_prompt else ()
 
     @property
     def decodes(self) -> bool:
@@ -118,46 +258,31 @@ class RequestState:
         """Accepted tokens."""
         return len(self.text)
 
-    def cut(self, end: int) -> int:
-        """Where a run's part of the prompt ends that would reach up to `end`: at the next checkpoint at the latest."""
-        borders = (checkpoint.position for checkpoint in self.prefix.checkpoints)
-        return min((end, *(border for border in borders if border > self.n_past)))
-
-    @property
-    def n_used(self) -> int:
-        """Cells in use outside the prefix cache."""
-        return self.tree.root.pos + 1 + self.tree.n_submitted - self.prefix.n_tokens
-
-    @property
-    def n_reserved(self) -> int:
-        """Cells outside the prefix cache that its text may take up."""
-        return self.reserve - self.prefix.n_tokens
-
-    @property
-    def n_cells(self) -> int:
-        """Cells outside the prefix cache that others may not take."""
-        return max(self.n_reserved, self.n_used)
-
     @property
     def n_in(self) -> int:
-        """Tokens of prompt and text that are in the pipeline, or were."""
         root = self.tree.root
         return root.pos + root.submitted if self.text or root.submitted else self.n_past
 
     @property
     def saves_prompt(self) -> bool:
-        """Its prompt is saved as soon as all but its last token is in the pipeline."""
         new = len(self.request.prompt) - 1 > self.counters.cached_tokens
-        return self.request.saves == "prompt" and (new or self.request.spec.task is not None) and not self.is_saved
+        return self.request.saves == "prompt" and new and not self.is_saved
 
     def prompt_end(self, n_most: int) -> int:
-        """Where the next run may end in its prompt, with so many rows of it at most."""
         end, wanted = self.n_past + n_most, self.request.wanted
         if self.saves_prompt:
             end = min(end, len(self.request.prompt) - 1)
         if self.n_past < wanted.stop and self.want.kind is not WantKind.TOP:
             end = min(end, max(wanted.start, self.n_past) + _MOST_WHOLE_ROWS)
         return end
+
+    def want_at(self, position: int) -> Want | None:
+        lead = position - self.tree.root.pos
+        if lead < 0:
+            return self.want if position in self.request.wanted else None
+        if self.request.want_grows and self.want.kind is WantKind.TOP:
+            return replace(self.want, n=self.want.n + lead)
+        return self.want
 
     def begin(self, n_ctx: int, lead: int) -> Begin:
         """What a drafter is sent of it, in a context of that size. `lead`: how far it may be ahead of the root."""
@@ -212,21 +337,10 @@ class RequestState:
             return False
         return self.draft_check is None or self.draft_check.fits(parent.path, token)
 
-    @property
-    def oldest_run(self) -> int | None:
-        """The first of the runs that carry its root and what hangs on it; None: none does."""
-        nodes = (self.tree.root, *self.tree.root.below())
-        return min((node.run for node in nodes if node.submitted), default=None)
-
     def validate(self) -> frozenset[int]:
-        """Check what must hold between events; returns the ids of its tree. Raises AssertionError."""
-        assert (self.finish is not None) == (self.phase in (Phase.ENDING, Phase.ENDED))
-        if not self.is_open:
-            return frozenset()
-        if self.phase is Phase.PREFILL:
-            assert self.n_past < len(self.request.prompt)
-            assert not self.tree.root.submitted
+        assert (self.finish is None) == self.is_open
         assert self.phase not in (Phase.SAMPLING, Phase.FETCHING) or self.tree.root.logits is not None
         assert 0 <= self.n_sent <= self.epoch
-        self.drafters.validate()
-        return self.tree.validate()
+        if self.is_open:
+            self.drafters.validate()
+        return SequenceState.validate(self)

@@ -17,14 +17,13 @@ stage is about to be free, and not before: until then more of them may come, and
 several runs. Where that pays, a fresh root waits a moment for draft tokens that go into its run.
 
 What ended requests computed stays in the KV cache for prompts that begin alike, until cells are needed
-(`prefix_cache`). Where a request's cells are to be written to disk, a run without rows has the stages do so between
-two others: so each stage saves the same tokens.
+(`prefix_cache`). Where cells are to be written to disk, or read from there, a run without rows has the stages do so
+between two others: so each stage saves the same tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import frontier
@@ -49,15 +48,15 @@ from ggpipe.core.events import (
     Sampled,
     Steer,
     Stop,
-    TaskDone,
     Tick,
 )
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
-from ggpipe.core.messages import Restore, Row, RowLogits, RunResult, Save, Want, WantKind
+from ggpipe.core.messages import Row, RowLogits, RunResult, Save, Want
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Counters, Finish, Limits, Request
-from ggpipe.core.request_state import Phase, RequestState
+from ggpipe.core.request_state import Phase, PrefixState, RequestState, SequenceState
 from ggpipe.core.run_cost import RunCost
+from ggpipe.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 
 
 class Scheduler:
@@ -66,7 +65,7 @@ class Scheduler:
     def __init__(self, limits: Limits, restored: tuple[int, ...] | None = None) -> None:
         """`restored`: as of `PrefixCache`."""
         self._limits = limits
-        self._in_flight: InFlight[RequestState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
+        self._in_flight: InFlight[SequenceState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._load = Load(limits, self._in_flight)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
         self._admission = Admission(limits, self._prefixes)
@@ -94,12 +93,18 @@ class Scheduler:
             case RowFetched(request_id, row):
                 self._row_fetched(request_id, row, actions)
             case NoToken(request_id):
-                if (state := self._states.get(request_id)) is not None and state.is_open:
+                if (state := self._open(request_id)) is not None:
                     self._end(state, Finish.NO_TOKEN, actions)
             case Drafted(batch):
                 self._drafted(batch)
-            case TaskDone(request_id, is_whole):
-                self._restored(request_id, is_whole, actions)
+            case SavePrefix() | RestorePrefix():
+                self._admission.wait(event)
+                self._admit(actions)
+            case ErasePrefix(order_id, tokens):
+                self._prefixes.erase(tokens)
+                actions.append(PrefixDone(order_id))
+            case PrefixDone():
+                self._transferred(event, actions)
             case Stop(request_id):
                 self._stop(request_id, actions)
             case Tick():
@@ -159,30 +164,36 @@ class Scheduler:
             return
         if not 0 < n_prompt - request.n_resumed < n_ctx:
             raise ValueError(f"a prompt of {n_prompt - request.n_resumed} tokens in {n_ctx} cells")
-        if request.spec.task is not None and request.spec.task.kind == "erase":
-            self._prefixes.erase(request.prompt)
-            actions.append(Finished(request.id, Finish.LENGTH))
-            return
         self._admission.wait(arrived)
         self._admit(actions)
 
+    def _open(self, request_id: int) -> RequestState | None:
+        """The state of a request that goes on; None: it waits, or was stopped meanwhile."""
+        state = self._states.get(request_id)
+        return state if isinstance(state, RequestState) and state.is_open else None
+
     def _admit(self, actions: list[Action]) -> None:
         for state in self._admission.admit():
-            request, state.admitted_at = state.request, self._now
-            if request.restores:
-                state.enter(Phase.RESTORING)
-                self._admission.make_room()
-                restore = Restore(request.id, state.tree.own, request.prompt, request.file)
-                actions.append(self._in_flight.submit_save(state, restore, self._now))
-            elif request.drafts:
+            state.admitted_at = self._now
+            if isinstance(state, PrefixState):
+                self._transfer(state, actions)
+            elif isinstance(state, RequestState) and state.request.drafts:
                 self._set_leads(state)
                 for drafter, known in state.drafters:
                     actions.append(Steer(drafter, state.begin(self._limits.n_ctx, known.lead)))
 
-    def _restored(self, request_id: int, is_whole: bool, actions: list[Action]) -> None:
-        if (state := self._states.get(request_id)) is not None and state.is_open:
-            state.n_past = len(state.request.prompt) if is_whole else 0
-            self._end(state, Finish.LENGTH, actions)
+    def _transfer(self, state: PrefixState, actions: list[Action]) -> None:
+        """Have all stages write a prefix to disk, or read it from there, if that is possible now."""
+        if state.is_ready:
+            state.enter(Phase.TRANSFER)
+            self._admission.make_room()
+            actions.append(self._in_flight.submit_save(state, state.transfer, self._now))
+
+    def _transferred(self, done: PrefixDone, actions: list[Action]) -> None:
+        state = self._states[done.request]
+        assert isinstance(state, PrefixState)
+        state.transferred(done)
+        self._close(state, actions)
 
     def _set_leads(self, state: RequestState) -> None:
         """How far each drafter may be ahead of the root from now on."""
@@ -190,40 +201,44 @@ class Scheduler:
         for _, drafter in state.drafters:
             drafter.lead = frontier.look_ahead(self._load, state, drafter.calibration, others)
 
-    def _stop(self, request_id: int, actions: list[Action]) -> None:
-        state = self._states.get(request_id)
-        if state is not None:
-            if state.is_open:
+    def _stop(self, number: int, actions: list[Action]) -> None:
+        match self._states.get(number):
+            case RequestState(is_open=True) as state:
                 self._end(state, Finish.STOPPED, actions)
-            return
-        if self._admission.withdraw(request_id):
-            actions.append(Finished(request_id, Finish.STOPPED))
-            self._admit(actions)  # those behind it may need fewer cells
+            case PrefixState(phase=Phase.PREFILL) as state:  # else it ends in a moment
+                self._close(state, actions)
+            case None if (withdrawn := self._admission.withdraw(number)) is not None:
+                is_request = isinstance(withdrawn, Arrived)
+                actions.append(Finished(number, Finish.STOPPED) if is_request else PrefixDone(number))
+                self._admit(actions)  # those behind it may need fewer cells
 
     def _end(self, state: RequestState, reason: Finish, actions: list[Action]) -> None:
-        state.enter(Phase.ENDING)
         state.finish = reason
+        self._close(state, actions)
+
+    def _close(self, state: SequenceState, actions: list[Action]) -> None:
+        """It is over when nothing of it is in flight any more. What is computed of it may be kept."""
+        state.enter(Phase.ENDING)
         clean = not self._in_flight.of(state) and not state.tree.n_submitted
         computed = tuple(self._computed(state))
         is_kept = self._prefixes.close(state.prefix, computed, clean)
-        if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
-            self._save(state, computed, actions)
-        actions += [Steer(drafter, Done(state.request.id)) for drafter, _ in state.drafters]
+        if isinstance(state, RequestState):
+            if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
+                self._save(state, computed, actions)
+            actions += [Steer(drafter, Done(state.id)) for drafter, _ in state.drafters]
         self._cancel(self._in_flight.leave(state), actions)
         self._end_if_drained(state, actions)
 
-    def _computed(self, state: RequestState) -> Sequence[int]:
+    def _computed(self, state: SequenceState) -> Sequence[int]:
         """Its tokens, as far as they are computed and may go into the prefix cache."""
-        if not state.request.spec.cache_prompt:
-            return ()
-        return (*state.request.prompt, *state.text)[: self._in_flight.computed(state, state.n_in)]
+        return state.tokens[: self._in_flight.computed(state, state.n_in)]
 
-    def _end_if_drained(self, state: RequestState, actions: list[Action]) -> None:
-        if state.finish is None or self._in_flight.of(state):
+    def _end_if_drained(self, state: SequenceState, actions: list[Action]) -> None:
+        if state.is_open or self._in_flight.of(state):
             return
         state.enter(Phase.ENDED)
-        del self._states[state.request.id]
-        actions.append(Finished(state.request.id, state.finish))
+        del self._states[state.id]
+        actions.append(state.over)
         self._admit(actions)
 
     # The pipeline
@@ -235,7 +250,7 @@ class Scheduler:
         if any(state.phase is Phase.SAMPLING for state in self._states.values()):
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
-            states = [s for s in self._states.values() if s.is_open and s.phase is not Phase.RESTORING]
+            states = [state for state in self._states.values() if state.has_rows]
             if not states:
                 return
             self._load.spare_cells = self._admission.spare_cells
@@ -244,14 +259,14 @@ class Scheduler:
             if not self._submit(choice.takes, actions):
                 return
 
-    def _save(self, state: RequestState, tokens: tuple[int, ...], actions: list[Action]) -> None:
-        save = Save(state.request.id, state.tree.own, tokens, state.request.file)
+    def _save(self, state: SequenceState, tokens: tuple[int, ...], actions: list[Action]) -> None:
+        save = Save(state.id, state.tree.own, tokens)
         actions.append(self._in_flight.submit_save(state, save, self._now))
 
     def _submit(self, takes: Sequence[Take], actions: list[Action]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
         for take in takes:
-            state, prompt = take.state, take.state.request.prompt[:-1]
+            state, prompt = take.state, take.state.prompt[:-1]
             if take.n_prompt and state.saves_prompt and state.n_past == len(prompt):
                 state.is_saved = True
                 self._save(state, prompt, actions)
@@ -264,37 +279,35 @@ class Scheduler:
         kept = [state.oldest_run for state in self._states.values() if state.is_open and state.keeps]
         kept_from = min((run for run in kept if run is not None), default=None)
         actions.append(self._in_flight.submit(parts, tuple(wants), self._now, kept_from))
+        for part in parts:
+            if isinstance(part.owner, PrefixState):
+                self._transfer(part.owner, actions)
         return True
 
-    def _part(self, take: Take, wants: dict[Want, int]) -> Part[RequestState] | None:
-        state, tree, request = take.state, take.state.tree, take.state.request
-        end = state.prompt_end(take.n_prompt)
-        nodes, most = take.nodes, take.most
+    def _part(self, take: Take, wants: dict[Want, int]) -> Part[SequenceState] | None:
+        state, tree = take.state, take.state.tree
+        end, nodes, most = state.prompt_end(take.n_prompt), take.nodes, take.most
         if take.n_prompt:
             self._prefixes.stands_at(state.prefix, state.n_past)
-        if take.n_prompt and end == len(request.prompt):
+        if take.n_prompt and end == len(state.prompt) and isinstance(state, RequestState):
             end, nodes, most = end - 1, [tree.root], 1
             state.enter(Phase.DECODING)
-        own = (tree.own,)
-        rows, wanted = [], request.wanted
-        for i in range(state.n_past, end):
-            index = wants.setdefault(state.want, len(wants)) if i in wanted else -1
-            rows.append(Row(token=request.prompt[i], pos=i, seqs=own, request=request.id, want=index))
+        own: tuple[int, ...] = (tree.own,)
+        cells = [(state.prompt[i], i, own) for i in range(state.n_past, end)]
         state.n_past = max(state.n_past, end)
         placed = tree.place(nodes, self._in_flight.next_run, most)
-        for node in placed:
-            want = state.want
-            if request.want_grows and want.kind is WantKind.TOP:
-                want = replace(want, n=want.n + node.pos - tree.root.pos)
-            index = wants.setdefault(want, len(wants))
-            seqs = tuple(sorted(node.seqs))
-            rows.append(Row(token=node.token, pos=node.pos, seqs=seqs, request=request.id, want=index))
+        cells += [(node.token, node.pos, tuple(sorted(node.seqs))) for node in placed]
+        rows = []
+        for token, pos, seqs in cells:
+            want = state.want_at(pos)
+            index = wants.setdefault(want, len(wants)) if want is not None else -1
+            rows.append(Row(token=token, pos=pos, seqs=seqs, request=state.id, want=index))
         if not rows:
             return None
         n_draft_tokens = len(placed) - (tree.root in placed)
         state.counters.submitted(node.lead for node in placed if node is not tree.root)
         state.counters.speculative_runs += n_draft_tokens > 0
-        return Part(owner=state, request=request.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens)
+        return Part(owner=state, request=state.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens)
 
     def _run_ended(self, result: RunResult, actions: list[Action]) -> None:
         run = self._in_flight.end(result)
@@ -310,15 +323,15 @@ class Scheduler:
                 state.counters.verified_runs += part.n_draft_tokens > 0
             if not state.is_open:
                 self._end_if_drained(state, actions)
-                continue
-            if part.text_answers:
-                rows = tuple(part.text_answers)
-                actions.append(Embed(part.request, rows) if state.request.embeds else Replay(part.request, rows))
-            self._sample(state, actions)
+            elif isinstance(state, RequestState):
+                if part.text_answers:
+                    rows = tuple(part.text_answers)
+                    actions.append(Embed(part.request, rows) if state.embeds else Replay(part.request, rows))
+                self._sample(state, actions)
 
     def _cancel(self, runs: Sequence[int], actions: list[Action]) -> None:
         """Have these runs skipped or stopped, but for those of requests whose runs are not to be cancelled."""
-        cancelled = self._in_flight.cancel(runs, lambda state: state.request.speculation.cancel or not state.is_open)
+        cancelled = self._in_flight.cancel(runs, lambda state: state.may_cancel)
         for run in cancelled:
             for part in run.parts:
                 part.owner.counters.cancelled_runs += 1
@@ -333,16 +346,16 @@ class Scheduler:
         root = state.tree.root
         if root.logits is None or state.phase is not Phase.DECODING:
             return
-        if state.request.embeds:
-            actions.append(Embed(state.request.id, (root.logits,)))
+        if state.embeds:
+            actions.append(Embed(state.id, (root.logits,)))
         if state.request.n_predict == 0:
             self._end(state, Finish.LENGTH, actions)
             return
         state.enter(Phase.SAMPLING)
-        actions.append(Sample(state.request.id, root.logits))
+        actions.append(Sample(state.id, root.logits))
 
     def _row_needed(self, request_id: int, actions: list[Action]) -> None:
-        if (state := self._states.get(request_id)) is None or not state.is_open:
+        if (state := self._open(request_id)) is None:
             return  # stopped meanwhile
         state.enter(Phase.FETCHING)
         root = state.tree.root
@@ -350,14 +363,14 @@ class Scheduler:
         actions.append(Fetch(request_id, root.run, root.logits.row))
 
     def _row_fetched(self, request_id: int, row: RowLogits, actions: list[Action]) -> None:
-        if (state := self._states.get(request_id)) is None or not state.is_open:
+        if (state := self._open(request_id)) is None:
             return
         state.tree.root.logits = row
         state.enter(Phase.SAMPLING)
         actions.append(Sample(request_id, row))
 
     def _sampled(self, event: Sampled, actions: list[Action]) -> None:
-        if (state := self._states.get(event.request)) is None or not state.is_open:
+        if (state := self._open(event.request)) is None:
             return  # stopped meanwhile
         state.want, state.keeps = event.want, state.keeps or event.want.keeps
         if event.end:
@@ -388,9 +401,9 @@ class Scheduler:
             state.drafters.root_sent(self._now)
             self._set_leads(state)
             for drafter, known in state.drafters:
-                accepted = Accepted(state.request.id, state.epoch, tokens, known.lead)
+                accepted = Accepted(state.id, state.epoch, tokens, known.lead)
                 self._steering.append(Steer(drafter, accepted))
 
     def _drafted(self, batch: MicroBatch) -> None:
-        if (state := self._states.get(batch.request)) is not None and state.is_open:
+        if (state := self._open(batch.request)) is not None:
             state.add(batch, self._now)

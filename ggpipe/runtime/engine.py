@@ -38,11 +38,10 @@ from ggpipe.core.events import (
     Steer,
     Stop,
     Submit,
-    TaskDone,
     Tick,
 )
 from ggpipe.core.messages import RowLogits, Run, RunResult
-from ggpipe.core.request import Request, check_prompt, check_task
+from ggpipe.core.request import Request, check_order, check_prompt
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.errors import QueueFull, UsageError
@@ -52,6 +51,7 @@ from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.run_counter import RunCounter
 from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.prefixes import PrefixDone, PrefixOrder
 from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.events import Accepted, Ended, Failure, Refused, TokenReady
 from ggpipe.runtime.channel.events import Event as RequestEvent
@@ -83,6 +83,8 @@ class Engine:
         """By request: ranks that are to save their parts."""
         self._unsaved: dict[int, Ended] = {}
         """Requests that are over but for that."""
+        self._orders: dict[int, list[PrefixSaved]] = {}
+        """By order that is not carried out: what the ranks said that have done their part."""
         self._ends = frozenset(head.vocab.end_tokens)
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[RequestEvent] = []
@@ -115,21 +117,32 @@ class Engine:
         except (UsageError, QueueFull) as e:
             self._events.append(Refused(number, Failure.of(e)))
 
+    def order(self, order: PrefixOrder) -> None:
+        """Have a prefix saved, restored or erased: `PrefixDone` or `Refused` comes of it. It waits as requests do, and
+        its id is none of theirs."""
+        try:
+            self._check_room()
+            self.prompts.check(order.tokens)
+            check_order(order, self._head.limits, self._head.head.config.slot_save_path is not None)
+        except (UsageError, QueueFull) as e:
+            self._events.append(Refused(order.id, Failure.of(e)))
+        else:
+            self._orders[order.id] = []
+            self._work([order])
+
+    def _check_room(self) -> None:
+        n = len(self._active) + len(self._orders)
+        if n >= self._head.limits.n_requests + self._head.head.config.n_queued:
+            raise QueueFull(f"{n} requests are being served or wait: try again later, or raise `n_queued`")
+
     def _begin(self, number: int, spec: RequestSpec, stats: RequestStats) -> None:
-        n_most = self._head.limits.n_requests + self._head.head.config.n_queued
-        if len(self._active) >= n_most:
-            raise QueueFull(
-                f"{len(self._active)} requests are being served or wait: try again later, or raise `n_queued`"
-            )
+        self._check_room()
         read, saves = self.prompts.read(spec.prompt, spec.sampling), self._saves
         check_prompt(read.tokens, self.n_ctx)
-        if (task := spec.task) is not None:
-            check_task(task, self._head.limits, self._head.head.config.slot_save_path is not None)
-            if task.kind == "embed":
-                ModelHeader(self._head.model_file).check_embedding(len(read.tokens), task.pooling)
-                spec = msgspec.structs.replace(spec, cache_prompt=False)
-            spec = msgspec.structs.replace(spec, n_predict=0, speculation=SpeculationConfig(mode="iterative"))
-            saves = "prompt" if task.kind == "save" else "nothing"
+        if spec.pooling is not None:
+            ModelHeader(self._head.model_file).check_embedding(len(read.tokens), spec.pooling)
+            iterative, saves = SpeculationConfig(mode="iterative"), "nothing"
+            spec = msgspec.structs.replace(spec, n_predict=0, speculation=iterative, cache_prompt=False)
         possible = self._head.possible(spec.speculation)
         active = ActiveRequest(
             msgspec.structs.replace(spec, sampling=read.sampling, speculation=possible),
@@ -167,8 +180,9 @@ class Engine:
         self._work([Arrived(request, active.want(), stats.counters, draft_check)])
 
     def cancel(self, number: int) -> None:
-        """End a request soon, if it is not over; `Ended` follows, after tokens that are generated already."""
-        if number in self._active:
+        """End a request soon, if it is not over; `Ended` follows, after tokens that are generated already. Or an order,
+        which is carried out all the same when ranks are at it; `PrefixDone` follows."""
+        if number in self._active or number in self._orders:
             self._work([Stop(number)])
 
     # Work
@@ -212,10 +226,10 @@ class Engine:
     def _work(self, events: Sequence[Event]) -> None:
         """Give the scheduler events and do all that comes of them: the pipeline first, the user second."""
         waiting = collections.deque(events)
-        for_user: list[Emit | Finished | RunDone] = []
+        for_user: list[Emit | Finished | RunDone | PrefixDone] = []
         while waiting:
             for action in self._scheduler.handle(waiting.popleft(), time.monotonic()):
-                if isinstance(action, Emit | Finished | RunDone):
+                if isinstance(action, Emit | Finished | RunDone | PrefixDone):
                     for_user.append(action)
                 else:
                     waiting.extend(self._perform(action))
@@ -230,7 +244,7 @@ class Engine:
             case Submit(run):
                 self._head.submit(run)
                 self._note_starts(run)
-                if run.save is not None:
+                if run.save is not None and run.save.request in self._active:
                     self._n_unsaved[run.save.request] += self._head.n_ranks
             case Cancel(runs):
                 self._head.cancel(runs)
@@ -249,7 +263,7 @@ class Engine:
                 self._head.fetch(request, run_id, row_number)
         return ()
 
-    def _show(self, action: Emit | Finished | RunDone) -> None:
+    def _show(self, action: Emit | Finished | RunDone | PrefixDone) -> None:
         match action:
             case Emit(request, _, drafted):
                 self._emit(request, self._active[request], drafted)
@@ -258,11 +272,14 @@ class Engine:
             case Finished(request, reason):
                 self._unsaved[request] = Ended(request=request, finish=reason, ended_s=time.monotonic())
                 self._finish_saved(request)
+            case PrefixDone(request):
+                del self._orders[request]
+                self._events.append(action)
 
     def _note_starts(self, run: Run) -> None:
         for request in {row.request for row in run.rows}:
-            stats = self._active[request].stats
-            if stats.started is None:
+            stats = self._stats_of(request)
+            if stats is not None and stats.started is None:
                 stats.started = time.monotonic()
 
     def _sample(self, request: int, active: ActiveRequest, row: RowLogits) -> Sampled | RowNeeded | NoToken:
@@ -281,13 +298,16 @@ class Engine:
         self._events.append(TokenReady(request, active.take(drafted), time.monotonic()))
 
     def _saved(self, saved: PrefixSaved) -> None:
-        request, active = saved.request, self._active[saved.request]
+        request = saved.request
+        if (parts := self._orders.get(request)) is not None:
+            parts.append(saved)
+            if len(parts) == self._head.n_ranks:
+                problems = tuple(part.problem for part in parts if part.problem)
+                self._work([PrefixDone(request, sum(part.n_bytes for part in parts), problems)])
+            return
         self._n_unsaved[request] -= 1
-        active.n_saved_bytes += saved.n_bytes
         if saved.problem:
-            active.not_saved.append(saved.problem)
-        if (task := active.spec.task) is not None and task.kind == "restore" and not self._n_unsaved[request]:
-            self._work([TaskDone(request, is_whole=not active.not_saved)])
+            self._active[request].not_saved.append(saved.problem)
         self._finish_saved(request)
 
     def _finish_saved(self, request: int) -> None:
@@ -305,7 +325,6 @@ class Engine:
             self._unsaved.pop(request),
             rest=active.decoder.finish(),
             not_saved=tuple(active.not_saved),
-            n_saved_bytes=active.n_saved_bytes,
             embedding=embedding,
         )
         self._events.append(ended)

@@ -15,6 +15,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_header import ModelHeader, n_numbers
 from ggpipe.llama.vocab import Vocab
 from ggpipe.metrics.stats import RankStats
+from ggpipe.prefixes import PrefixOrder
 from ggpipe.prompt import Conversation
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient
 from ggpipe.runtime.channel.events import Event
@@ -74,8 +75,11 @@ class Session(EngineClient):
     def _submit(self, request: ClientRequest) -> None:
         self.engine.submit(request.id, request.continued, request.stats)
 
-    def _cancel(self, request: ClientRequest) -> None:
-        self.engine.cancel(request.id)
+    def _order(self, order: PrefixOrder) -> None:
+        self.engine.order(order)
+
+    def _cancel(self, number: int) -> None:
+        self.engine.cancel(number)
 
     def _step(self) -> list[Event]:
         events = self.engine.step()

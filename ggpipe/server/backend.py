@@ -21,8 +21,9 @@ from ggpipe.errors import GgpipeError
 from ggpipe.metrics.occupancy import Occupancy
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.options.sampling import SamplingOf
+from ggpipe.prefixes import PrefixOrder
 from ggpipe.prompt import Conversation, Prompt
-from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import EngineClient
 from ggpipe.runtime.channel.messages import ModelInfo
 from ggpipe.sampling import SamplingConfig
@@ -284,7 +285,7 @@ class Backend:
                 if generation.feed.error is not None:
                     raise ApiError.of(generation.feed.error)
         for generation in generations:
-            if generation.spec.task is None:
+            if generation.spec.pooling is None:
                 self.slots.begin(generation.feed.prompt, generation.spec, generation.feed, slot)
         return generations
 
@@ -311,10 +312,10 @@ class Backend:
         if self.n_active + n_new > n_most + (self.n_slots if is_only else 0):
             raise ApiError(503, f"{self.n_active} requests are being served or wait: try again later")
 
-    async def do(self, task: PromptTask, prompt: tuple[int, ...]) -> int:
-        """Have something done with a prompt; returns the bytes of its files. Raises GgpipeError."""
-        feed, spec = Feed(), RequestSpec(prompt=prompt, task=task)
-        self._thread.submit(feed, lambda _: spec)
+    async def order(self, give: Callable[[EngineClient], PrefixOrder]) -> int:
+        """Have an order for a prefix carried out; returns the bytes of its files. Raises GgpipeError."""
+        feed = Feed()
+        self._thread.order(feed, give)
         try:
             await feed.wait_async(None)
         finally:

@@ -12,7 +12,7 @@ from ggpipe.core.in_flight import InFlight
 from ggpipe.core.messages import Want, WantKind
 from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Limits
-from ggpipe.core.request_state import RequestState
+from ggpipe.core.request_state import SequenceState
 
 
 class Queue:
@@ -20,7 +20,7 @@ class Queue:
 
     def __init__(self, n_requests: int) -> None:
         limits = Limits(n_ctx=1000, n_batch=8, n_ubatch=8, n_in_flight=1, n_seq=8, n_requests=n_requests)
-        in_flight: InFlight[RequestState] = InFlight(limits.n_seq, limits.n_requests)
+        in_flight: InFlight[SequenceState] = InFlight(limits.n_seq, limits.n_requests)
         self._prefixes = PrefixCache(limits, in_flight.ids, in_flight.ops, None)
         self._admission = Admission(limits, self._prefixes)
         self._ids: dict[str, int] = {}
@@ -33,7 +33,7 @@ class Queue:
 
     def admitted(self) -> Sequence[str]:
         names = list(self._ids)
-        return [names[state.request.id] for state in self._admission.admit()]
+        return [names[state.id] for state in self._admission.admit()]
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -41,7 +41,7 @@ class Queue:
             self._prefixes.close(state.prefix, (), clean=True)
 
     def leave(self, name: str) -> bool:
-        return self._admission.withdraw(self._ids[name])
+        return self._admission.withdraw(self._ids[name]) is not None
 
 
 def test_one_request_of_a_user_does_not_wait_behind_all_of_anothers() -> None:

@@ -122,7 +122,7 @@ def settled(**limits: int) -> Head:
     head = opened(**limits)
     head.arrive(speculating(n_draft=4))
     come_back(head)
-    pace = head.scheduler._states[1].drafters[0].pace
+    pace = head.state(1).drafters[0].pace
     for n in 3 * (1, 2, 3, 4, 5):
         head.scheduler.cost.ended(n, 1.0, 2.0)
     pace.noted(True, 0.01)

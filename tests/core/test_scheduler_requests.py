@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_drafts import Adversary, FakeDraftModel, RealDraft, TextDraft
@@ -20,7 +21,7 @@ from support.requests import changed, core_request
 
 from ggpipe.config import Pooling, SpeculationConfig
 from ggpipe.core.request import Limits, Request
-from ggpipe.request import PromptTask
+from ggpipe.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 
 Kind = Literal["model", "adversary", "ngram"]
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
@@ -36,7 +37,7 @@ class Scenario:
     agreement: float
     drafts: tuple[Kind, ...]
     """In order of their ids."""
-    requests: list[Request]
+    requests: list[Request | PrefixOrder]
     stops: dict[int, int]
     """Request -> moves until it is stopped."""
     pace: dict[str, int]
@@ -115,22 +116,32 @@ def requests(
 
 
 @st.composite
-def tasks(draw: st.DrawFn, request: Request) -> Request:
-    """A request, or what is to be done with its prompt instead."""
-    kinds: tuple[Literal["save", "restore", "erase", "embed"] | None, ...] = (
-        None, None, None, "save", "restore", "erase", "embed",
-    )  # fmt: skip
-    poolings: tuple[Pooling, ...] = ("none", "mean", "cls", "last")
-    kind = draw(st.sampled_from(kinds))
-    if kind is None:
-        return request
+def embeddings(draw: st.DrawFn, request: Request) -> Request:
+    """The embedding of a request's prompt."""
     return changed(
-        replace(request, saves="prompt" if kind == "save" else "nothing"),
+        replace(request, saves="nothing"),
         n_predict=0,
         speculation=SpeculationConfig(mode="iterative"),
-        cache_prompt=request.spec.cache_prompt and kind != "embed",
-        task=PromptTask(kind, draw(st.sampled_from(["whole", "whole", "damaged"])), draw(st.sampled_from(poolings))),
+        cache_prompt=False,
+        pooling=draw(st.sampled_from(get_args(Pooling))),
     )
+
+
+@st.composite
+def whatever(draw: st.DrawFn, request: Request) -> Request | PrefixOrder:
+    """A request, or something else with its prompt."""
+    number, prompt, file = request.id, request.prompt, draw(st.sampled_from(["whole", "whole", "damaged"]))
+    kind = draw(st.sampled_from([None, None, None, "save", "restore", "erase", "embed"]))
+    match kind:
+        case "save":
+            return SavePrefix(number, prompt, file)
+        case "restore":
+            return RestorePrefix(number, prompt, file)
+        case "erase":
+            return ErasePrefix(number, prompt)
+        case "embed":
+            return draw(embeddings(request))
+    return request
 
 
 @st.composite
@@ -235,7 +246,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
         model=FakeModel(1000, draw(st.integers(0, 99)), draws=draw(st.booleans())),
         agreement=draw(st.sampled_from([0.5, 0.9])),
         drafts=draw(st.sampled_from([("model",), ("model",), ("ngram", "model"), ("model", "model")])),
-        requests=[draw(tasks(draw(requests(i + 1, speculations, (0, 2, 10))))) for i in range(8)],
+        requests=[draw(whatever(draw(requests(i + 1, speculations, (0, 2, 10))))) for i in range(8)],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 900), max_size=2)),
         pace=draw(PACES),
         seed=draw(st.integers(0, 2**32)),
@@ -255,7 +266,7 @@ def recurrent(draw: st.DrawFn) -> Scenario:
         limits=replace(scenario.limits, partial_prefixes=False),
         restored=replace(scenario.restored, more=()),
         n_stages=draw(st.integers(1, 4)),
-        requests=[changed(request, speculation=plain) for request in scenario.requests],
+        requests=[changed(one, speculation=plain) if isinstance(one, Request) else one for one in scenario.requests],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 300), max_size=6)),
         alike=draw(st.sampled_from([0.5, 0.9])),
         hybrid=True,
@@ -270,7 +281,9 @@ def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
     head, rng = scenario.open(), random.Random(scenario.seed)
     drafters = tuple(head.drafts)
     choices = [drafters, drafters[::-1], drafters[-1:]]
-    to_come = collections.deque(replace(request, drafters=rng.choice(choices)) for request in scenario.requests)
+    to_come = collections.deque(
+        replace(one, drafters=rng.choice(choices)) if isinstance(one, Request) else one for one in scenario.requests
+    )
     stops, losses = dict(scenario.stops), set(itertools.accumulate(lives))
 
     @functools.cache
@@ -293,16 +306,22 @@ def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
     raise AssertionError("it never ends")
 
 
-def arrive_next(head: Head, to_come: collections.deque[Request], rng: random.Random, alike: float) -> None:
-    request = to_come.popleft()
-    texts = [seen.tokens for seen in head.seen.values()]
+def arrive_next(
+    head: Head, to_come: collections.deque[Request | PrefixOrder], rng: random.Random, alike: float
+) -> None:
+    one = to_come.popleft()
+    prompt = one.prompt if isinstance(one, Request) else one.tokens
+    texts = [*(seen.tokens for seen in head.seen.values()), *(seen.order.tokens for seen in head.orders.values())]
     if texts and rng.random() < alike:
         text = rng.choice(texts)
         if rng.random() < 0.3:
             text = text[: rng.randint(0, len(text))]
         room = head.limits.n_ctx - len(text) - 1
-        request = replace(request, prompt=text + request.prompt[:room] if room > 0 else request.prompt)
-    head.arrive(request)
+        prompt = text + prompt[:room] if room > 0 else prompt
+    if isinstance(one, Request):
+        head.arrive(replace(one, prompt=prompt))
+    else:
+        head.order(msgspec.structs.replace(one, tokens=prompt))
 
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -338,7 +357,8 @@ def test_requests_go_on_when_all_ranks_are_lost(scenario: Scenario, lives: list[
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(1, 30))
 def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predict: int) -> None:
-    (first, *_), limits = scenario.requests, replace(scenario.limits, n_ctx=60, partial_prefixes=True)
+    first, limits = scenario.requests[0], replace(scenario.limits, n_ctx=60, partial_prefixes=True)
+    assert isinstance(first, Request)
     request = changed(first, n_predict=n_predict, speculation=replace(first.speculation, n_parallel=1))
     head = play(
         replace(

@@ -12,7 +12,6 @@ from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Stop, 
 from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
 from ggpipe.core.request import Limits
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.request import PromptTask
 
 ONE = Want(WantKind.TOP, 1)
 
@@ -50,9 +49,7 @@ class Pipeline:
         self._handle(Arrived(core_request(id=number, prompt=prompt, n_predict=1000), ONE))
 
     def embed(self, number: int, n_prompt: int) -> None:
-        request = core_request(
-            id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, task=PromptTask("embed")
-        )
+        request = core_request(id=number, prompt=(1,) * n_prompt, n_predict=0, cache_prompt=False, pooling="last")
         self._handle(Arrived(request, ONE))
 
     def stop(self, number: int) -> None:

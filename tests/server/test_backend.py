@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
+from ggpipe.prefixes import SavePrefix
 from ggpipe.sampling import SamplingConfig
 from ggpipe.server import process
 from ggpipe.server.backend import Backend, Generation
@@ -51,7 +52,7 @@ class FakeThread:
         return answer
 
     def submit(self, feed: Feed, request_of: RequestOf) -> None:
-        """A request is accepted at once, and a task done."""
+        """A request is accepted at once."""
         spec = request_of(SamplingConfig())
         assert isinstance(spec.prompt, tuple)
         tokens = tuple(part for part in spec.prompt if isinstance(part, int))
@@ -61,8 +62,14 @@ class FakeThread:
             feed.end(error=e)
             return
         feed.accept(tokens, None)
-        if spec.task is not None:
-            feed.end()
+
+    def order(self, feed: Feed, give: Callable[[Any], SavePrefix]) -> None:
+        """A prefix is saved at once."""
+        check_prompt(give(self).tokens, N_CTX)
+        feed.end()
+
+    def save_prefix(self, tokens: tuple[int, ...], file: str) -> SavePrefix:
+        return SavePrefix(1, tokens, file)
 
     def cancel(self, _: Feed) -> None: ...
 

@@ -29,12 +29,13 @@ from ggpipe.core.events import (
     Steer,
     Stop,
     Submit,
-    TaskDone,
     Tick,
 )
 from ggpipe.core.messages import Restore, Row, RowLogits, Run, RunRecord, Want, WantKind
 from ggpipe.core.request import Finish, Limits, Request
+from ggpipe.core.request_state import RequestState
 from ggpipe.core.scheduler import Scheduler
+from ggpipe.prefixes import ErasePrefix, PrefixDone, PrefixOrder, SavePrefix
 from support.fake_drafts import Adversary, AnyDraft, RealDraft
 from support.fakes import (
     END,
@@ -49,7 +50,7 @@ from support.fakes import (
     is_below,
     restorable,
 )
-from support.seen import Seen
+from support.seen import Seen, SeenOrder
 
 SOME_PROBS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 1.0)
 
@@ -77,7 +78,9 @@ class Head:
         self.seen: dict[int, Seen] = {}
         self.to_sample: collections.deque[Sample] = collections.deque()
         self.to_fetch: collections.deque[Fetch] = collections.deque()
-        self.restoring: list[Run] = []
+        self.orders: dict[int, SeenOrder] = {}
+        self.transfers: list[Run] = []
+        """Those that save or restore prefixes."""
         self.probs: dict[tuple[int, int, int], float] = {}
         """(request, drafter, number of a draft token) -> its probability, as the drafter sent it."""
         self.calibrations: dict[tuple[int, int], Calibration] = collections.defaultdict(Calibration)
@@ -96,6 +99,10 @@ class Head:
 
     # What the outside does
 
+    def order(self, order: PrefixOrder) -> None:
+        self.orders[order.id] = SeenOrder(order)
+        self.handle(order)
+
     def arrive(self, request: Request) -> None:
         seen = self.seen[request.id] = Seen(request, n_sampled=request.n_resumed)
         self.handle(Arrived(request, self._want(seen), seen.counters))
@@ -107,11 +114,18 @@ class Head:
                 self.arrive(seen.request.after(seen.text[: n_tokens(len(seen.text))]))
                 if seen.stopped:
                     self.stop(seen.request.id)
+        for number, seen_order in lost.orders.items():
+            if seen_order.done is None:
+                self.order(seen_order.order)
+                if seen_order.stopped:
+                    self.stop(number)
 
     def stop(self, request: int) -> None:
         seen = self.seen.get(request)
         if seen is not None and seen.finish is None and (not self._is_over(seen) or seen.request.n_predict == 0):
             seen.stopped = True
+        if request in self.orders:
+            self.orders[request].stopped = True
         self.handle(Stop(request))
 
     def moves(self) -> list[Move]:
@@ -122,8 +136,8 @@ class Head:
         moves += self.pipeline.moves("target", self._hear_result)
         if self.to_sample:
             moves.append(("sample", self._sample))
-        if self._restored():
-            moves.append(("restored", self._task_done))
+        if self._transferred():
+            moves.append(("transferred", self._transfer_done))
         if self.to_fetch:
             moves.append(("fetch", self._fetch))
         for draft in self.drafts.values():
@@ -132,15 +146,16 @@ class Head:
                 moves.append(("draft tokens", functools.partial(self._take_micro_batch, draft)))
         return moves
 
-    def _restored(self) -> list[Run]:
-        """Runs that are through all stages."""
-        return [run for run in self.restoring if run.id not in self.pipeline.in_flight]
+    def _transferred(self) -> list[Run]:
+        """Those that are through all stages. Their results, and those of runs before them, may be on their way yet."""
+        return [run for run in self.transfers if all(run.id in stage.past for stage in self.pipeline.stages)]
 
-    def _task_done(self) -> None:
-        run = self._restored()[0]
-        self.restoring.remove(run)
-        assert isinstance(run.save, Restore)
-        self.handle(TaskDone(run.save.request, is_whole=restorable(run.save) == run.save.tokens))
+    def _transfer_done(self) -> None:
+        run = self._transferred()[0]
+        self.transfers.remove(run)
+        assert run.save is not None
+        is_whole = not isinstance(run.save, Restore) or restorable(run.save) == run.save.tokens
+        self.handle(PrefixDone(run.save.request, 5, () if is_whole else ("damaged",)))
 
     def drain(self) -> None:
         """Let everything end, the youngest thing first."""
@@ -161,9 +176,9 @@ class Head:
         batch = draft.batches.popleft()
         assert batch.drafter == draft.id
         self.handle(Drafted(batch))
-        state = self.scheduler._states.get(batch.request)
-        if state is None or not state.is_open or not isinstance(draft, RealDraft):
+        if not self._is_open(batch.request) or not isinstance(draft, RealDraft):
             return
+        state = self.state(batch.request)
         tokens = self.seen[batch.request].tokens
         for expansion in batch.expansions:
             for draft_token in range(expansion.first, expansion.first + expansion.n):
@@ -196,7 +211,7 @@ class Head:
     def _judge(self, request: int, token: int) -> None:
         if not self._is_open(request):
             return
-        for node in self.scheduler._states[request].tree.root.children.values():
+        for node in self.state(request).tree.root.children.values():
             for proposal in node.proposals:
                 prob = self.probs[request, proposal.drafter, proposal.number]
                 self.calibrations[request, proposal.drafter].judged(prob, node.token == token)
@@ -260,7 +275,7 @@ class Head:
                 for run_id in runs:
                     assert self._is_dead(run_id)
                     for request in {row.request for row in self.pipeline.in_flight[run_id].rows}:
-                        assert self.seen[request].request.speculation.cancel or not self._is_open(request)
+                        assert self._of(request).may_cancel or not self._is_open(request)
             case Steer(drafter, message):
                 self.drafts[drafter].steering.append(message)
             case RunDone(records):
@@ -268,18 +283,24 @@ class Head:
                     self._run_done(record, record.request)
             case Finished(request, reason):
                 self._finished(self.seen[request], reason)
+            case PrefixDone(request):
+                self._order_done(self.orders[request], action)
 
     def _submitted(self, run: Run) -> None:
         self.pipeline.submit(run)
         assert run.kept_from <= run.id
         self.kept_from = max(self.kept_from, run.kept_from)
-        if isinstance(run.save, Restore):
-            self.restoring.append(run)
+        if run.save is not None and run.save.request in self.orders:
+            self.transfers.append(run)
         if not run.rows:
-            assert run.save or all(seen.finish is not None for seen in self.seen.values())
+            done = [seen.finish is not None for seen in self.seen.values()]
+            assert run.save or all((*done, *(seen.done is not None for seen in self.orders.values())))
             return
         fresh = False
         for request in {row.request for row in run.rows}:
+            if request in self.orders:
+                self._order_computed(self.orders[request], run)
+                continue
             seen = self.seen[request]
             seen.runs.append(run)
             assert not self._is_over(seen) or not seen.text
@@ -295,7 +316,29 @@ class Head:
             fresh = fresh or (bool(seen.text) and seen.tokens in histories)
         assert fresh or len(self.pipeline.live) <= self.limits.n_in_flight, "too much in flight"
 
+    def _order_computed(self, seen: SeenOrder, run: Run) -> None:
+        rows = [row for row in run.rows if row.request == seen.order.id]
+        assert isinstance(seen.order, SavePrefix)
+        assert all(row.want < 0 for row in rows), "nothing is sampled"
+        assert rows[0].pos == seen.n_positions or not seen.n_runs
+        seen.n_positions, seen.n_runs = rows[-1].pos + 1, seen.n_runs + 1
+
+    def _order_done(self, seen: SeenOrder, done: PrefixDone) -> None:
+        assert seen.done is None
+        assert seen.n_done == seen.n_runs
+        seen.done = done
+        flying = [row for run in self.pipeline.in_flight.values() for row in run.rows]
+        assert all(row.request != seen.order.id for row in flying)
+        is_erased = isinstance(seen.order, ErasePrefix)
+        if is_erased:
+            assert seen.order.tokens not in self.scheduler._prefixes.kept.values()
+        assert done.n_bytes == 5 or is_erased or seen.stopped
+        assert seen.n_positions in (0, len(seen.order.tokens)) or seen.stopped
+
     def _run_done(self, record: RunRecord, request: int) -> None:
+        if request in self.orders:
+            self.orders[request].n_done += 1
+            return
         (run,) = (run for run in self.seen[request].runs if run.id == record.id)
         assert record.n_rows == sum(row.request == request for row in run.rows)
         assert record.n_run_rows == len(run.rows)
@@ -306,13 +349,22 @@ class Head:
         full = len(seen.tokens) > self.limits.n_ctx
         return seen.stopped or seen.ended or full or len(seen.text) == seen.request.n_predict
 
+    def state(self, request: int) -> RequestState:
+        """Of a request that is being served."""
+        state = self.scheduler._states[request]
+        assert isinstance(state, RequestState)
+        return state
+
+    def _of(self, number: int) -> Seen | SeenOrder:
+        return self.orders[number] if number in self.orders else self.seen[number]
+
     def _is_open(self, request: int) -> bool:
         state = self.scheduler._states.get(request)
         return state is not None and state.is_open
 
     def _is_dead(self, run: int) -> bool:
         rows = self.pipeline.rows_of[run]
-        return not any(self._is_open(request) and self.seen[request].lives(history) for request, history in rows)
+        return not any(self._is_open(request) and self._of(request).lives(history) for request, history in rows)
 
     def _check_request(self, seen: Seen) -> None:
         if seen.finish is not None or seen.request.id not in self.scheduler._states:
@@ -327,7 +379,7 @@ class Head:
         assert sum(accepted for _, accepted in by_lead.values()) == counters.accepted_tokens
         assert sum(counters.rejected_rows.values()) <= counters.submitted_tokens - counters.accepted_tokens
         assert counters.cancelled_tokens <= counters.submitted_tokens
-        for drafter, known in self.scheduler._states[seen.request.id].drafters:
+        for drafter, known in self.state(seen.request.id).drafters:
             own = self.calibrations[seen.request.id, drafter]
             assert known.calibration.n_judged == own.n_judged
             assert [known.calibration.chance(prob) for prob in SOME_PROBS] == [own.chance(p) for p in SOME_PROBS]
@@ -335,9 +387,7 @@ class Head:
     def _check_runs(self) -> None:
         kept: list[int] = []
         for run in reversed(self.pipeline.live):
-            may_cancel = all(
-                self.seen[row.request].request.speculation.cancel or not self._is_open(row.request) for row in run.rows
-            )
+            may_cancel = all(self._of(row.request).may_cancel or not self._is_open(row.request) for row in run.rows)
             needed = any(self.pipeline.depends(other, [run.id]) for other in kept)
             assert needed or not may_cancel or not self._is_dead(run.id), "a run that nobody needs goes on"
             kept.append(run.id)
@@ -354,7 +404,7 @@ class Head:
         whole, why = self.model.text(request.id, prompt, n_predict, self.limits.n_ctx)
         text = whole[n_resumed:]
         assert request.prompt == (*prompt, *whole[:n_resumed])
-        in_company = len(self.seen) > 1
+        in_company = len(self.seen) + len(self.orders) > 1
         if reason is Finish.STOPPED:
             assert seen.stopped
             assert seen.text == text[: len(seen.text)]
@@ -370,10 +420,6 @@ class Head:
                 return
         if request.embeds and reason is not Finish.STOPPED:
             assert seen.n_replayed == len(request.wanted) + 1
-        task = request.spec.task
-        if task is not None and task.kind not in ("save", "embed"):
-            assert not seen.runs
-            return
         n_prompt = len(request.prompt)
         rows = [[row for row in run.rows if row.request == request.id] for run in seen.runs]
         lengths = [n for n in (sum(row.pos < n_prompt for row in of_run) for of_run in rows) if n]
@@ -388,6 +434,7 @@ class Head:
     def check_end(self) -> None:
         """Nothing can happen any more."""
         assert all(seen.finish is not None for seen in self.seen.values()), "a request is stuck"
+        assert all(seen.done is not None for seen in self.orders.values()), "an order is stuck"
         assert not self.to_sample
         if self.scheduler._prefixes._restored is None:  # else it stays where it is until the first request
             self.pipeline.check_empty(self.scheduler._prefixes.kept)

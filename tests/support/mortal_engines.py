@@ -16,6 +16,7 @@ from ggpipe.errors import (
     RunError,
 )
 from ggpipe.metrics.stats import RankStats
+from ggpipe.prefixes import PrefixDone, PrefixOrder
 from ggpipe.prompt import Conversation
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient
 from ggpipe.runtime.channel.events import Accepted, Ended, Event, TokenReady
@@ -69,8 +70,11 @@ class Counting(EngineClient):
         )  # fmt: skip
         self._answers.append(accepted)
 
-    def _cancel(self, request: ClientRequest) -> None:
-        self._stopped.add(request.id)
+    def _order(self, order: PrefixOrder) -> None:
+        self._answers.append(PrefixDone(order.id, 5))
+
+    def _cancel(self, number: int) -> None:
+        self._stopped.add(number)
 
     def _step(self) -> list[Event]:
         self._alive()

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config import Pooling, SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Request
 from ggpipe.prompt import Prompt
-from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.request import RequestSpec
 
 ITERATIVE = SpeculationConfig(mode="iterative")
 _REMEMBERING = SamplingConfig(mirostat=2)
@@ -44,7 +44,7 @@ def core_request(
     speculation: SpeculationConfig = ITERATIVE,
     cache_prompt: bool = True,
     remembers_rows: bool = False,
-    task: PromptTask | None = None,
+    pooling: Pooling | None = None,
     user: str = "",
     **derived: Any,
 ) -> Request:
@@ -58,7 +58,7 @@ def core_request(
         n_predict=n_predict,
         speculation=speculation,
         cache_prompt=cache_prompt,
-        task=task,
+        pooling=pooling,
         user=user,
     )
     return Request(id=id, spec=spec, prompt=prompt, **derived)

@@ -6,7 +6,29 @@ from dataclasses import dataclass, field
 
 from ggpipe.core.messages import Run
 from ggpipe.core.request import Counters, Finish, Request
+from ggpipe.prefixes import PrefixDone, PrefixOrder
 from support.fakes import Tokens
+
+
+@dataclass
+class SeenOrder:
+    """What the head did for an order."""
+
+    order: PrefixOrder
+    n_positions: int = 0
+    """Rows that were computed for it."""
+    n_runs: int = 0
+    n_done: int = 0
+    """Runs that the scheduler said ended."""
+    stopped: bool = False
+    done: PrefixDone | None = None
+
+    may_cancel = True
+
+    def lives(self, history: Tokens) -> bool:
+        """It is part of the prefix."""
+        assert history == self.order.tokens[: len(history)]
+        return True
 
 
 @dataclass
@@ -30,6 +52,10 @@ class Seen:
     """The end token was drawn."""
     finish: Finish | None = None
     counters: Counters = field(default_factory=Counters)
+
+    @property
+    def may_cancel(self) -> bool:
+        return self.request.speculation.cancel
 
     @property
     def tokens(self) -> Tokens:

@@ -35,7 +35,7 @@ from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import BatchSettings, EmbeddingSettings, Models, Prompt
 from ggpipe.prompt import Conversation, as_prompt
 from ggpipe.prompt import Prompt as RequestPrompt
-from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient, StartedRanks
 from ggpipe.runtime.channel.events import Ended, Refused, TokenReady
 
@@ -205,9 +205,11 @@ class _Work:
         pooling = chosen(own.pooling, engine.model.pooling)
         if pooling == "none":
             raise UsageError("a vector for each token has no place here: set `pooling` to mean, cls or last")
-        norm, task = body.norm(own.embd_normalize), PromptTask("embed", pooling=pooling)
+        norm = body.norm(own.embd_normalize)
         prompts = map(self._prompt, body.prompts)
-        return [_Ask(spec=RequestSpec(prompt=one, task=task), prompt=i, norm=norm) for i, one in enumerate(prompts)]
+        return [
+            _Ask(spec=RequestSpec(prompt=one, pooling=pooling), prompt=i, norm=norm) for i, one in enumerate(prompts)
+        ]
 
     def _submit(self, engine: EngineClient, flight: _Flight, index: int, ask: _Ask) -> None:
         request = engine.submit(ask.spec)

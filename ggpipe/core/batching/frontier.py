@@ -26,7 +26,7 @@ from ggpipe.core.batching import prompts
 from ggpipe.core.batching.load import Load, Take
 from ggpipe.core.batching.rows import Riders, Rounds, most_per_second, pays_beside_root, riders, usual_chain
 from ggpipe.core.drafters.calibration import Calibration
-from ggpipe.core.request_state import Phase, RequestState
+from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.tree import Node
 
 _WAIT_LIMIT = 2.0
@@ -51,13 +51,13 @@ class Found:
     probability: float
 
 
-def choose(load: Load, states: Sequence[RequestState]) -> Choice:
-    """Choose the next run's rows. `states`: requests that continue; none of them is being sampled."""
+def choose(load: Load, states: Sequence[SequenceState]) -> Choice:
+    """Choose the next run's rows. `states`: of what has rows; no request is being sampled."""
     gathers_until = prompts.gather_until(load, states)
     if load.now < gathers_until:
         return Choice(wake_at=gathers_until)
     waiting = [state for state in states if state.phase is Phase.PREFILL]
-    decoding = [state for state in states if state.decodes]
+    decoding = [state for state in states if isinstance(state, RequestState) and state.decodes]
     ready = sorted((state for state in decoding if _is_ready(state)), key=lambda state: state.root_since)
     if waiting:
         takes = prompts.takes(load, waiting, decoding, ready, load.n_runs_of_text(states))
@@ -133,7 +133,7 @@ def _draft_tokens(load: Load, decoding: Sequence[RequestState]) -> Choice:
     return Choice(_takes((), found, n))
 
 
-def look_ahead(load: Load, state: RequestState, calibration: Calibration, others: Sequence[RequestState]) -> int:
+def look_ahead(load: Load, state: RequestState, calibration: Calibration, others: Sequence[SequenceState]) -> int:
     """How far a drafter with this calibration may be ahead of a request's root: as far as fills the pipeline, and one
     run more, where draft tokens may still be accepted. Where accepted tokens of others fill it, as far as a draft token
     is worth a row beside them. `others`: requests that are served with it.
@@ -194,6 +194,6 @@ def _is_ready(state: RequestState) -> bool:
 def _unmixed(load: Load, takes: Sequence[Take]) -> Sequence[Take]:
     """One embedding, or all but embeddings, in turns: with recurrent states libllama orders the rows of several
     sequences as it likes."""
-    texts = [take for take in takes if not take.state.request.embeds]
-    embeddings = [take for take in takes if take.state.request.embeds]
+    texts = [take for take in takes if not take.state.embeds]
+    embeddings = [take for take in takes if take.state.embeds]
     return embeddings[:1] if embeddings and not (texts and load.had_embedding) else texts

@@ -10,7 +10,7 @@ from ggpipe.core.batching.rows import Rounds
 from ggpipe.core.in_flight import InFlight, Part, RunInFlight
 from ggpipe.core.messages import RunResult
 from ggpipe.core.request import Limits
-from ggpipe.core.request_state import Phase, RequestState
+from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.run_cost import RunCost
 from ggpipe.core.tree import Node
 
@@ -24,7 +24,7 @@ _EARLY_S = 1e-3
 class Take:
     """What one request puts into a run: tokens of its prompt, or the first `most` of these nodes that get an id."""
 
-    state: RequestState
+    state: SequenceState
     nodes: list[Node] = field(default_factory=list)
     n_prompt: int = 0
     most: int = 0
@@ -33,7 +33,7 @@ class Take:
 class Load:
     """See the module's text. The scheduler keeps it up to date."""
 
-    def __init__(self, limits: Limits, in_flight: InFlight[RequestState]) -> None:
+    def __init__(self, limits: Limits, in_flight: InFlight[SequenceState]) -> None:
         self.limits = limits
         self.cost = RunCost()
         """What runs of this pipeline take."""
@@ -70,7 +70,7 @@ class Load:
         """When the next run of draft tokens may go in: the slowest stage is nearly free."""
         return self._free_at - max(self.cost.seconds(1) * _EARLY, _EARLY_S)
 
-    def n_runs_of_text(self, states: Iterable[RequestState]) -> int:
+    def n_runs_of_text(self, states: Iterable[SequenceState]) -> int:
         """Runs in flight with accepted tokens whose logits are not back yet, or with parts of prompts."""
         runs: set[int] = set()
         for state in states:
@@ -100,18 +100,18 @@ class Load:
         parts = (part for part in self._in_flight.of(state) if self._in_flight.is_computed(part.run))
         return any(node is not state.tree.root for part in parts for node in part.nodes)
 
-    def submitted(self, parts: Sequence[Part[RequestState]], only_one: bool) -> None:
+    def submitted(self, parts: Sequence[Part[SequenceState]], only_one: bool) -> None:
         """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
         fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
         n_nodes = sum(len(part.nodes) for part in parts)
         n_text = sum(part.n_text for part in parts)
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
         self._free_at = before + self.cost.text_s(n_nodes, n_text)
-        self.had_prompts, self.had_embedding = n_text > 0, parts[0].owner.request.embeds
+        self.had_prompts, self.had_embedding = n_text > 0, parts[0].owner.embeds
         if not n_text:
             self._n_in_flight[n_nodes] += 1
 
-    def learn(self, run: RunInFlight[RequestState], result: RunResult) -> None:
+    def learn(self, run: RunInFlight[SequenceState], result: RunResult) -> None:
         """A run came back: how long it took."""
         n_text, n_rows = run.n_text, len(run.run.rows)
         if not n_text:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ggpipe.core.batching.load import Load, Take
 from ggpipe.core.batching.prompt_chunks import TILE, chunk_end
 from ggpipe.core.batching.rows import Rounds
-from ggpipe.core.request_state import Phase, RequestState
+from ggpipe.core.request_state import Phase, RequestState, SequenceState
 
 _MANY_RUNS = 4
 """Runs that a long prompt takes, at least."""
@@ -21,7 +21,7 @@ _GATHER_S = 1e-2
 """The longest such wait, from the first prompt on. Seconds."""
 
 
-def gather_until(load: Load, states: Sequence[RequestState]) -> float:
+def gather_until(load: Load, states: Sequence[SequenceState]) -> float:
     """When these requests stop waiting for others that may arrive at the same time, by the clock of `load.now`.
 
     They wait on a single stage only, while all of them are prompts and nothing is in flight: prompts take less time in
@@ -32,14 +32,14 @@ def gather_until(load: Load, states: Sequence[RequestState]) -> float:
         return 0.0
     if len(states) == limits.n_requests or any(state.phase is not Phase.PREFILL for state in states):
         return 0.0
-    n_left = sum(len(state.request.prompt) - state.n_past for state in states)
+    n_left = sum(len(state.prompt) - state.n_past for state in states)
     came_at = [state.admitted_at for state in states]
     return min(max(came_at) + _GATHER * load.cost.text_s(0, n_left), min(came_at) + _GATHER_S)
 
 
 def takes(
     load: Load,
-    waiting: Sequence[RequestState],
+    waiting: Sequence[SequenceState],
     decoding: Sequence[RequestState],
     ready: Sequence[RequestState],
     n_runs: int,
@@ -56,9 +56,9 @@ def takes(
     if len(ready) >= n_tokens:
         n_tokens -= load.rows_for_prompts(len(waiting), len(ready))
     roots = [Take(state, nodes=[state.tree.root], most=1) for state in ready[:n_tokens]]
-    n_new = sum(len(state.request.prompt) - state.counters.cached_tokens for state in waiting)
+    n_new = sum(len(state.prompt) - state.counters.cached_tokens for state in waiting)
     n_prompt = min(load.limits.prompt_rows(n_new), load.limits.n_rows - len(roots))
-    n_left = sum(len(state.request.prompt) - state.n_past for state in waiting)
+    n_left = sum(len(state.prompt) - state.n_past for state in waiting)
     if decoding and not _goes_at_once(load, len(roots), n_left, len(decoding), len(waiting)):
         n_prompt = _prompt_rows(load, len(roots), len(decoding), n_prompt)
         if not ready and load.n_in_flight and not load.has_prompts and n_left > _MANY_RUNS * n_prompt:
@@ -66,10 +66,10 @@ def takes(
     return [*roots, *_shared_out(waiting, n_prompt)]
 
 
-def _alone(load: Load, state: RequestState) -> Sequence[Take]:
+def _alone(load: Load, state: SequenceState) -> Sequence[Take]:
     """The next chunk of a prompt that has the pipeline for itself, as libllama alone would cut it."""
     start, limits = state.counters.cached_tokens, load.limits
-    n_tokens = len(state.request.prompt) - start
+    n_tokens = len(state.prompt) - start
     end = start + chunk_end(state.n_past - start, n_tokens, limits.n_batch, limits.prompt_rows(n_tokens))
     return (Take(state, n_prompt=state.cut(end) - state.n_past),)
 
@@ -112,15 +112,15 @@ def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
     return min(best or 1, most)
 
 
-def _shared_out(states: Sequence[RequestState], n_rows: int) -> list[Take]:
+def _shared_out(states: Sequence[SequenceState], n_rows: int) -> list[Take]:
     """The next tokens of these prompts, `n_rows` in all if there are as many, in equal parts where they suffice. A part
     has a tile of rows at least: where there are more prompts than tiles, those with the fewest tokens left go first,
     so that not all of them end last."""
     takes: list[Take] = []
-    in_order = sorted(states, key=lambda state: len(state.request.prompt) - state.n_past)
+    in_order = sorted(states, key=lambda state: len(state.prompt) - state.n_past)
     for i, state in enumerate(in_order):
         part = min(max(math.ceil(n_rows / (len(in_order) - i)), TILE), n_rows)
-        n = state.cut(min(len(state.request.prompt), state.n_past + part)) - state.n_past
+        n = state.cut(min(len(state.prompt), state.n_past + part)) - state.n_past
         if n:
             takes.append(Take(state, n_prompt=n))
         n_rows -= n

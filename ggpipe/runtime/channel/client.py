@@ -28,6 +28,7 @@ from ggpipe.config import SamplingConfig, SpeculationConfig
 from ggpipe.core.request import Token, check_prompt
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.prompt import Conversation, as_prompt
 from ggpipe.request import RequestSpec
 from ggpipe.runtime.channel.events import Accepted, Ended, Event, Refused, TokenReady
@@ -156,6 +157,8 @@ class EngineClient(abc.ABC):
         self._ids = itertools.count(1)
         self._requests: dict[int, ClientRequest] = {}
         """Those that are active."""
+        self._orders: dict[int, PrefixOrder] = {}
+        """Those that are not carried out."""
 
     # Many requests
 
@@ -184,30 +187,55 @@ class EngineClient(abc.ABC):
 
     def serve_for(self, other: EngineClient) -> None:
         """The active requests are those of `other`, which tells its user what comes of them."""
-        self._requests = other._requests
+        self._requests, self._orders = other._requests, other._orders
 
-    def cancel(self, request: ClientRequest) -> None:
-        """End a request soon; `Ended` follows, after tokens that are generated already. Does nothing when it is
-        over."""
-        if request.id in self._requests:
-            self._cancel(request)
+    def save_prefix(self, tokens: tuple[int, ...], file: str) -> SavePrefix:
+        """Have all ranks write a prefix to disk, under this name in their folders. It waits as requests do, and goes on
+        when ranks are started again. `PrefixDone` or `Refused` comes of it."""
+        order = SavePrefix(next(self._ids), tokens, file)
+        self._begin_order(order)
+        return order
+
+    def restore_prefix(self, tokens: tuple[int, ...], file: str) -> RestorePrefix:
+        """Have all ranks put a prefix from disk into their caches; else as `save_prefix`."""
+        order = RestorePrefix(next(self._ids), tokens, file)
+        self._begin_order(order)
+        return order
+
+    def erase_prefix(self, tokens: tuple[int, ...]) -> ErasePrefix:
+        """Have all ranks take what these tokens begin with out of their caches; else as `save_prefix`."""
+        order = ErasePrefix(next(self._ids), tokens)
+        self._begin_order(order)
+        return order
+
+    def _begin_order(self, order: PrefixOrder) -> None:
+        self._orders[order.id] = order
+        self._order(order)
+
+    def cancel(self, request: ClientRequest | PrefixOrder) -> None:
+        """End a request soon; `Ended` follows, after tokens that are generated already. Or an order, unless ranks are
+        at it; `PrefixDone` follows. Does nothing when it is over."""
+        if request.id in self._requests or request.id in self._orders:
+            self._cancel(request.id)
 
     def step(self) -> list[Event]:
         """Wait for something to happen, at most 0.1 s. Returns what came, in order.
 
-        When the user wants an end, all active requests are cancelled. Raises RunError when a rank breaks, Terminated
+        When the user wants an end, all that is active is cancelled. Raises RunError when a rank breaks, Terminated
         when this process is to end.
         """
-        stopping = self._owner.stopping and bool(self._requests)
+        stopping = self._owner.stopping and bool(self._requests or self._orders)
         if stopping:
-            for request in tuple(self._requests.values()):
-                self.cancel(request)
+            for number in (*self._requests, *self._orders):
+                self._cancel(number)
         events: list[Event] = []
         for event in self._step():
             if (own := self._requests.get(event.request)) is not None:
                 self._note(event, own)
                 events.append(event)
-        if stopping and not self._requests:
+            elif self._orders.pop(event.request, None) is not None:
+                events.append(event)
+        if stopping and not (self._requests or self._orders):
             self._owner.stopping = False  # only now: one that came while loading ends the first request
         return events
 
@@ -350,7 +378,10 @@ class EngineClient(abc.ABC):
     def _submit(self, request: ClientRequest) -> None: ...
 
     @abc.abstractmethod
-    def _cancel(self, request: ClientRequest) -> None: ...
+    def _order(self, order: PrefixOrder) -> None: ...
+
+    @abc.abstractmethod
+    def _cancel(self, number: int) -> None: ...
 
     @abc.abstractmethod
     def _step(self) -> list[Event]: ...

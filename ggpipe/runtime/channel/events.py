@@ -1,7 +1,8 @@
 """What comes of a request: made by the head's engine, and the same up to the front end's user, on a channel or not.
 
-`Accepted` or `Refused` comes first; after `Accepted` any number of `TokenReady`, then `Ended`. A request's number is
-the front end's. Times are the head's `time.monotonic`.
+`Accepted` or `Refused` comes first; after `Accepted` any number of `TokenReady`, then `Ended`. Of an order
+(`ggpipe/prefixes.py`), `PrefixDone` or `Refused` comes. Their numbers are the front end's. Times are the head's
+`time.monotonic`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from ggpipe.core.messages import RunRecord
 from ggpipe.core.request import Counters, Finish, Token
 from ggpipe.errors import BodyError, GgpipeError, PromptTooLong, RunError
 from ggpipe.metrics.stats import RankStats
+from ggpipe.prefixes import PrefixDone, PrefixOrder
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all that a front end and the head send each other; the class name travels as the tag."""
+    """Base of what a front end and the head send each other; the class name travels as the tag."""
 
 
 class Accepted(Message, frozen=True, kw_only=True):
@@ -76,11 +78,9 @@ class Ended(Message, frozen=True, kw_only=True):
     """Text after the last token's: what may have begun a stop string, and a replacement character for one whose last
     bytes never came; mostly empty."""
     not_saved: tuple[str, ...] = ()
-    """Why parts of a prefix are not written to disk, or not restored, a line each."""
-    n_saved_bytes: int = 0
-    """Of the files of its task."""
+    """Why parts of its prompt cache are not written to disk, or there is no embedding, a line each."""
     embedding: tuple[bytes, ...] = ()
-    """Its embedding, not normalized, where that is its task: a vector of 32-bit floats, or one for each token."""
+    """Its embedding, not normalized, where that is wanted: a vector of 32-bit floats, or one for each token."""
 
 
 class Failure(Message, frozen=True, kw_only=True):
@@ -118,11 +118,14 @@ class Failure(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True):
-    """A request was not taken."""
+    """A request or an order was not taken."""
 
     request: int
     why: Failure
 
 
-Event = Accepted | TokenReady | Ended | Refused
-"""What front ends' users see of requests; `Figures` go into their statistics."""
+Event = Accepted | TokenReady | Ended | Refused | PrefixDone
+"""What front ends' users see of requests and orders; `Figures` go into their statistics."""
+
+Sendable = Message | PrefixOrder | PrefixDone
+"""All that goes over a channel."""

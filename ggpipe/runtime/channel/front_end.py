@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ggpipe.errors import GgpipeError, Interrupted, RunError
-from ggpipe.runtime.channel.events import Failure, Message
+from ggpipe.runtime.channel.events import Failure, Sendable
 from ggpipe.runtime.channel.link import Link
 from ggpipe.runtime.channel.messages import Alive, Failed, FromFrontEnd, Line, Quit, Ready, Stop
 
@@ -47,7 +47,7 @@ class FrontEnd:
         if self._stopped:
             raise Interrupted("stopped before all was measured")
 
-    def send(self, *messages: Message) -> None:
+    def send(self, *messages: Sendable) -> None:
         """Send in one piece. What a front end that has left does not get is lost."""
         self._link.send(*messages, attend=self._attend)
 

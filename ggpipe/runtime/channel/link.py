@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 from ggpipe.errors import GgpipeError, LaunchError, RunError, UsageError
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 from ggpipe.runtime.channel import messages
-from ggpipe.runtime.channel.events import Failure, Message
+from ggpipe.runtime.channel.events import Failure, Sendable
 from ggpipe.runtime.channel.messages import VERSION, Failed, FromFrontEnd, FromHead
 
 M = TypeVar("M", FromFrontEnd, FromHead)
@@ -83,7 +83,7 @@ class Link(Generic[M]):
         """The other side is on this machine."""
         return str(self._connection.getpeername()[0]).startswith("127.")
 
-    def send(self, *sent: Message, attend: Callable[[], None] = lambda: None) -> bool:
+    def send(self, *sent: Sendable, attend: Callable[[], None] = lambda: None) -> bool:
         """Send messages, in one piece; False when the other side has gone.
 
         Waits for a reader that does not read; `attend` is then called every 0.1 s, and may raise to give up the link.
@@ -93,7 +93,7 @@ class Link(Generic[M]):
         with self._sending:
             return self._send(frames, attend)
 
-    def send_if_free(self, message: Message) -> None:
+    def send_if_free(self, message: Sendable) -> None:
         """Send, unless another thread is sending or the other side does not read."""
         if self._sending.acquire(blocking=False):
             try:
@@ -173,7 +173,7 @@ class Link(Generic[M]):
         self._connection.close()
 
 
-def framed(message: Message) -> bytes:
+def framed(message: Sendable) -> bytes:
     """A message with its length in front. Raises UsageError for one that is too large to be sent."""
     data = messages.encode(message)
     if len(data) > MAX_FRAME_BYTES:

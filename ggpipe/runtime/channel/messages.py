@@ -6,6 +6,9 @@
 | loading  | Stop                | Loading …, Loaded                                 |
 | serving  | Submit              | Accepted, TokenReady …, Figures …, Ended          |
 |          |                     | Refused instead                                   |
+|          | SavePrefix,         | PrefixDone, or Refused                            |
+|          | RestorePrefix,      |                                                   |
+|          | ErasePrefix         |                                                   |
 |          | Cancel              |                                                   |
 |          | Tokenize            | Tokenized, or NotAnswered                         |
 |          | TokenizeChat        | ChatTokenized, or NotAnswered                     |
@@ -14,7 +17,8 @@
 | profiling| Stop                | Profiled                                          |
 | any time | Quit                | Line, Alive (when silent for a second), Failed    |
 
-What comes of requests is in `events`. Times are the head's `time.monotonic`, those of a span its own rank's.
+What comes of requests is in `events`, orders for prefixes are in `ggpipe/prefixes.py`. Times are the head's
+`time.monotonic`, those of a span its own rank's.
 """
 
 from __future__ import annotations
@@ -28,11 +32,12 @@ from ggpipe.cluster.profile import Profile
 from ggpipe.config import SamplingConfig
 from ggpipe.errors import RunError, UsageError
 from ggpipe.metrics.stats import RankStats
+from ggpipe.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.prompt import Conversation
 from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.events import Accepted, Ended, Failure, Figures, Message, Refused, TokenReady
+from ggpipe.runtime.channel.events import Accepted, Ended, Failure, Figures, Message, Refused, Sendable, TokenReady
 
-VERSION = 17
+VERSION = 18
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -75,7 +80,7 @@ class Submit(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """End a request soon; its Ended follows."""
+    """End a request soon; its Ended follows. Or an order: PrefixDone follows."""
 
     request: int
 
@@ -115,7 +120,10 @@ class Quit(Message, frozen=True):
     """End all ranks."""
 
 
-FromFrontEnd = Submit | Cancel | Tokenize | TokenizeChat | Detokenize | Measure | Stop | Quit
+FromFrontEnd = (
+    Submit | SavePrefix | RestorePrefix | ErasePrefix | Cancel | Tokenize | TokenizeChat | Detokenize | Measure | Stop
+    | Quit
+)  # fmt: skip
 
 
 # From the head
@@ -201,8 +209,8 @@ class Failed(Message, frozen=True):
 
 
 FromHead = (
-    Ready | Loading | Loaded | Accepted | TokenReady | Figures | Ended | Refused | Tokenized | ChatTokenized
-    | Detokenized | NotAnswered | Measured | Profiled | Line | Alive | Failed
+    Ready | Loading | Loaded | Accepted | TokenReady | Figures | Ended | Refused | PrefixDone | Tokenized
+    | ChatTokenized | Detokenized | NotAnswered | Measured | Profiled | Line | Alive | Failed
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -210,7 +218,7 @@ _FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder
 _FROM_HEAD: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Sendable) -> bytes:
     """A message as bytes. Raises UsageError for values that none can hold, as in what users give to chat templates."""
     try:
         return _ENCODER.encode(message)

@@ -13,9 +13,20 @@ from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.cluster.profile import Profile
 from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError, UsageError
 from ggpipe.metrics.stats import RankStats
+from ggpipe.prefixes import PrefixDone, PrefixOrder
 from ggpipe.prompt import Conversation
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient
-from ggpipe.runtime.channel.events import Accepted, Ended, Event, Failure, Figures, Message, Refused, TokenReady
+from ggpipe.runtime.channel.events import (
+    Accepted,
+    Ended,
+    Event,
+    Failure,
+    Figures,
+    Message,
+    Refused,
+    Sendable,
+    TokenReady,
+)
 from ggpipe.runtime.channel.link import Link, Waker
 from ggpipe.runtime.channel.messages import (
     Alive,
@@ -106,7 +117,7 @@ class RemoteRanks:
 
     # Messages
 
-    def send(self, *messages: Message) -> None:
+    def send(self, *messages: Sendable) -> None:
         """Send to the head. That it has gone shows when something is received."""
         self._link.send(*messages, attend=self._go_on)
 
@@ -273,21 +284,27 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, request: ClientRequest) -> None:
         request.stats.arrived = request.stats.arrived or time.monotonic()
-        try:
-            self._own.send(Submit(request.id, request.continued))
-        except UsageError as e:
-            self._kept.append(Refused(request.id, Failure.of(e)))
+        self._ask(request.id, Submit(request.id, request.continued))
 
-    def _cancel(self, request: ClientRequest) -> None:
-        if request.id not in self._cancelled:
-            self._cancelled.add(request.id)
-            self._own.send(Cancel(request.id))
+    def _order(self, order: PrefixOrder) -> None:
+        self._ask(order.id, order)
+
+    def _ask(self, number: int, message: Sendable) -> None:
+        try:
+            self._own.send(message)
+        except UsageError as e:
+            self._kept.append(Refused(number, Failure.of(e)))
+
+    def _cancel(self, number: int) -> None:
+        if number not in self._cancelled:
+            self._cancelled.add(number)
+            self._own.send(Cancel(number))
 
     def _step(self) -> list[Event]:
         match self._kept.pop(0) if self._kept else self._own.receive():
             case Accepted() | TokenReady() as event:
                 return [event]
-            case Ended() | Refused() as event:
+            case Ended() | Refused() | PrefixDone() as event:
                 self._cancelled.discard(event.request)
                 return [event]
             case Figures() as figures:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from ggpipe.core.request import Counters
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.runtime.channel.events import Ended, Failure, Figures, Message, Refused
+from ggpipe.prefixes import ErasePrefix, RestorePrefix, SavePrefix
+from ggpipe.runtime.channel.events import Ended, Failure, Figures, Message, Refused, Sendable
 from ggpipe.runtime.channel.front_end import FrontEnd
 from ggpipe.runtime.channel.link import framed
 from ggpipe.runtime.channel.messages import (
@@ -75,13 +76,13 @@ class _Server:
         answers = [answer for message in self._front_end.take() for answer in self._handle(message)]
         if answers:
             self._front_end.send(*answers)
-        news: list[Message] = []
+        news: list[Sendable] = []
         for event in self._session.engine.step():
             if isinstance(event, Ended):
                 stats = self._stats[event.request]
                 news.append(self._figures(event.request, stats, stats.counters))
             if isinstance(event, Ended | Refused):
-                del self._stats[event.request]
+                self._stats.pop(event.request, None)  # orders have none
             news.append(event)
         if self._stats and time.monotonic() > self._figures_at + _FIGURES_S:
             self._figures_at = time.monotonic()
@@ -94,6 +95,8 @@ class _Server:
             case Submit(number, spec):
                 stats = self._stats[number] = RequestStats()
                 self._session.engine.submit(number, spec, stats)
+            case SavePrefix() | RestorePrefix() | ErasePrefix():
+                self._session.engine.order(message)
             case Cancel(number):
                 self._session.engine.cancel(number)
             case Tokenize(text):

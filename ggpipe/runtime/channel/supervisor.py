@@ -19,6 +19,7 @@ from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.core.request import Finish
 from ggpipe.errors import GgpipeError, Interrupted, RankError, RunError, StartError, Terminated, UsageError
 from ggpipe.metrics.stats import RankStats
+from ggpipe.prefixes import PrefixDone, PrefixOrder
 from ggpipe.prompt import Conversation
 from ggpipe.runtime.channel.client import ClientRequest, EngineClient, StartedRanks
 from ggpipe.runtime.channel.events import Ended, Event, Refused
@@ -233,7 +234,7 @@ class SupervisedEngine(EngineClient):
         self._engine = engine
         self._on_line = on_line
         self._cancelled: set[int] = set()
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, Ended | PrefixDone] = {}
         """What came of requests while ranks were started again."""
         engine.serve_for(self)
 
@@ -263,9 +264,12 @@ class SupervisedEngine(EngineClient):
     def _submit(self, request: ClientRequest) -> None:
         self._engine._submit(request)
 
-    def _cancel(self, request: ClientRequest) -> None:
-        self._cancelled.add(request.id)
-        self._engine._cancel(request)
+    def _order(self, order: PrefixOrder) -> None:
+        self._engine._order(order)
+
+    def _cancel(self, number: int) -> None:
+        self._cancelled.add(number)
+        self._engine._cancel(number)
 
     def _step(self) -> list[Event]:
         events: list[Event] = [*self._ended.values()]
@@ -276,7 +280,8 @@ class SupervisedEngine(EngineClient):
             except _DEATHS as e:
                 self._go_on(e)
             self.n_cells = self._engine.n_cells
-        self._cancelled.difference_update(event.request for event in events if isinstance(event, Ended | Refused))
+        over = (event.request for event in events if isinstance(event, Ended | Refused | PrefixDone))
+        self._cancelled.difference_update(over)
         return events
 
     def _ask(self, ask: Callable[[EngineClient], T]) -> T:
@@ -305,3 +310,8 @@ class SupervisedEngine(EngineClient):
                 self._ended[request.id] = ended
             else:
                 engine.resume(request)
+        for order in self._orders.values():
+            if order.id in self._cancelled:
+                self._ended[order.id] = PrefixDone(order.id)
+            else:
+                engine._order(order)

@@ -29,10 +29,8 @@ class ActiveRequest:
         for token in spec.resumed:
             self.decoder.push(token)
         self.not_saved: list[str] = []
-        """Why parts of a prefix are not written, or not restored, a line each."""
-        self.n_saved_bytes = 0
-        """Of its files."""
-        self.pooled = Pooled(spec.task.pooling if spec.task is not None else "last")
+        """Why parts of its prompt cache are not written, a line each."""
+        self.pooled = Pooled(spec.pooling or "last")
         """Its embedding, where that is wanted."""
         self._vocab = vocab
         self._to_replay: collections.deque[tuple[int, bool]] = collections.deque()
@@ -44,7 +42,7 @@ class ActiveRequest:
 
     def want(self) -> Want:
         """What its first rows must bring back."""
-        if self.spec.task is not None and self.spec.task.kind == "embed":
+        if self.spec.pooling is not None:
             return Want(WantKind.HIDDEN)
         return self.sampler.replay_want(len(self._to_replay)) if self._to_replay else self.sampler.want()
 

@@ -13,7 +13,7 @@ from ggpipe.embeddings import Vector, chosen, normalized
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.openai.embeddings import EmbeddingBody
 from ggpipe.prompt import as_prompt
-from ggpipe.request import PromptTask, RequestSpec
+from ggpipe.request import RequestSpec
 from ggpipe.server.backend import Generation
 from ggpipe.server.clients.keys import user_of
 from ggpipe.server.endpoints.shared import Server
@@ -75,9 +75,8 @@ class Embeddings:
         backend, user = self._server.backend, user_of(request)
         assert backend.model is not None  # it is loaded
         body.check(backend.model.n_embd)
-        task = PromptTask("embed", pooling=pooling)
         try:
-            specs = [RequestSpec(prompt=as_prompt(one), task=task, user=user) for one in body.prompts]
+            specs = [RequestSpec(prompt=as_prompt(one), pooling=pooling, user=user) for one in body.prompts]
         except UsageError as e:
             raise ApiError.of(e) from e
         found: list[Generation] = []

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import msgspec
 
 from ggpipe.cache import whole_file
 from ggpipe.errors import GgpipeError, SettingError, UsageError
-from ggpipe.request import PromptTask
+from ggpipe.prefixes import PrefixOrder
+from ggpipe.runtime.channel.client import EngineClient
 from ggpipe.server.backend import Backend
 from ggpipe.server.errors import ApiError
 from ggpipe.server.slots.table import Slot, Tokens
@@ -103,7 +104,7 @@ class SavedSlots:
         if len(tokens) < 2:
             raise ApiError(400, f"slot {slot.id} is empty: there is nothing to save", "id_slot")
         async with self._one_at_a_time:
-            n_bytes = await self._task(PromptTask("save", name), tokens, 500)
+            n_bytes = await self._order(lambda engine: engine.save_prefix(tokens[:-1], name), f"save {name}", 500)
             own = msgspec.json.encode(_Saved(1, tokens))
             try:
                 await asyncio.to_thread(_write, self._path(name), own)
@@ -119,7 +120,9 @@ class SavedSlots:
         _check_idle(slot)
         async with self._one_at_a_time:
             tokens, n_bytes = await asyncio.to_thread(_read, self._path(name))
-            n_bytes += await self._task(PromptTask("restore", name), tokens[:-1], 400)
+            n_bytes += await self._order(
+                lambda engine: engine.restore_prefix(tokens[:-1], name), f"restore {name}", 400
+            )
         _check_idle(slot)
         self._backend.slots.restored(slot, tokens)
         return {
@@ -131,17 +134,17 @@ class SavedSlots:
         _check_idle(slot)
         tokens, slot.use = slot.tokens, None
         if tokens:
-            await self._task(PromptTask("erase"), tokens, 500)
+            await self._order(lambda engine: engine.erase_prefix(tokens), "erase", 500)
         return {"id_slot": slot.id, "n_erased": len(tokens)}
 
-    async def _task(self, task: PromptTask, prompt: Tokens, status: int) -> int:
+    async def _order(self, give: Callable[[EngineClient], PrefixOrder], what: str, status: int) -> int:
         """Bytes of all ranks' files. Raises ApiError, with this status where the ranks cannot do it."""
         try:
-            return await self._backend.do(task, prompt)
+            return await self._backend.order(give)
         except UsageError as e:
             raise ApiError.of(e) from e
         except GgpipeError as e:
-            raise ApiError(status, f"cannot {task.kind} {task.file}: {e}") from e
+            raise ApiError(status, f"cannot {what}: {e}") from e
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None

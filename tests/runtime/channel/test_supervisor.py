@@ -20,9 +20,10 @@ from ggpipe.errors import (
     Terminated,
     UsageError,
 )
+from ggpipe.prefixes import PrefixDone
 from ggpipe.prompt import Conversation
 from ggpipe.runtime.channel.client import EngineClient
-from ggpipe.runtime.channel.events import Ended
+from ggpipe.runtime.channel.events import Ended, Event
 from ggpipe.runtime.channel.messages import ModelInfo
 from ggpipe.runtime.channel.supervisor import Budget
 
@@ -90,6 +91,20 @@ def test_a_request_that_was_cancelled_is_not_served_again() -> None:
     assert ended == [one.id, other.id]
     assert (one.stats.finish, other.stats.finish) == (Finish.STOPPED, Finish.LENGTH)
     assert len(one.tokens) == 2
+
+
+def test_orders_are_given_again_unless_they_were_cancelled() -> None:
+    rig = Rig(first := FakeRanks("first"), FakeRanks("second"))
+    with rig.engine() as engine:
+        orders = engine.save_prefix((1, 2), "tale"), engine.restore_prefix((3, 4), "other"), engine.erase_prefix((5,))
+        engine.cancel(orders[1])
+        assert first.engine is not None
+        first.engine.is_dead = True
+        done: list[Event] = []
+        while len(done) < len(orders):
+            done += engine.step()
+    saved, cancelled, erased = (order.id for order in orders)
+    assert done == [PrefixDone(cancelled), PrefixDone(saved, 5), PrefixDone(erased, 5)]
 
 
 def test_ranks_that_die_again_at_once_end_a_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
