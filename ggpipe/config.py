@@ -5,6 +5,8 @@ Options are made of these fields (`options/table.py`). A field's type, default a
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +30,7 @@ MOST_NORM = 1024
 """By which embeddings are normalized."""
 
 TARGET, FIRST_DRAFT = 0, 1
-"""Ids of models: the target, and the first draft model."""
+"""Ids of models: the target, and the first draft model; further ones follow."""
 MAX_SEQUENCES = 256
 """Sequence ids that libllama has."""
 MAX_PREFIXES = 16
@@ -241,12 +243,13 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """The draft model, and where it runs."""
+    """A draft model, and where it runs."""
 
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
     shares: tuple[float, ...] = ()
-    """Share of the draft's layers for each draft rank; draft ranks follow the target's. Empty: the head runs it."""
+    """Share of its layers for each of its ranks, which follow the target's and those of earlier draft models. Empty:
+    the head runs it."""
     group_sizes: tuple[int, ...] = ()
     """For each of the shares, the number of ranks that compute these layers together; empty: one each."""
     threads: int = -1
@@ -261,7 +264,7 @@ class DraftConfig:
 
     @property
     def n_ranks(self) -> int:
-        """Ranks that hold nothing but the draft model."""
+        """Ranks that hold nothing but this model."""
         return sum(self.group_sizes) or len(self.shares)
 
 
@@ -282,7 +285,8 @@ class EngineConfig:
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    draft: DraftConfig | None = None
+    drafts: tuple[DraftConfig, ...] = ()
+    """Draft models; those with ranks of their own come first."""
     n_requests: int = 1
     """Requests that are served at the same time; further ones wait. Each takes a sequence id of every context."""
     n_queued: int = 1000
@@ -300,16 +304,21 @@ class EngineConfig:
     """All KV cells get their memory while loading, where there is enough; else when they are used first."""
 
     def __post_init__(self) -> None:
-        contexts = [self.context, *([self.draft.context] if self.draft else [])]
+        contexts = [self.context, *(draft.context for draft in self.drafts)]
         check_range("n_requests", self.n_requests, 1, min(context.n_seq for context in contexts))
         if self.n_queued < 0:
             raise SettingError(f"`n_queued` must be 0 or more, got {self.n_queued}")
         if not 1 < self.prefill_slowdown < math.inf:
             raise SettingError(f"`prefill_slowdown` must be above 1, got {self.prefill_slowdown:g}")
+        has_ranks = [bool(draft.shares) for draft in self.drafts]
+        if has_ranks != sorted(has_ranks, reverse=True):
+            raise SettingError("`drafts`: name those with `shares`, which have ranks of their own, before the others")
+        if self.pipeline.auto and len(self.drafts) > 1:
+            raise SettingError("`shares` auto plans for one draft model at most: give shares, or fewer draft models")
         self._check_groups()
 
     def _check_groups(self) -> None:
-        sizes = set(self.pipeline.group_sizes + (self.draft.group_sizes if self.draft else ())) - {1}
+        sizes = {*self.pipeline.group_sizes, *(size for draft in self.drafts for size in draft.group_sizes)} - {1}
         n = len(self.pipeline.tensor_split)
         if n and n not in sizes:
             raise SettingError(
@@ -340,19 +349,21 @@ class EngineConfig:
 
     @property
     def n_draft_ranks(self) -> int:
-        """Ranks that hold nothing but the draft model: the last ones."""
-        return self.draft.n_ranks if self.draft else 0
+        """Ranks that hold nothing but a draft model: the last ones."""
+        return sum(draft.n_ranks for draft in self.drafts)
+
+    def draft_heads(self, n_ranks: int) -> tuple[int, ...]:
+        """Of all ranks, the first one of each draft model that has ranks."""
+        ends = itertools.accumulate((draft.n_ranks for draft in self.drafts), initial=n_ranks - self.n_draft_ranks)
+        return tuple(head for head, draft in zip(ends, self.drafts, strict=False) if draft.n_ranks)
 
     def model_of(self, rank: int, n_ranks: int) -> int:
-        """Id of the model whose layers a rank holds, of so many ranks: `TARGET`, or that of a draft model."""
-        return TARGET if rank < n_ranks - self.n_draft_ranks else FIRST_DRAFT
+        """Id of the model whose layers a rank holds, of all ranks: `TARGET`, or that of a draft model."""
+        return TARGET + bisect.bisect_right(self.draft_heads(n_ranks), rank)
 
     def part_of(self, model: int) -> EngineConfig | DraftConfig:
         """The model of this id, and its context."""
-        if model == TARGET:
-            return self
-        assert self.draft is not None, "a model that is not configured"
-        return self.draft
+        return self if model == TARGET else self.drafts[model - FIRST_DRAFT]
 
     def check_ranks(self, n_ranks: int) -> None:
         """Compare settings that name ranks with the number of ranks. Raises SettingError and LaunchError."""

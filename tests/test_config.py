@@ -116,7 +116,8 @@ GROUPS = PipelineConfig(shares=(0.5, 0.5), group_sizes=(2, 1))
 
 def test_ranks_of_groups() -> None:
     draft = DraftConfig(model=MODEL, shares=(1.0,), group_sizes=(3,))
-    assert (GROUPS.n_ranks, draft.n_ranks, EngineConfig(MODEL, pipeline=GROUPS, draft=draft).n_draft_ranks) == (3, 3, 3)
+    config = EngineConfig(MODEL, pipeline=GROUPS, drafts=(draft,))
+    assert (GROUPS.n_ranks, draft.n_ranks, config.n_draft_ranks) == (3, 3, 3)
     assert (PipelineConfig().n_ranks, PipelineConfig(shares=(0.5, 0.5)).n_ranks) == (None, 2)
 
 
@@ -147,4 +148,4 @@ def test_what_groups_cannot_do_is_one_line(make: Callable[[], object], message: 
 
 def test_proportions_of_a_drafts_group() -> None:
     draft = DraftConfig(model=MODEL, shares=(1.0,), group_sizes=(3,))
-    EngineConfig(MODEL, pipeline=PipelineConfig(shares=(1.0,), tensor_split=(3, 2, 1)), draft=draft)
+    EngineConfig(MODEL, pipeline=PipelineConfig(shares=(1.0,), tensor_split=(3, 2, 1)), drafts=(draft,))

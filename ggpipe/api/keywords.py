@@ -189,8 +189,8 @@ class EngineOptions(RequestOptions, total=False):
     """Reference kernels: the same bits for every split, mode and number of threads. Slower. Default: False."""
     layer_split: str
     """Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together,
-    as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are
-    started. auto: planned after a quick measurement. Default: even."""
+    as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0), those of each further draft model behind
+    another. Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."""
     tensor_split: str | float | Sequence[float]
     """In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others
     divide evenly."""
@@ -203,9 +203,10 @@ class EngineOptions(RequestOptions, total=False):
     machine that cannot be reached go to the others. Default: 0."""
     hostfile: File
     """Machines to start ranks on, in mpirun's format. Default: those of the Slurm job, or this one."""
-    draft: File
-    """GGUF file of the draft model: a smaller one of the same family. It runs on the ranks behind the / of
-    `layer_split`, else inside the first rank."""
+    draft: File | Sequence[File]
+    """GGUF file of a draft model: a smaller one of the same family. It runs on the ranks behind the / of
+    `layer_split`, else inside the first rank. May be repeated: all of them draft, each on the ranks behind its
+    own /."""
     threads_draft: int
     """Threads of the draft; -1: as `threads`. Default: -1."""
     threads_batch_draft: int

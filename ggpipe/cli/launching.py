@@ -82,7 +82,7 @@ def check_model_files(config: EngineConfig, hostfile: Path | None) -> None:
     """Check that the model files can be opened, where all ranks are on this machine. Raises ModelError."""
     if hostfile is not None or allocated_hosts():
         return
-    for model in (config.model, *([config.draft.model] if config.draft is not None else [])):
+    for model in (config.model, *(draft.model for draft in config.drafts)):
         check_model_file(model.path)
 
 

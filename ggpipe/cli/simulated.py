@@ -24,7 +24,7 @@ _AGREEMENT = 0.7
 def shapes_of(options: Options) -> tuple[ModelShape | None, ModelShape | None]:
     """The shapes of the target and of the draft, from the headers of their files; None where no file is named."""
     models, context = options[Models], options[ContextConfig]
-    return _shape(models.target, context), _shape(models.draft, context)
+    return _shape(models.target, context), _shape(models.the_draft, context)
 
 
 def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:

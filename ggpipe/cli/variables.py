@@ -88,4 +88,4 @@ def _value(row: Option, variable: str, text: str) -> Any:
         except ValueError:
             kind = "whole number" if row.reads is int else "number"
             raise UsageError(f"{variable} must be a {kind}, got {text}") from None
-    return text
+    return [text] if row.many else text

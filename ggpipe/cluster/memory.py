@@ -6,6 +6,7 @@ of the longest run, and on the first the whole input embedding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
@@ -80,13 +81,12 @@ def process_memory(shape: ModelShape, is_head: bool) -> Memory:
 def memory_by_rank(
     target: ModelShape,
     layout: Layout,
-    draft: ModelShape | None,
-    draft_layout: Layout | None,
+    drafts: Sequence[tuple[ModelShape, Layout | None]],
     n_ctx: int,
     n_ubatch: int,
     tensor_split: tuple[float, ...] = (),
-) -> list[Memory]:
-    """What each rank needs, the target's first. Without a layout of its own a draft is inside the head.
+) -> dict[int, Memory]:
+    """What each rank needs. `drafts`: draft models; one without a layout is inside the head.
 
     `tensor_split`: as of `PipelineConfig`.
     """
@@ -97,9 +97,10 @@ def memory_by_rank(
         own = stage_memory(shape.part(share), stage.layers, n_ctx, n_ubatch)
         return own + process_memory(shape, rank == layout.head)
 
-    needs = [rank_memory(target, layout, rank) for rank in layout.ranks]
-    if draft is not None and draft_layout is None:
-        needs[0] += stage_memory(draft, (0, draft.n_layer), n_ctx, n_ubatch)
-    elif draft is not None and draft_layout is not None:
-        needs += [rank_memory(draft, draft_layout, rank) for rank in draft_layout.ranks]
+    needs = {rank: rank_memory(target, layout, rank) for rank in layout.ranks}
+    for draft, own in drafts:
+        if own is None:
+            needs[layout.head] += stage_memory(draft, (0, draft.n_layer), n_ctx, n_ubatch)
+        else:
+            needs |= {rank: rank_memory(draft, own, rank) for rank in own.ranks}
     return needs

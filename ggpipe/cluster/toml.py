@@ -68,7 +68,7 @@ from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import Profile, read
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
-from ggpipe.core.layout import Split, parse_shares
+from ggpipe.core.layout import Shares, Split, parse_split
 from ggpipe.errors import UsageError
 
 CLUSTERS = Path(__file__).parent / "bundled"
@@ -232,6 +232,8 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
     if not target_on:
         raise ValueError("target_on names no node: give one for each rank that holds layers, the head first")
     split = _split(file, len(target_on), len(draft_on))
+    target = split.target if split is not None else None
+    draft = split.drafts[0] if split is not None and split.drafts else Shares(())
     n_ranks = len(target_on) + len(draft_on)
     if len(file.threads) not in (0, n_ranks):
         raise ValueError(f"threads is a list of {len(file.threads)} numbers for {n_ranks} ranks: give one for each")
@@ -254,13 +256,13 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
         draft=file.draft.shape("draft") if file.draft else None,
         network=network,
         local=local,
-        shares=split.shares if split else None,
-        draft_shares=split.draft_shares if split else (),
+        shares=target.shares if target else None,
+        draft_shares=draft.shares,
         threads=tuple(file.threads),
         links=links,
         overheads=_overheads(file, measured_overheads(machine.measured for machine in machines)),
-        group_sizes=split.group_sizes if split else (),
-        draft_group_sizes=split.draft_group_sizes if split else (),
+        group_sizes=target.group_sizes if target else (),
+        draft_group_sizes=draft.group_sizes,
         sums={
             (a, b): times
             for (a, b), times in measured_sums([machine.measured for machine in machines]).items()
@@ -351,10 +353,12 @@ def _split(file: _File, n_target: int, n_draft: int) -> Split | None:
         return None
     text = file.layer_split
     try:
-        split = parse_shares(text)
+        split = parse_split(text)
     except UsageError as e:
         raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
-    named = sum(split.sizes), sum(split.draft_sizes)
+    if len(split.drafts) > 1:
+        raise ValueError(f"layer_split {text}: a cluster has one draft model, so write one / at most")
+    named = split.target.n_ranks, split.n_draft_ranks
     if named != (n_target, n_draft):
         raise ValueError(
             f"layer_split {text}: {named[0]} shares for {n_target} target ranks, {named[1]} for {n_draft} draft ranks; "

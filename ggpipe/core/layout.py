@@ -83,49 +83,70 @@ class Layout:
         return next((stage.ranks for stage in self.stages if stage.ranks[0] > rank), ())
 
 
-class Split(NamedTuple):
-    """A layer split as the command line writes it."""
+class Shares(NamedTuple):
+    """How a model's layers are divided."""
 
     shares: tuple[float, ...]
-    """Of the target's layers, for each stage; the first one may be 0, for a head that only coordinates."""
-    draft_shares: tuple[float, ...] = ()
-    """Of the draft's layers; empty: the draft has no ranks of its own."""
+    """Of the layers, for each stage; the target's first one may be 0, for a head that only coordinates."""
     group_sizes: tuple[int, ...] = ()
-    """Ranks of each of the target's stages; empty: one each."""
-    draft_group_sizes: tuple[int, ...] = ()
+    """Ranks of each stage; empty: one each."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks of each of the target's stages."""
+        """Ranks of each stage."""
         return self.group_sizes or (1,) * len(self.shares)
 
     @property
-    def draft_sizes(self) -> tuple[int, ...]:
-        """Ranks of each of the draft's stages."""
-        return self.draft_group_sizes or (1,) * len(self.draft_shares)
+    def n_ranks(self) -> int:
+        """Ranks of all stages."""
+        return sum(self.sizes)
 
     def __str__(self) -> str:
-        halves = (zip(self.shares, self.sizes, strict=True), zip(self.draft_shares, self.draft_sizes, strict=True))
-        texts = (",".join(f"{share!r}*{size}" if size > 1 else repr(share) for share, size in half) for half in halves)
-        return "/".join(filter(None, texts))
+        stages = zip(self.shares, self.sizes, strict=True)
+        return ",".join(f"{share!r}*{size}" if size > 1 else repr(share) for share, size in stages)
 
 
-def parse_shares(text: str) -> Split:
-    """`a,b*n,…[/c,…]`: shares of the target's layers for each rank, or for a group of n ranks, then of the draft's.
+class Split(NamedTuple):
+    """A layer split as the command line writes it."""
+
+    target: Shares
+    drafts: tuple[Shares, ...] = ()
+    """Of each draft model, in order; one without shares has no ranks of its own."""
+
+    @property
+    def n_draft_ranks(self) -> int:
+        """Ranks that hold a draft model and nothing else."""
+        return sum(draft.n_ranks for draft in self.drafts)
+
+    @property
+    def n_ranks(self) -> int:
+        """All ranks: the target's, and then each draft model's."""
+        return self.target.n_ranks + self.n_draft_ranks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each stage, of all models."""
+        return tuple(size for part in (self.target, *self.drafts) for size in part.sizes)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, (self.target, *self.drafts)))
+
+
+def parse_split(text: str) -> Split:
+    """`a,b*n,…[/c,…[/d,…]]`: shares of the target's layers for each rank, or for a group of n ranks, then of each draft
+    model's. A draft model without shares has no ranks of its own; the last one has shares.
 
     Raises UsageError.
     """
-    target, slash, draft = text.partition("/")
-    if slash and not draft:
+    target, *drafts = text.split("/")
+    if drafts and not drafts[-1]:
         raise SettingError(f"`shares` {text}: give shares for the draft ranks behind the /, or leave it out")
-    shares, group_sizes = _parse_half(text, target)
-    draft_shares, draft_group_sizes = _parse_half(text, draft) if slash else ((), ())
-    return Split(shares, draft_shares, group_sizes, draft_group_sizes)
+    return Split(_parse_part(text, target), tuple(_parse_part(text, own) if own else Shares(()) for own in drafts))
 
 
-def _parse_half(text: str, half: str) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Shares and group sizes; these are empty where each stage has one rank."""
-    stages = [stage.partition("*") for stage in half.split(",")]
+def _parse_part(text: str, part: str) -> Shares:
+    """A model's part of the text."""
+    stages = [stage.partition("*") for stage in part.split(",")]
     try:
         shares = tuple(float(share) for share, _, _ in stages)
     except ValueError:
@@ -141,7 +162,7 @@ def _parse_half(text: str, half: str) -> tuple[tuple[float, ...], tuple[int, ...
         raise SettingError(f"`shares` {text}: no rank has a share")
     if shares[0] == 0 and sizes[0] > 1:
         raise SettingError(f"`shares` {text}: a head with a share of 0 computes nothing, so it is no group")
-    return shares, sizes if max(sizes) > 1 else ()
+    return Shares(shares, sizes if max(sizes) > 1 else ())
 
 
 def _group_size(text: str, size: str) -> int:
@@ -158,15 +179,14 @@ def fill_up(shares: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def shares_text(layout: Layout, draft_layout: Layout | None = None) -> str:
-    """The text that `parse_shares` and `lay_out` turn into these layers, with as few digits as possible.
+    """The text that `parse_split` and `lay_out` turn into these layers, with as few digits as possible.
 
     Raises ValueError for a layout that no shares give: a rank other than the first without layers.
     """
-    halves = [_half_text(part) for part in (layout, draft_layout) if part is not None]
-    return "/".join(halves)
+    return "/".join(_part_text(part) for part in (layout, draft_layout) if part is not None)
 
 
-def _half_text(layout: Layout) -> str:
+def _part_text(layout: Layout) -> str:
     stages = [layout.stage_of(rank) for rank in layout.ranks if layout.part_of(rank) == 0]
     counts = [b - a for a, b in (stage.layers for stage in stages)]
     sizes = [f"*{len(stage.ranks)}" if len(stage.ranks) > 1 else "" for stage in stages]
@@ -197,8 +217,8 @@ def _number_text(share: int, digits: int) -> str:
 
 def _gives(text: str, n_layer: int, layout: Layout) -> bool:
     try:
-        split = parse_shares(text)
-        return lay_out(n_layer, len(layout.ranks), split.shares, layout.head, split.group_sizes) == layout
+        shares, group_sizes = parse_split(text).target
+        return lay_out(n_layer, len(layout.ranks), shares, layout.head, group_sizes) == layout
     except UsageError:
         return False
 

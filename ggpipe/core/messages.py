@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from ggpipe.config import TARGET
+
 
 class KvKind(enum.IntEnum):
     """An operation on the KV cache's sequences (`llama_memory_seq_*`)."""
@@ -174,6 +176,8 @@ class RunRecord:
     cancelled: bool
     spans: tuple[Span, ...]
     """The whole run's time in each stage."""
+    model: int = TARGET
+    """Id of the model that computed it, as far as the statistics know."""
 
     @property
     def share(self) -> float:

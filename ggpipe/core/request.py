@@ -214,6 +214,8 @@ class Counters:
     """By run: rows whose draft token was rejected."""
     by_lead: dict[int, list[int]] = field(default_factory=dict)
     """[submitted, accepted] draft tokens, by their depth below the last accepted token when they were submitted."""
+    by_drafter: dict[int, list[int]] = field(default_factory=dict)
+    """[judged, right] tokens that a drafter named to follow the text, by the drafter's id."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had: they were not computed."""
 
@@ -227,6 +229,12 @@ class Counters:
         """The target confirmed a draft token that was submitted at this depth."""
         self.accepted_tokens += 1
         self.by_lead[lead][1] += 1
+
+    def judged(self, drafter: int, is_right: bool) -> None:
+        """A drafter named a token to follow the text, and the target's token is known."""
+        counts = self.by_drafter.setdefault(drafter, [0, 0])
+        counts[0] += 1
+        counts[1] += is_right
 
     def rejected(self, runs: Iterable[int]) -> None:
         """One row of each of these runs was rejected; a run may occur several times."""

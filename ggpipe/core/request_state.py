@@ -315,7 +315,7 @@ class RequestState(SequenceState):
     def accept(self, token: int) -> list[Node]:
         """The target's next token is known: it becomes the root. Returns the nodes that died of it."""
         self.text.append(token)
-        self.drafters.judge(token)
+        self.drafters.judge(token, self.counters)
         dead = self.tree.advance(token)
         self.drafters.advanced(dead, self.epoch)
         root = self.tree.root

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ggpipe.config import EngineConfig
-from ggpipe.core.layout import Split
+from ggpipe.core.layout import Shares, Split
 from ggpipe.errors import LaunchError
 from ggpipe.launch.hostfile import hosts_of, is_readable, write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
@@ -75,11 +75,11 @@ def jobs_again(
     `arguments` makes a command line of the user's with some options changed. `attend` is called while machines are
     looked for, and may raise. Raises LaunchError when none can be reached.
     """
-    slots, pipeline, draft = first.slots, config.pipeline, config.draft
+    slots, pipeline, drafts = first.slots, config.pipeline, config.drafts
     split: Split | None = None
     if pipeline.shares is not None:
-        draft_shares, draft_group_sizes = (draft.shares, draft.group_sizes) if draft is not None else ((), ())
-        split = Split(pipeline.shares, draft_shares, pipeline.group_sizes, draft_group_sizes)
+        parts = (Shares(draft.shares, draft.group_sizes) for draft in drafts if draft.shares)
+        split = Split(Shares(pipeline.shares, pipeline.group_sizes), tuple(parts))
     before = Placement.on(slots, split, pipeline.threads, pipeline.threads_batch, pipeline.tensor_split)
     away = unreachable(slots, attend)
     if not away.intersection(before.hosts):
@@ -91,12 +91,20 @@ def jobs_again(
         "threads_batch": ",".join(map(str, now.threads_batch)),
         "check_memory": True,
     }
+    if len(drafts) > 1:
+        changes["draft.model"] = [draft.model.path for draft in drafts]  # in the order of the shares
     if pipeline.tensor_split:
         changes["tensor_split"] = ",".join(map(repr, now.tensor_split)) or None
     lost = [host for host in dict.fromkeys(before.hosts) if host in away]
     line = f"{listed(lost)} cannot be reached: {now.changes_since(before)}"
     jobs = [Job(arguments(changes), len(now.hosts), first.hostfile, now.hosts, line)]
-    if draft is not None and now.split is not None and not now.split.draft_shares:
-        changes |= {"draft.model": None, "mode": None}
-        jobs.append(replace(jobs[0], arguments=arguments(changes), line="going on without the draft model"))
+    if now.split is not None:
+        kept = [(draft, own) for draft, own in zip(drafts, now.split.drafts, strict=False) if own.shares]
+        left_out = [draft.model.path.name for draft in drafts if draft not in (draft for draft, _ in kept)]
+        if left_out:
+            changes["shares"] = str(Split(now.split.target, tuple(own for _, own in kept)))
+            changes["draft.model"] = [draft.model.path for draft, _ in kept] or None
+            changes |= {} if kept else {"mode": None, "spec_type": None}
+            what = listed(left_out) if kept else "the draft model" if len(drafts) == 1 else "the draft models"
+            jobs.append(replace(jobs[0], arguments=arguments(changes), line=f"going on without {what}"))
     return jobs

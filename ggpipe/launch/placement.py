@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ggpipe.core.layout import Split, fill_up, part_shares
+from ggpipe.core.layout import Shares, Split, fill_up, part_shares
 from ggpipe.errors import LaunchError
 
 
@@ -35,7 +35,7 @@ class Placement:
     ) -> Placement:
         """Ranks on the machines of a hostfile, in its order (see `hosts_of`). Further ranks begin with the first
         again."""
-        n_ranks = len(slots) if split is None else sum(split.sizes + split.draft_sizes)
+        n_ranks = len(slots) if split is None else split.n_ranks
         hosts = tuple(slots[rank % len(slots)] for rank in range(n_ranks))
         return cls(hosts=hosts, split=split, threads=threads, threads_batch=threads_batch, tensor_split=tensor_split)
 
@@ -47,7 +47,7 @@ class Placement:
     @property
     def n_target(self) -> int:
         """Ranks of the target."""
-        return len(self.hosts) - (sum(self.split.draft_sizes) if self.split is not None else 0)
+        return len(self.hosts) - (self.split.n_draft_ranks if self.split is not None else 0)
 
     def changes_since(self, before: Placement) -> str:
         """For the user: what is on other machines now."""
@@ -58,21 +58,29 @@ class Placement:
             return f"the layers are planned again for {listed(self.hosts)}"
         parts = []
         if self.hosts[: self.n_target] != before.hosts[: before.n_target]:
-            stages = zip(self.split.shares, _stages(self.split.sizes), strict=True)
+            stages = zip(self.split.target.shares, _stages(self.split.target.sizes), strict=True)
             shares = [f"{share:.3g} on {'+'.join(self.hosts[i] for i in ranks)}" for share, ranks in stages]
             parts.append(f"shares of the layers are now {listed(shares)}")
-        draft = self.hosts[self.n_target :]
-        if draft != before.hosts[before.n_target :]:
-            parts.append(f"the draft model is now on {listed(draft or self.hosts[:1])}")
+        drafts = list(itertools.zip_longest(before._draft_hosts, self._draft_hosts, fillvalue=()))
+        for i, (was_on, now_on) in enumerate(drafts, start=1):
+            if now_on != was_on:
+                name = f"draft model {i}" if len(drafts) > 1 else "the draft model"
+                parts.append(f"{name} is now on {listed(now_on or self.hosts[:1])}")
         return "; ".join(parts)
+
+    @property
+    def _draft_hosts(self) -> list[tuple[str, ...]]:
+        """The machines of each draft model that the split names."""
+        drafts = self.split.drafts if self.split is not None else ()
+        return [self.hosts[ranks.start : ranks.stop] for ranks in _stages([d.n_ranks for d in drafts], self.n_target)]
 
     def without(self, away: Collection[str], spare: Sequence[str] = ()) -> Placement:
         """Ranks on the machines that are left.
 
         A rank on a machine that is away goes to one of `spare`, as long as there are any. Else the others get its
-        layers, in proportion to their shares; layers of the draft go to other draft ranks. A group goes on with fewer
-        ranks, and each keeps its part of the model in proportion to the others'. Without a rank of its own the draft
-        has none, and without a rank of the target the draft's get the target's layers.
+        layers, in proportion to their shares; layers of a draft go to other ranks of that draft. A group goes on with
+        fewer ranks, and each keeps its part of the model in proportion to the others'. A draft that loses all of its
+        ranks has none, and without a rank of the target those of drafts get the target's layers.
         Raises LaunchError when no machine is left.
         """
         free = [host for host in spare if host not in away and host not in self.hosts]
@@ -81,7 +89,7 @@ class Placement:
         if not kept:
             raise LaunchError("none of the machines of `hostfile` can be reached")
         split = self._split_among(kept) if self.split is not None else None
-        sizes = split.sizes + split.draft_sizes if split is not None else ()
+        sizes = split.sizes if split is not None else ()
         return Placement(
             hosts=tuple(hosts[rank] for rank in kept),
             split=split,
@@ -93,24 +101,26 @@ class Placement:
     def _split_among(self, ranks: Sequence[int]) -> Split:
         assert self.split is not None
         if ranks[0] >= self.n_target:
-            return Split(_scaled([1.0] * len(ranks)))
+            return Split(Shares(_scaled([1.0] * len(ranks))))
         before = self.split
-        shares, group_sizes = self._among(ranks, fill_up(before.shares), before.sizes, 0)
-        draft_shares, draft_group_sizes = self._among(ranks, before.draft_shares, before.draft_sizes, self.n_target)
-        return Split(shares, draft_shares, group_sizes, draft_group_sizes)
+        target = before.target._replace(shares=fill_up(before.target.shares))
+        firsts = itertools.accumulate((draft.n_ranks for draft in before.drafts), initial=self.n_target)
+        drafts = [self._among(ranks, draft, first) for draft, first in zip(before.drafts, firsts, strict=False)]
+        while drafts and not drafts[-1].shares:
+            drafts.pop()
+        return Split(self._among(ranks, target, 0), tuple(drafts))
 
-    def _among(
-        self, ranks: Sequence[int], shares: Sequence[float], sizes: Sequence[int], first: int
-    ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Shares and group sizes of the stages from rank `first` on that have a rank among `ranks`."""
+    def _among(self, ranks: Sequence[int], before: Shares, first: int) -> Shares:
+        """What is left of a model's stages, which begin with rank `first`, on those ranks of theirs that are among
+        `ranks`."""
         kept_shares, kept_sizes = [], []
-        for share, stage in zip(shares, _stages(sizes, first), strict=True):
+        for share, stage in zip(before.shares, _stages(before.sizes, first), strict=True):
             parts = zip(stage, part_shares(len(stage), self.tensor_split), strict=True)
             weights = [weight for rank, weight in parts if rank in ranks]
             if weights:
                 kept_shares.append(share * sum(weights))
                 kept_sizes.append(len(weights))
-        return _scaled(kept_shares), tuple(kept_sizes) if max(kept_sizes, default=1) > 1 else ()
+        return Shares(_scaled(kept_shares), tuple(kept_sizes) if max(kept_sizes, default=1) > 1 else ())
 
 
 def _stages(sizes: Sequence[int], first: int = 0) -> list[range]:

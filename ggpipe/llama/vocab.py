@@ -213,8 +213,8 @@ class Vocab:
             rolls_back=self.rolls_back,
         )
 
-    def with_draft(self, outline: VocabOutline) -> Vocabularies:
-        """This target's vocabulary beside a draft's.
+    def with_draft(self, outline: VocabOutline, file: str = "") -> Vocabularies:
+        """This target's vocabulary beside a draft's. `file`: of the draft, where messages are to tell several apart.
 
         Raises ModelError where they do not name the same tokens.
         """
@@ -235,7 +235,8 @@ class Vocab:
                 return Vocabularies(n_own, n_other, max(outline.eos, 0))
             text = self.text(wrong)
             why = f"token {wrong} is {text!r} in the target and another text in the draft"
-        raise ModelError(f"`draft.model` does not fit `model`: {why}; use a draft model of the same family")
+        name = " ".join(filter(None, ("`draft.model`", file)))
+        raise ModelError(f"{name} does not fit `model`: {why}; use a draft model of the same family")
 
     def close(self) -> None:
         """Free it. A second call does nothing."""

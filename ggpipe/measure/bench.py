@@ -112,7 +112,7 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -
         raise UsageError(
             f"no prompt fits into a context of {engine.n_ctx} tokens with `n_predict` {spec.n_predict}: raise `n_ctx`"
         )
-    modes = spec.modes or tuple(mode for mode in MODES if mode not in SPECULATIVE_MODES or spec.config.draft)
+    modes = spec.modes or tuple(mode for mode in MODES if mode not in SPECULATIVE_MODES or spec.config.drafts)
     if not engine.can_speculate:
         modes = tuple(mode for mode in modes if mode not in SPECULATIVE_MODES)
     if len(spec.layouts) > 1 and spec.modes is None:
@@ -196,14 +196,15 @@ def check_layout(config: EngineConfig) -> None:
 
     Raises the UsageError that its ranks would fail with.
     """
-    pipeline, draft = config.pipeline, config.draft
+    pipeline = config.pipeline
     if pipeline.auto or pipeline.n_ranks is None:
         return
     config.check_ranks(pipeline.n_ranks + config.n_draft_ranks)
-    halves = [(config.model.path, config.context, pipeline.n_ranks, pipeline.shares, pipeline.group_sizes)]
-    if draft is not None and draft.shares:
-        halves.append((draft.model.path, draft.context, draft.n_ranks, draft.shares, draft.group_sizes))
-    for path, context, n_ranks, shares, group_sizes in halves:
+    parts = [(config.model.path, config.context, pipeline.n_ranks, pipeline.shares, pipeline.group_sizes)]
+    for draft in config.drafts:
+        if draft.shares:
+            parts.append((draft.model.path, draft.context, draft.n_ranks, draft.shares, draft.group_sizes))
+    for path, context, n_ranks, shares, group_sizes in parts:
         if path.exists():
             file = ModelFile.open(path)
             if lay_out(file.n_layer, n_ranks, shares, group_sizes=group_sizes).group_sizes:
@@ -225,7 +226,7 @@ def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -
 def single_config(config: EngineConfig) -> EngineConfig:
     """For the whole target in the front end's process."""
     pipeline = replace(config.pipeline, shares=None, group_sizes=(), tensor_split=())
-    return replace(config, draft=None, context=replace(config.context, n_seq=1), pipeline=pipeline)
+    return replace(config, drafts=(), context=replace(config.context, n_seq=1), pipeline=pipeline)
 
 
 def why_not_single(config: EngineConfig, engine: EngineClient, free_bytes: int | None = None) -> str | None:

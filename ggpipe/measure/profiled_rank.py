@@ -62,7 +62,8 @@ class ProfiledRank:
         self._channel = channel
         self._links = links
         self._file = ModelFile.open(config.model.path)
-        self._draft_file = ModelFile.open(config.draft.model.path) if config.draft is not None else None
+        self._draft = next(iter(config.drafts), None)  # it is the only one
+        self._draft_file = ModelFile.open(self._draft.model.path) if self._draft is not None else None
         self.model = facts_of(self._file)
         self.draft = facts_of(self._draft_file) if self._draft_file is not None else None
         self._guest: Guest | None = None
@@ -134,7 +135,7 @@ class ProfiledRank:
 
     def _draft_alone(self, budget_s: float) -> Part | None:
         """All of the draft, with the target's threads: times are scaled to others later, as the target's are."""
-        draft, draft_file, facts = self.config.draft, self._draft_file, self.draft
+        draft, draft_file, facts = self._draft, self._draft_file, self.draft
         assert draft is not None
         assert draft_file is not None
         assert facts is not None

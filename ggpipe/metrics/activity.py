@@ -6,16 +6,17 @@ import collections
 import itertools
 from collections.abc import Mapping, Sequence
 
+from ggpipe.config import TARGET
 from ggpipe.core.layout import layer_range
 from ggpipe.metrics.stats import RankStats, RequestStats
 
-Part = tuple[int, bool]
-"""A rank, and whether its work for the draft is meant: a process can work for both models."""
+Part = tuple[int, int]
+"""A rank, and the id of the model that its work is for: a process can work for several models."""
 
 
 def part(rank: RankStats) -> Part:
-    """The rank, and whether the numbers are those of its work for the draft."""
-    return rank.rank, rank.draft
+    """The rank, and the model that the numbers are of."""
+    return rank.rank, rank.model
 
 
 def parts_of(ranks: Sequence[RankStats]) -> list[int]:
@@ -41,7 +42,7 @@ def layer_texts(ranks: Sequence[RankStats]) -> list[str]:
 
 
 def _is_same_stage(rank: RankStats, other: RankStats) -> bool:
-    return rank.draft is other.draft and rank.layers == other.layers and rank.layers[0] < rank.layers[1]
+    return rank.model == other.model and rank.layers == other.layers and rank.layers[0] < rank.layers[1]
 
 
 def speculates(stats: RequestStats) -> bool:
@@ -50,7 +51,7 @@ def speculates(stats: RequestStats) -> bool:
 
 
 def taking_part(stats: RequestStats, ranks: Sequence[RankStats]) -> list[RankStats]:
-    """The ranks that work for the request: the draft's only where it speculates."""
+    """The ranks that work for the request: those of drafts only where it speculates."""
     return [rank for rank in ranks if not rank.draft or speculates(stats)]
 
 
@@ -71,8 +72,8 @@ def wasted_s(stats: RequestStats) -> Mapping[Part, float]:
         rejected = stats.counters.rejected_rows.get(run.id, 0)
         share = run.share if run.cancelled else min(rejected / run.n_run_rows, 1.0)
         for span in run.spans:
-            wasted[span.rank, False] += span.compute_s * share
+            wasted[span.rank, TARGET] += span.compute_s * share
     for run in stats.draft_runs:
         for span in run.spans:
-            wasted[span.rank, True] += span.compute_s * run.share * run.cancelled
+            wasted[span.rank, run.model] += span.compute_s * run.share * run.cancelled
     return wasted

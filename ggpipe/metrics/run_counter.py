@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ggpipe.config import TARGET
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.metrics.activity import part, parts_of
 from ggpipe.metrics.stats import RankStats, RequestStats
@@ -23,51 +24,52 @@ class RunCounter:
 
     def __init__(self, ranks: Sequence[RankStats], stats_of: Callable[[int], RequestStats | None]) -> None:
         """`ranks`: all of them, whose totals are counted. `stats_of` finds the statistics of a request, as long as it
-        is not over; the draft's last runs may outlive it."""
+        is not over; a draft's last runs may outlive it."""
         self._ranks = ranks
         self._entry = {part(rank): i for i, rank in enumerate(ranks)}
+        self._model = {rank.rank: rank.model for rank in reversed(ranks)}
+        """What a rank's own process holds: drafts inside the head's come last."""
         self._stats_of = stats_of
-        numbers = parts_of(ranks)
-        self._pipelines = {
-            draft: _Pipeline(sum(own.draft is draft and number > 0 for own, number in zip(ranks, numbers, strict=True)))
-            for draft in (False, True)
-        }
+        n_parts = collections.Counter(
+            rank.model for rank, number in zip(ranks, parts_of(ranks), strict=True) if number > 0
+        )
+        self._pipelines = {model: _Pipeline(n_parts[model]) for model in {rank.model for rank in ranks}}
 
-    def add(self, records: Sequence[RunRecord], draft: bool) -> None:
-        """Runs of the target, or of the draft, that ended. Those of one run follow each other, one for each request."""
-        pipeline = self._pipelines[draft]
+    def add(self, records: Sequence[RunRecord], model: int) -> None:
+        """Runs of a model that ended. Those of one run follow each other, one for each request."""
+        pipeline = self._pipelines[model]
         for _, own in itertools.groupby(records, lambda record: record.id):
             pipeline.waiting.append(tuple(own))
         while pipeline.waiting and (pipeline.is_complete or len(pipeline.waiting) > _MOST_WAITING):
-            self._count(pipeline, draft)
+            self._count(pipeline, model)
 
     def add_part(self, run: int, span: Span) -> None:
         """The time of a part that does not send its runs on."""
-        draft = (span.rank, False) not in self._entry
-        pipeline = self._pipelines[draft]
+        model = self._model[span.rank]
+        pipeline = self._pipelines[model]
         if run <= pipeline.counted:
-            self._ranks[self._entry[span.rank, draft]].add(span)
+            self._ranks[self._entry[span.rank, model]].add(span)
         else:
             pipeline.spans[run].append(span)
-            self.add((), draft)
+            self.add((), model)
 
     def end(self) -> None:
         """A request is over: count all of its runs."""
-        for draft, pipeline in self._pipelines.items():
+        for model, pipeline in self._pipelines.items():
             while pipeline.waiting:
-                self._count(pipeline, draft)
+                self._count(pipeline, model)
 
-    def _count(self, pipeline: _Pipeline, draft: bool) -> None:
+    def _count(self, pipeline: _Pipeline, model: int) -> None:
         records = pipeline.waiting.popleft()
         more = pipeline.spans_of(records[0].id)
         for i, record in enumerate(records):
-            if more:
-                record = replace(record, spans=(*record.spans, *more))
+            if more or model != TARGET:
+                record = replace(record, spans=(*record.spans, *more), model=model)
             stats = self._stats_of(record.request)
             if stats is not None:
-                (stats.draft_runs if draft else stats.runs).append(record)
+                (stats.runs if model == TARGET else stats.draft_runs).append(record)
             for span in record.spans:
-                entry = self._entry[span.rank, draft]
+                entry = self._entry[span.rank, model]
                 if i == 0:
                     self._ranks[entry].add(span)
                 if stats is not None:

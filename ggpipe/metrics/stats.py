@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config import TARGET, SpeculationConfig
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.core.request import Counters, Finish
 
@@ -21,8 +21,8 @@ class RankStats:
     """One rank: its layers and threads, its loading, and its work since the session's start (or the request's)."""
 
     rank: int
-    draft: bool = False
-    """These are the numbers of its work for the draft, which may be in the same process as its target layers."""
+    model: int = TARGET
+    """Id of the model that these are the numbers of: a process may hold drafts beside its target layers."""
     host: str = ""
     layers: tuple[int, int] = (0, 0)
     """First layer, and one past the last; a rank with an empty range only coordinates."""
@@ -44,13 +44,18 @@ class RankStats:
     """Bytes sent to the next rank, headers included."""
 
     @property
+    def draft(self) -> bool:
+        """These are the numbers of its work for a draft model."""
+        return self.model != TARGET
+
+    @property
     def loaded(self) -> float:
         """Share of the loading that is done, 0 to 1."""
         return min(self.loaded_bytes / self.load_bytes, 1.0) if self.load_bytes else 0.0
 
     def unused(self) -> RankStats:
         """The same rank before any work."""
-        return RankStats(rank=self.rank, draft=self.draft, host=self.host, layers=self.layers, threads=self.threads)
+        return RankStats(rank=self.rank, model=self.model, host=self.host, layers=self.layers, threads=self.threads)
 
     def add(self, span: Span, share: float = 1.0) -> None:
         """Add a run's span, or a share of it, to the totals."""
@@ -79,7 +84,7 @@ class RequestStats:
     runs: list[RunRecord] = field(default_factory=list)
     """Runs of the target, in the order in which they ended."""
     draft_runs: list[RunRecord] = field(default_factory=list)
-    """Runs of the draft model, in the order in which they ended."""
+    """Runs of draft models, in the order in which they ended."""
     drafted: list[bool] = field(default_factory=list)
     """For each generated token: it was in the pipeline as a draft token before it was drawn."""
     speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig(mode="iterative"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ggpipe.config import TARGET
 from ggpipe.metrics.activity import speculates, wasted_s
 from ggpipe.metrics.stats import RankStats, RequestStats, Spread, percentile, quartiles
 
@@ -52,7 +53,9 @@ def summary_of(requests: Sequence[RequestStats]) -> Summary:
     has_draft = any(map(speculates, requests))
     stages = _stages(requests, draft=False)
     compute_s = sum(rank.compute_s for _, rank in stages)
-    lost_s = sum(seconds for request in requests for (_, draft), seconds in wasted_s(request).items() if not draft)
+    lost_s = sum(
+        seconds for request in requests for (_, model), seconds in wasted_s(request).items() if model == TARGET
+    )
     n_tokens = sum(request.n_generated for request in requests)
     return Summary(
         n_requests=len(requests),

@@ -20,6 +20,7 @@ from ggpipe.config import (
     SpeculationConfig,
 )
 from ggpipe.core.drafters import registry
+from ggpipe.core.layout import Shares
 from ggpipe.errors import UsageError
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Loading, Loras, Models, PromptCacheFile, Ranks
@@ -30,18 +31,19 @@ def engine_config(options: Options) -> EngineConfig:
 
     Most commands have no use for what earlier requests of the same job computed, and `bench` must not.
     """
-    speculation, split = speculation_config(options), options[Ranks].split
+    speculation, given = speculation_config(options), options[Ranks].split
     n_drafters = _n_drafters(options, speculation)
-    if split.draft_shares:
-        check_draft(options, "a split with ranks behind the /")
+    target = given.split.target if given.split is not None else None
     serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
     n_requests = serving["n_requests"]
-    draft = draft_config(options, _sequences(speculation.sequences, n_requests))
+    drafts = draft_configs(options, _sequences(speculation.sequences, n_requests))
     n_paths = speculation.sequences + n_drafters - 1 if n_drafters else 1  # others may name another token each
     context = replace(options[ContextConfig], n_seq=_sequences(n_paths, n_requests))
-    pipeline = replace(options[PipelineConfig], shares=split.shares, group_sizes=split.group_sizes, auto=split.auto)
+    pipeline = replace(options[PipelineConfig], auto=given.auto)
+    if target is not None:
+        pipeline = replace(pipeline, shares=target.shares, group_sizes=target.group_sizes)
     prompt_cache = options[PromptCacheFile].config
-    return EngineConfig(model_config(options), context, pipeline, draft, prompt_cache=prompt_cache, **serving)
+    return EngineConfig(model_config(options), context, pipeline, drafts, prompt_cache=prompt_cache, **serving)
 
 
 def _sequences(n_each: int, n_requests: int) -> int:
@@ -53,7 +55,7 @@ def _sequences(n_each: int, n_requests: int) -> int:
 def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
     """How many drafters draft for a request. Raises UsageError where there is none for what is asked, or a draft model
     without need."""
-    names, has_model = speculation.drafters, options[Models].draft is not None
+    names, n_models = speculation.drafters, len(options[Models].drafts)
     if given_mode(options) in ("async", "speculative"):
         if names == ():
             raise UsageError(f"`mode` {speculation.mode} needs a drafter, and `spec_type` is none: name one there")
@@ -63,16 +65,16 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
         with_model = [name for name in names if name in registry.WITH_MODEL]
         if with_model:
             check_draft(options, f"`spec_type` {with_model[0]}")
-        elif has_model and names:
+        elif n_models and names:
             raise UsageError(
                 f"`draft.model` has nothing to do with `spec_type` {','.join(names)}: leave it out, or add draft there"
             )
-    return len(registry.chosen(names, int(has_model)))
+    return len(registry.chosen(names, n_models))
 
 
 def check_draft(options: Options, what: str) -> None:
     """Raises UsageError when there is no draft model, which `what` needs."""
-    if options[Models].draft is None:
+    if not options[Models].drafts:
         raise UsageError(f"{what} needs a draft model: name one with `draft.model`")
 
 
@@ -86,26 +88,34 @@ def model_config(options: Options) -> ModelConfig:
     return ModelConfig(path=path, load_mode=options[Loading].mode, loras=adapters, **fields)
 
 
-def draft_config(options: Options, n_seq: int = 1) -> DraftConfig | None:
-    """The draft model; None where none is named.
+def draft_configs(options: Options, n_seq: int = 1) -> tuple[DraftConfig, ...]:
+    """The draft models, those with ranks first.
 
-    It is loaded as the target is. Its context is as large, but positions, kernels and metadata are its own.
+    They are loaded as the target is. Their contexts are as large, but positions, kernels and metadata are their own.
     """
-    path, target = options[Models].draft, options[ContextConfig]
-    if path is None:
-        return None
+    paths, target, split = options[Models].drafts, options[ContextConfig], options[Ranks].split.split
+    parts = split.drafts if split is not None else ()
+    if len(parts) > max(len(paths), 1):
+        raise UsageError(
+            f"`shares` has ranks for {len(parts)} draft models, but `draft.model` names {len(paths)}: name each of them"
+        )
+    if parts:
+        check_draft(options, "a split with ranks behind the /")
     fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
-    model = ModelConfig(path=path, load_mode=options[Loading].mode, **fields)
+    mode = options[Loading].mode
     context = ContextConfig(
         n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq,
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
         fast_attention=target.fast_attention,
     )  # fmt: skip
-    split = options[Ranks].split
-    return DraftConfig(
-        model=model, context=context, shares=split.draft_shares, group_sizes=split.draft_group_sizes,
-        **options.fields(DraftConfig),
-    )  # fmt: skip
+    drafts = [
+        DraftConfig(
+            model=ModelConfig(path=path, load_mode=mode, **fields), context=context, shares=shares,
+            group_sizes=group_sizes, **options.fields(DraftConfig),
+        )
+        for path, (shares, group_sizes) in zip(paths, (*parts, *[Shares(())] * (len(paths) - len(parts))), strict=True)
+    ]  # fmt: skip
+    return tuple(sorted(drafts, key=lambda draft: not draft.shares))
 
 
 def draft_threads(options: Options) -> int:
@@ -130,7 +140,7 @@ def speculation_config(options: Options) -> SpeculationConfig:
 
 def warnings_of(options: Options) -> list[str]:
     """Settings that are not used as they were given."""
-    if _drafts_chains(options) and options[Models].draft and options[SpeculationConfig].n_parallel > 1:
+    if _drafts_chains(options) and options[Models].drafts and options[SpeculationConfig].n_parallel > 1:
         return ["`exact` without flash attention drafts chains: `n_parallel` 1 is used"]
     return []
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from ggpipe.checks import check_choice, check_range
 from ggpipe.config import MOST_NORM, LoadMode, Mode, Pooling, PromptCacheConfig
-from ggpipe.core.layout import parse_shares
+from ggpipe.core.layout import Split, parse_split
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.options.escapes import unescape
 
@@ -32,7 +32,18 @@ class Models:
     """The model files."""
 
     target: Path | None = None
-    draft: Path | None = None
+    drafts: tuple[Path, ...] = ()
+
+    @property
+    def the_draft(self) -> Path | None:
+        """The draft model, for a command that takes one at most. Raises UsageError for several."""
+        self.check_one_draft()
+        return self.drafts[0] if self.drafts else None
+
+    def check_one_draft(self) -> None:
+        """Raises UsageError for several draft models, for a command that takes one at most."""
+        if len(self.drafts) > 1:
+            raise UsageError(f"`draft.model` is given {len(self.drafts)} times, and this command takes one draft model")
 
 
 @dataclass(frozen=True)
@@ -97,28 +108,24 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Split:
+class GivenSplit:
     """Shares of the layers, as one option names them for all ranks."""
 
-    shares: tuple[float, ...] | None = None
-    """None spreads the layers evenly over the ranks."""
-    draft_shares: tuple[float, ...] = ()
-    group_sizes: tuple[int, ...] = ()
-    """Ranks of each of the target's stages; empty: one each."""
-    draft_group_sizes: tuple[int, ...] = ()
+    split: Split | None = None
+    """None spreads the target's layers evenly over the ranks."""
     auto: bool = False
 
     @staticmethod
-    def parse(text: str) -> Split:
+    def parse(text: str) -> GivenSplit:
         """`0.2,0.4,0.4`, `0.5,0.5*2/1.0` or `auto`. Raises SettingError."""
-        return Split(auto=True) if text == "auto" else Split(*parse_shares(text))
+        return GivenSplit(auto=True) if text == "auto" else GivenSplit(parse_split(text))
 
 
 @dataclass(frozen=True)
 class Ranks:
     """The ranks, and what each of them holds."""
 
-    split: Split = Split()
+    split: GivenSplit = GivenSplit()
     hostfile: Path | None = None
     restart: int = 0
     """Ranks that died are started again, at most so many times in ten minutes."""

@@ -24,6 +24,7 @@ from ggpipe.options.settings import (
     DemoSettings,
     EmbeddingSettings,
     GenerateOutput,
+    GivenSplit,
     Loading,
     Log,
     Loras,
@@ -37,7 +38,6 @@ from ggpipe.options.settings import (
     SimulatedText,
     SimulatedTraffic,
     SimulateSettings,
-    Split,
 )
 from ggpipe.sampling import SamplingConfig, samplers_by_letter
 
@@ -165,7 +165,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, COMPUTE, "check_memory", "--check-memory", help="Load nothing when a machine's available memory is less than its ranks need. --restart does so for layers that go to other machines."),
     _option(ContextConfig, COMPUTE, "exact", "--exact", help="Reference kernels: the same bits for every split, mode and number of threads. Slower."),
 
-    _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=Split.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0). Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
+    _option(Ranks, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=GivenSplit.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0), those of each further draft model behind another. Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
     _option(BenchSettings, RANKS, "layouts", "--mpi-layer-split", metavar="LIST", many=True, help="As above. May be repeated: the layouts are compared. Each is loaded on ranks of its own, and they take turns."),
     _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=lists.weights, help="In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others divide evenly."),
     _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="What the machines of a group send each other of their sums; f16: half the bytes, rounded."),
@@ -176,7 +176,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PlanSettings, RANKS, "users", "--users", metavar="N", help="Plan for N users at the same time: for most tokens per second of all of them together."),
     _option(PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Ranks to use, the draft's included. Default: the fastest number."),
 
-    _option(Models, SPECULATION, "draft", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", variable="LLAMA_ARG_SPEC_DRAFT_MODEL", help="GGUF file of the draft model: a smaller one of the same family. It runs on the ranks behind the / of --mpi-layer-split, else inside the first rank."),
+    _option(Models, SPECULATION, "drafts", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", many=True, variable="LLAMA_ARG_SPEC_DRAFT_MODEL", help="GGUF file of a draft model: a smaller one of the same family. It runs on the ranks behind the / of --mpi-layer-split, else inside the first rank. May be repeated: all of them draft, each on the ranks behind its own /."),
     _option(SpeculationConfig, SPECULATION, "mode", "--mode", metavar="MODE", optional=True, help="async: drafting and verifying overlap (default with -md). speculative: draft, verify, repeat. iterative: no draft tokens."),
     _option(SpeculationConfig, SPECULATION, "drafters", "--spec-type", setting="spec_type", metavar="LIST", optional=True, parse=registry.read_names, variable="LLAMA_ARG_SPEC_TYPE", help=f"What drafts, separated by commas: {', '.join((*registry.WITH_MODEL, *registry.WITHOUT_MODEL))}, or none. Several draft for one tree. draft: the draft model (default with -md). ngram: repeats what followed the same tokens before; needs no model."),
     _option(PlanSettings, SPECULATION, "mode", "--mode", metavar="MODE", help="Plan for this mode alone: async, speculative or iterative. Default: the fastest."),

@@ -72,8 +72,8 @@ def ranks_here(config: EngineConfig) -> int:
     n_sockets = sockets.free_sockets(os.sched_getaffinity(0), sockets.SYSFS)
     may_group = n_sockets > 1 and config.model.numa is None and _may_group(config)
     if may_group and most_parts(ModelFile.open(config.model.path)) >= n_sockets:
-        return n_sockets + (config.draft is not None)
-    if config.draft is None or machine.cores() == 1:
+        return n_sockets + bool(config.drafts)
+    if not config.drafts or machine.cores() == 1:
         return 1
     profile = run_alike(config, lambda transport, attend, _: _measured(ControlChannel(transport, attend), config))
     return len(_plan(config, profile).ranks)
@@ -126,7 +126,7 @@ def _profile(channel: Channel, config: EngineConfig) -> Profile:
 
 def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
     """This rank's facts. Raises ModelError for a model that cannot be read."""
-    draft = config.draft
+    draft = next(iter(config.drafts), None)
     return RankFacts(
         host=transport.host,
         target=ModelFile.open(config.model.path).fingerprint,
@@ -161,9 +161,8 @@ def _plan(
 
     target = shape(config.model.path, context)
     draft, draft_threads = None, -1
-    if config.draft is not None:
-        draft = shape(config.draft.model.path, config.draft.context)
-        draft_threads = config.draft.threads
+    for own in config.drafts:
+        draft, draft_threads = shape(own.model.path, own.context), own.threads
     constraints = Constraints(
         n_ctx=context.n_ctx,
         n_ubatch=context.n_ubatch,
@@ -209,7 +208,7 @@ def _shares_of(layout: Layout) -> tuple[tuple[float, ...], tuple[int, ...]]:
 
 
 def _with_shares(config: EngineConfig, shares: UseShares) -> EngineConfig:
-    draft = replace(config.draft, shares=shares.draft) if config.draft is not None else None
+    drafts = tuple(replace(draft, shares=shares.draft) for draft in config.drafts)
     pipeline = replace(
         config.pipeline,
         shares=shares.target,
@@ -217,17 +216,17 @@ def _with_shares(config: EngineConfig, shares: UseShares) -> EngineConfig:
         tensor_split=shares.tensor_split,
         auto=False,
     )
-    return replace(config, pipeline=pipeline, draft=draft)
+    return replace(config, pipeline=pipeline, drafts=drafts)
 
 
 def _with_threads(config: EngineConfig, plan: Plan) -> EngineConfig:
     """On one rank, the threads of the plan where the user names none: target and draft divide the cores."""
-    pipeline, draft = config.pipeline, config.draft
+    pipeline, drafts, draft_threads = config.pipeline, config.drafts, plan.placement.draft_threads
     if pipeline.threads == (-1,):
         pipeline = replace(pipeline, threads=plan.placement.threads[:1])
-    if draft is not None and draft.threads == -1 and plan.placement.draft_threads is not None:
-        draft = replace(draft, threads=plan.placement.draft_threads)
-    return replace(config, pipeline=pipeline, draft=draft)
+    if draft_threads is not None:
+        drafts = tuple(replace(own, threads=draft_threads) if own.threads == -1 else own for own in drafts)
+    return replace(config, pipeline=pipeline, drafts=drafts)
 
 
 def _chosen(plan: Plan) -> str:

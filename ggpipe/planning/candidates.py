@@ -156,8 +156,9 @@ class CandidateSearch:
         _, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
         layout, constraints = placement.layout or Layout(()), self._constraints
         sizes, tensor_split = (constraints.n_ctx, constraints.n_ubatch), placement.tensor_split
-        needs = memory_by_rank(self._target, layout, draft, placement.draft_layout, *sizes, tensor_split)
-        return list(zip(placement.node_of, needs, strict=True))
+        drafts = [(draft, placement.draft_layout)] if draft is not None else []
+        needs = memory_by_rank(self._target, layout, drafts, *sizes, tensor_split)
+        return list(zip(placement.node_of, needs.values(), strict=True))
 
     def _of(self, arrangement: Arrangement) -> Iterator[Estimate]:
         rooms = [self._usable(node) for node in range(len(self._spec.nodes))]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ggpipe.config import Saves, SpeculationConfig
+from ggpipe.config import FIRST_DRAFT, TARGET, Saves, SpeculationConfig
 from ggpipe.core.draft_messages import Begin
 from ggpipe.core.events import (
     Arrived,
@@ -71,7 +71,7 @@ class Engine:
         self.vocab: Vocab = head.vocab
         self.prompts = PromptReader(head.vocab)
         self.ranks: Sequence[RankStats] = head.head.ranks
-        """All ranks in order; behind them the draft inside the head's process, if there is one."""
+        """All ranks in order; behind them the drafts inside the head's process, if there are any."""
         self.n_ctx = head.limits.n_ctx
         """KV cells, for all requests together."""
         self.can_speculate = head.can_speculate
@@ -214,7 +214,7 @@ class Engine:
             case Fetched(request, row):
                 self._work([RowFetched(request, row)])
             case DraftUpdate(batch, records):
-                self._counter.add(records, draft=True)
+                self._counter.add(records, FIRST_DRAFT + batch.drafter)
                 self._work([Drafted(batch)])
             case PartSpan(run, span):
                 self._counter.add_part(run, span)
@@ -268,7 +268,7 @@ class Engine:
             case Emit(request, _, drafted):
                 self._emit(request, self._active[request], drafted)
             case RunDone(records):
-                self._counter.add(records, draft=False)
+                self._counter.add(records, TARGET)
             case Finished(request, reason):
                 self._unsaved[request] = Ended(request=request, finish=reason, ended_s=time.monotonic())
                 self._finish_saved(request)

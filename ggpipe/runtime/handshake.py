@@ -72,25 +72,28 @@ def check_memory(
     config: EngineConfig,
     model_file: ModelFile,
     layout: Layout,
-    draft_layout: Layout | None,
+    draft_layouts: Sequence[Layout],
 ) -> None:
     """Does each machine have the memory that its ranks need? Raises MemoryNeededError.
 
-    `hellos`: as for `compare`. Draft ranks count where this rank has the draft's file as well.
+    `hellos`: as for `compare`. `draft_layouts`: of the config's draft models. A draft model counts where this rank has
+    its file as well.
     """
     context = config.context
     types = (context.cache_type_k, context.cache_type_v, context.flash_attn != "off")
     n_prefixes = config.n_prefixes(context)
-    draft: ModelShape | None = None
-    if config.draft is not None:
+    drafts: list[tuple[ModelShape, Layout | None]] = []
+    for draft, draft_layout in zip(config.drafts, draft_layouts, strict=True):
         with contextlib.suppress(ModelError):
-            draft = shape_of(ModelFile.open(config.draft.model.path), *types, config.draft.context.n_seq, n_prefixes)
+            shape = shape_of(ModelFile.open(draft.model.path), *types, draft.context.n_seq, n_prefixes)
+            drafts.append((shape, draft_layout))
     target = shape_of(model_file, *types, context.n_seq, n_prefixes)
     tensor_split = config.pipeline.tensor_split
-    needs = memory_by_rank(target, layout, draft, draft_layout, context.n_ctx, context.n_ubatch, tensor_split)
+    needs = memory_by_rank(target, layout, drafts, context.n_ctx, context.n_ubatch, tensor_split)
     needed_bytes: dict[str, float] = {}
-    for hello, memory in zip(hellos, needs, strict=False):
-        needed_bytes[hello.host] = needed_bytes.get(hello.host, 0.0) + memory.total
+    for rank, memory in needs.items():
+        host = hellos[rank].host
+        needed_bytes[host] = needed_bytes.get(host, 0.0) + memory.total
     for host, needed in needed_bytes.items():
         available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
         if needed > available:
@@ -133,7 +136,7 @@ def poll_s(config: EngineConfig) -> tuple[float, float]:
 
     With speculation a cancel or a correction may be among them, which are worth an early poll.
     """
-    return (0.2e-3, 0.4e-3) if config.draft is not None else (1e-3, 10e-3)
+    return (0.2e-3, 0.4e-3) if config.drafts else (1e-3, 10e-3)
 
 
 def prompt_cache(config: EngineConfig, transport: Transport) -> PromptCache | None:

@@ -61,20 +61,21 @@ class Head:
     """
 
     def __init__(self, transport: Transport, config: EngineConfig) -> None:
-        """Nothing is loaded yet, and no other process is asked anything. A draft model without ranks gets one in this
-        process."""
-        self._inner: InnerDraft | None = None
+        """Nothing is loaded yet, and no other process is asked anything. Draft models without ranks get one each in
+        this process."""
+        self._inner: list[InnerDraft] = []
         self._process_ranks = range(1, transport.size)
-        if config.draft is not None and config.n_draft_ranks == 0:
-            self._inner = InnerDraft(transport, config, config.draft)
-            transport, config = self._inner.transport, self._inner.config
+        while not all(draft.shares for draft in config.drafts):
+            inner = InnerDraft(transport, config)
+            transport, config = inner.transport, inner.config
+            self._inner.append(inner)
         self.transport = transport
         self.config = config
-        n_target = transport.size - config.n_draft_ranks
-        self.ranks = [RankStats(rank=rank, draft=rank >= n_target) for rank in range(transport.size)]
-        """All ranks in order; a draft inside this process comes last, under the head's number."""
-        if self._inner is not None:
-            self.ranks[-1].rank = HEAD
+        n = transport.size
+        self.ranks = [RankStats(rank=rank, model=config.model_of(rank, n)) for rank in range(n)]
+        """All ranks in order; drafts inside this process come last, under the head's number."""
+        for stats in self.ranks[n - len(self._inner) :]:
+            stats.rank = HEAD
         self.channel: ControlChannel[Notice] = ControlChannel(transport)
         self.stopping = False
         """The user wants an end of what is going on."""
@@ -155,8 +156,8 @@ class Head:
         self.channel.send_to_all(Quit(exit_code))
         self.transport.flush(_FLUSH_S)
         self._at_close.close()
-        if self._inner is not None:
-            self._inner.join()
+        for inner in self._inner:
+            inner.join()
 
     def __enter__(self) -> Head:
         return self

@@ -39,23 +39,23 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
     """
     config, ranks = head.config, head.ranks
     agreed = _agree(head)
-    layout, draft_layout = agreed.layout, agreed.draft_layout
+    layout, draft_layouts = agreed.layout, agreed.draft_layouts
     for rank, hello in enumerate(agreed.hellos):
-        part = layout if hello.model == TARGET or draft_layout is None else draft_layout
+        part = (layout, *draft_layouts)[hello.model]
         ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
         if rank != HEAD:
             head.channel.send(rank, Load(part, agreed.warmup))
     with contextlib.ExitStack() as loaded:  # closed again when loading fails
         pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed)))
         vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
-        outline: VocabOutline | None = None
-        progress = _Progress(head, len(layout.stage_ranks) + len(draft_layout.stage_ranks if draft_layout else ()))
-        while not progress.done or (draft_layout is not None and outline is None):
+        outlines: dict[int, VocabOutline] = {}  # of draft models, by the rank that leads each
+        progress = _Progress(head, sum(len(part.stage_ranks) for part in (layout, *draft_layouts)))
+        while not progress.done or len(outlines) < len(draft_layouts):
             event = head.next()
             _go_on(head)
             match event:
-                case Received(_, DraftVocab() as received):
-                    outline = VocabOutline(**msgspec.structs.asdict(received))
+                case Received(rank, DraftVocab() as received):
+                    outlines[rank] = VocabOutline(**msgspec.structs.asdict(received))
                 case _:
                     progress.take(event)
             on_progress()
@@ -70,21 +70,24 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             why = "`exact` needs `flash_attn` for it" if config.context.exact else "lower `n_seq` by 2 for it"
             agreed.warnings.append(f"`prompt_cache` is not used: {why}")
         restored = progress.restored_of(layout, context, agreed.warnings)
-        started: list[Layout] = []  # of draft models
-        if config.draft is not None and draft_layout is not None and outline is not None:
-            handshake.check_cuts(progress.cuts_of(draft_layout), agreed.hellos[draft_layout.head].architecture)
-            vocabularies = vocab.with_draft(outline)
-            cannot = [f for f, able in (("model", vocab.rolls_back), ("draft.model", outline.rolls_back)) if not able]
-            for field in cannot:
-                agreed.warnings.append(f"`{field}` cannot roll back its KV state: running without speculation")
-            if not cannot:
-                started.append(draft_layout)
+        if draft_layouts and not vocab.rolls_back:
+            agreed.warnings.append("`model` cannot roll back its KV state: running without speculation")
+        started: dict[int, Layout] = {}  # by drafter
+        for drafter, (draft, draft_layout) in enumerate(zip(config.drafts, draft_layouts, strict=True)):
+            outline, hello = outlines[draft_layout.head], agreed.hellos[draft_layout.head]
+            handshake.check_cuts(progress.cuts_of(draft_layout), hello.architecture)
+            vocabularies = vocab.with_draft(outline, draft.model.path.name if len(draft_layouts) > 1 else "")
+            if not outline.rolls_back:
+                agreed.warnings.append(
+                    f"`draft.model` {draft.model.path.name} cannot roll back its KV state: running without it"
+                )
+            elif vocab.rolls_back:
                 draft_context = progress.context_of(draft_layout)
-                sparsity = agreed.hellos[draft_layout.head].sparsity
-                limits = _limits(config.draft.context, draft_layout, draft_context, n_requests, sparsity)
+                limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.sparsity)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
-                draft = DraftPipeline(limits=limits, vocabularies=vocabularies, restored=draft_restored)
-                head.channel.send(draft_layout.head, StartDraft(0, registry.kinds(1)[0], draft))
+                loaded_draft = DraftPipeline(limits=limits, vocabularies=vocabularies, restored=draft_restored)
+                head.channel.send(draft_layout.head, StartDraft(drafter, registry.kinds(1)[0], loaded_draft))
+                started[drafter] = draft_layout
         limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
         limits = replace(limits, prefill_slowdown=config.prefill_slowdown)
         if config.context.exact and not context.exact_in_company:
@@ -94,7 +97,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         return LoadedHead(
             head,
             pipeline,
-            Drafters(head.transport, started, vocab.rolls_back),
+            Drafters(head.transport, len(draft_layouts), started, vocab.rolls_back),
             agreed.model_file,
             vocab,
             limits,
@@ -113,7 +116,8 @@ class _Agreed:
     hellos: list[Hello]
     """Of all ranks, in order."""
     layout: Layout
-    draft_layout: Layout | None
+    draft_layouts: list[Layout]
+    """Of the config's draft models."""
     prompt_cache: PromptCache | None
     """The head's."""
     warmup: bool
@@ -129,16 +133,16 @@ def _agree(head: Head) -> _Agreed:
     hellos = [handshake.hello(transport, model_file, TARGET), *others.values()]
     warnings = handshake.compare(hellos)
     n_target = transport.size - config.n_draft_ranks
-    draft_layout: Layout | None = None
-    if config.draft is not None:
-        draft = config.draft
-        n_layer = hellos[n_target].n_layer
-        draft_layout = lay_out(n_layer, draft.n_ranks, draft.shares, n_target, draft.group_sizes)
+    heads = config.draft_heads(transport.size)
+    draft_layouts = [
+        lay_out(hellos[first].n_layer, draft.n_ranks, draft.shares, first, draft.group_sizes)
+        for first, draft in zip(heads, config.drafts, strict=True)
+    ]
     layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares, HEAD, config.pipeline.group_sizes)
     warmup = config.warmup
     if config.pipeline.check_memory or warmup:
         try:
-            handshake.check_memory(hellos, config, model_file, layout, draft_layout)
+            handshake.check_memory(hellos, config, model_file, layout, draft_layouts)
         except MemoryNeededError as e:
             if config.pipeline.check_memory:
                 raise
@@ -148,7 +152,7 @@ def _agree(head: Head) -> _Agreed:
         model_file=model_file,
         hellos=hellos,
         layout=layout,
-        draft_layout=draft_layout,
+        draft_layouts=draft_layouts,
         prompt_cache=prompt_cache,
         warmup=warmup,
         warnings=warnings,

@@ -219,7 +219,7 @@ def own_socket(config: EngineConfig, transport: Transport, allowed: Collection[i
     n_target = transport.size - config.n_draft_ranks
     mates = [rank for rank in range(n_target) if transport.hosts[rank] == transport.host]
     n_sockets = sockets.free_sockets(allowed, sockets.SYSFS)
-    if config.pipeline.auto and config.draft is not None and len(mates) % n_sockets == 1:
+    if config.pipeline.auto and config.drafts and len(mates) % n_sockets == 1:
         mates = [rank for rank in mates if rank < n_target - 1]
     if transport.rank not in mates:
         return None

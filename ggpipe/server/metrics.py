@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ggpipe.metrics.activity import part
 from ggpipe.metrics.stats import RankStats, rate
 from ggpipe.server.backend import Backend, Status
 
@@ -139,7 +140,7 @@ class _Figures(Collector):
         )
         n_runs = CounterMetricFamily("ggpipe:link_runs", "Runs of which that is known.", labels=labels)
         for rank in list(self._backend.ranks):
-            values, key = _labels(rank), (rank.rank, rank.draft)
+            values, key = _labels(rank), part(rank)
             sent.add_metric(values, rank.sent_bytes)
             if links.n_runs[key]:
                 took.add_metric(values, links.seconds[key])
@@ -148,4 +149,4 @@ class _Figures(Collector):
 
 
 def _labels(rank: RankStats) -> tuple[str, str, str]:
-    return str(rank.rank), rank.host, str(int(rank.draft))
+    return str(rank.rank), rank.host, str(rank.model)

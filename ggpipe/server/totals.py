@@ -56,13 +56,12 @@ class Links:
     def add(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
         """Count a request's runs. `ranks`: all, with the offsets of their clocks."""
         speakers = {part(rank): rank for rank, number in zip(ranks, parts_of(ranks), strict=True) if number == 0}
-        for runs, draft in ((stats.runs, False), (stats.draft_runs, True)):
-            for run in runs:
-                if not run.cancelled:
-                    self._add(run, draft, speakers)
+        for run in (*stats.runs, *stats.draft_runs):
+            if not run.cancelled:
+                self._add(run, speakers)
 
-    def _add(self, run: RunRecord, draft: bool, speakers: dict[Part, RankStats]) -> None:
-        spans = [(speakers[span.rank, draft], span) for span in run.spans if (span.rank, draft) in speakers]
+    def _add(self, run: RunRecord, speakers: dict[Part, RankStats]) -> None:
+        spans = [(speakers[span.rank, run.model], span) for span in run.spans if (span.rank, run.model) in speakers]
         for (own, span), (other, next_span) in itertools.pairwise(spans):
             if own.host != other.host and own.clock_offset_s == other.clock_offset_s:
                 continue  # their clocks were not compared yet

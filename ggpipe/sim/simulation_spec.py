@@ -106,13 +106,12 @@ class SimulationSpec:
         needs = memory_by_rank(
             self.target,
             layout,
-            self.draft,
-            placement.draft_layout,
+            [(self.draft, placement.draft_layout)] if self.draft is not None else [],
             n_ctx,
             self.sizes.n_ubatch,
             placement.tensor_split,
         )
-        for node, need in zip(placement.node_of, needs, strict=True):
+        for node, need in zip(placement.node_of, needs.values(), strict=True):
             needed[node] += math.ceil(need.total)
         return needed
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config import MAX_SEQUENCES, SpeculationConfig
+from ggpipe.config import FIRST_DRAFT, MAX_SEQUENCES, TARGET, SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.events import (
@@ -31,6 +31,7 @@ from ggpipe.core.events import (
 from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.scheduler import Scheduler
+from ggpipe.metrics.activity import Part, part
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.request import RequestSpec
 from ggpipe.sim.arrivals import Arrival
@@ -129,8 +130,8 @@ class _Active:
     request: Request
     tokens: Tokens
     stats: RequestStats
-    work: dict[tuple[int, bool], RankStats]
-    """Each rank's work for it, by rank and whether it is the draft's."""
+    work: dict[Part, RankStats]
+    """Each rank's work for it."""
 
 
 class _Simulation:
@@ -150,14 +151,14 @@ class _Simulation:
             clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
         )
         self._groups = {
-            draft: {stage.ranks[0]: stage.ranks[1:] for stage in pipeline.layout.stages if len(stage.ranks) > 1}
-            for draft, pipeline in ((False, cluster.target), (True, cluster.draft))
+            model: {stage.ranks[0]: stage.ranks[1:] for stage in pipeline.layout.stages if len(stage.ranks) > 1}
+            for model, pipeline in ((TARGET, cluster.target), (FIRST_DRAFT, cluster.draft))
             if pipeline is not None
         }
         self._asked = requests
         self._active = {i: _active(i, asked, speculation, cluster) for i, asked in enumerate(requests, 1)}
         self._drafts: dict[int, VirtualDraft | HeadDraft] = {}
-        kinds = registry.kinds(cluster.draft is not None)
+        kinds = registry.kinds(_n_models(cluster))
         for drafter in _drafters(cluster, speculation) if speculation.mode != "iterative" else ():
             if kinds[drafter] in registry.WITHOUT_MODEL:
                 self._drafts[drafter] = HeadDraft(drafter, kinds[drafter], self._answered)
@@ -177,7 +178,7 @@ class _Simulation:
                 kinds[drafter],
             )
         self._ranks = _ranks(cluster)
-        self._work = {(rank.rank, rank.draft): rank for rank in self._ranks}
+        self._work = {part(rank): rank for rank in self._ranks}
         self._not_started: set[int] = set()
         self._n_left = len(requests)
         self._wakes_at = math.inf
@@ -221,7 +222,7 @@ class _Simulation:
                 case Cancel(runs):
                     n_messages += self._pipeline.cancel(runs)
                 case RunDone(records):
-                    self._count(records, False)
+                    self._count(records, TARGET)
                 case Sample(request, _):
                     active = self._active[request]
                     token = active.tokens.text[active.stats.n_generated]
@@ -269,23 +270,23 @@ class _Simulation:
         """A drafter's message is there."""
 
         def drafted() -> None:
-            self._count(records, True)
+            self._count(records, FIRST_DRAFT)
             self._handle(Drafted(batch))
 
         self._process.receive(self._drafts[batch.drafter].rank, drafted)
 
-    def _count(self, records: Iterable[RunRecord], draft: bool) -> None:
+    def _count(self, records: Iterable[RunRecord], model: int) -> None:
         """Add runs to the statistics of ranks and requests. The records of one run follow each other."""
-        last, groups = -1, self._groups[draft]
+        last, groups = -1, self._groups[model]
         for record in records:
-            if groups:
-                record = replace(record, spans=(*record.spans, *_other_parts(record.spans, groups)))
+            if groups or model != TARGET:
+                record = replace(record, spans=(*record.spans, *_other_parts(record.spans, groups)), model=model)
             active = self._active[record.request]
-            (active.stats.draft_runs if draft else active.stats.runs).append(record)
+            (active.stats.runs if model == TARGET else active.stats.draft_runs).append(record)
             for span in record.spans:
-                active.work[span.rank, draft].add(span, record.share)
+                active.work[span.rank, model].add(span, record.share)
                 if record.id != last:
-                    self._work[span.rank, draft].add(span)
+                    self._work[span.rank, model].add(span)
             last = record.id
 
 
@@ -295,7 +296,7 @@ def _active(number: int, asked: Asked, speculation: SpeculationConfig, cluster: 
     drafters = _drafters(cluster, speculation)
     request = Request(id=number, spec=spec, prompt=tokens.prompt, drafters=drafters)
     stats = RequestStats(n_prompt=len(tokens.prompt), speculation=speculation, ranks=_ranks(cluster))
-    return _Active(request, tokens, stats, {(rank.rank, rank.draft): rank for rank in stats.ranks})
+    return _Active(request, tokens, stats, {part(rank): rank for rank in stats.ranks})
 
 
 def _other_parts(spans: Sequence[Span], groups: Mapping[int, Sequence[int]]) -> Iterator[Span]:
@@ -329,7 +330,12 @@ def _cores(clock: Clock, cluster: VirtualCluster, number: int) -> Cores:
 
 def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[int, ...]:
     """The ids of the drafters of each request."""
-    return registry.chosen(speculation.drafters, int(cluster.draft is not None))
+    return registry.chosen(speculation.drafters, _n_models(cluster))
+
+
+def _n_models(cluster: VirtualCluster) -> int:
+    """Draft models."""
+    return int(cluster.draft is not None)
 
 
 def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int) -> Limits:
@@ -348,7 +354,7 @@ def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n
 def _ranks(cluster: VirtualCluster) -> list[RankStats]:
     """All ranks, the target's first; a draft inside the head's process comes last."""
     parts = []
-    for pipeline, draft in ((cluster.target, False), (cluster.draft, True)):
+    for pipeline, model in ((cluster.target, TARGET), (cluster.draft, FIRST_DRAFT)):
         if pipeline is None:
             continue
         for rank in pipeline.layout.ranks:
@@ -358,7 +364,7 @@ def _ranks(cluster: VirtualCluster) -> list[RankStats]:
             parts.append(
                 RankStats(
                     rank=rank,
-                    draft=draft,
+                    model=model,
                     host=host,
                     layers=pipeline.layout.layers_of(rank),
                     threads=(threads, threads),

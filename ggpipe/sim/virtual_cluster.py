@@ -14,7 +14,7 @@ from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
 from ggpipe.cluster.profile import Part, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.config import TensorWire
-from ggpipe.core.layout import Layout, Split, lay_out, part_shares
+from ggpipe.core.layout import Layout, Shares, Split, lay_out, part_shares
 from ggpipe.errors import UsageError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of
 from ggpipe.sim.costs import Cost, MeasuredCost, Roofline
@@ -226,7 +226,9 @@ def with_split(spec: ClusterSpec, split: Split) -> ClusterSpec:
     Ranks stay where they are; shares for the target's ranks alone leave the draft's out. Raises UsageError when shares
     and ranks differ in number.
     """
-    n_target, n_draft, places = sum(split.sizes), sum(split.draft_sizes), spec.target_on + spec.draft_on
+    if len(split.drafts) > 1:
+        raise UsageError("`shares` names ranks of several draft models, and simulations have one: write one / at most")
+    n_target, n_draft, places = split.target.n_ranks, split.n_draft_ranks, spec.target_on + spec.draft_on
     if n_target + n_draft != len(places) and (n_target, n_draft) != (len(spec.target_on), 0):
         raise UsageError(
             f"`shares` names {n_target + n_draft} ranks, and the cluster has {len(places)}: give a share for "
@@ -234,15 +236,16 @@ def with_split(spec: ClusterSpec, split: Split) -> ClusterSpec:
         )
     target_on, draft_on = places[:n_target], places[n_target : n_target + n_draft]
     threads = spec.threads[: n_target + n_draft]
+    draft = split.drafts[0] if split.drafts else Shares(())
     return replace(
         spec,
         target_on=target_on,
         draft_on=draft_on,
-        shares=split.shares,
-        draft_shares=split.draft_shares,
+        shares=split.target.shares,
+        draft_shares=draft.shares,
         threads=threads,
-        group_sizes=split.group_sizes,
-        draft_group_sizes=split.draft_group_sizes,
+        group_sizes=split.target.group_sizes,
+        draft_group_sizes=draft.group_sizes,
     )
 
 

@@ -51,7 +51,7 @@ def main() -> int:
         ModelConfig(path=TARGET),
         context,
         PipelineConfig(threads=(1,)),
-        draft,
+        (draft,),
         n_requests=4,
         n_queued=2 * arguments.times,
     )

@@ -89,7 +89,7 @@ def job(args: argparse.Namespace) -> int:
         ModelConfig(path=pair.target),
         sizes,
         pipeline,
-        DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, shares=(1.0,)) if args.draft else None,
+        (DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, shares=(1.0,)),) if args.draft else (),
         n_requests=max(USERS),
         prefill_slowdown=args.prefill_slowdown,
     )

@@ -132,7 +132,7 @@ def job(args: argparse.Namespace) -> int:
         ModelConfig(path=target),
         ContextConfig(n_ctx=N_CTX),
         PipelineConfig((1 / n_target,) * n_target, (1,)),
-        DraftConfig(model=ModelConfig(path=draft), context=ContextConfig(n_ctx=N_CTX), shares=(1.0,)),
+        (DraftConfig(model=ModelConfig(path=draft), context=ContextConfig(n_ctx=N_CTX), shares=(1.0,)),),
         cache_prompt=False,
     )
 

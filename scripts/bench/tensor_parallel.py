@@ -37,7 +37,7 @@ from ggpipe.config import (
     SamplingConfig,
     SpeculationConfig,
 )
-from ggpipe.core.layout import parse_shares
+from ggpipe.core.layout import Shares, parse_split
 from ggpipe.launch.environment import die_with_parent, mpi_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
@@ -65,8 +65,7 @@ class Setting:
     @property
     def n_ranks(self) -> int:
         """Of the target and of the draft."""
-        split = parse_shares(self.split)
-        return sum(split.sizes + split.draft_sizes)
+        return parse_split(self.split).n_ranks
 
 
 ONE = Setting("one rank")
@@ -98,15 +97,16 @@ Results = dict[tuple[str, Mode], list[Result]]
 
 def job(setting: Setting, args: argparse.Namespace) -> int:
     """One rank's part. The head answers each line of stdin, a mode, with what a text in this mode took."""
-    pair, context, split = inflated_pair(), ContextConfig(n_ctx=2048, n_seq=8), parse_shares(setting.split)
+    pair, context, split = inflated_pair(), ContextConfig(n_ctx=2048, n_seq=8), parse_split(setting.split)
+    own = split.drafts[0] if split.drafts else Shares(())
     draft = DraftConfig(
-        model=ModelConfig(path=pair.draft), context=context, shares=split.draft_shares, group_sizes=split.draft_sizes
+        model=ModelConfig(path=pair.draft), context=context, shares=own.shares, group_sizes=own.group_sizes
     )
     config = EngineConfig(
         ModelConfig(path=pair.target),
         context,
-        PipelineConfig(split.shares, threads=(setting.threads,), group_sizes=split.sizes),
-        draft if setting.modes == SPECULATIVE else None,
+        PipelineConfig(split.target.shares, threads=(setting.threads,), group_sizes=split.target.group_sizes),
+        (draft,) if setting.modes == SPECULATIVE else (),
     )
 
     def head(ranks: Head) -> int:

@@ -235,6 +235,15 @@ def test_a_closed_engine() -> None:
     engine.close()
 
 
+def test_several_draft_models(engine: Engine) -> None:
+    drafts = [TARGET.with_name("tales-draft.gguf"), TARGET]
+    options = {**OPTIONS_OF_ALL, "layer_split": "1.0/1.0/1.0"}
+    with Engine(TARGET, draft=drafts, **options) as own:
+        answer = own.generate(PROMPT).wait()
+        assert [rank.model for rank in own.ranks] == [0, 1, 2]
+    assert answer.tokens == engine.generate(PROMPT).wait().tokens
+
+
 def test_an_engine_that_only_its_answers_keep() -> None:
     """It serves them, and ends when they are whole."""
     options = {**OPTIONS_OF_ALL, "n_ctx": 2049}  # of no other ranks

@@ -116,7 +116,7 @@ def test_defaults_are_the_records_own() -> None:
     assert config.context == ContextConfig()
     assert config.pipeline == PipelineConfig()
     assert config.model == ModelConfig(path=Path("m.gguf"))
-    assert config.draft is None
+    assert config.drafts == ()
     assert engine_config.speculation_config(nothing) == SpeculationConfig()
 
 
@@ -290,12 +290,10 @@ def test_bad_layers_are_refused(text: str) -> None:
 def test_sequences_are_those_of_the_branches() -> None:
     assert engine_config.engine_config(given("-np 4")).context.n_seq == 1
     config = engine_config.engine_config(given("-np 4 -md d.gguf"))
-    assert config.draft is not None
-    assert (config.context.n_seq, config.draft.context.n_seq) == (4, 4)
+    assert (config.context.n_seq, config.drafts[0].context.n_seq) == (4, 4)
     exact = given("-np 4 -md d.gguf --exact -fa off")
     config = engine_config.engine_config(exact)
-    assert config.draft is not None
-    assert (config.context.n_seq, config.draft.context.n_seq) == (1, 1)
+    assert (config.context.n_seq, config.drafts[0].context.n_seq) == (1, 1)
     assert engine_config.speculation_config(exact).n_parallel == 1
     assert [in_flags(w) for w in engine_config.warnings_of(exact)] == [
         "--exact without flash attention drafts chains: -np/--parallel 1 is used"
@@ -312,15 +310,40 @@ def test_the_draft_is_loaded_as_the_target_and_keeps_its_own_positions() -> None
         "--mpi-layer-split 0.5,0.5/1.0 --override-kv a=int:1"
     )
     config = engine_config.engine_config(given(line))
-    assert config.draft is not None
-    for weights in (config.model, config.draft.model):
+    (draft,) = config.drafts
+    for weights in (config.model, draft.model):
         assert (weights.load_mode, weights.repack, weights.numa) == ("mmap+mlock", False, "isolate")
     assert config.model.loras == ((Path("a"), 1.0),)
-    assert (config.draft.model.loras, config.draft.model.override_kv) == ((), ())
+    assert (draft.model.loras, draft.model.override_kv) == ((), ())
     assert (config.context.exact, config.context.rope_scale) == (True, 2.0)
-    assert config.draft.context == ContextConfig(n_ctx=99, cache_type_k="q8_0")
+    assert draft.context == ContextConfig(n_ctx=99, cache_type_k="q8_0")
     assert config.pipeline == PipelineConfig((0.5, 0.5), (1, 2, 3))
-    assert (config.draft.shares, config.draft.threads, config.draft.threads_batch) == ((1.0,), 5, -1)
+    assert (draft.shares, draft.threads, draft.threads_batch) == ((1.0,), 5, -1)
+
+
+def test_draft_models_with_ranks_come_first() -> None:
+    config = engine_config.engine_config(given("-md a.gguf -md b.gguf -md c.gguf --mpi-layer-split 0.5,0.5//0.5*2"))
+    assert [draft.model.path.name for draft in config.drafts] == ["b.gguf", "a.gguf", "c.gguf"]
+    assert [draft.n_ranks for draft in config.drafts] == [2, 0, 0]
+    assert (config.n_draft_ranks, config.draft_heads(4)) == (2, (2,))
+    assert [config.model_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+    assert config.context.n_seq == 3, "each draft model may name another token"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--mpi-layer-split 0.5,0.5/1", "a split with ranks behind the / needs a draft model: .*"),
+        (
+            "-md a.gguf --mpi-layer-split 0.5/1/1",
+            "`shares` has ranks for 2 draft models, but `draft.model` names 1: .*",
+        ),
+        ("-md a.gguf -md b.gguf --mpi-layer-split auto", "`shares` auto plans for one draft model at most: .*"),
+    ],
+)
+def test_draft_models_without_ranks_and_ranks_without_draft_models(line: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine_config.engine_config(given(line))
 
 
 def test_a_split_may_be_planned() -> None:

@@ -48,8 +48,9 @@ def test_variables_are_read(line: Line) -> None:
         "serve", LLAMA_ARG_MODEL="m.gguf", LLAMA_ARG_CTX_SIZE="512", LLAMA_ARG_PORT="81", LLAMA_API_KEY="a,b",
         LLAMA_ARG_TEMPERATURE="0.5", LLAMA_ARG_N_PARALLEL="3", LLAMA_ARG_ENDPOINT_METRICS="enabled",
         LLAMA_ARG_NO_ENDPOINT_SLOTS="1", LLAMA_ARG_FLASH_ATTN="0", LLAMA_ARG_ALIAS="",
+        LLAMA_ARG_SPEC_DRAFT_MODEL="d.gguf",
     )  # fmt: skip
-    assert str(options[Models].target) == "m.gguf"
+    assert list(map(str, (options[Models].target, *options[Models].drafts))) == ["m.gguf", "d.gguf"]
     assert (options[ContextConfig].n_ctx, options[ContextConfig].flash_attn) == (512, "off")
     server = options[ServerConfig]
     assert (server.port, server.keys(), server.n_slots, server.alias) == (81, ("a", "b"), 3, None)

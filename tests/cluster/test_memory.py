@@ -166,12 +166,12 @@ def test_it_is_enough_for_ranks(tmp_path: Path) -> None:
 def test_the_ranks_of_a_group_divide_weights_and_cells() -> None:
     shape = shape_of(ModelFile.open(TARGET))
     layout = lay_out(shape.n_layer, 3, (0.5, 0.5), 0, (1, 2))
-    alone, first, second = memory_by_rank(shape, layout, None, None, 1024, 512, (3, 1))
+    alone, first, second = memory_by_rank(shape, layout, [], 1024, 512, (3, 1)).values()
     whole = stage_memory(shape, layout.layers_of(1), 1024, 512)
     assert first.weights == pytest.approx(0.75 * whole.weights, rel=0.01), "all but norms"
     assert second.kv == pytest.approx(0.25 * whole.kv)
     assert first.compute == second.compute == whole.compute
-    assert alone == memory_by_rank(shape, lay_out(shape.n_layer, 2, (0.5, 0.5)), None, None, 1024, 512)[0]
+    assert alone == memory_by_rank(shape, lay_out(shape.n_layer, 2, (0.5, 0.5)), [], 1024, 512)[0]
 
 
 def test_parts_that_divide_the_ffn_alone_hold_the_rest_whole() -> None:
@@ -182,7 +182,7 @@ def test_parts_that_divide_the_ffn_alone_hold_the_rest_whole() -> None:
     shape = replace(shape, layer_whole_bytes=one_third, divides_attention=False)
     layout = lay_out(4, 2, (1.0,), 0, (2,))
     whole = stage_memory(shape, (0, 4), 1024, 512)
-    for part in memory_by_rank(shape, layout, None, None, 1024, 512):
+    for part in memory_by_rank(shape, layout, [], 1024, 512).values():
         assert part.kv == whole.kv
         divided = whole.weights - shape.input_bytes - sum(one_third)
         assert part.weights == pytest.approx(shape.input_bytes + sum(one_third) + divided / 2)

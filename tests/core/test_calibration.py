@@ -7,6 +7,7 @@ import pytest
 from ggpipe.core.draft_messages import ROOT, Expansion, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.drafters.request_drafters import RequestDrafters
+from ggpipe.core.request import Counters
 from ggpipe.core.tree import Node, SequenceIds, Tree
 
 CONFIDENCES = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 0.995)
@@ -69,6 +70,7 @@ class Both:
         self.tree = Tree(SequenceIds(4, 1), [], token=3, pos=2)
         self.drafters = RequestDrafters((4, 9), self.tree)
         self.text: list[int] = []
+        self.counters = Counters()
         self._numbers = 0
 
     def name(self, drafter: int, token: int, prob: float) -> Node:
@@ -81,7 +83,7 @@ class Both:
 
     def accept(self, token: int) -> None:
         self.text.append(token)
-        self.drafters.judge(token)
+        self.drafters.judge(token, self.counters)
         self.drafters.advanced(self.tree.advance(token), len(self.text))
         self.drafters.validate()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.core.layout import Layout, lay_out, parse_shares, part_shares, shares_text
+from ggpipe.core.layout import Layout, Shares, Split, lay_out, parse_split, part_shares, shares_text
 from ggpipe.errors import LaunchError, UsageError
 
 
@@ -30,7 +30,15 @@ def counts(layout: Layout) -> list[int]:
     ],
 )
 def test_shares_are_read(text: str, target: tuple[float, ...], draft: tuple[float, ...]) -> None:
-    assert parse_shares(text) == (target, draft, (), ())
+    assert parse_split(text) == Split(Shares(target), (Shares(draft),) if draft else ())
+
+
+def test_shares_of_several_draft_models_are_read() -> None:
+    split = parse_split("0.5*2,0.5/1.0//0.4,0.6*2")
+    assert split.drafts == (Shares((1.0,)), Shares(()), Shares((0.4, 0.6), (1, 2)))
+    assert (split.target.n_ranks, split.n_draft_ranks, split.n_ranks) == (3, 4, 7)
+    assert split.sizes == (2, 1, 1, 1, 2)
+    assert str(split) == "0.5*2,0.5/1.0//0.4,0.6*2"
 
 
 @pytest.mark.parametrize(
@@ -51,9 +59,10 @@ def test_groups_are_read(
     draft_shares: tuple[float, ...],
     draft_group_sizes: tuple[int, ...],
 ) -> None:
-    split = parse_shares(text)
-    assert split == (shares, draft_shares, group_sizes, draft_group_sizes)
-    assert parse_shares(str(split)) == split
+    split = parse_split(text)
+    drafts = (Shares(draft_shares, draft_group_sizes),) if draft_shares else ()
+    assert split == Split(Shares(shares, group_sizes), drafts)
+    assert parse_split(str(split)) == split
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,9 @@ def test_groups_are_read(
         ("half,half", "write a share for each rank, as in 0.2,0.4,0.4"),
         ("0.5,,0.5", "write a share for each rank, as in 0.2,0.4,0.4"),
         ("/0.5", "write a share for each rank, as in 0.2,0.4,0.4"),
-        ("0.5/0.5/0.5", "write a share for each rank, as in 0.2,0.4,0.4"),
+        ("0.5/0.5/", "give shares for the draft ranks behind the /, or leave it out"),
+        ("0.5//", "give shares for the draft ranks behind the /, or leave it out"),
+        ("0.5/0.5/x", "write a share for each rank, as in 0.2,0.4,0.4"),
         ("0.5,-0.1", "a share is a number between 0 and 1"),
         ("nan", "a share is a number between 0 and 1"),
         ("0.5,inf", "a share is a number between 0 and 1"),
@@ -87,7 +98,7 @@ def test_groups_are_read(
 )
 def test_wrong_shares_end_in_one_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_shares(text)
+        parse_split(text)
     assert str(caught.value) == f"`shares` {text}: {message}"
     assert caught.value.exit_code == 2
 
@@ -95,15 +106,16 @@ def test_wrong_shares_end_in_one_line(text: str, message: str) -> None:
 @given(st.text(max_size=20) | st.text("0123456789.,/-e *", max_size=20))
 def test_any_text_is_shares_or_a_usage_error(text: str) -> None:
     try:
-        target, draft, *group_sizes = parse_shares(text)
+        split = parse_split(text)
     except UsageError:
         return
-    for shares, sizes in zip((target, draft), group_sizes, strict=True):
+    for shares, sizes in (split.target, *split.drafts):
         assert not sizes or (len(sizes) == len(shares) and max(sizes) > 1)
-    for shares in filter(None, (target, draft)):
-        assert 0 < sum(shares) <= 1 + 1e-5
+        assert not shares or 0 < sum(shares) <= 1 + 1e-5
         assert all(math.isfinite(share) and share >= 0 for share in shares)
-    assert target
+    assert split.target.shares
+    assert not split.drafts or split.drafts[-1].shares
+    assert parse_split(str(split)) == split
 
 
 # Laying out
@@ -189,8 +201,8 @@ def test_the_next_stage() -> None:
 
 
 def test_the_ranks_of_groups() -> None:
-    split = parse_shares("0.25,0.25*2,0.5*3")
-    layout = lay_out(8, 6, split.shares, 0, split.group_sizes)
+    shares, group_sizes = parse_split("0.25,0.25*2,0.5*3").target
+    layout = lay_out(8, 6, shares, 0, group_sizes)
     assert [stage.ranks for stage in layout.stages] == [(0,), (1, 2), (3, 4, 5)]
     assert layout.layers == ((0, 2), (2, 4), (2, 4), (4, 8), (4, 8), (4, 8))
     assert [layout.part_of(rank) for rank in layout.ranks] == [0, 0, 1, 0, 1, 2]
@@ -240,7 +252,7 @@ def valid_shares(draw: st.DrawFn) -> tuple[float, ...]:
     digits = draw(st.sampled_from([2, 3, 17]))
     text = ",".join(f"{max(math.floor(n / whole * 10**digits) / 10**digits, n and 0.01):.17g}" for n in parts)
     try:
-        return parse_shares(text)[0]
+        return parse_split(text).target.shares
     except UsageError:
         return (1.0,)
 
@@ -303,12 +315,12 @@ def test_what_is_written_gives_the_same_layers(first: int, others: list[int], dr
         return
     layout = layout_of([first, *others])
     draft_layout = layout_of(draft, len(layout.layers)) if draft else None
-    shares, draft_shares, _, _ = parse_shares(shares_text(layout, draft_layout))
-    assert lay_out(first + sum(others), len(layout.layers), shares) == layout
+    split = parse_split(shares_text(layout, draft_layout))
+    assert lay_out(first + sum(others), len(layout.layers), split.target.shares) == layout
     if draft_layout is not None:
-        assert lay_out(sum(draft), len(draft), draft_shares, draft_layout.head) == draft_layout
+        assert lay_out(sum(draft), len(draft), split.drafts[0].shares, draft_layout.head) == draft_layout
     else:
-        assert draft_shares == ()
+        assert split.drafts == ()
 
 
 @given(st.integers(0, 9), st.lists(st.integers(1, 9), max_size=9), st.data())
@@ -319,8 +331,8 @@ def test_what_is_written_of_groups_gives_the_same_layers(first: int, others: lis
     sizes = tuple(data.draw(st.integers(1, 4)) if count else 1 for count in counts)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     layout = Layout.of_ranks([(b - n, b) for n, b in zip(counts, ends, strict=True)], 0, sizes)
-    split = parse_shares(shares_text(layout))
-    assert lay_out(sum(counts), sum(sizes), split.shares, 0, split.group_sizes) == layout
+    shares, group_sizes = parse_split(shares_text(layout)).target
+    assert lay_out(sum(counts), sum(sizes), shares, 0, group_sizes) == layout
 
 
 def test_what_no_shares_give() -> None:

@@ -16,7 +16,7 @@ def lasting(n_tokens: int, seconds: float) -> RequestStats:
 HERE = [
     RankStats(rank=0, host="vm", layers=(0, 4)),
     RankStats(rank=1, host="vm", layers=(4, 8)),
-    RankStats(rank=2, draft=True, host="vm", layers=(0, 2)),
+    RankStats(rank=2, model=1, host="vm", layers=(0, 2)),
 ]
 
 
@@ -42,7 +42,7 @@ def test_a_slower_text() -> None:
         (two_ranks(), "2 ranks on 2 machines: 2 hold the target's layers."),
         ([RankStats(rank=0, host="vm"), *HERE[1:]],
          "3 ranks on this machine: 1 holds the target's layers, 1 runs the draft model."),
-        ([HERE[0], RankStats(rank=0, draft=True, host="vm", layers=(0, 2))],
+        ([HERE[0], RankStats(rank=0, model=1, host="vm", layers=(0, 2))],
          "1 rank on this machine: 1 holds the target's layers, rank 0 also runs the draft model."),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ from ggpipe.metrics.stats import RankStats, RequestStats
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (100, 30), (60, 15), (20, 5), (20, 2), (3, 1), (1, 0)])
 def test_panels_fit(n_ranks: int, width: int, height: int) -> None:
     ranks = [
-        RankStats(rank=i, draft=False, host="host" * 9, layers=(i, i + 1), load_bytes=10**12, loaded_bytes=10**11)
+        RankStats(rank=i, model=0, host="host" * 9, layers=(i, i + 1), load_bytes=10**12, loaded_bytes=10**11)
         for i in range(n_ranks)
     ]
     stats = RequestStats(n_prompt=10**6, arrived=0.0)
@@ -94,7 +94,7 @@ def test_occupancy_waits_for_long_runs() -> None:
 
 
 def test_occupancy_tells_a_rank_from_the_draft_in_its_process() -> None:
-    occupancy, ranks = Occupancy(), [RankStats(rank=0), RankStats(rank=0, draft=True)]
+    occupancy, ranks = Occupancy(), [RankStats(rank=0), RankStats(rank=0, model=1)]
     occupancy.sample(ranks, 0.0)
     ranks[0].busy_s = 0.75
     ranks[1].busy_s = 0.25

@@ -144,6 +144,7 @@ def test_json_has_everything(tmp_path: Path) -> None:
     assert read["ranks"][1] == {
         "rank": 1,
         "draft": False,
+        "model": 0,
         "host": "10.0.0.23",
         "layers": [8, 16],
         "threads": [4, 4],

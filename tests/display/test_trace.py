@@ -100,8 +100,8 @@ def test_ranks_and_tracks_have_names() -> None:
     assert tracks == {
         (0, 1): "target layers 0-7",
         (0, 2): "draft layers 0-3",
-        (0, 3): "tokens",
-        (1, 11): "target layers 8-15",
+        (0, 99): "tokens",
+        (1, 101): "target layers 8-15",
     }
     assert {e["pid"]: e["args"]["sort_index"] for e in found if e["name"] == "process_sort_index"} == {0: 0, 1: 1}
 
@@ -114,7 +114,7 @@ def test_runs_are_where_the_heads_clock_puts_them() -> None:
         ("run 3 · 2 tokens · cancelled", 300, 400),
         ("run 4 · 1 token", 500, 600),
     ]
-    assert slices(found, 11, "run") == [
+    assert slices(found, 101, "run") == [
         ("run 1 · 100 tokens", 220, 340),
         ("run 2 · 4 tokens", 350, 450),
         ("run 3 · 2 tokens · cancelled", 450, 451),
@@ -136,15 +136,15 @@ def test_decoding_is_inside_its_run() -> None:
         ("decode", 300, 350),
         ("decode", 500, 600),
     ]
-    assert len(slices(found, 11, "decode")) == 3, "a skipped run decodes nothing"
+    assert len(slices(found, 101, "decode")) == 3, "a skipped run decodes nothing"
 
 
 def test_waits_fill_the_rest_of_the_request() -> None:
     found = events(speculated_request(), speculating_ranks())
     assert slices(found, 1, "wait") == [("wait", 0, 100), ("wait", 400, 500), ("wait", 600, 1000)]
-    assert slices(found, 11, "wait") == [("wait", 0, 220), ("wait", 340, 350), ("wait", 451, 620), ("wait", 720, 1000)]
+    assert slices(found, 101, "wait") == [("wait", 0, 220), ("wait", 340, 350), ("wait", 451, 620), ("wait", 720, 1000)]
     assert slices(found, 2, "wait") == [("wait", 0, 50), ("wait", 100, 200), ("wait", 220, 1000)]
-    for tid in (1, 2, 11):
+    for tid in (1, 2, 101):
         outer = slices(found, tid, "run", "draft run", "wait")
         assert [start for _, start, _ in outer] == [0, *(end for _, _, end in outer[:-1])]
 
@@ -171,7 +171,7 @@ def test_sends_lead_from_rank_to_rank() -> None:
     tails = [(e["tid"], e["ts"]) for e in found if e["ph"] == "s"]
     heads = [(e["tid"], e["ts"]) for e in found if e["ph"] == "f"]
     assert tails == [(1, 199_999), (1, 299_999), (1, 399_999), (1, 599_999)], "inside the slices that they leave"
-    assert heads == [(11, 220_000), (11, 350_000), (11, 450_000), (11, 620_000)]
+    assert heads == [(101, 220_000), (101, 350_000), (101, 450_000), (101, 620_000)]
 
 
 def test_clocks_that_are_off_make_no_time_negative() -> None:
@@ -195,10 +195,10 @@ def test_tokens_have_an_origin() -> None:
         ("own token 4", 750_000),
     ]
     assert [(e["pid"], e["tid"], e["args"]["drafted"]) for e in tokens] == [
-        (0, 3, False),
-        (0, 3, True),
-        (0, 3, True),
-        (0, 3, False),
+        (0, 99, False),
+        (0, 99, True),
+        (0, 99, True),
+        (0, 99, False),
     ]
     plain = [e["name"] for e in events(finished_request(), two_ranks()) if e["ph"] == "i"]
     assert plain == [f"own token {i}" for i in range(1, 6)]
@@ -226,7 +226,7 @@ def test_a_head_that_only_coordinates() -> None:
     stats.runs = [replace(run, spans=run.spans[1:]) for run in stats.runs]
     ranks = [
         RankStats(rank=0, host="a"),
-        RankStats(rank=1, draft=False, host="b", layers=(0, 16), clock_offset_s=100.0),
+        RankStats(rank=1, model=0, host="b", layers=(0, 16), clock_offset_s=100.0),
     ]
     names = [e["args"]["name"] for e in events(stats, ranks) if e["name"].endswith("_name")]
     assert names == ["rank 0 · a · head", "tokens", "rank 1 · b · target layers 0-15", "target layers 0-15"]
@@ -235,14 +235,14 @@ def test_a_head_that_only_coordinates() -> None:
 def test_a_rank_of_the_draft_alone() -> None:
     stats = speculated_request()
     stats.draft_runs = [replace(run, spans=(replace(run.spans[0], rank=2),)) for run in stats.draft_runs]
-    ranks = [*two_ranks(), RankStats(rank=2, draft=True, host="c", layers=(0, 4), clock_offset_s=0.01)]
+    ranks = [*two_ranks(), RankStats(rank=2, model=1, host="c", layers=(0, 4), clock_offset_s=0.01)]
     found = [e for e in events(stats, ranks) if e["pid"] == 2]
-    assert {e["tid"] for e in found} == {22}
+    assert {e["tid"] for e in found} == {202}
     assert [e["args"]["name"] for e in found if e["name"].endswith("_name")] == [
         "rank 2 · c · draft layers 0-3",
         "draft layers 0-3",
     ]
-    assert slices(found, 22, "draft run")[0] == ("draft run 1 · 100 tokens", 60, 110)
+    assert slices(found, 202, "draft run")[0] == ("draft run 1 · 100 tokens", 60, 110)
 
 
 def test_nothing_known() -> None:
@@ -261,8 +261,8 @@ def test_nothing_known() -> None:
         ]
     )
     found = events(stats, [])
-    assert slices(found, 31, "run") == [("run 7 · 1 token", 1000, 1500)]
-    assert slices(found, 31, "wait") == [("wait", 0, 1000)]
+    assert slices(found, 301, "run") == [("run 7 · 1 token", 1000, 1500)]
+    assert slices(found, 301, "wait") == [("wait", 0, 1000)]
     names = [e["args"]["name"] for e in found if e["name"] == "process_name"]
     assert names == ["rank 0 · head", "rank 3 · target"]
 
@@ -285,6 +285,7 @@ RUNS = st.lists(
         n_draft_tokens=st.just(0),
         cancelled=st.booleans(),
         spans=st.lists(SPANS, max_size=3, unique_by=lambda span: span.rank).map(tuple),
+        model=st.integers(1, 3),
     ),
     max_size=8,
 )
@@ -295,6 +296,7 @@ RUNS = st.lists(
 def test_any_numbers_make_a_sound_trace(
     runs: list[RunRecord], draft_runs: list[RunRecord], ended: float | None, tokens: list[float]
 ) -> None:
+    runs = [replace(run, model=0) for run in runs]
     stats = RequestStats(runs=runs, draft_runs=draft_runs, ended=ended, token_times=tokens)
     found = events(stats, [RankStats(rank=i, clock_offset_s=i / 7) for i in range(3)])
     n_slices = sum(e["ph"] == "X" and e["cat"].startswith("run") for e in found)

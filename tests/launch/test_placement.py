@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggpipe.config import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
-from ggpipe.core.layout import Split, lay_out, parse_shares
+from ggpipe.core.layout import Shares, Split, lay_out, parse_split
 from ggpipe.errors import LaunchError
 from ggpipe.launch import job as jobs
 from ggpipe.launch.hostfile import hosts_of
@@ -21,12 +22,12 @@ from ggpipe.launch.placement import Placement
 def placement(
     split: str, *slots: str, threads: tuple[int, ...] = (-1,), tensor_split: tuple[float, ...] = ()
 ) -> Placement:
-    return Placement.on(slots, parse_shares(split), threads, tensor_split=tensor_split)
+    return Placement.on(slots, parse_split(split), threads, tensor_split=tensor_split)
 
 
 def layers(of: Placement, n_layer: int = 20) -> dict[str, int]:
     assert of.split is not None
-    layout = lay_out(n_layer, of.n_target, of.split.shares, 0, of.split.group_sizes)
+    layout = lay_out(n_layer, of.n_target, of.split.target.shares, 0, of.split.target.group_sizes)
     return {host: b - a for host, (a, b) in zip(of.hosts, layout.layers, strict=False)}
 
 
@@ -103,7 +104,7 @@ def test_a_group_of_unequal_ranks() -> None:
     now = before.without({"b"})
     assert now.tensor_split == (3, 1)
     assert now.split is not None
-    assert now.split.shares == pytest.approx((3 / 7, 4 / 7))
+    assert now.split.target.shares == pytest.approx((3 / 7, 4 / 7))
     assert now.without({"d"}).tensor_split == ()
 
 
@@ -118,6 +119,47 @@ def test_a_drafts_group_loses_a_rank() -> None:
     assert before.without({"c", "d"}).split_text == "0.5,0.5"
 
 
+def test_each_draft_model_keeps_to_its_own_ranks() -> None:
+    before = placement("0.5,0.5/1.0/0.5,0.5", "a", "b", "c", "d", "e")
+    now = before.without({"d"})
+    assert (now.hosts, now.split_text) == (("a", "b", "c", "e"), "0.5,0.5/1.0/1.0")
+    assert now.changes_since(before) == "draft model 2 is now on e"
+    now = before.without({"c"})
+    assert (now.hosts, now.split_text) == (("a", "b", "d", "e"), "0.5,0.5//0.5,0.5")
+    assert now.changes_since(before) == "draft model 1 is now on a"
+    assert before.without({"d", "e"}).split_text == "0.5,0.5/1.0"
+    assert before.without({"a", "b", "d"}).split_text == "0.5,0.5"
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.lists(st.integers(1, 3), max_size=4), st.data())
+def test_what_is_left_of_several_models_can_be_written_and_read(
+    sizes: list[int], drafts: list[int], data: st.DataObject
+) -> None:
+    def shares(n: int) -> Shares:
+        return Shares((1 / n,) * n)
+
+    split = Split(
+        Shares((1 / len(sizes),) * len(sizes), tuple(sizes) if max(sizes) > 1 else ()), tuple(map(shares, drafts))
+    )
+    hosts = [f"host{i}" for i in range(split.n_ranks)]
+    away = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - 1))
+    now = Placement.on(hosts, split).without(away)
+    assert now.split is not None
+    assert parse_split(now.split_text) == now.split
+    assert now.hosts == tuple(host for host in hosts if host not in away)
+    assert now.split.n_ranks == len(now.hosts)
+    if away.issuperset(hosts[: split.target.n_ranks]):
+        assert now.split.drafts == ()
+    for old, new, ranks in zip(split.drafts, now.split.drafts, _ranges(split), strict=False):
+        assert new.n_ranks == old.n_ranks - len(away.intersection(hosts[ranks.start : ranks.stop]))
+
+
+def _ranges(split: Split) -> list[range]:
+    """The ranks of each draft model."""
+    ends = list(itertools.accumulate((draft.n_ranks for draft in split.drafts), initial=split.target.n_ranks))
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
 def test_none_is_left() -> None:
     with pytest.raises(LaunchError, match="none of the machines of `hostfile` can be reached"):
         placement("0.5,0.5", "a", "b").without({"a", "b"})
@@ -128,11 +170,11 @@ def test_what_is_left_can_be_written_and_read(weights: list[int], data: st.DataO
     hosts = [f"host{i}" for i in range(len(weights))]
     away = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - 1))
     shares = tuple(weight / sum(weights) for weight in weights)
-    now = Placement.on(hosts, Split(shares)).without(away)
+    now = Placement.on(hosts, Split(Shares(shares))).without(away)
     assert now.split is not None
-    assert parse_shares(now.split_text) == now.split
+    assert parse_split(now.split_text) == now.split
     left = [weight for host, weight in zip(hosts, weights, strict=True) if host not in away]
-    assert now.split.shares == pytest.approx([weight / sum(left) for weight in left])
+    assert now.split.target.shares == pytest.approx([weight / sum(left) for weight in left])
 
 
 # Jobs
@@ -148,7 +190,7 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def again(
-    hostfile: Path, away: set[str], monkeypatch: pytest.MonkeyPatch, split: str | None, draft: bool = False
+    hostfile: Path, away: set[str], monkeypatch: pytest.MonkeyPatch, split: str | None, *drafts: str
 ) -> list[Job]:
     """Jobs whose arguments are the changes to the user's."""
 
@@ -156,11 +198,13 @@ def again(
         return [f"{name}={value}" for name, value in changes.items()]
 
     monkeypatch.setattr(jobs, "unreachable", lambda *_: away)
-    shares, draft_shares, _, _ = parse_shares(split) if split is not None else (None, (), (), ())
+    target, parts = parse_split(split) if split is not None else (None, ())
+    parts = (*parts, *[Shares(())] * (len(drafts) - len(parts)))
+    models = [ModelConfig(path=Path(name)) for name in drafts]
     config = EngineConfig(
         MODEL,
-        pipeline=PipelineConfig(shares=shares, auto=split is None),
-        draft=DraftConfig(model=MODEL, shares=draft_shares) if draft else None,
+        pipeline=PipelineConfig(shares=target.shares if target is not None else None, auto=split is None),
+        drafts=tuple(DraftConfig(model=model, shares=own.shares) for model, own in zip(models, parts, strict=True)),
     )
     first = Job(["generate"], 3, hostfile)
     made = jobs_again(first, config, arguments, lambda: None)
@@ -217,13 +261,13 @@ def test_a_machine_is_away(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_planned_split_is_planned_again(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = again(hostfile, {"a"}, monkeypatch, None, draft=True)
+    (job,) = again(hostfile, {"a"}, monkeypatch, None, "d.gguf")
     assert (job.n_ranks, job.hosts, job.arguments[0]) == (2, ("b", "c"), "shares=auto")
     assert job.line == "a cannot be reached: the layers are planned again for b and c"
 
 
 def test_a_draft_goes_to_the_head_or_is_left_out(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1", draft=True)
+    inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1", "d.gguf")
     assert (inside.hosts, without.hosts) == (("a", "b"), ("a", "b"))
     assert inside.line == "c cannot be reached: the draft model is now on a"
     assert without.line == "going on without the draft model"
@@ -232,6 +276,16 @@ def test_a_draft_goes_to_the_head_or_is_left_out(hostfile: Path, monkeypatch: py
     assert "draft.model=None" not in inside.arguments
 
 
+def test_one_of_several_drafts_loses_its_machine(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostfile.write_text("a\nb\nc\nd\n")
+    inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1/1", "x.gguf", "y.gguf")
+    assert inside.arguments[0] == "shares=0.5,0.5//1.0"
+    assert str([Path("x.gguf"), Path("y.gguf")]) in inside.arguments[-1]
+    assert (without.line, without.hosts) == ("going on without x.gguf", ("a", "b", "d"))
+    assert without.arguments[0] == "shares=0.5,0.5/1.0"
+    assert without.arguments[-1] == f"draft.model={[Path('y.gguf')]}"
+
+
 def test_a_draft_stays_where_it_is(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.5/1", draft=True)
+    (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.5/1", "d.gguf")
     assert job.arguments[0] == "shares=1.0/1.0"

@@ -70,8 +70,8 @@ def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sockets, "SYSFS", sysfs(tmp_path / "sys", TWO))
     model = ModelConfig(path=TARGET)
     config = EngineConfig(model, pipeline=PipelineConfig(shares=(1.0,), group_sizes=(2,)))
-    drafts = replace(config, draft=DraftConfig(model=model, shares=(1.0,)))
-    auto = EngineConfig(model, pipeline=PipelineConfig(auto=True), draft=DraftConfig(model=model))
+    drafts = replace(config, drafts=(DraftConfig(model=model, shares=(1.0,)),))
+    auto = EngineConfig(model, pipeline=PipelineConfig(auto=True), drafts=(DraftConfig(model=model),))
 
     def places(config: EngineConfig, n: int) -> list[frozenset[int] | None]:
         return [own_socket(config, transport, ALL) for transport in LocalWorld(n).transports]
@@ -79,7 +79,7 @@ def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert places(config, 2) == [FIRST, SECOND]
     assert places(drafts, 3) == places(auto, 3) == [FIRST, SECOND, None]
     assert places(auto, 2) == [FIRST, SECOND]
-    assert places(replace(auto, draft=None), 3) == [None] * 3
+    assert places(replace(auto, drafts=()), 3) == [None] * 3
     assert places(replace(config, model=replace(model, numa="distribute")), 2) == [None, None]
 
 

@@ -42,7 +42,7 @@ CONFIG = EngineConfig(
     ModelConfig(path=TARGET),
     ContextConfig(n_ctx=256),
     PipelineConfig((0.5, 0.5), threads=(1,)),
-    DraftConfig(model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), shares=(1.0,)),
+    (DraftConfig(model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), shares=(1.0,)),),
 )
 WORK = bench.Work(
     prompts={"a": (5, 6, 7, 8), "b": tuple(range(20, 50))},
@@ -144,7 +144,7 @@ def test_when_one_process_is_left_out(session: Session) -> None:
     why = bench.why_not_single(CONFIG, session, free_bytes=10**6)
     assert why is not None
     assert why.endswith("and this machine has 0.0 GB left")
-    with local_session(replace(CONFIG, pipeline=PipelineConfig(threads=(1,)), draft=None), 1) as alone:
+    with local_session(replace(CONFIG, pipeline=PipelineConfig(threads=(1,)), drafts=()), 1) as alone:
         assert bench.why_not_single(CONFIG, alone) == "one rank holds the whole model anyway"
 
 
@@ -160,7 +160,7 @@ def measured(
     stats.speculation = SpeculationConfig(mode="iterative" if mode == "single" else mode)  # type: ignore[arg-type]
     busy_s = (1.0 + 2 * step_s) / 2
     stats.ranks = [RankStats(rank=i, layers=(i, i + 1), compute_s=busy_s / 2, busy_s=busy_s) for i in (0, 1)]
-    stats.ranks.append(RankStats(rank=2, draft=True, layers=(0, 1), busy_s=busy_s))
+    stats.ranks.append(RankStats(rank=2, model=1, layers=(0, 1), busy_s=busy_s))
     for name, value in counters.items():
         setattr(stats.counters, name, value)
     return BenchRun(mode=mode, round=number, prompt=prompt, tokens=tokens, stats=stats, ranks=stats.ranks)

@@ -185,7 +185,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> EngineConfig:
     target, draft = make("llama", folder / "llama.gguf", n_layer=8), make("qwen2", folder / "draft.gguf")
-    return replace(config_of(target, exact=True), draft=DraftConfig(model=ModelConfig(path=draft), threads=3))
+    return replace(config_of(target, exact=True), drafts=(DraftConfig(model=ModelConfig(path=draft), threads=3),))
 
 
 def check_draft(profile: Profile, draft: Path) -> None:
@@ -201,7 +201,6 @@ def check_draft(profile: Profile, draft: Path) -> None:
 def test_the_draft_is_measured_whole_before_the_target(
     pair: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pair.draft is not None
     loaded, stage_loader = [], handshake.stage_loader
 
     def seen(config: EngineConfig, transport: Any, file: ModelFile, layers: tuple[int, int], model: int) -> Any:
@@ -213,12 +212,12 @@ def test_the_draft_is_measured_whole_before_the_target(
     profile, _ = measure([pair], (2, 6), budget_s=20)  # as many runs as ever
     assert profile is not None
     check(profile, pair.model.path, (2, 6))
-    check_draft(profile, pair.draft.model.path)
+    check_draft(profile, pair.drafts[0].model.path)
     (rank,) = profile.ranks
     assert rank.draft is not None
     assert {p.n_past for p in rank.draft.alone} == {32, 512}
     assert loaded == [
-        (pair.draft.model.path, (0, 3), (1, 1), False),
+        (pair.drafts[0].model.path, (0, 3), (1, 1), False),
         (pair.model.path, (2, 3), (1, 1), True),
         (pair.model.path, (2, 4), (1, 1), True),
         (pair.model.path, (2, 6), (1, 1), True),
@@ -228,11 +227,10 @@ def test_the_draft_is_measured_whole_before_the_target(
 
 
 def test_two_ranks(pair: EngineConfig) -> None:
-    assert pair.draft is not None
     profile, _ = measure([pair, pair], (2, 6))
     assert profile is not None
     check(profile, pair.model.path, (2, 6))
-    check_draft(profile, pair.draft.model.path)
+    check_draft(profile, pair.drafts[0].model.path)
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "qwen3moe"])
@@ -240,24 +238,23 @@ def test_drafts_of_all_kinds(name: str, pair: EngineConfig, folder: Path) -> Non
     """Those that cannot be cut, or cannot take rows back, as well."""
     path = make(name, folder / f"{name}.gguf")
     profile, _ = measure(
-        [replace(pair, draft=DraftConfig(model=ModelConfig(path=path), context=ContextConfig(n_ctx=64)))]
+        [replace(pair, drafts=(DraftConfig(model=ModelConfig(path=path), context=ContextConfig(n_ctx=64)),))]
     )
     assert profile is not None
     check_draft(profile, path)
 
 
 def test_a_draft_that_memory_does_not_hold(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pair.draft is not None
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
     profile, _ = measure([pair])
     assert profile is not None
-    assert profile.draft == facts_of(ModelFile.open(pair.draft.model.path))
+    assert profile.draft == facts_of(ModelFile.open(pair.drafts[0].model.path))
     assert profile.ranks[0].draft is None
 
 
 def test_errors_end_all_ranks(pair: EngineConfig, folder: Path) -> None:
     def drafted(path: Path) -> EngineConfig:
-        return dataclasses.replace(pair, draft=DraftConfig(model=ModelConfig(path=path)))
+        return dataclasses.replace(pair, drafts=(DraftConfig(model=ModelConfig(path=path)),))
 
     missing, other = drafted(folder / "no.gguf"), drafted(make("gpt2", folder / "other.gguf"))
     assert "cannot open model file" in refused([missing, pair])

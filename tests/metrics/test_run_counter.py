@@ -17,8 +17,8 @@ def ranks() -> list[RankStats]:
         RankStats(rank=0, layers=(0, 2)),
         RankStats(rank=1, layers=(2, 4)),
         RankStats(rank=2, layers=(2, 4)),
-        RankStats(rank=3, draft=True, layers=(0, 2)),
-        RankStats(rank=4, draft=True, layers=(0, 2)),
+        RankStats(rank=3, model=1, layers=(0, 2)),
+        RankStats(rank=4, model=1, layers=(0, 2)),
     ]
 
 
@@ -76,7 +76,7 @@ def test_all_work_is_counted_once_whenever_parts_report(data: st.DataObject) -> 
 def test_a_request_that_is_over_does_not_wait() -> None:
     total, requests = ranks(), {1: request()}
     counter = RunCounter(total, requests.get)
-    counter.add(records(7, 0, 1), draft=False)
+    counter.add(records(7, 0, 1), 0)
     assert not requests[1].runs
     counter.end()
     assert [s.rank for s in requests[1].runs[0].spans] == [0, 1]
@@ -88,5 +88,5 @@ def test_nobody_waits_for_a_part_for_long() -> None:
     total, requests = ranks(), {1: request()}
     counter = RunCounter(total, requests.get)
     for run in range(20):
-        counter.add(records(run, 0, 1), draft=False)
+        counter.add(records(run, 0, 1), 0)
     assert len(requests[1].runs) == 12

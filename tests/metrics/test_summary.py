@@ -15,7 +15,7 @@ def request(step_s: float, mode: str = "async", **counters: int) -> RequestStats
     """Three tokens: the first after a second, the others `step_s` apart; one stage that was busy half of the time."""
     end_s = 1 + 2 * step_s
     stage = RankStats(rank=0, layers=(0, 8), compute_s=end_s / 4, busy_s=end_s / 2, sent_bytes=300)
-    draft = RankStats(rank=1, draft=True, layers=(0, 2), busy_s=end_s / 5)
+    draft = RankStats(rank=1, model=1, layers=(0, 2), busy_s=end_s / 5)
     return RequestStats(
         arrived=10.0,
         token_times=[11.0, 11.0 + step_s, 11.0 + 2 * step_s],

@@ -17,7 +17,7 @@ def test_figures_of_all_requests() -> None:
     ranks = [
         RankStats(rank=0, layers=(0, 2), busy_s=4.0),
         RankStats(rank=1, layers=(2, 4), busy_s=2.0),
-        RankStats(rank=2, draft=True, layers=(0, 1), busy_s=5.0),
+        RankStats(rank=2, model=1, layers=(0, 1), busy_s=5.0),
     ]
     found = traffic_summary(requests, ranks)
     assert found.elapsed_s == 5.0

@@ -43,6 +43,6 @@ def test_a_rank_for_each_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     nodes = {",".join(map(str, cpus)): [i] * len(cpus) for i, cpus in enumerate((own[:1], own[1:]))}
     monkeypatch.setattr(sockets, "SYSFS", sysfs(tmp_path / "sys", nodes))
     assert auto.ranks_here(CONFIG) == 2
-    assert auto.ranks_here(replace(CONFIG, draft=DraftConfig(model=CONFIG.model))) == 3
+    assert auto.ranks_here(replace(CONFIG, drafts=(DraftConfig(model=CONFIG.model),))) == 3
     assert auto.ranks_here(replace(CONFIG, context=replace(CONFIG.context, exact=True))) == 1
     assert auto.ranks_here(replace(CONFIG, model=replace(CONFIG.model, numa="isolate"))) == 1

@@ -49,7 +49,7 @@ def test_the_draft_reads_a_stand_in(chat: Path, n_draft_ranks: int) -> None:
     context = ContextConfig(n_ctx=256, exact=True)
     draft = DraftConfig(model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), shares=(1.0,) * n_draft_ranks)
     config = EngineConfig(
-        model=ModelConfig(path=chat), context=context, pipeline=PipelineConfig(threads=(1,)), draft=draft
+        model=ModelConfig(path=chat), context=context, pipeline=PipelineConfig(threads=(1,)), drafts=(draft,)
     )
     with local_session(config, 1 + n_draft_ranks) as session:
         prompt = session.vocab.tokenize(PROMPT)

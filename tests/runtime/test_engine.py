@@ -43,7 +43,7 @@ def engine(n_ranks: int, n_draft_ranks: int = 0, n_requests: int = 3) -> Iterato
         model=ModelConfig(path=TARGET),
         context=context,
         pipeline=PipelineConfig(threads=(1,)),
-        draft=draft,
+        drafts=(draft,),
         n_requests=n_requests,
     )
     with local_ranks(config, n_ranks + n_draft_ranks) as head:

@@ -62,10 +62,12 @@ def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iter
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=N_CTX, n_ubatch=64, n_seq=16, exact=True, flash_attn=flash_attn),
         pipeline=PipelineConfig(threads=(1,)),
-        draft=DraftConfig(
-            model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
-            context=ContextConfig(n_ctx=N_CTX, n_seq=16),
-            shares=(1.0,) * n_draft_ranks,
+        drafts=(
+            DraftConfig(
+                model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
+                context=ContextConfig(n_ctx=N_CTX, n_seq=16),
+                shares=(1.0,) * n_draft_ranks,
+            ),
         ),
         n_requests=4,
     )

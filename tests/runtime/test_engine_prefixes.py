@@ -36,10 +36,12 @@ def loaded(n_ranks: int, n_draft_ranks: int = 0, n_ctx: int = N_CTX, cache_promp
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=n_ctx, n_ubatch=64, n_seq=4, exact=True),
         pipeline=PipelineConfig(threads=(1,)),
-        draft=DraftConfig(
-            model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
-            context=ContextConfig(n_ctx=n_ctx, n_ubatch=512, n_seq=4),
-            shares=(1.0,) * n_draft_ranks,
+        drafts=(
+            DraftConfig(
+                model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
+                context=ContextConfig(n_ctx=n_ctx, n_ubatch=512, n_seq=4),
+                shares=(1.0,) * n_draft_ranks,
+            ),
         ),
         n_requests=2,
         cache_prompt=cache_prompt,

@@ -33,7 +33,7 @@ def session() -> Iterator[Session]:
     """Two ranks and a draft model. `exact`: so draft tokens change no bit."""
     context = ContextConfig(n_ctx=2048, n_seq=4, exact=True)
     draft = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=context)
-    config = EngineConfig(ModelConfig(path=TARGET), context, PipelineConfig(threads=(1,)), draft, n_requests=4)
+    config = EngineConfig(ModelConfig(path=TARGET), context, PipelineConfig(threads=(1,)), (draft,), n_requests=4)
     with local_session(config, 2) as session:
         yield session
 

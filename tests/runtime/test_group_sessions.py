@@ -24,7 +24,7 @@ from ggpipe.config import (
     SamplingConfig,
     SpeculationConfig,
 )
-from ggpipe.core.layout import parse_shares
+from ggpipe.core.layout import Shares, parse_split
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.runtime.session import Session
 
@@ -42,13 +42,14 @@ def prompt() -> tuple[int, ...]:
 
 
 def config_of(split: str, tensor_split: tuple[float, ...] = (), cache: Path | None = None) -> EngineConfig:
-    shares, draft_shares, sizes, draft_sizes = parse_shares(split)
+    (shares, sizes), drafts = parse_split(split)
+    draft_shares, draft_sizes = drafts[0] if drafts else Shares(())
     context, model = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=4), ModelConfig(path=DRAFT)
     return EngineConfig(
         ModelConfig(path=TARGET),
         context,
         PipelineConfig(shares, threads=(1,), group_sizes=sizes, tensor_split=tensor_split),
-        DraftConfig(model=model, context=context, shares=draft_shares, group_sizes=draft_sizes),
+        (DraftConfig(model=model, context=context, shares=draft_shares, group_sizes=draft_sizes),),
         n_requests=2,
         prompt_cache=PromptCacheConfig(cache, "text") if cache is not None else None,
     )

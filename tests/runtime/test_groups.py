@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from support.commands import HANG_S
 
-from ggpipe.core.layout import Layout, lay_out, parse_shares
+from ggpipe.core.layout import Layout, lay_out, parse_split
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, RunResult, Span
 from ggpipe.llama.group import Membership
 from ggpipe.llama.stage import Outcome, Stage
@@ -66,9 +66,8 @@ class Ranks:
 
 
 def ranks_of(text: str) -> Ranks:
-    split = parse_shares(text)
-    n = sum(split.sizes)
-    return Ranks(lay_out(8, n, split.shares, 0, split.group_sizes), n)
+    own = parse_split(text).target
+    return Ranks(lay_out(8, own.n_ranks, own.shares, 0, own.group_sizes), own.n_ranks)
 
 
 @pytest.mark.parametrize(("split", "first", "others"), [("0.5*2,0.5", 0, [1]), ("0,0.5*2,0.5*2", None, [1, 2])])

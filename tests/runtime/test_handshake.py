@@ -25,13 +25,14 @@ CONFIG = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024))
 FILE = ModelFile.open(TARGET)
 LAYOUT = lay_out(FILE.n_layer, 2, None)
 HELLO = hello(LocalWorld(1).transports[0], FILE, model=0)
-MEMORY = [memory.total for memory in memory_by_rank(shape_of(FILE), LAYOUT, None, None, 1024, CONFIG.context.n_ubatch)]
+MEMORY = [memory.total for memory in memory_by_rank(shape_of(FILE), LAYOUT, [], 1024, CONFIG.context.n_ubatch).values()]
 
 
 def check(*machines: tuple[str, float], config: EngineConfig = CONFIG) -> None:
-    """Each rank's machine and its bytes."""
+    """Each rank's machine and its bytes: two of the target, then one for each draft model."""
+    drafts = [lay_out(FILE.n_layer, 1, (1.0,), rank) for rank in range(2, len(machines))]
     hellos = [msgspec.structs.replace(HELLO, host=host, memory_bytes=int(size)) for host, size in machines]
-    check_memory(hellos, config, FILE, LAYOUT, None)
+    check_memory(hellos, config, FILE, LAYOUT, drafts)
 
 
 def test_machines_have_the_memory_that_they_need() -> None:
@@ -48,12 +49,12 @@ def test_a_machine_lacks_memory() -> None:
 
 
 def test_a_draft_inside_the_head_counts() -> None:
-    draft = DraftConfig(model=CONFIG.model)
-    enough = (("a", MEMORY[0] * 1.1), ("b", MEMORY[1] * 1.1))
+    draft = DraftConfig(model=CONFIG.model, shares=(1.0,))
+    enough = (("a", MEMORY[0] * 1.1), ("b", MEMORY[1] * 1.1), ("a", MEMORY[0] * 1.1))
     with pytest.raises(MemoryNeededError, match=r"^a needs "):
-        check(*enough, config=replace(CONFIG, draft=draft))
+        check(*enough, config=replace(CONFIG, drafts=(draft,)))
     elsewhere = replace(draft, model=ModelConfig(path=TARGET / "missing"))
-    check(*enough, config=replace(CONFIG, draft=elsewhere))
+    check(*enough, config=replace(CONFIG, drafts=(elsewhere,)))
 
 
 def test_memory_is_checked_on_request() -> None:

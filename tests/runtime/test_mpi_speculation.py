@@ -80,6 +80,21 @@ def test_measurements_and_trace(tmp_path: Path) -> None:
     assert "async" in result.stderr
 
 
+def test_two_draft_models(tmp_path: Path) -> None:
+    """Each on a rank of its own; the second one is the target itself."""
+    out, trace = tmp_path / "all.json", tmp_path / "trace.json"
+    split = ("-md", TARGET, "--mpi-layer-split", "0.5,0.5/1.0/1.0")
+    result = ggpipe(*PAIR, *split, "--temp", 0, "--exact", "--json", out, "--trace", trace)
+    assert result.returncode == 0, result.stderr
+    content = json.loads(out.read_text())
+    assert [rank["model"] for rank in content["ranks"]] == [0, 0, 1, 2]
+    names = [drafter["drafter"] for drafter in content["drafters"]]
+    assert names
+    assert set(names) <= {"draft model 1", "draft model 2"}
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2, 3}
+    assert result.stdout == in_process.output(*PAIR, "--temp", 0, "--exact")
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_rank_ends_the_job(rank: int) -> None:
     job = Endless(f"kill-draft{rank}", "-md", DRAFT, "--mpi-layer-split", "0.5,0.5/1.0")

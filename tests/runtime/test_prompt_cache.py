@@ -41,13 +41,14 @@ def loaded(
 ) -> Iterator[Session]:
     """`draft`: the number of its ranks."""
     context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=True)
+    drafts: tuple[DraftConfig, ...] = ()
+    if draft is not None:
+        drafts = (DraftConfig(model=ModelConfig(path=DRAFT), context=context, shares=(1.0,) * draft),)
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
         context=context,
         pipeline=PipelineConfig(shares=(*shares,), threads=(1,)),
-        draft=None
-        if draft is None
-        else DraftConfig(model=ModelConfig(path=DRAFT), context=context, shares=(1.0,) * draft),
+        drafts=drafts,
         cache_prompt=False,
         prompt_cache=PromptCacheConfig(path, saves),
     )

@@ -45,10 +45,12 @@ def loaded(n_ranks: int, n_draft_ranks: int, n_ubatch: int) -> Iterator[Session]
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=512, n_ubatch=n_ubatch, n_seq=16, exact=True),
         pipeline=PipelineConfig(threads=(1,)),
-        draft=DraftConfig(
-            model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
-            context=ContextConfig(n_ctx=512, n_seq=16),
-            shares=(1.0,) * n_draft_ranks,
+        drafts=(
+            DraftConfig(
+                model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
+                context=ContextConfig(n_ctx=512, n_seq=16),
+                shares=(1.0,) * n_draft_ranks,
+            ),
         ),
         n_requests=4,
     )

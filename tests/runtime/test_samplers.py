@@ -49,8 +49,11 @@ def loaded(n_ranks: int, n_ubatch: int) -> Iterator[Session]:
         model=ModelConfig(path=TARGET),
         context=ContextConfig(n_ctx=N_CTX, n_ubatch=n_ubatch, n_seq=16, exact=True),
         pipeline=PipelineConfig(threads=(1,)),
-        draft=DraftConfig(
-            model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=ContextConfig(n_ctx=N_CTX, n_seq=16)
+        drafts=(
+            DraftConfig(
+                model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
+                context=ContextConfig(n_ctx=N_CTX, n_seq=16),
+            ),
         ),
         n_requests=4,
     )

@@ -45,8 +45,8 @@ GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 def ranks(n_ranks: int, context: ContextConfig | None = None, drafts: bool = False) -> Iterator[Head]:
     """Nothing is loaded yet. `drafts`: with a draft model inside the head's process."""
     context = context or ContextConfig(n_ctx=512, n_ubatch=8)
-    draft = DraftConfig(model=ModelConfig(path=DRAFT), context=context) if drafts else None
-    config = EngineConfig(ModelConfig(path=TARGET), context, PipelineConfig(threads=(1,)), draft)
+    models = (DraftConfig(model=ModelConfig(path=DRAFT), context=context),) if drafts else ()
+    config = EngineConfig(ModelConfig(path=TARGET), context, PipelineConfig(threads=(1,)), models)
     transports = LocalWorld(n_ranks).transports
     workers = [threading.Thread(target=Worker(t, config).serve, daemon=True) for t in transports[1:]]
     for worker in workers:

@@ -69,10 +69,12 @@ def config_of(
         ModelConfig(path=target),
         ContextConfig(n_ctx=n_ctx, n_ubatch=32, n_seq=n_seq, exact=exact),
         PipelineConfig(shares, threads=(threads,)),
-        DraftConfig(
-            model=ModelConfig(path=draft),
-            context=ContextConfig(n_ctx=n_ctx, n_ubatch=32, n_seq=n_seq),
-            shares=draft_shares,
+        (
+            DraftConfig(
+                model=ModelConfig(path=draft),
+                context=ContextConfig(n_ctx=n_ctx, n_ubatch=32, n_seq=n_seq),
+                shares=draft_shares,
+            ),
         ),
     )
 
@@ -198,7 +200,7 @@ def test_what_stood_before_is_drafted(n_target: int, n_draft: int, drafters: tup
     expected = plain(TARGET, prompt)
     config, n_drafted = config_of(TARGET, DRAFT, n_draft, n_seq=2), 0
     if drafters == ("ngram",):
-        config, n_draft = replace(config, draft=None), 0
+        config, n_draft = replace(config, drafts=()), 0
     with local_session(config, n_target + n_draft) as session:
         for mode, name in itertools.product(("async", "async, not continuous", "speculative"), SAMPLINGS):
             tokens, stats = generate(session, prompt, SAMPLINGS[name], replace(MODES[mode], drafters=drafters))

@@ -12,7 +12,7 @@ from ggpipe.cluster.links import Link, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.config import SpeculationConfig, TensorWire
-from ggpipe.core.layout import Layout, Split
+from ggpipe.core.layout import Layout, Shares, Split
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
 from ggpipe.sim.groups import GroupCost, group_cost
@@ -131,7 +131,7 @@ def test_a_part_computes_its_share() -> None:
 
 
 def test_a_group_decodes_as_fast_as_its_slowest_part_and_its_sums() -> None:
-    spec = with_split(nodes(2), Split((1.0,), (), (2,)))
+    spec = with_split(nodes(2), Split(Shares((1.0,), (2,))))
     stats, own = request_of(spec)
     part_s = own.target.stages[0].cost.seconds(1, 10)
     per_token_s = part_s + own.target.groups[0].seconds(1, 1)
@@ -143,7 +143,7 @@ def test_a_group_decodes_as_fast_as_its_slowest_part_and_its_sums() -> None:
 
 
 def test_each_part_has_its_line() -> None:
-    stats, _ = request_of(with_split(nodes(4), Split((0.5, 0.5), (), (2, 2))))
+    stats, _ = request_of(with_split(nodes(4), Split(Shares((0.5, 0.5), (2, 2)))))
     assert [rank.layers for rank in stats.ranks] == [(0, 4), (0, 4), (4, 8), (4, 8)]
     assert len({(rank.compute_s, rank.busy_s) for rank in stats.ranks[:2]}) == 1
     assert [rank.sent_bytes > 0 for rank in stats.ranks] == [True, False, True, False]
@@ -201,13 +201,13 @@ def test_a_sweep_over_groups() -> None:
 
 
 def test_a_model_that_groups_cannot_compute() -> None:
-    own = setup_of(with_split(nodes(2), Split((1.0,), (), (2,))))
+    own = setup_of(with_split(nodes(2), Split(Shares((1.0,), (2,)))))
     with pytest.raises(UsageError, match="some is not known to work in groups"):
         replace(own, target=replace(SHAPE, max_parts=1)).run("iterative")
 
 
 def test_a_sweep_over_networks_changes_sums() -> None:
-    own = setup_of(with_split(nodes(2), Split((1.0,), (), (2,))))
+    own = setup_of(with_split(nodes(2), Split(Shares((1.0,), (2,)))))
     own = replace(own, cluster=replace(own.cluster, sums={(0, 1): SumTimes.of_link(Link(1e-6, 1e12))}))
     measured, slow = (setup.run("iterative")[0].decode_tps or 0 for setup in (own, own.changed({"latency-us": 500})))
     assert measured > slow

@@ -12,7 +12,7 @@ from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import Point, Profile
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
-from ggpipe.core.layout import Layout, Split, lay_out
+from ggpipe.core.layout import Layout, Shares, Split, lay_out
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.costs import MeasuredCost, Roofline
 from ggpipe.sim.virtual_cluster import Placement, build, placement_of, stage_cost, threads_of, with_split
@@ -114,20 +114,25 @@ def test_experts_are_read_in_part() -> None:
 
 def test_a_cluster_with_another_split() -> None:
     own = replace(spec(), threads=(16, 16, 8))
-    other = with_split(own, Split((0.25, 0.75), (1.0,)))
+    other = with_split(own, Split(Shares((0.25, 0.75)), (Shares((1.0,)),)))
     placement = placement_of(other, TARGET, DRAFT)
     assert placement.layout is not None
     assert placement.layout.layers == ((0, 2), (2, 8))
     assert placement.threads == (16, 16, 8)
-    inside = with_split(own, Split((0.5, 0.5)))
+    inside = with_split(own, Split(Shares((0.5, 0.5))))
     assert (inside.draft_on, inside.threads) == ((), (16, 16))
-    turned = with_split(own, Split((0.4, 0.3, 0.3)))
+    turned = with_split(own, Split(Shares((0.4, 0.3, 0.3))))
     assert (turned.target_on, turned.draft_on) == ((0, 1, 2), ())
-    turned = with_split(own, Split((1.0,), (0.5, 0.5)))
+    turned = with_split(own, Split(Shares((1.0,)), (Shares((0.5, 0.5)),)))
     assert (turned.target_on, turned.draft_on) == ((0,), (1, 2))
-    group = with_split(own, Split((1.0,), (1.0,), (2,)))
+    group = with_split(own, Split(Shares((1.0,), (2,)), (Shares((1.0,)),)))
     assert placement_of(group, TARGET, DRAFT).layout == Layout.of_ranks([(0, 8)], 0, (2,))
-    for split in (Split((1.0,)), Split((0.5, 0.5), (0.5, 0.5)), Split((0.2,) * 4), Split((0.5, 0.5), (), (2, 2))):
+    for split in (
+        Split(Shares((1.0,))),
+        Split(Shares((0.5, 0.5)), (Shares((0.5, 0.5)),)),
+        Split(Shares((0.2,) * 4)),
+        Split(Shares((0.5, 0.5), (2, 2))),
+    ):
         with pytest.raises(UsageError, match="and the cluster has 3: give a share for each"):
             with_split(own, split)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.cells import get_character_cell_size
 from rich.console import Console
@@ -159,7 +159,7 @@ class Rig:
 def two_ranks() -> list[RankStats]:
     first = RankStats(
         rank=0,
-        draft=False,
+        model=0,
         host="node-a.example.org",
         layers=(0, 8),
         threads=(8, 16),
@@ -168,7 +168,7 @@ def two_ranks() -> list[RankStats]:
     )
     second = RankStats(
         rank=1,
-        draft=False,
+        model=0,
         host="10.0.0.23",
         layers=(8, 16),
         threads=(4, 4),
@@ -191,7 +191,7 @@ def speculating_ranks() -> list[RankStats]:
     """The two, the second's clock 100 s behind, and a draft in the head's process."""
     first, second = two_ranks()
     second.clock_offset_s = 100.0
-    return [first, second, RankStats(rank=0, draft=True, host="node-a.example.org", layers=(0, 4), threads=(8, 8))]
+    return [first, second, RankStats(rank=0, model=1, host="node-a.example.org", layers=(0, 4), threads=(8, 8))]
 
 
 def speculated_request() -> RequestStats:
@@ -213,9 +213,9 @@ def speculated_request() -> RequestStats:
         token_times=[10.35, 10.46, 10.47, 10.75],
         ended=11.0,
         finish=Finish.LENGTH,
-        ranks=[RankStats(rank=0), RankStats(rank=1), RankStats(rank=0, draft=True)],
+        ranks=[RankStats(rank=0), RankStats(rank=1), RankStats(rank=0, model=1)],
         runs=runs,
-        draft_runs=draft_runs,
+        draft_runs=[replace(run, model=1) for run in draft_runs],
         drafted=[False, True, True, False],
         speculation=SpeculationConfig(n_draft=3),
         counters=counters,
@@ -223,7 +223,7 @@ def speculated_request() -> RequestStats:
     for run in runs:
         for span in run.spans:
             stats.ranks[span.rank].add(span)
-    for run in draft_runs:
+    for run in stats.draft_runs:
         stats.ranks[2].add(run.spans[0])
     return stats
 

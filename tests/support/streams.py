@@ -47,8 +47,8 @@ def main() -> int:
     try:
         options = parse(generate, OPTIONS, sys.argv[2:])
         config = engine_config(options)
-        draft = config.draft and replace(config.draft, context=_wide(config.draft.context))
-        config = replace(config, context=_wide(config.context), draft=draft, n_requests=len(STREAMS))
+        drafts = tuple(replace(draft, context=_wide(draft.context)) for draft in config.drafts)
+        config = replace(config, context=_wide(config.context), drafts=drafts, n_requests=len(STREAMS))
         speculation, n_predict = speculation_config(options), options[Prompt].n_predict
 
         def front_end(ranks: StartedRanks) -> int:

@@ -52,10 +52,10 @@ from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
+    GivenSplit,
     Log,
     Prompt,
     Ranks,
-    Split,
 )
 from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 from ggpipe.runtime.session import LocalRanks
@@ -106,7 +106,7 @@ def run(options: Options) -> int:
 
 
 def _with_layout(options: Options, layout: str) -> Options:
-    return options.having(replace(options[Ranks], split=Split.parse(layout)))
+    return options.having(replace(options[Ranks], split=GivenSplit.parse(layout)))
 
 
 def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
@@ -218,7 +218,7 @@ def _write_files(spec: BenchSpec, settings: BenchSettings, runs: Sequence[BenchR
     if settings.json is not None:
         facts = {
             "model": spec.config.model.path.name,
-            "draft_model": spec.config.draft.model.path.name if spec.config.draft else None,
+            "draft_model": ", ".join(draft.model.path.name for draft in spec.config.drafts) or None,
             **({"layouts": spec.layouts} if len(spec.layouts) > 1 else {}),
             "rounds": spec.rounds,
             "n_predict_tokens": spec.n_predict,

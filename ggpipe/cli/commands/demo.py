@@ -39,7 +39,7 @@ def run(options: Options) -> int:
     """Make the models, then start the ranks, or be one of them; the exit code."""
     output, tiny = options[GenerateOutput], options[DemoSettings].tiny
     pair = BUNDLED_PAIR if tiny else _inflated(output.color)
-    options = options.having(Models(pair.target, pair.draft))
+    options = options.having(Models(pair.target, (pair.draft,)))
     if options[Prompt].text is None and options[Prompt].file is None:
         options = options.having(replace(options[Prompt], text=_OPENING))
     config = replace(engine_config(options), cache_prompt=True)  # the prompt comes twice

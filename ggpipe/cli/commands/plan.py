@@ -127,7 +127,7 @@ class _Request:
                 extras += [SPELLINGS[field].partition("/")[0], str(getattr(context, field))]
         return GenerateCommand(
             model=self.models.target or Path("target.gguf"),
-            draft=self.models.draft or Path("draft.gguf"),
+            draft=self.models.the_draft or Path("draft.gguf"),
             extras=extras,
             hosts=hosts,
             hostfile=self.options[Ranks].hostfile,
@@ -140,7 +140,7 @@ def _measure(request: _Request) -> int:
     hosts = slots_of(hostfile) if has_user() else []
     config = engine_config(options)
     if settings.mode == "iterative":
-        config = replace(config, draft=None)
+        config = replace(config, drafts=())
 
     def measure(transport: Transport, attend: Attend, say: Say) -> Profile | None:
         if settings.n_ranks is not None and settings.n_ranks > transport.size:

@@ -22,6 +22,7 @@ from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     Log,
+    Models,
     ProfileSettings,
     Ranks,
 )
@@ -35,6 +36,7 @@ _STDOUT = Path("-")
 def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
     settings, hostfile = options[ProfileSettings], options[Ranks].hostfile
+    options[Models].check_one_draft()
     config, output, wanted = engine_config(options), settings.output, settings.n_ranks
     if output is not None and output != _STDOUT and not is_rank():
         check_writable(output)

@@ -23,6 +23,7 @@ from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
     Log,
+    Models,
     Prompt,
     RecordSettings,
 )
@@ -32,16 +33,17 @@ from ggpipe.runtime.channel.client import StartedRanks
 def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
     config, prompt, settings = engine_config(options), options[Prompt], options[RecordSettings]
-    if config.draft is None:
+    if options[Models].the_draft is None:
         raise UsageError("record needs a draft model: name one with `draft.model`")
-    if config.draft.shares:
+    (draft,) = config.drafts
+    if draft.shares:
         raise UsageError("record runs the draft inside the first rank: leave out the / of `shares`")
     if prompt.n_predict == 0:
         raise SettingError("`n_predict` must be 1 or more, or -1 (all that fits), got 0")
     prompts = [replace(prompt, file=file, text=None) for file in settings.files]
     if prompt.text is not None or not prompts:
         prompts.append(prompt)
-    target, draft = replace(config, draft=None), config.draft
+    target = replace(config, drafts=())
 
     @functools.cache
     def spec() -> RecordSpec:

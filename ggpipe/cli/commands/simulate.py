@@ -13,7 +13,6 @@ from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config import ContextConfig, Mode, PipelineConfig
 from ggpipe.core.drafters import registry
-from ggpipe.core.layout import Split
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable
@@ -89,12 +88,11 @@ def _check_files(settings: SimulateSettings, requests_csv: Path | None, n_axes: 
 def _spec(options: Options) -> SimulationSpec:
     path = options[Cluster].path
     assert path is not None
-    cluster, split, context = read_cluster(path), options[Ranks].split, options[ContextConfig]
-    if split.auto:
+    cluster, given, context = read_cluster(path), options[Ranks].split, options[ContextConfig]
+    if given.auto:
         raise SettingError("`shares` auto is for real ranks: name shares, or use ggpipe plan")
-    if split.shares is not None:
-        own = Split(split.shares, split.draft_shares, split.group_sizes, split.draft_group_sizes)
-        cluster = with_split(cluster, own)
+    if given.split is not None:
+        cluster = with_split(cluster, given.split)
     target, draft = shapes_of(options)
     target, draft = target or cluster.target, draft or cluster.draft
     if target is None:

@@ -34,13 +34,20 @@ _ALIASES = {"draft-simple": "draft", "ngram-simple": "ngram"}
 
 
 def kinds(n_models: int) -> tuple[str, ...]:
-    """The kind of each drafter of an engine with so many draft models; its place is its id."""
+    """The kind of each drafter of an engine with `n_models` draft models, which come first; its place is its id."""
     with_model, *_ = WITH_MODEL
     return (*[with_model] * n_models, *WITHOUT_MODEL)
 
 
+def labels(n_models: int) -> tuple[str, ...]:
+    """What people call each of these drafters: `draft`, of several `draft model 1` and so on; `ngram`."""
+    own = kinds(n_models)
+    return tuple(f"{kind} model {number + 1}" if number < n_models > 1 else kind for number, kind in enumerate(own))
+
+
 def chosen(names: Sequence[str] | None, n_models: int) -> tuple[int, ...]:
-    """The ids of the drafters that a request names, in an engine with so many draft models. None: its draft models."""
+    """The ids of the drafters that a request names, in an engine with `n_models` draft models. None: all draft
+    models."""
     wanted = WITH_MODEL if names is None else names
     return tuple(drafter for drafter, kind in enumerate(kinds(n_models)) if kind in wanted)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ggpipe.core.draft_messages import ROOT, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration, Pace
+from ggpipe.core.request import Counters
 from ggpipe.core.tree import Node, Proposal, Tree
 
 
@@ -78,11 +79,13 @@ class RequestDrafters:
         for drafter, state in self._states.items():
             state.pace.root_sent(drafter not in named_by, now)
 
-    def judge(self, token: int) -> None:
+    def judge(self, token: int, counters: Counters) -> None:
         """The target's token after the root is known: each drafter that named one is judged by its own probability."""
         for node in self._tree.root.children.values():
+            is_right = node.token == token
             for proposal in node.proposals:
-                self._states[proposal.drafter].calibration.judged(proposal.prob, node.token == token)
+                self._states[proposal.drafter].calibration.judged(proposal.prob, is_right)
+                counters.judged(proposal.drafter, is_right)
 
     def advanced(self, dead: Iterable[Node], epoch: int) -> None:
         """The tree has its next root, with `epoch` accepted tokens, and these nodes died of it."""

@@ -221,6 +221,8 @@ def _pieces(stats: RequestStats, rank: RankStats) -> list[_Piece]:
     """A rank's work, in the order in which its runs ended."""
     pieces = []
     for run in stats.draft_runs if rank.draft else stats.runs:
+        if run.model != rank.model:
+            continue
         rejected = stats.counters.rejected_rows.get(run.id, 0) if not rank.draft else 0
         share = min(rejected / run.n_run_rows, 1.0)
         for span in run.spans:

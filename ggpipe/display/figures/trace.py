@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ggpipe.config import FIRST_DRAFT, TARGET
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted
@@ -33,7 +34,7 @@ from ggpipe.transport.base import HEAD
 Event = dict[str, Any]
 
 
-_TARGET, _DRAFT, _TOKENS = 1, 2, 3
+_MODELS, _TOKENS = 1, 99  # tracks of a rank: one for each model, in the order of their ids
 _CANCELLED, _WAITING, _DRAFTED = "terrible", "grey", "good"  # names that chrome://tracing has colours for
 
 
@@ -47,8 +48,7 @@ def write_trace(path: Path, stats: RequestStats, ranks: Sequence[RankStats]) -> 
 
 def trace(stats: RequestStats, ranks: Sequence[RankStats]) -> dict[str, Any]:
     """The timeline as an object: `traceEvents`, names first, then by time."""
-    target = _slices(stats.runs, False, stats, ranks)
-    draft = _slices(stats.draft_runs, True, stats, ranks)
+    target, draft = _slices(stats.runs, stats, ranks), _slices(stats.draft_runs, stats, ranks)
     followers = {part(rank) for rank, number in zip(ranks, parts_of(ranks), strict=True) if number > 0}
     target_hops, draft_hops = _hops(target, followers), _hops(draft, followers)
     events = [
@@ -59,7 +59,7 @@ def trace(stats: RequestStats, ranks: Sequence[RankStats]) -> dict[str, Any]:
         *_in_flight(target_hops),
     ]
     events.sort(key=lambda event: event["ts"])  # stable: what encloses stays in front of what it encloses
-    at_work = {(piece.span.rank, piece.draft) for run in (*target, *draft) for piece in run}
+    at_work = {piece.part for run in (*target, *draft) for piece in run}
     return {
         "traceEvents": [*_names(stats, ranks, at_work), *events],
         "displayTimeUnit": "ms",
@@ -78,48 +78,50 @@ class _Slice:
 
     run: RunRecord
     span: Span
-    draft: bool
     start: int
     end: int
 
     @property
+    def part(self) -> Part:
+        return self.span.rank, self.run.model
+
+    @property
     def track(self) -> Event:
-        return _track(self.span.rank, _DRAFT if self.draft else _TARGET)
+        return _track(self.span.rank, _MODELS + self.run.model)
 
     @property
     def name(self) -> str:
-        return f"draft run {self.run.id}" if self.draft else f"run {self.run.id}"
+        return f"run {self.run.id}" if self.run.model == TARGET else f"{_model_name(self.run.model)} run {self.run.id}"
 
 
 def _track(rank: int, kind: int) -> Event:
     """Viewers expect a `tid` to be there once, and take the thread that has its process's `pid` for the main one."""
-    return {"pid": rank, "tid": 10 * rank + kind}
+    return {"pid": rank, "tid": 100 * rank + kind}
 
 
-def _slices(
-    runs: Sequence[RunRecord], draft: bool, stats: RequestStats, ranks: Sequence[RankStats]
-) -> list[list[_Slice]]:
-    """Each run's slices, stage by stage. A rank does one thing at a time, also after rounding."""
+def _slices(runs: Sequence[RunRecord], stats: RequestStats, ranks: Sequence[RankStats]) -> list[list[_Slice]]:
+    """Each run's slices, stage by stage. A rank does one thing at a time for a model, also after rounding."""
     offsets = {part(rank): rank.clock_offset_s for rank in ranks}
     starts = [
-        (span.start_s + offsets.get((span.rank, draft), 0.0) - stats.arrived, i, place)
+        (span.start_s + offsets.get((span.rank, run.model), 0.0) - stats.arrived, i, place)
         for i, run in enumerate(runs)
         for place, span in enumerate(run.spans)
     ]
-    free: dict[int, int] = collections.defaultdict(int)
+    free: dict[Part, int] = collections.defaultdict(int)
     placed: dict[tuple[int, int], _Slice] = {}
     for start_s, i, place in sorted(starts):
-        span = runs[i].spans[place]
-        start = max(_us(start_s), free[span.rank])
+        run, span = runs[i], runs[i].spans[place]
+        own = span.rank, run.model
+        start = max(_us(start_s), free[own])
         end = max(_us(start_s + span.busy_s), start)
-        free[span.rank] = end
-        placed[i, place] = _Slice(run=runs[i], span=span, draft=draft, start=start, end=end)
+        free[own] = end
+        placed[i, place] = _Slice(run=run, span=span, start=start, end=end)
     return [[placed[i, place] for place in range(len(run.spans))] for i, run in enumerate(runs)]
 
 
 def _hops(runs: Iterable[Sequence[_Slice]], followers: Set[Part]) -> list[list[_Slice]]:
     """The slices of the ranks that send runs on: without those of the other parts of groups."""
-    return [[piece for piece in run if (piece.span.rank, piece.draft) not in followers] for run in runs]
+    return [[piece for piece in run if piece.part not in followers] for run in runs]
 
 
 def _work(piece: _Slice) -> Iterator[Event]:
@@ -147,7 +149,7 @@ def _waits(runs: Iterable[Sequence[_Slice]], stats: RequestStats) -> Iterator[Ev
     tracks: dict[Part, list[_Slice]] = collections.defaultdict(list)
     for run in runs:
         for piece in run:
-            tracks[piece.span.rank, piece.draft].append(piece)
+            tracks[piece.part].append(piece)
     for pieces in tracks.values():
         pieces.sort(key=lambda piece: (piece.start, piece.end))
         last = pieces[-1].end if stats.ended is None else _us(stats.ended - stats.arrived)
@@ -205,28 +207,32 @@ def _in_flight(runs: Iterable[Sequence[_Slice]]) -> Iterator[Event]:
 def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[Part]) -> Iterator[Event]:
     """Names of all ranks, and of the tracks that are used."""
     parts = {
-        **{(rank, draft): RankStats(rank=rank, draft=draft) for rank, draft in at_work},
+        **{(rank, model): RankStats(rank=rank, model=model) for rank, model in at_work},
         **{part(rank): rank for rank in ranks},
     }
     texts = {part(rank): text for rank, text in zip(ranks, layer_texts(ranks), strict=True)}
     for number in sorted({HEAD, *(number for number, _ in parts)}):
-        own = [parts[key] for key in ((number, False), (number, True)) if key in parts]
+        own = [parts[key] for key in sorted(parts) if key[0] == number]
         host = next((rank.host for rank in own if rank.host), "")
         roles = [_role(rank, texts) for rank in own if part(rank) in at_work or rank.layers[0] < rank.layers[1]]
         words = [f"rank {number}", host, "head" if number == HEAD else "", *roles]
-        process = _track(number, _DRAFT if own and own[0].draft else _TARGET)
+        process = _track(number, _MODELS + (own[0].model if own else TARGET))
         yield _name("process_name", process, name=" · ".join(filter(None, words)))
         yield _name("process_sort_index", process, sort_index=number)
         for rank in own:
             if part(rank) in at_work:
-                yield from _track_names(_track(number, _DRAFT if rank.draft else _TARGET), _role(rank, texts))
+                yield from _track_names(_track(number, _MODELS + rank.model), _role(rank, texts))
         if number == HEAD and stats.token_times:
             yield from _track_names(_track(HEAD, _TOKENS), "tokens")
 
 
 def _role(rank: RankStats, layer_texts: Mapping[Part, str]) -> str:
     layers = layer_texts.get(part(rank), "-")
-    return ("draft" if rank.draft else "target") + ("" if layers == "-" else f" layers {layers}")
+    return _model_name(rank.model) + ("" if layers == "-" else f" layers {layers}")
+
+
+def _model_name(model: int) -> str:
+    return "target" if model == TARGET else "draft" if model == FIRST_DRAFT else f"draft model {model}"
 
 
 def _track_names(track: Event, name: str) -> Iterator[Event]:

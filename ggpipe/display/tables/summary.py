@@ -14,6 +14,8 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
+from ggpipe.config import TARGET
+from ggpipe.core.drafters import registry
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.terminal import Terminal
@@ -102,12 +104,16 @@ def request_object(
         "itl_mean_s": _mean(itl_s),
         "itl_p50_s": percentile(itl_s, 0.5),
         "itl_p99_s": percentile(itl_s, 0.99),
-        **{name: n for name, n in counters.items() if name not in ("rejected_rows", "by_lead")},
+        **{name: n for name, n in counters.items() if name not in ("rejected_rows", "by_lead", "by_drafter")},
         "acceptance": stats.counters.acceptance,
         "accepted_tokens_per_run": stats.counters.accepted_per_run,
         "by_lead": [
             {"lead": lead, "submitted_tokens": submitted, "accepted_tokens": accepted}
             for lead, (submitted, accepted) in sorted(stats.counters.by_lead.items())
+        ],
+        "drafters": [
+            {"drafter": name, "judged_tokens": judged, "right_tokens": right}
+            for name, judged, right in _drafters(stats, ranks)
         ],
         "token_times_s": [t - stats.arrived for t in stats.token_times],
         "drafted": stats.drafted,
@@ -128,6 +134,7 @@ def _rank_object(rank: RankStats, work: RankStats, elapsed_s: float | None, wast
     return {
         "rank": rank.rank,
         "draft": rank.draft,
+        "model": rank.model,
         "host": rank.host,
         "layers": list(rank.layers),
         "threads": list(rank.threads),
@@ -154,7 +161,7 @@ def _request_table(stats: RequestStats, ranks: Sequence[RankStats], width: int) 
         ("decode", human_rate(stats.decode_tps)),
         ("ITL p50", human_seconds(percentile(itl_s, 0.5))),
         ("ITL p99", human_seconds(percentile(itl_s, 0.99))),
-        *(_speculation_items(stats) if speculates(stats) else ()),
+        *(_speculation_items(stats, ranks) if speculates(stats) else ()),
         ("ended", stats.finish.value if stats.finish else "-"),
         ("seed", f"{stats.seed}"),
     ]
@@ -180,7 +187,15 @@ def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
     return sum(max(a for a, _ in c) + max(b for _, b in c) for c in columns) + (2 * n_pairs - 1) * _GAP
 
 
-def _speculation_items(stats: RequestStats) -> list[tuple[str, str]]:
+def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int]]:
+    """Name, judged and right tokens of each drafter at work."""
+    labels = registry.labels(max((rank.model for rank in ranks), default=TARGET))
+    counts = sorted(stats.counters.by_drafter.items())
+    return [(labels[drafter], judged, right) for drafter, (judged, right) in counts]
+
+
+def _speculation_items(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, str]]:
+    drafters = _drafters(stats, ranks)
     counters = stats.counters
     acceptance, per_run = counters.acceptance, counters.accepted_per_run
     return [
@@ -194,6 +209,7 @@ def _speculation_items(stats: RequestStats) -> list[tuple[str, str]]:
         ("cancelled", counted(counters.cancelled_tokens, "token")),
         ("verified", counted(counters.verified_runs, "run")),
         ("cancelled", counted(counters.cancelled_runs, "run")),
+        *((name, f"{right} of {judged} right") for name, judged, right in (drafters if len(drafters) > 1 else ())),
     ]
 
 

@@ -139,7 +139,7 @@ class EngineClient(abc.ABC):
         model: ModelInfo | None = None,
     ) -> None:
         self.ranks = ranks
-        """All ranks in order; behind them the draft inside the head's process, if there is one."""
+        """All ranks in order; behind them the drafts inside the head's process, if there are any."""
         self.n_ctx = n_ctx
         """KV cells, for all requests together."""
         self.n_cells = 0

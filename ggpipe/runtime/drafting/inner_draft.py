@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from ggpipe.config import FIRST_DRAFT, DraftConfig, EngineConfig
+from ggpipe.config import FIRST_DRAFT, EngineConfig
 from ggpipe.errors import RunError
 from ggpipe.runtime import handshake
 from ggpipe.runtime.control_channel import ControlChannel
@@ -17,11 +17,12 @@ from ggpipe.transport.joined import JoinedTransport
 class InnerDraft:
     """Runs until the head sends Quit to its rank."""
 
-    def __init__(self, outer: Transport, config: EngineConfig, draft: DraftConfig) -> None:
-        """`outer`: the head's transport. `draft`: the draft model of `config`, which has no ranks."""
-        single, batch = handshake.threads_of(config, outer, FIRST_DRAFT)
-        draft = replace(draft, shares=(1.0,), threads=single, threads_batch=batch)
-        self.config = replace(config, draft=draft)
+    def __init__(self, outer: Transport, config: EngineConfig) -> None:
+        """`outer`: the head's transport. The draft model is the first one of `config` that has no ranks."""
+        index = next(i for i, draft in enumerate(config.drafts) if not draft.shares)
+        single, batch = handshake.threads_of(config, outer, FIRST_DRAFT + index)
+        draft = replace(config.drafts[index], shares=(1.0,), threads=single, threads_batch=batch)
+        self.config = replace(config, drafts=(*config.drafts[:index], draft, *config.drafts[index + 1 :]))
         """The head's config, with the draft rank."""
         self.transport = JoinedTransport(outer)
         """The head's transport, with the draft rank."""

@@ -55,7 +55,7 @@ CONTEXT = ContextConfig(n_ctx=4096, n_seq=4)
 CONFIG = EngineConfig(ModelConfig(path=TARGET), CONTEXT, PipelineConfig(threads=(1,)), n_requests=4)
 DRAFT = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=CONTEXT)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, DRAFT, n_requests=4)
+DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, (DRAFT,), n_requests=4)
 
 
 @dataclass
