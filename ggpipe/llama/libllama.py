@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import importlib.util
 import os
 import re
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +21,29 @@ from typing import Any
 # costs more than the wait) but not from one run to the next, where other ranks need the core.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-import llama_cpp.llama_cpp as lib
 
-import ggpipe._native as native
+class _Bindings(types.ModuleType):
+    """The package llama_cpp before anything but its low-level module `llama_cpp.llama_cpp` is wanted: the rest, with
+    jinja2 and more, takes four times as long to load, and is loaded when one of its names is looked up."""
+
+    def __getattr__(self, name: str) -> Any:
+        self.__class__ = types.ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        if _started:
+            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))  # it has set its own
+        return getattr(self, name)
+
+
+if "llama_cpp" not in sys.modules and (_spec := importlib.util.find_spec("llama_cpp")) is not None:
+    _package = importlib.util.module_from_spec(_spec)
+    _package.__class__ = _Bindings
+    sys.modules["llama_cpp"] = _package
+
+import llama_cpp.llama_cpp as lib  # noqa: E402
+
+import ggpipe._native as native  # noqa: E402
 
 __all__ = ["ggml", "last_error", "lib", "logged_errors", "native", "on_abort", "set_log_level", "start"]
 

@@ -6,10 +6,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import threading
 from pathlib import Path
-
-import llama_cpp
 
 from ggpipe.llama.libllama import lib
 
@@ -37,7 +36,9 @@ def cpu_name() -> str:
 
 def libllama_version() -> str:
     """The version of the llama-cpp-python that holds libllama."""
-    return str(llama_cpp.__version__)
+    text = Path(lib.__file__).with_name("__init__.py").read_text()  # importing it takes longer than all of libllama
+    found = re.search(r'__version__ = "(.+)"', text)
+    return found[1] if found is not None else "unknown"
 
 
 def resident_bytes() -> int:
