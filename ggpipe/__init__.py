@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ggpipe.api.answer import Answer as Answer
-    from ggpipe.api.any_engine import AnyEngine as AnyEngine
-    from ggpipe.api.attached import AttachedEngine as AttachedEngine
-    from ggpipe.api.attached import attach as attach
     from ggpipe.api.batch import Batch as Batch
     from ggpipe.api.engine import Engine as Engine
     from ggpipe.api.keywords import EngineOptions as EngineOptions
@@ -47,8 +44,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ggpipe.api.answer": ("Answer",),
-    "ggpipe.api.any_engine": ("AnyEngine",),
-    "ggpipe.api.attached": ("AttachedEngine", "attach"),
     "ggpipe.api.batch": ("Batch",),
     "ggpipe.api.engine": ("Engine",),
     "ggpipe.api.keywords": ("EngineOptions", "RequestOptions"),

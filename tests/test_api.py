@@ -31,8 +31,6 @@ ERRORS = {
 }
 ENGINE = {
     "Answer",
-    "AnyEngine",
-    "AttachedEngine",
     "Batch",
     "Engine",
     "EngineOptions",
@@ -41,7 +39,6 @@ ENGINE = {
     "RequestStats",
     "Token",
     "TokenProb",
-    "attach",
 }
 RANKS = {"Head", "RequestSpec", "Session", "run_rank"}
 

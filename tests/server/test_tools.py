@@ -1,4 +1,4 @@
-"""Calls of tools over HTTP, with OpenAI's own client and with `ggpipe.attach`."""
+"""Calls of tools over HTTP, with OpenAI's own client, and in Python."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], f
     assert wrong.value.param == field
 
 
-def test_from_python(serving: Serving) -> None:
-    with ggpipe.attach(serving.url) as engine:
+def test_from_python(model: Path) -> None:
+    with ggpipe.Engine(model, n_ctx=4096, threads=1) as engine:
         one = {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False}
         answer = engine.chat(HELLO, **one, n_predict=300, seed=1).wait()
         (call,) = answer.tool_calls
