@@ -26,7 +26,6 @@ from ggpipe.metrics.stats import RequestStats
 from ggpipe.openai.answers import chat_logprobs, finish_reason, text_logprobs, timings, usage
 from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from ggpipe.openai.embeddings import EmbeddingBody
-from ggpipe.openai.functions import REASON, message_with_function
 from ggpipe.openai.response_writer import ResponseWriter
 from ggpipe.openai.responses import ResponsesBody
 from ggpipe.openai.writer import Writing
@@ -226,10 +225,7 @@ def _choice(task: Task, index: int, text: Text) -> dict[str, Any]:
     splits = not isinstance(task.body, ChatBody) or task.body.reasoning_format != "none"
     pieces = [(token.id, token.text) for token in text.tokens]
     answer = whole_answer(text.marks, f"{task.id}/{index}", pieces, text.rest, splits)
-    reason, message = finish_reason(text.stats, answer), answer.message
-    if isinstance(task.body, ChatBody) and task.body.calls_functions:
-        reason, message = (REASON if reason == "tool_calls" else reason), message_with_function(message)
-    choice = {"index": index, "finish_reason": reason, "message": message}
+    choice = {"index": index, "finish_reason": finish_reason(text.stats, answer), "message": answer.message}
     return {**choice, "logprobs": chat_logprobs(text.tokens, n_best)}
 
 

@@ -18,7 +18,6 @@ from ggpipe.checks import MAX_TOKENS
 from ggpipe.errors import BodyError, UsageError
 from ggpipe.grammar.gbnf import check
 from ggpipe.grammar.json_schema import grammar_of
-from ggpipe.openai.functions import functions_as_tools, messages_with_tools
 from ggpipe.openai.sampling import SamplingBody, TokenId
 from ggpipe.prompt import Conversation
 from ggpipe.sampling import SamplingConfig
@@ -253,7 +252,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
-    """Older clients' form of `tools`."""
+    """Older clients' form of `tools`; answered as these are."""
     function_call: Any = None
     """Older clients' form of `tool_choice`."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -261,25 +260,20 @@ class ChatBody(GenerationBody, kw_only=True):
     """How much the model is to think. Templates that do not know it ignore it."""
 
     @property
-    def calls_functions(self) -> bool:
-        """Calls are answered as `function_call`, not as `tool_calls`."""
-        return bool(self.functions) and not self.tools
-
-    @property
     def prompts(self) -> Sequence[Conversation]:
         if not self.messages:
             raise BodyError("`messages` is empty: give a message or more", "messages")
-        given = messages_with_tools(self.messages)
-        messages = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(given))
+        messages = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(self.messages))
         further = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort == "none":
             further.setdefault("enable_thinking", False)
         elif self.reasoning_effort:
             further.setdefault("reasoning_effort", self.reasoning_effort)
-        if self.calls_functions:
-            tools, choice = functions_as_tools(self.functions or (), self.function_call)
-        else:
-            tools, choice = tool_choice(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+        functions = [{"type": "function", "function": function} for function in self.functions or ()]
+        wanted = self.tool_choice if self.function_call is None else self.function_call
+        if isinstance(wanted, dict) and "name" in wanted:
+            wanted = {"type": "function", "function": wanted}
+        tools, choice = tool_choice(self.tools or functions, wanted, self.parallel_tool_calls)
         return [Conversation(messages=messages, tools=tools, choice=choice, further=further)]
 
 

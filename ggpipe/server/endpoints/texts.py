@@ -37,7 +37,7 @@ class Texts:
     async def chat_completions(self, request: Request) -> Response:
         """`/v1/chat/completions`"""
         body = await self._server.body(request, ChatBody)
-        reply = ChatReply(self._server.model, self._splits(body), body.n_best_probs, body.calls_functions)
+        reply = ChatReply(self._server.model, self._splits(body), body.n_best_probs)
         return await self._answer(request, body, reply)
 
     async def completions(self, request: Request) -> Response:

@@ -14,7 +14,6 @@ from ggpipe.chat.tools.events import Arguments, CallBegun, Event, Reasoning, Tex
 from ggpipe.core.request import Token
 from ggpipe.openai.answers import chat_logprobs, finish_reason, text_logprobs, timings, usage
 from ggpipe.openai.bodies import GenerationBody
-from ggpipe.openai.functions import REASON, message_with_function
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.texts.stream import DONE, event, follow
@@ -141,11 +140,6 @@ class ChatReply(_OpenAIReply):
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, splits: bool, n_best: int | None, calls_functions: bool = False) -> None:
-        """`calls_functions`: as of `ChatBody`."""
-        super().__init__(model, splits, n_best)
-        self._calls_functions = calls_functions
-
     def first(self, index: int) -> Iterable[dict[str, Any]]:
         return [_delta(index, {"role": "assistant", "content": None})]
 
@@ -157,12 +151,8 @@ class ChatReply(_OpenAIReply):
                 return _delta(index, {"reasoning_content": text})
             case CallBegun(call, identity, name):
                 function = {"name": name, "arguments": ""}
-                if self._calls_functions:
-                    return _delta(index, {"function_call": function})
                 begun = {"index": call, "id": identity, "type": "function", "function": function}
                 return _delta(index, {"tool_calls": [begun]})
-            case Arguments(_, text) if self._calls_functions:
-                return _delta(index, {"function_call": {"arguments": text}})
             case Arguments(call, text):
                 return _delta(index, {"tool_calls": [{"index": call, "function": {"arguments": text}}]})
         return None
@@ -171,14 +161,10 @@ class ChatReply(_OpenAIReply):
         return _delta(index, {})
 
     def last(self, index: int, reason: str) -> dict[str, Any]:
-        return {**_delta(index, {}), "finish_reason": self._reason(reason)}
+        return {**_delta(index, {}), "finish_reason": reason}
 
     def choice(self, index: int, answer: WholeAnswer, reason: str) -> dict[str, Any]:
-        message = message_with_function(answer.message) if self._calls_functions else answer.message
-        return {"index": index, "message": message, "finish_reason": self._reason(reason)}
-
-    def _reason(self, reason: str) -> str:
-        return REASON if self._calls_functions and reason == "tool_calls" else reason
+        return {"index": index, "message": answer.message, "finish_reason": reason}
 
     def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         return chat_logprobs(tokens, self.n_best)
