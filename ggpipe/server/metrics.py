@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ggpipe.metrics.activity import part
@@ -16,6 +16,7 @@ from ggpipe.server.backend import Backend, Status
 
 def registry(backend: Backend) -> CollectorRegistry:
     """What `prometheus_client.generate_latest` writes."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     found = CollectorRegistry(auto_describe=False)
     found.register(_Figures(backend))
     return found
@@ -102,13 +103,8 @@ class _Figures(Collector):
 
     def _histograms(self) -> Iterator[Metric]:
         totals = self._totals
-        for name, help, histogram in (
-            ("time_to_first_token_seconds", "From a request's arrival to its first token.", totals.ttft),
-            ("inter_token_latency_seconds", "From one token to the next.", totals.itl),
-            ("request_queue_time_seconds", "From arrival until the first run.", totals.queued),
-            ("e2e_request_latency_seconds", "From arrival to the end.", totals.duration),
-        ):
-            yield HistogramMetricFamily(f"ggpipe:{name}", help, buckets=histogram.buckets, sum_value=histogram.sum)
+        for histogram in (totals.ttft, totals.itl, totals.queued, totals.duration):
+            yield from histogram.collect()
 
     def _ranks(self) -> Iterator[Metric]:
         ranks, labels = list(self._backend.ranks), ("rank", "host", "draft")

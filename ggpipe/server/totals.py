@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import collections
 import contextlib
 import itertools
-import math
 import threading
 from collections.abc import Sequence
+
+from prometheus_client import Histogram
 
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.request import Finish
@@ -19,30 +19,6 @@ from ggpipe.metrics.stats import RankStats, RequestStats
 _MOST_POSITIONS = 64
 """Draft tokens further ahead than that are counted with the last ones."""
 _TIMES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
-
-class Histogram:
-    """How many values were at most as large as each bound."""
-
-    def __init__(self, bounds: Sequence[float] = _TIMES_S) -> None:
-        self.sum = 0.0
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-
-    def add(self, values: Sequence[float]) -> None:
-        """Count these."""
-        ordered, at = sorted(values), 0
-        for place, bound in enumerate((*self._bounds, math.inf)):
-            upto = bisect.bisect_right(ordered, bound)
-            self._counts[place] += upto - at
-            at = upto
-        self.sum += sum(ordered)
-
-    @property
-    def buckets(self) -> list[tuple[str, float]]:
-        """Each bound, and how many values were at most as large."""
-        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
-        return list(zip(names, map(float, itertools.accumulate(self._counts)), strict=True))
 
 
 class Links:
@@ -106,7 +82,10 @@ class Totals:
         self.runs = 0.0
         self.run_parts = 0
         """Of runs: requests that had rows in them."""
-        self.ttft, self.itl, self.queued, self.duration = Histogram(), Histogram(), Histogram(), Histogram()
+        self.ttft = _histogram("time_to_first_token", "From a request's arrival to its first token.")
+        self.itl = _histogram("inter_token_latency", "From one token to the next.")
+        self.queued = _histogram("request_queue_time", "From arrival until the first run.")
+        self.duration = _histogram("e2e_request_latency", "From arrival to the end.")
         self.links = Links()
         self.responses: collections.Counter[tuple[str, int]] = collections.Counter()
         """By the endpoint's path and the status."""
@@ -141,10 +120,19 @@ class Totals:
             self.accepted_at[place] += n_accepted
         self.runs += sum(run.share for run in stats.runs)
         self.run_parts += len(stats.runs)
-        self.ttft.add([stats.ttft_s] if stats.ttft_s is not None else [])
-        self.itl.add(stats.itl_s)
-        self.queued.add([stats.queue_s] if stats.queue_s is not None else [])
-        self.duration.add([stats.ended - stats.arrived] if stats.ended is not None else [])
+        for histogram, seconds in (
+            (self.ttft, [stats.ttft_s]),
+            (self.itl, stats.itl_s),
+            (self.queued, [stats.queue_s]),
+            (self.duration, [stats.ended - stats.arrived if stats.ended is not None else None]),
+        ):
+            for value in seconds:
+                if value is not None:
+                    histogram.observe(value)
         self.links.add(stats, list(ranks))
         for runs in (stats.runs, stats.draft_runs):  # a slot keeps the rest of its last text
             runs.clear()
+
+
+def _histogram(name: str, help: str) -> Histogram:
+    return Histogram(f"ggpipe:{name}_seconds", help, buckets=_TIMES_S, registry=None)

@@ -22,7 +22,7 @@ from ggpipe.core.request import Finish
 from ggpipe.errors import SettingError
 from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.server.log import LogFile
-from ggpipe.server.totals import Histogram, Totals
+from ggpipe.server.totals import Totals
 
 KEY = "never-shown"
 
@@ -132,13 +132,6 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
     tmp_path.chmod(0o700)
     own.emit(line("four"))
     assert path.read_text().endswith("four\n")
-
-
-def test_values_on_a_bound_count_below_it() -> None:
-    own = Histogram((1.0, 2.0))
-    own.add([0.5, 1.0, 1.5, 9.0])
-    own.add([])
-    assert (own.buckets, own.sum) == ([("1", 2.0), ("2", 3.0), ("+Inf", 4.0)], 12.0)
 
 
 def test_links_are_not_measured_by_clocks_that_were_not_compared() -> None:
