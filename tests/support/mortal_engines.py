@@ -1,130 +1,127 @@
-"""Engines that write 0, 1, 2, … and break when they are to, and a supervisor that starts one after the other."""
+"""Ranks that write 0, 1, 2, … and die when they are to, and a supervisor that starts some after the others."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from ggpipe.chat.answer import answer_format
 from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.config import SamplingConfig
 from ggpipe.core.request import Finish, Token
-from ggpipe.errors import (
-    GgpipeError,
-    RankError,
-    RunError,
-)
+from ggpipe.errors import GgpipeError, RankError, RunError
 from ggpipe.metrics.stats import RankStats
-from ggpipe.prefixes import PrefixDone, PrefixOrder
-from ggpipe.prompt import Conversation
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient
-from ggpipe.runtime.channel.events import Accepted, Ended, Event, TokenReady
-from ggpipe.runtime.channel.messages import ModelInfo
+from ggpipe.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
+from ggpipe.runtime.channel.client import EngineClient
+from ggpipe.runtime.channel.events import Accepted, Ended, Sendable, TokenReady
+from ggpipe.runtime.channel.messages import (
+    Cancel,
+    ChatTokenized,
+    FromHead,
+    Loaded,
+    Measure,
+    Measured,
+    ModelInfo,
+    Submit,
+    Tokenize,
+    TokenizeChat,
+    Tokenized,
+)
+from ggpipe.runtime.channel.remote import RemoteRanks
 from ggpipe.runtime.channel.supervisor import Supervisor, Way
 from support.requests import asked
 
 GREEDY = SamplingConfig(temp=0)
 
 
-class Counting(EngineClient):
-    """Its text is the number of each token. It dies of an error instead of the token with a number."""
+class FakeRanks(RemoteRanks):
+    """Started ranks, whose text is the number of each token; what loading them raises, or when they die of what.
 
-    def __init__(self, ranks: FakeRanks, dies_at: int | None, error: GgpipeError) -> None:
-        super().__init__(ranks, ranks.ranks, 100, True, (f"warning of {ranks.name}", "another one"), model=ranks.model)
-        self.is_dead = False
+    They die instead of the token with a number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        load_error: GgpipeError | None = None,
+        dies_at: int | None = None,
+        error: GgpipeError | None = None,
+        model: ModelInfo | None = None,
+    ) -> None:
+        self.name = name
+        self.ranks: list[RankStats] = []
+        self.stopping = self.is_dead = False
+        self.is_open = True
+        self.offset_s = 0.0
+        self.failure: GgpipeError | None = None
+        self._failure = None
+        self._load_error = load_error
         self._dies_at = dies_at
-        self._error = error
-        self._stopped: set[int] = set()
-        self._answers: list[Event] = []
-
-    is_open = True
-
-    def _alive(self) -> None:
-        if self.is_dead:
-            raise self._error
-
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        self._alive()
-        return tuple(map(ord, text))
-
-    def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
-        return tuple(chr(token).encode() for token in tokens)
-
-    def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
-        return ChatPrompt(self.tokenize(str(conversation.messages[-1]["content"])), answer_format("", ""))
-
-    def measure(self) -> None:
-        self._alive()
-
-    def align_clocks(self) -> None:
-        self._alive()
-
-    def idle(self, seconds: float) -> None:
-        self._alive()
-
-    def _submit(self, request: ClientRequest) -> None:
-        accepted = Accepted(
-            request=request.id, prompt=(), answer=None, sampling=None, seed=7, speculation=request.spec.speculation,
-            arrived_s=0.0, ranks=tuple(self.ranks),
-        )  # fmt: skip
-        self._answers.append(accepted)
-
-    def _order(self, order: PrefixOrder) -> None:
-        self._answers.append(PrefixDone(order.id, 5))
-
-    def _cancel(self, number: int) -> None:
-        self._stopped.add(number)
-
-    def _step(self) -> list[Event]:
-        self._alive()
-        events, self._answers = self._answers, []
-        for request in tuple(self._requests.values()):
-            number = len(request.tokens)
-            if number == self._dies_at:
-                self.is_dead = True
-            elif number == request.spec.n_predict or request.id in self._stopped:
-                finish = Finish.STOPPED if request.id in self._stopped else Finish.LENGTH
-                events.append(Ended(request=request.id, finish=finish, ended_s=0.0))
-            else:
-                events.append(TokenReady(request.id, Token(number, f"{number} "), float(number)))
-        return events
-
-
-@dataclass
-class FakeRanks:
-    """Started ranks; what loading them raises, or when their engine dies of what."""
-
-    name: str
-    load_error: GgpipeError | None = None
-    dies_at: int | None = None
-    error: GgpipeError = field(default_factory=lambda: RankError("rank 1 (there) is gone"))
-    ranks: list[RankStats] = field(default_factory=list)
-    stopping: bool = False
-    is_loading: bool = False
-    failure: GgpipeError | None = None
-    engine: Counting | None = None
-    model: ModelInfo | None = None
-
-    def stop(self) -> None:
-        self.stopping = True
+        self._error = error or RankError("rank 1 (there) is gone")
+        self._model = model or ModelInfo()
+        self._numbers: dict[int, tuple[int, int]] = {}
+        """By request: the number of its next token, and of tokens at most."""
+        self._answers: list[FromHead] = []
 
     def fail(self, error: Callable[[], GgpipeError]) -> None:
-        self.failure = error()
-        if self.engine is not None:
-            self.engine.is_dead = True
+        self.failure, self.is_dead = error(), True
 
-    def is_ending(self) -> bool:
-        return self.stopping
-
-    def load(self) -> EngineClient:
+    def loaded(self) -> Loaded:
         if self.stopping:
             raise RunError("stopped while loading")
-        if self.load_error is not None:
-            raise self.load_error
+        if self._load_error is not None:
+            raise self._load_error
         self.ranks[:] = [RankStats(rank=0, host=self.name, load_s=1.0)]
-        self.engine = Counting(self, self.dies_at, self.error)
-        return self.engine
+        return Loaded(
+            ranks=tuple(self.ranks), n_ctx=100, can_speculate=True,
+            warnings=(f"warning of {self.name}", "another one"), sampling=SamplingConfig(), model=self._model,
+        )  # fmt: skip
+
+    def send(self, *messages: Sendable) -> None:
+        for message in messages:
+            self._answers += self._answered(message)
+
+    def _answered(self, message: Sendable) -> Sequence[FromHead]:
+        match message:
+            case Submit(number, spec):
+                self._numbers[number] = len(spec.resumed), spec.n_predict
+                accepted = Accepted(
+                    request=number, prompt=(), answer=None, sampling=None, seed=7, speculation=spec.speculation,
+                    arrived_s=0.0, ranks=tuple(self.ranks),
+                )  # fmt: skip
+                return [accepted]
+            case Cancel(number) if number in self._numbers:
+                del self._numbers[number]
+                return [Ended(request=number, finish=Finish.STOPPED, ended_s=0.0)]
+            case SavePrefix(number) | RestorePrefix(number) | ErasePrefix(number):
+                return [PrefixDone(number, 5)]
+            case Tokenize(text):
+                return [Tokenized(tuple(text))]
+            case TokenizeChat(conversation):
+                tokens = tuple(str(conversation.messages[-1]["content"]).encode())
+                return [ChatTokenized(ChatPrompt(tokens, answer_format("", "")))]
+            case Measure():
+                return [Measured(tuple(self.ranks))]
+        return []
+
+    def receive(self) -> FromHead | None:
+        if not self._answers and not self.is_dead:
+            for number in tuple(self._numbers):
+                self._count(number)
+        if self.is_dead and not (self._answers and isinstance(self._answers[0], TokenReady)):
+            raise self._error
+        return self._answers.pop(0) if self._answers else None
+
+    def _count(self, number: int) -> None:
+        n, n_predict = self._numbers[number]
+        if n == self._dies_at:
+            self.is_dead = True
+        elif n == n_predict:
+            del self._numbers[number]
+            self._answers.append(Ended(request=number, finish=Finish.LENGTH, ended_s=0.0))
+        else:
+            self._numbers[number] = n + 1, n_predict
+            self._answers.append(TokenReady(number, Token(n, f"{n} "), float(n)))
 
 
 class Rig:

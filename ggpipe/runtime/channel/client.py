@@ -185,10 +185,6 @@ class EngineClient(abc.ABC):
         self._requests[request.id] = request
         self._submit(request)
 
-    def serve_for(self, other: EngineClient) -> None:
-        """The active requests are those of `other`, which tells its user what comes of them."""
-        self._requests, self._orders = other._requests, other._orders
-
     def save_prefix(self, tokens: tuple[int, ...], file: str) -> SavePrefix:
         """Have all ranks write a prefix to disk, under this name in their folders. It waits as requests do, and goes on
         when ranks are started again. `PrefixDone` or `Refused` comes of it."""

@@ -1,4 +1,8 @@
-"""Ranks and their engine at the other end of a channel, as front ends see them."""
+"""Ranks and their engine at the other end of a channel, as front ends see them.
+
+The front end has every request with all of its tokens. When ranks die, others may be started (`Restarts`), and the
+engine has them continue the active requests. `step` and questions take as long as that takes.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ggpipe.chat.conversation import ChatPrompt
 from ggpipe.cluster.profile import Profile
-from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError, UsageError
+from ggpipe.core.request import Finish
+from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError, Terminated, UsageError
 from ggpipe.metrics.stats import RankStats
 from ggpipe.prefixes import PrefixDone, PrefixOrder
 from ggpipe.prompt import Conversation
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient
+from ggpipe.runtime.channel.client import ClientRequest, EngineClient, Stoppable
 from ggpipe.runtime.channel.events import (
     Accepted,
     Ended,
@@ -56,6 +61,8 @@ M = TypeVar("M", bound=Message)
 
 _TICK_S, _REPORT_S = 0.1, 1.0
 _LAST_LOOKS = 3  # for a report, once the head has gone
+DEATHS = (RankError, Terminated)
+"""What ranks may be started again after."""
 
 
 class RemoteRanks:
@@ -99,7 +106,8 @@ class RemoteRanks:
         self._arrived: list[FromHead] = []
         ready = self.wait_for(Ready)
         self._place = ready.place
-        self._offset_s = 0.0 if link.is_local else time.monotonic() - ready.now_s
+        self.offset_s = 0.0 if link.is_local else time.monotonic() - ready.now_s
+        """This process's clock minus the head's."""
 
     # What the user wants
 
@@ -188,6 +196,10 @@ class RemoteRanks:
 
     def load(self) -> RemoteEngine:
         """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
+        return RemoteEngine(self, self.loaded())
+
+    def loaded(self) -> Loaded:
+        """As `load`, without an engine."""
 
         def show(message: FromHead) -> None:
             if isinstance(message, Loading):
@@ -195,7 +207,7 @@ class RemoteRanks:
 
         loaded = self._result(Loaded, show)
         self.ranks[:] = loaded.ranks
-        return RemoteEngine(self, loaded, self._offset_s)
+        return loaded
 
     def profile(self) -> Profile:
         """What the ranks measure of themselves. Raises what any of them failed with, RunError when the user stops
@@ -225,16 +237,28 @@ class RemoteRanks:
             self._link.close()
 
 
-class RemoteEngine(EngineClient):
-    """An engine behind a channel. All methods but `stop` belong to the main thread."""
+class Restarts(Stoppable, Protocol):
+    """What starts ranks again."""
 
-    def __init__(self, ranks: RemoteRanks, loaded: Loaded, offset_s: float) -> None:
-        """`offset_s`: this process's clock minus the head's."""
+    def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, Loaded]:
+        """Other ranks, which have loaded, after those before died of this error. Raises what ends all of it."""
+
+    def say(self, line: str) -> None:
+        """Show a line to the user."""
+
+
+class RemoteEngine(EngineClient):
+    """See the module's text. All methods but `stop` belong to the main thread."""
+
+    def __init__(self, ranks: RemoteRanks, loaded: Loaded, restarts: Restarts | None = None) -> None:
+        """`restarts`: None where ranks that die are not started again."""
         super().__init__(
-            ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings, loaded.sampling, loaded.model
-        )
+            restarts or ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings, loaded.sampling,
+            loaded.model,
+        )  # fmt: skip
         self._own = ranks
-        self._offset_s = offset_s
+        self._restarts = restarts
+        self._offset_s = ranks.offset_s
         self._kept: list[FromHead] = []
         self._cancelled: set[int] = set()
 
@@ -243,16 +267,13 @@ class RemoteEngine(EngineClient):
         return self._own.is_open
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        self._own.send(Tokenize(text.encode("utf-8", "surrogateescape")))
-        return self._own.wait_for(Tokenized, self._keep).tokens
+        return self._ask(Tokenize(text.encode("utf-8", "surrogateescape")), Tokenized).tokens
 
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
-        self._own.send(TokenizeChat(conversation))
-        return self._own.wait_for(ChatTokenized, self._keep).prompt
+        return self._ask(TokenizeChat(conversation), ChatTokenized).prompt
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
-        self._own.send(Detokenize(tuple(tokens), special))
-        return self._own.wait_for(Detokenized, self._keep).pieces
+        return self._ask(Detokenize(tuple(tokens), special), Detokenized).pieces
 
     def measure(self) -> None:
         self._measure(clocks=False)
@@ -263,12 +284,53 @@ class RemoteEngine(EngineClient):
     def idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if (message := self._own.receive()) is not None:
+            if (message := self._receive()) is not None:
                 self._keep(message)
 
     def _measure(self, clocks: bool) -> None:
-        self._own.send(Measure(clocks))
-        self._show(self._own.wait_for(Measured, self._keep).ranks)
+        self._show(self._ask(Measure(clocks), Measured).ranks)
+
+    def _ask(self, question: Message, kind: type[M]) -> M:
+        while True:
+            try:
+                self._own.send(question)
+                return self._own.wait_for(kind, self._keep)
+            except DEATHS as e:
+                self._go_on(e)
+
+    def _receive(self) -> FromHead | None:
+        try:
+            return self._own.receive()
+        except DEATHS as e:
+            self._go_on(e)
+            return None
+
+    def _go_on(self, error: GgpipeError) -> None:
+        """Have other ranks continue the active requests. Raises what ends all of it."""
+        if self._restarts is None:
+            raise error
+        self._own, loaded = self._restarts.restarted(error)
+        if loaded.model.fingerprint != self.model.fingerprint:  # nothing of the texts so far would be its own
+            raise RunError(
+                "the file of `model` is another one than when it was loaded first: start ggpipe again to use it"
+            )
+        self._offset_s, self.can_speculate = self._own.offset_s, loaded.can_speculate
+        for warning in loaded.warnings:
+            if warning not in self.warnings:
+                self._restarts.say(f"warning: {warning}")
+        self.warnings = tuple(dict.fromkeys((*self.warnings, *loaded.warnings)))
+        self._kept.clear()
+        for request in self._requests.values():
+            if request.id in self._cancelled:
+                ended_s = time.monotonic() - self._offset_s
+                self._kept.append(Ended(request=request.id, finish=Finish.STOPPED, ended_s=ended_s))
+            else:
+                self.resume(request)
+        for order in self._orders.values():
+            if order.id in self._cancelled:
+                self._kept.append(PrefixDone(order.id))
+            else:
+                self._order(order)
 
     def _keep(self, message: FromHead) -> None:
         """For `step`, what comes while an answer is waited for. Raises the error of a question that was refused."""
@@ -284,12 +346,12 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, request: ClientRequest) -> None:
         request.stats.arrived = request.stats.arrived or time.monotonic()
-        self._ask(request.id, Submit(request.id, request.continued))
+        self._begin_there(request.id, Submit(request.id, request.continued))
 
     def _order(self, order: PrefixOrder) -> None:
-        self._ask(order.id, order)
+        self._begin_there(order.id, order)
 
-    def _ask(self, number: int, message: Sendable) -> None:
+    def _begin_there(self, number: int, message: Sendable) -> None:
         try:
             self._own.send(message)
         except UsageError as e:
@@ -301,7 +363,7 @@ class RemoteEngine(EngineClient):
             self._own.send(Cancel(number))
 
     def _step(self) -> list[Event]:
-        match self._kept.pop(0) if self._kept else self._own.receive():
+        match self._kept.pop(0) if self._kept else self._receive():
             case Accepted() | TokenReady() as event:
                 return [event]
             case Ended() | Refused() | PrefixDone() as event:

@@ -1,7 +1,6 @@
-"""Ranks that are started again after they died, as front ends see them: one engine, without an end.
+"""Ranks that are started again after they died.
 
-The front end has every request with all of its tokens. When ranks die, what is left of them is ended, ranks are started
-again, and the active requests go on behind their tokens. `step` and the others take as long as that takes.
+What is left of them is ended first. The engine (`remote`) then has the new ones continue the active requests.
 """
 
 from __future__ import annotations
@@ -13,21 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, TypeVar
 
-from ggpipe.chat.conversation import ChatPrompt
-from ggpipe.core.request import Finish
-from ggpipe.errors import GgpipeError, Interrupted, RankError, RunError, StartError, Terminated, UsageError
+from ggpipe.errors import GgpipeError, Interrupted, RunError, StartError, UsageError
 from ggpipe.metrics.stats import RankStats
-from ggpipe.prefixes import PrefixDone, PrefixOrder
-from ggpipe.prompt import Conversation
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient, StartedRanks
-from ggpipe.runtime.channel.events import Ended, Event, Refused
-
-T = TypeVar("T")
+from ggpipe.runtime.channel.messages import Loaded
+from ggpipe.runtime.channel.remote import DEATHS, RemoteEngine, RemoteRanks
 
 WINDOW_S = 600.0
-_DEATHS = (RankError, Terminated)
 
 
 class Budget:
@@ -48,18 +39,11 @@ class Budget:
         return len(self._taken_s)
 
 
-class MortalRanks(StartedRanks, Protocol):
-    """Ranks in other processes."""
-
-    def fail(self, error: Callable[[], GgpipeError]) -> None:
-        """Give up waiting for anything. From any thread or a signal handler."""
-
-
 @dataclass(frozen=True)
 class Way:
     """A way to start the ranks."""
 
-    start: Callable[[Supervisor], AbstractContextManager[MortalRanks]]
+    start: Callable[[Supervisor], AbstractContextManager[RemoteRanks]]
     """A context with started ranks, whose list of all ranks is the supervisor's. Errors that leave it end the ranks."""
     line: str = ""
     """For the user: how it differs from what was asked for."""
@@ -88,9 +72,9 @@ class Supervisor:
         """How often that was begun."""
         self._ways = ways
         self._budget = Budget(n_restarts)
-        self._on_line = on_line
+        self.say = on_line
         self._clock = clock
-        self._current: MortalRanks | None = None
+        self._current: RemoteRanks | None = None
         self._context = ExitStack()
         self._is_stopped = False
         self._died: GgpipeError | None = None
@@ -140,12 +124,12 @@ class Supervisor:
         """
         try:
             self._start(way)
-        except _DEATHS as e:
+        except DEATHS as e:
             if not self._budget.n_restarts:
                 raise
             self._died = e
 
-    def _start(self, way: Way) -> MortalRanks:
+    def _start(self, way: Way) -> RemoteRanks:
         self._current = started = self._context.enter_context(way.start(self))
         if self._failure is not None:
             started.fail(self._failure)
@@ -153,21 +137,19 @@ class Supervisor:
             started.stop()
         return started
 
-    def load(self) -> SupervisedEngine:
+    def load(self) -> RemoteEngine:
         """Load the models everywhere; ranks that die meanwhile are started again. Raises the first error that any rank
         met, RunError when the user stops it."""
         if self._current is None:
             assert self._died is not None
-            engine = self.restarted(self._died)
-        else:
-            try:
-                engine = self._current.load()
-            except _DEATHS as e:
-                engine = self.restarted(e)
-        return SupervisedEngine(self, engine, self._on_line)
+            return RemoteEngine(*self.restarted(self._died), self)
+        try:
+            return RemoteEngine(self._current, self._current.loaded(), self)
+        except DEATHS as e:
+            return RemoteEngine(*self.restarted(e), self)
 
-    def restarted(self, error: GgpipeError) -> EngineClient:
-        """A new engine after the ranks died of this error, which is raised when they are not to be started again.
+    def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, Loaded]:
+        """Other ranks, which have loaded. Raises the error that those before died of, when none are to be started.
 
         What cannot be repeated is a RunError now, since it worked before.
         """
@@ -175,11 +157,11 @@ class Supervisor:
         try:
             while not self.is_ending() and (number := self._budget.take(self._clock())) is not None:
                 self.n_restarts += 1
-                self._on_line(f"{error}; starting the ranks again ({number} of {self._budget.n_restarts})")
+                self.say(f"{error}; starting the ranks again ({number} of {self._budget.n_restarts})")
                 self._end(error)
                 try:
                     return self._loaded_again()
-                except (*_DEATHS, StartError) as e:
+                except (*DEATHS, StartError) as e:
                     error = e
                 except UsageError as e:
                     raise RunError(str(e)) from e
@@ -187,20 +169,21 @@ class Supervisor:
             self.is_loading = False
         raise RunError(str(error)) if isinstance(error, StartError) else error
 
-    def _loaded_again(self) -> EngineClient:
+    def _loaded_again(self) -> tuple[RemoteRanks, Loaded]:
         ways = deque(self._ways(self.attend))
         while True:
             way = ways.popleft()
             if way.line:
-                self._on_line(way.line)
+                self.say(way.line)
             try:
-                return self._start(way).load()
+                ranks = self._start(way)
+                return ranks, ranks.loaded()
             except StartError:
                 raise
             except UsageError as e:
                 if not ways or self.is_ending():
                     raise
-                self._on_line(str(e))
+                self.say(str(e))
                 self._end(e)
 
     def _end(self, error: GgpipeError) -> None:
@@ -221,97 +204,3 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._context.__exit__(kind, error, traceback)
-
-
-class SupervisedEngine(EngineClient):
-    """The engine of ranks that may be other ones than before. All methods but `stop` belong to the main thread."""
-
-    def __init__(self, own: Supervisor, engine: EngineClient, on_line: Callable[[str], None]) -> None:
-        super().__init__(
-            own, own.ranks, engine.n_ctx, engine.can_speculate, engine.warnings, engine.sampling, engine.model
-        )
-        self._own = own
-        self._engine = engine
-        self._on_line = on_line
-        self._cancelled: set[int] = set()
-        self._ended: dict[int, Ended | PrefixDone] = {}
-        """What came of requests while ranks were started again."""
-        engine.serve_for(self)
-
-    @property
-    def is_open(self) -> bool:
-        return self._engine.is_open
-
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        return self._ask(lambda engine: engine.tokenize(text))
-
-    def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
-        return self._ask(lambda engine: engine.tokenize_chat(conversation))
-
-    def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
-        return self._ask(lambda engine: engine.detokenize(tokens, special))
-
-    def measure(self) -> None:
-        self._ask(lambda engine: engine.measure())
-
-    def align_clocks(self) -> None:
-        self._ask(lambda engine: engine.align_clocks())
-
-    def idle(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        self._ask(lambda engine: engine.idle(max(deadline - time.monotonic(), 0.0)))
-
-    def _submit(self, request: ClientRequest) -> None:
-        self._engine._submit(request)
-
-    def _order(self, order: PrefixOrder) -> None:
-        self._engine._order(order)
-
-    def _cancel(self, number: int) -> None:
-        self._cancelled.add(number)
-        self._engine._cancel(number)
-
-    def _step(self) -> list[Event]:
-        events: list[Event] = [*self._ended.values()]
-        self._ended.clear()
-        if not events:
-            try:
-                events = self._engine._step()
-            except _DEATHS as e:
-                self._go_on(e)
-            self.n_cells = self._engine.n_cells
-        over = (event.request for event in events if isinstance(event, Ended | Refused | PrefixDone))
-        self._cancelled.difference_update(over)
-        return events
-
-    def _ask(self, ask: Callable[[EngineClient], T]) -> T:
-        while True:
-            try:
-                return ask(self._engine)
-            except _DEATHS as e:
-                self._go_on(e)
-
-    def _go_on(self, error: GgpipeError) -> None:
-        """Have new ranks go on with the active requests. Raises what ends all of it."""
-        self._engine = engine = self._own.restarted(error)
-        if engine.model.fingerprint != self.model.fingerprint:  # nothing of the texts so far would be its own
-            raise RunError(
-                "the file of `model` is another one than when it was loaded first: start ggpipe again to use it"
-            )
-        engine.serve_for(self)
-        self.can_speculate = engine.can_speculate
-        for warning in engine.warnings:
-            if warning not in self.warnings:
-                self._on_line(f"warning: {warning}")
-        self.warnings = tuple(dict.fromkeys((*self.warnings, *engine.warnings)))
-        for request in self._requests.values():
-            if request.id in self._cancelled:
-                ended = Ended(request=request.id, finish=Finish.STOPPED, ended_s=time.monotonic())
-                self._ended[request.id] = ended
-            else:
-                engine.resume(request)
-        for order in self._orders.values():
-            if order.id in self._cancelled:
-                self._ended[order.id] = PrefixDone(order.id)
-            else:
-                engine._order(order)
