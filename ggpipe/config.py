@@ -312,7 +312,7 @@ class EngineConfig:
             raise SettingError(f"`prefill_slowdown` must be above 1, got {self.prefill_slowdown:g}")
         has_ranks = [bool(draft.shares) for draft in self.drafts]
         if has_ranks != sorted(has_ranks, reverse=True):
-            raise SettingError("`drafts`: name those with `shares`, which have ranks of their own, before the others")
+            raise SettingError("`draft.model`: name those with ranks of their own before the others")
         if self.pipeline.auto and len(self.drafts) > 1:
             raise SettingError("`shares` auto plans for one draft model at most: give shares, or fewer draft models")
         self._check_groups()
