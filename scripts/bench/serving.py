@@ -201,8 +201,8 @@ def _second_question(engine: Session, tokens: Sequence[int], i: int) -> float:
 def _times_by_rows(stats: Sequence[RequestStats]) -> dict[int, list[float]]:
     """Seconds that runs without prompts took in their slowest stages, by their rows."""
     times: dict[int, dict[int, float]] = {}
-    for run in (run for request in stats for run in request.runs[1:]):
-        if run.n_run_rows <= max(USERS):  # no prompt in it
+    for run in (run for request in stats for run in request.runs[-len(request.itl_s) :]):
+        if run.n_run_rows <= max(USERS):  # no other prompt in it
             times.setdefault(run.n_run_rows, {})[run.id] = _slowest_s(run)
     return {n: list(by_run.values()) for n, by_run in times.items()}
 

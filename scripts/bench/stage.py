@@ -194,7 +194,8 @@ def job_hops(path: Path, pairs: int) -> int:
             stats = RequestStats()
             for _ in session.stream(RequestSpec(prompt=prompt_tokens(16), sampling=GREEDY, n_predict=N_DECODE), stats):
                 pass
-            tokens = [sum(span.compute_s for span in run.spans) for run in stats.runs[1:]]
+            decodes = stats.runs[-len(stats.itl_s) :]  # the prompt went in before, in chunks
+            tokens = [sum(span.compute_s for span in run.spans) for run in decodes]
             alone = whole_decode(whole)
             if i > 0:  # the first round warms up
                 sums.append(statistics.median(tokens))
