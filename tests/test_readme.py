@@ -1,4 +1,4 @@
-"""README and docs: their commands run, their links lead somewhere, their words are the glossary's."""
+"""README and docs: their commands run, their links lead somewhere, and the names in them exist."""
 
 from __future__ import annotations
 
@@ -213,21 +213,6 @@ def test_links() -> None:
     assert [link for name in NAMES for link in broken_links(name)] == []
 
 
-def forbidden_words() -> list[str]:
-    """The first column of the glossary's last table."""
-    table = (DOCS / "glossary.md").read_text().partition("## Words that are not used")[2]
-    rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
-    return [word for row in rows for word in row.split(", ")]
-
-
-def test_words() -> None:
-    words = forbidden_words()
-    assert {"guess", "astray", "patience"} <= set(words)
-    pattern = re.compile(rf"\b(?:{'|'.join(words)})\b", re.IGNORECASE)
-    texts = {name: prose(name).partition("## Words that are not used")[0] for name in NAMES}
-    assert {name: found for name, text in texts.items() if (found := pattern.findall(text))} == {}
-
-
 def test_the_module_tables_are_complete() -> None:
     """ARCHITECTURE.md has a line for each module, and no other."""
     listed, folder = set(), ""
@@ -250,7 +235,7 @@ def test_paths_that_architecture_names_exist() -> None:
 def test_names_that_the_glossary_explains_exist() -> None:
     table = (DOCS / "glossary.md").read_text().partition("## Names in the code")[2].partition("\n## ")[0]
     names = re.findall(r"`([A-Z]\w+)`", table)
-    assert len(names) > 30
+    assert names
     source = "\n".join(path.read_text() for path in (ROOT / "ggpipe").rglob("*.py"))
     assert [name for name in names if not re.search(rf"^class {name}\b", source, re.MULTILINE)] == []
 
