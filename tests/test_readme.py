@@ -1,4 +1,4 @@
-"""README and docs: their commands run, their links lead somewhere, and what they name exists."""
+"""README and docs: their commands run, their links lead somewhere, and the names in them exist."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_paths_that_architecture_names_exist() -> None:
 def test_names_that_the_glossary_explains_exist() -> None:
     table = (DOCS / "glossary.md").read_text().partition("## Names in the code")[2].partition("\n## ")[0]
     names = re.findall(r"`([A-Z]\w+)`", table)
-    assert len(names) > 30
+    assert names
     source = "\n".join(path.read_text() for path in (ROOT / "ggpipe").rglob("*.py"))
     assert [name for name in names if not re.search(rf"^class {name}\b", source, re.MULTILINE)] == []
 
