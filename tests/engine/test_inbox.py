@@ -232,7 +232,7 @@ def test_many_short_waits_do_not_hang() -> None:
     of its own, since pytest has a use for the timer.
     """
     tests = Path(__file__).parents[1]
-    script = "from runtime.test_inbox import wait_in_a_storm; wait_in_a_storm()"
+    script = "from engine.test_inbox import wait_in_a_storm; wait_in_a_storm()"
     subprocess.run([sys.executable, "-c", script], cwd=tests, timeout=WATCHDOG_S, check=True)
 
 
