@@ -9,23 +9,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ggpipe._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ggpipe.api.answer import Answer as Answer
     from ggpipe.api.batch import Batch as Batch
     from ggpipe.api.engine import Engine as Engine
     from ggpipe.api.keywords import EngineOptions as EngineOptions
     from ggpipe.api.keywords import RequestOptions as RequestOptions
-    from ggpipe.config import ContextConfig as ContextConfig
-    from ggpipe.config import DraftConfig as DraftConfig
-    from ggpipe.config import EngineConfig as EngineConfig
-    from ggpipe.config import ModelConfig as ModelConfig
-    from ggpipe.config import PipelineConfig as PipelineConfig
-    from ggpipe.config import PromptCacheConfig as PromptCacheConfig
-    from ggpipe.config import SamplingConfig as SamplingConfig
-    from ggpipe.config import SpeculationConfig as SpeculationConfig
+    from ggpipe.config.engine import ContextConfig as ContextConfig
+    from ggpipe.config.engine import DraftConfig as DraftConfig
+    from ggpipe.config.engine import EngineConfig as EngineConfig
+    from ggpipe.config.engine import ModelConfig as ModelConfig
+    from ggpipe.config.engine import PipelineConfig as PipelineConfig
+    from ggpipe.config.engine import PromptCacheConfig as PromptCacheConfig
+    from ggpipe.config.engine import SpeculationConfig as SpeculationConfig
+    from ggpipe.config.sampling import SamplingConfig as SamplingConfig
     from ggpipe.core.request import Finish as Finish
     from ggpipe.core.request import Token as Token
     from ggpipe.core.request import TokenProb as TokenProb
+    from ggpipe.core.request_spec import RequestSpec as RequestSpec
+    from ggpipe.engine.head import Head as Head
+    from ggpipe.engine.process import run_rank as run_rank
+    from ggpipe.engine.session import Session as Session
     from ggpipe.errors import GgpipeError as GgpipeError
     from ggpipe.errors import LaunchError as LaunchError
     from ggpipe.errors import ModelError as ModelError
@@ -34,32 +40,28 @@ if TYPE_CHECKING:
     from ggpipe.errors import RunError as RunError
     from ggpipe.errors import SettingError as SettingError
     from ggpipe.errors import UsageError as UsageError
-    from ggpipe.metrics.stats import RequestStats as RequestStats
-    from ggpipe.request import RequestSpec as RequestSpec
-    from ggpipe.runtime.head import Head as Head
-    from ggpipe.runtime.process import run_rank as run_rank
-    from ggpipe.runtime.session import Session as Session
+    from ggpipe.stats.records import RequestStats as RequestStats
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "ggpipe.api.answer": ("Answer",),
     "ggpipe.api.batch": ("Batch",),
     "ggpipe.api.engine": ("Engine",),
     "ggpipe.api.keywords": ("EngineOptions", "RequestOptions"),
-    "ggpipe.config": (
+    "ggpipe.config.engine": (
         "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
-        "SamplingConfig", "SpeculationConfig",
+        "SpeculationConfig",
     ),
+    "ggpipe.config.sampling": ("SamplingConfig",),
     "ggpipe.core.request": ("Finish", "Token", "TokenProb"),
+    "ggpipe.core.request_spec": ("RequestSpec",),
+    "ggpipe.engine.head": ("Head",),
+    "ggpipe.engine.process": ("run_rank",),
+    "ggpipe.engine.session": ("Session",),
     "ggpipe.errors": (
         "GgpipeError", "LaunchError", "ModelError", "QueueFull", "RankError", "RunError", "SettingError", "UsageError",
     ),
-    "ggpipe.metrics.stats": ("RequestStats",),
-    "ggpipe.request": ("RequestSpec",),
-    "ggpipe.runtime.head": ("Head",),
-    "ggpipe.runtime.process": ("run_rank",),
-    "ggpipe.runtime.session": ("Session",),
+    "ggpipe.stats.records": ("RequestStats",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,15 +1,19 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
-cli > server > api > display > planning > measure | sim > runtime > batch | llama | options | transport
-    > openai > cache | chat | cluster | launch | metrics > grammar > core | embeddings > prefixes | request
-    > config | prompt > sampling > checks > errors
+The house has four floors, and a floor imports from those below it. Packages of one floor import each other in one
+direction only, and so do the sub-packages of one package.
+
+    front ends        cli  server  api  display
+    engine and tools  engine  planning  profiling  sim
+    means             llama  transport  channel  launch  text  apis  options
+    ground            core  config  cluster  stats  errors
 """
 
 from __future__ import annotations
 
 import ast
-import collections
 import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -20,30 +24,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ggpipe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-LAYERS = (  # the lowest first
-    {"errors"},
-    {"checks"},
-    {"sampling"},
-    {"config", "prompt"},
-    {"prefixes", "request"},
-    {"core", "embeddings"},
-    {"grammar"},
-    {"cache", "chat", "cluster", "launch", "metrics"},
-    {"openai"},
-    {"batch", "llama", "options", "transport"},
-    {"runtime"},
-    {"measure", "sim"},
-    {"planning"},
-    {"display"},
-    {"api"},
-    {"server"},
-    {"cli"},
-    {"__main__"},
+FLOORS = (  # the lowest first
+    {"core", "config", "cluster", "stats", "errors", "_version"},
+    {"llama", "transport", "channel", "launch", "text", "apis", "options"},
+    {"engine", "planning", "profiling", "sim"},
+    {"cli", "server", "api", "display", "__main__"},
 )
-MOST_MODULES = 14
-"""In a package, beside its `__init__`."""
+MOST_NAMES = 20
+"""On the package's first level, without those that begin with an underscore."""
 
-PURE = ("core", "prefixes", "request", "config", "prompt", "sampling", "checks", "errors")
+PURE = ("core", "config", "errors", "_version")
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "sched",
     "secrets", "select", "selectors", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid",
@@ -73,8 +63,8 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def level(part: str) -> int:
-    (found,) = (i for i, parts in enumerate(LAYERS) if part in parts)
+def floor(part: str) -> int:
+    (found,) = (i for i, parts in enumerate(FLOORS) if part in parts)
     return found
 
 
@@ -87,10 +77,11 @@ def name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def test_every_part_has_a_layer() -> None:
+def test_every_part_has_a_floor() -> None:
     parts = {part_of(path) for path in FILES} - {"__init__"}
-    assert {"errors", "config", "core", "transport", "llama", "runtime", "cli"} <= parts
-    assert parts <= set().union(*LAYERS)
+    assert {"errors", "config", "core", "transport", "llama", "engine", "cli"} <= parts
+    assert parts == set().union(*FLOORS)
+    assert len([part for part in parts if not part.startswith("_")]) <= MOST_NAMES
 
 
 def upward(path: Path) -> Iterator[str]:
@@ -101,12 +92,7 @@ def upward(path: Path) -> Iterator[str]:
         if package != "ggpipe" or part == "__init__":
             continue
         other = inner.split(".")[0]
-        if other == "":  # the package itself: its version
-            is_allowed = level(part) >= level("llama")
-        elif other == "_native":
-            is_allowed = part == "llama"
-        else:
-            is_allowed = other == part or level(other) < level(part)
+        is_allowed = part == "llama" if other == "_native" else other != "" and floor(other) <= floor(part)
         if not is_allowed:
             yield f"{name(path)} imports {module}"
 
@@ -115,15 +101,57 @@ def test_imports_go_down() -> None:
     assert [found for path in FILES for found in upward(path)] == []
 
 
-def test_packages_stay_small() -> None:
-    sizes = collections.Counter(path.parent for path in FILES if path.stem != "__init__")
-    assert {name(folder): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
+def neighbours(folder: Path) -> dict[str, set[str]]:
+    """The packages in a folder, and the modules of the first level, each with those beside it that it imports."""
+    below = {
+        path: path.relative_to(folder).parts[0].removesuffix(".py") for path in FILES if path.is_relative_to(folder)
+    }
+    names = {path.name for path in folder.iterdir() if (path / "__init__.py").exists()}
+    if folder == PACKAGE:
+        names |= set(below.values()) - {"__init__"}
+    found: dict[str, set[str]] = {one: set() for one in names}
+    prefix = ".".join(("ggpipe", *folder.relative_to(PACKAGE).parts, ""))
+    for path, one in below.items():
+        others = {module.removeprefix(prefix).split(".")[0] for module in imports(path) if module.startswith(prefix)}
+        if one in names:
+            found[one] |= others & names - {one}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that import each other in a circle; empty where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as e:
+        found: list[str] = e.args[1]
+        return found
+    return []
+
+
+def test_no_packages_import_each_other() -> None:
+    folders = {path.parent for path in FILES}
+    assert {"core/drafters", "cli/commands", "text/chat"} <= {name(folder) for folder in folders}
+    assert "drafters" in neighbours(PACKAGE / "core")["batching"]
+    assert {name(folder): found for folder in folders if (found := circle(neighbours(folder)))} == {}
+
+
+def test_a_circle_is_found() -> None:
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_folders_of_tests_are_named_like_packages() -> None:
+    tests = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(tests) > 10
+    assert [str(folder) for folder in tests if not (PACKAGE / folder / "__init__.py").exists()] == ["scripts"]
 
 
 def impure(path: Path) -> Iterator[str]:
     """What a file of a pure part may not import."""
-    further = {"config": {"pathlib"}} | {part: {"msgspec"} for part in ("core", "prefixes", "request")}  # records alone
-    allowed = sys.stdlib_module_names - IMPURE | {"ggpipe"} | further.get(part_of(path), set())
+    further = {"config/engine.py": {"pathlib"}}.get(name(path), set())
+    if part_of(path) == "core":
+        further = {"msgspec"}  # records alone
+    allowed = sys.stdlib_module_names - IMPURE | {"ggpipe"} | further
     return (f"{name(path)} imports {module}" for module in imports(path) if module.split(".")[0] not in allowed)
 
 
@@ -191,7 +219,7 @@ def test_the_list_of_loaded_modules_would_show_them() -> None:
 def test_one_libllama_and_one_ggml_in_a_process() -> None:
     """The wheel holds its libraries under several names, as different files: two would mean two of all state."""
     script = (
-        "import ggpipe.llama.stage, ggpipe.llama.vocab, ggpipe.llama.sampler, ggpipe.runtime.handshake\n"
+        "import ggpipe.llama.stage, ggpipe.llama.vocab, ggpipe.llama.sampler, ggpipe.engine.handshake\n"
         "from ggpipe.llama.libllama import native\n"
         "native.ggml_version()\n"
         "print(open('/proc/self/maps').read())"

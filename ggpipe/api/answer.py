@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from ggpipe.api.feed import Feed
-from ggpipe.chat.answer import ToolCall, WholeAnswer, whole_answer
-from ggpipe.chat.tools.events import Text
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import GgpipeError
-from ggpipe.metrics.stats import RequestStats
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.answer import ToolCall, WholeAnswer, whole_answer
+from ggpipe.text.chat.tools.events import Text
 
 
 def _nothing() -> None:

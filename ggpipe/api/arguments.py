@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import GgpipeError, SettingError
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.settings import Prompt
 from ggpipe.options.table import OPTIONS, SAMPLING
-from ggpipe.sampling import SamplingConfig
 
 NAMES = {
     "shares": "layer_split",

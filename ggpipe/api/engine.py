@@ -20,22 +20,22 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import EngineOptions, RequestOptions
 from ggpipe.api.panel import Panel
-from ggpipe.checks import check_range
-from ggpipe.config import MOST_NORM, Pooling
+from ggpipe.config.checks import check_range
+from ggpipe.config.engine import MOST_NORM, Pooling
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prompt import Conversation, as_prompt
+from ggpipe.core.prompt import Prompt as ReadablePrompt
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.live.notebook import in_notebook
-from ggpipe.embeddings import Vector, chosen, normalized
 from ggpipe.errors import GgpipeError, LaunchError, UsageError
 from ggpipe.launch import environment
-from ggpipe.metrics.stats import RankStats
 from ggpipe.options import settings
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.sampling import sampling_config
-from ggpipe.prompt import Conversation, as_prompt
-from ggpipe.prompt import Prompt as ReadablePrompt
-from ggpipe.request import RequestSpec
-from ggpipe.sampling import SamplingConfig
+from ggpipe.stats.records import RankStats
+from ggpipe.text.embeddings import Vector, chosen, normalized
 
 _NOT_FOR_RANKS = (SamplingConfig, Constraint, settings.Prompt)
 

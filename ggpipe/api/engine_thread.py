@@ -16,28 +16,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ggpipe.api.arguments import in_keywords, named
 from ggpipe.api.feed import Feed
-from ggpipe.config import EngineConfig, SamplingConfig
+from ggpipe.channel.client import ClientRequest, EngineClient
+from ggpipe.channel.events import Accepted, Ended, Event, Refused, TokenReady
+from ggpipe.channel.link import Waker
+from ggpipe.channel.started import User, supervised
+from ggpipe.channel.supervisor import Supervisor
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Finish
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, UsageError
 from ggpipe.launch.job import Job
-from ggpipe.metrics.stats import RankStats
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Ranks
 from ggpipe.planning.n_ranks import ranks_to_start
-from ggpipe.prefixes import PrefixDone, PrefixOrder
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient
-from ggpipe.runtime.channel.events import Accepted, Ended, Event, Refused, TokenReady
-from ggpipe.runtime.channel.link import Waker
-from ggpipe.runtime.channel.started import User, supervised
-from ggpipe.runtime.channel.supervisor import Supervisor
+from ggpipe.stats.records import RankStats
 
 _LOG = logging.getLogger("ggpipe")
 _LAST_WORDS_S = 1.0
 
 if TYPE_CHECKING:
-    from ggpipe.runtime.head import Head
-    from ggpipe.runtime.session import LocalRanks
+    from ggpipe.engine.head import Head
+    from ggpipe.engine.session import LocalRanks
 
 T = TypeVar("T")
 
@@ -235,7 +236,7 @@ class EngineThread:
             self._fail(error)
 
     def _be_first(self, head: Head) -> int:
-        from ggpipe.runtime.session import LocalRanks  # which a process that starts its ranks does not need
+        from ggpipe.engine.session import LocalRanks  # which a process that starts its ranks does not need
 
         self._head, ranks = head, LocalRanks(head)
         self._begin(ranks)

@@ -8,10 +8,10 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from ggpipe.chat.answer import AnswerFormat
 from ggpipe.core.request import Token
 from ggpipe.errors import GgpipeError
-from ggpipe.metrics.stats import RequestStats
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.answer import AnswerFormat
 
 
 class Feed:

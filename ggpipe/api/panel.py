@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from ggpipe.api.feed import Feed
 from ggpipe.display.live.notebook import SPACE, NotebookPanel
 from ggpipe.display.live.panel import generating_panel, loading_panel
-from ggpipe.metrics.activity import taking_part
-from ggpipe.metrics.occupancy import Occupancy
-from ggpipe.metrics.stats import RankStats
+from ggpipe.stats.activity import taking_part
+from ggpipe.stats.occupancy import Occupancy
+from ggpipe.stats.records import RankStats
 
 _FRAME_S = 0.2
 

@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ggpipe.channel.client import StartedRanks
+from ggpipe.channel.messages import Profiled
+from ggpipe.channel.started import User, started, supervised
+from ggpipe.channel.supervisor import Supervisor
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.messages import report, show, warn
 from ggpipe.cluster.model_file import check_model_file
 from ggpipe.cluster.profile import Profile
-from ggpipe.config import EngineConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.engine.signals import Signals, leave
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
@@ -20,15 +25,10 @@ from ggpipe.launch.slurm import allocated_hosts
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Log, Ranks
 from ggpipe.planning.n_ranks import ranks_to_start
-from ggpipe.runtime.channel.client import StartedRanks
-from ggpipe.runtime.channel.messages import Profiled
-from ggpipe.runtime.channel.started import User, started, supervised
-from ggpipe.runtime.channel.supervisor import Supervisor
-from ggpipe.runtime.signals import Signals, leave
 
 if TYPE_CHECKING:
-    from ggpipe.runtime.head import Head
-    from ggpipe.runtime.process import Attend, Report, Say, Settle
+    from ggpipe.engine.head import Head
+    from ggpipe.engine.process import Attend, Report, Say, Settle
     from ggpipe.transport.base import Transport
 
 USER = User(show=show, report=report, leave=leave)
@@ -71,7 +71,7 @@ def run_command(
         warn(NO_RESTART)
 
     def head(ranks: Head) -> int:
-        from ggpipe.runtime.session import LocalRanks
+        from ggpipe.engine.session import LocalRanks
 
         return front_end(LocalRanks(ranks))
 
@@ -140,8 +140,8 @@ def run_profile(
         with _signals() as signals, started(job, config.pipeline.rank_timeout_s, signals.attend, USER) as ranks:
             signals.follow(ranks.stop, ranks.fail, lambda: ranks.stopping)
             return ranks.profile()
+    from ggpipe.engine.process import run_alike
     from ggpipe.llama import libllama  # the process that starts the ranks does not need it
-    from ggpipe.runtime.process import run_alike
 
     def result(profile: Profile | None) -> Profiled:
         assert profile is not None  # this is the head
@@ -179,8 +179,8 @@ def run_this_rank(
 ) -> int:
     """Be one of the ranks; `head` is what the first one does, and gives the exit code. `signals`: those of a server.
     `ctrl_c_ends`: as for `run_command`, for a rank that no launcher started, which would take the code for a crash."""
+    from ggpipe.engine.process import run_rank
     from ggpipe.llama import libllama  # the process that starts the ranks does not need it
-    from ggpipe.runtime.process import run_rank
 
     libllama.set_log_level(2 if verbose else 5)
     settle: Settle | None = None

@@ -69,7 +69,7 @@ def reach_front_end(error: GgpipeError) -> bool:
     """Have the front end that this rank is to serve report why the rank cannot start; False where there is none."""
     if not is_served():
         return False
-    from ggpipe.runtime.channel import link  # other processes report without it
+    from ggpipe.channel import link  # other processes report without it
 
     return link.report(error)
 

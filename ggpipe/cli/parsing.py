@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-import ggpipe
+from ggpipe._version import __version__
 from ggpipe.cli.variables import settled
 from ggpipe.options.option import Command, Option, Options
 
@@ -94,7 +94,7 @@ def default_map(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _version(show: bool) -> None:
     if show:
-        print(f"ggpipe {ggpipe.__version__}")
+        print(f"ggpipe {__version__}")
         raise typer.Exit
 
 

@@ -73,7 +73,7 @@ class Overheads:
     """Extra time of an event for each message to another rank."""
     poll_delay_s: Seconds = 0.15e-3
     """Time until a rank that computes polls for messages, on average: half of the time between two polls of
-    `runtime/stage_thread` with a draft."""
+    `engine/stage_thread` with a draft."""
     poll_s: Seconds = 45e-6
     """CPU time of a poll for messages: mostly going to sleep and waking up again."""
     abort_s: Seconds = 0.3e-3

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.events import Arrived
-from ggpipe.core.prefix_cache import PrefixCache
+from ggpipe.core.kv.prefix_cache import PrefixCache
+from ggpipe.core.prefixes import PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, Limits, Request
 from ggpipe.core.request_state import PrefixState, RequestState, SequenceState
-from ggpipe.prefixes import PrefixDone, RestorePrefix, SavePrefix
 
 Waiting = Arrived | SavePrefix | RestorePrefix
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from ggpipe.core.draft_messages import MicroBatch, Steering
 from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Want
+from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
-from ggpipe.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 
 # Events
 

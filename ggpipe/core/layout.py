@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ggpipe.config import MAX_PARTS
+from ggpipe.config.engine import MAX_PARTS
 from ggpipe.errors import LaunchError, SettingError, UsageError
 
 _SLACK = 1e-6  # shares are written in decimal: 0.1 + 0.2 + 0.7 is a whole

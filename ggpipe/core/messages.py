@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from ggpipe.config import TARGET
+from ggpipe.config.engine import TARGET
 
 
 class KvKind(enum.IntEnum):

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import msgspec
 
-from ggpipe.config import Saves, SpeculationConfig
-from ggpipe.core.batching.prompt_chunks import chunk_rows
+from ggpipe.config.engine import Saves, SpeculationConfig
+from ggpipe.core.prefixes import ErasePrefix, PrefixOrder
+from ggpipe.core.prompt_chunks import chunk_rows
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import PromptTooLong, UsageError
-from ggpipe.prefixes import ErasePrefix, PrefixOrder
-from ggpipe.request import RequestSpec
 
 
 class Finish(enum.Enum):

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field, replace
 from ggpipe.core.draft_messages import Begin, MicroBatch
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.events import Finished
+from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import Restore, Save, Want, WantKind
-from ggpipe.core.radix_tree import Prefix
+from ggpipe.core.prefixes import PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 from ggpipe.core.tree import Node, Tree
-from ggpipe.prefixes import PrefixDone, RestorePrefix, SavePrefix
 
 _MOST_WHOLE_ROWS = 64  # in a run, of a prompt: libllama has room for all tokens' logits of each
 

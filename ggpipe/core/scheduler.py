@@ -51,12 +51,12 @@ from ggpipe.core.events import (
     Tick,
 )
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
+from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.messages import Row, RowLogits, RunResult, Save, Want
-from ggpipe.core.prefix_cache import PrefixCache
+from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import Phase, PrefixState, RequestState, SequenceState
 from ggpipe.core.run_cost import RunCost
-from ggpipe.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 
 
 class Scheduler:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ggpipe.config import EngineConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.core.layout import Shares, Split
 from ggpipe.errors import LaunchError
 from ggpipe.launch.hostfile import hosts_of, is_readable, write_hostfile

@@ -1,1 +1,1 @@
-"""libllama inside this process: models, stages, vocabularies, sampling."""
+"""libllama inside this process: models, stages, vocabularies, sampling, grammars."""

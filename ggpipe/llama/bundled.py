@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import ggpipe
-from ggpipe.cache import cache_folder, remove_others, whole_file
 from ggpipe.errors import RunError
+from ggpipe.launch.cache_folder import cache_folder, remove_others, whole_file
 
-_MODELS = Path(ggpipe.__file__).parent / "models"
+_MODELS = Path(__file__).parents[1] / "models"
 _KIND = "models"
 _FORMAT = 2  # goes up when what is written changes
 _WIDEN = 4

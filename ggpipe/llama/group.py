@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ggpipe.config import MAX_PARTS, ContextConfig, ModelConfig
+from ggpipe.config.engine import MAX_PARTS, ContextConfig, ModelConfig
 from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.messages import Row, RowLogits, Want, WantKind
 from ggpipe.errors import RunError, SettingError
 from ggpipe.llama.libllama import lib, native

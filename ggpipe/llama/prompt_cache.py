@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.cache import remove_abandoned, whole_file
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.core.kv.prefix_cache import RESTORED
 from ggpipe.core.messages import Restored
-from ggpipe.core.prefix_cache import RESTORED
 from ggpipe.errors import RunError, SettingError
+from ggpipe.launch.cache_folder import remove_abandoned, whole_file
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group

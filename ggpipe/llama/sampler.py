@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.chat.reasoning_budget import ReasoningBudget
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import UsageError
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.vocab import Vocab
-from ggpipe.sampling import SamplingConfig
+from ggpipe.text.chat.reasoning_budget import ReasoningBudget
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
 _MOST_BIAS = 1e9  # beyond it a bias decides alone; 32-bit logits have no room for the largest ones

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, Want, WantKind
 from ggpipe.errors import IndivisibleModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile

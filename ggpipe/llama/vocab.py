@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ggpipe.config import ModelConfig
+from ggpipe.config.engine import ModelConfig
+from ggpipe.config.sampling import MODEL_KEYS, SamplingConfig
 from ggpipe.core.draft_messages import Vocabularies
 from ggpipe.errors import ModelError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, logged_errors, start
 from ggpipe.llama.params import model_params
-from ggpipe.sampling import MODEL_KEYS, SamplingConfig
 
 _UNKNOWN, _CONTROL, _LSTRIP, _RSTRIP = 1, 8, 128, 256  # LLAMA_TOKEN_ATTR_*
 _MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding

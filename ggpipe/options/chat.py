@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ggpipe.chat.conversation import CHATML
-from ggpipe.chat.tools.choice import tool_choice
+from ggpipe.core.prompt import Conversation
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.prompt import Conversation
+from ggpipe.text.chat.conversation import CHATML
+from ggpipe.text.chat.tools.choice import tool_choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.options import settings
 from ggpipe.options.chat import Chat
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command
 from ggpipe.options.server import ServerConfig
-from ggpipe.sampling import SamplingConfig
 
 _WEIGHTS = (settings.Models, settings.Loading, ModelConfig, settings.Loras)
 _COMPUTING = (ContextConfig, PipelineConfig, settings.Ranks, DraftConfig, settings.Log)

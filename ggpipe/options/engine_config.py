@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ggpipe.checks import check_range
-from ggpipe.config import (
+from ggpipe.config.checks import check_range
+from ggpipe.config.engine import (
     MAX_SEQUENCES,
     ContextConfig,
     DraftConfig,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.grammar.gbnf import check
-from ggpipe.grammar.json_schema import grammar_of
+from ggpipe.text.grammar.gbnf import check
+from ggpipe.text.grammar.json_schema import grammar_of
 
 
 @dataclass(frozen=True, kw_only=True)

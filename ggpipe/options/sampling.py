@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from ggpipe.config.sampling import SamplingConfig, samplers_by_name
 from ggpipe.options.escapes import unescape
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Prompt
-from ggpipe.sampling import SamplingConfig, samplers_by_name
 
 SamplingOf = Callable[[SamplingConfig], SamplingConfig]
 """How tokens are drawn, by what is to be taken where nothing is given (`EngineClient.sampling`)."""

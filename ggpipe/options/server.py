@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ggpipe.checks import check_choice, check_range
+from ggpipe.config.checks import check_choice, check_range
 from ggpipe.errors import SettingError, UsageError
 
 _CLIENT_LIMIT_S = 60.0

@@ -1,4 +1,4 @@
-"""Settings beside the engine's, as records like those of `config.py`.
+"""Settings beside the engine's, as records like those of `config/engine.py`.
 
 A record raises SettingError for a value that is out of bounds.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ggpipe.checks import check_choice, check_range
-from ggpipe.config import MOST_NORM, LoadMode, Mode, Pooling, PromptCacheConfig
+from ggpipe.config.checks import check_choice, check_range
+from ggpipe.config.engine import MOST_NORM, LoadMode, Mode, Pooling, PromptCacheConfig
 from ggpipe.core.layout import Split, parse_split
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.options.escapes import unescape

@@ -1,4 +1,4 @@
-"""All options, as a table over the records that hold settings (`config.py`, `options/settings.py`).
+"""All options, as a table over the records that hold settings (`config/`, `options/settings.py`).
 
 A row is the field that an option sets, its flags, and its help. The field's type and default are the record's. The
 table has the order of --help; `docs/flags.md` is made from it.
@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig, samplers_by_letter
 from ggpipe.core.drafters import registry
 from ggpipe.options import lists, sampling
 from ggpipe.options.chat import Chat, json_object
@@ -39,7 +47,6 @@ from ggpipe.options.settings import (
     SimulatedTraffic,
     SimulateSettings,
 )
-from ggpipe.sampling import SamplingConfig, samplers_by_letter
 
 MODEL, SERVER, PROMPT, COMPUTE, RANKS, SPECULATION, SAMPLING, ROPE, OUTPUT = PANELS = (
     "Model", "Server", "Prompt", "Compute", "Ranks", "Speculation", "Sampling", "RoPE and YaRN", "Output",

@@ -10,25 +10,25 @@ from typing import cast
 
 import msgspec
 
-import ggpipe
+from ggpipe._version import __version__
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
-from ggpipe.config import TARGET, ContextConfig, EngineConfig
+from ggpipe.config.engine import TARGET, ContextConfig, EngineConfig
 from ggpipe.core.layout import Layout, layer_range, shares_text
+from ggpipe.engine import handshake
+from ggpipe.engine.control_channel import ControlChannel
+from ggpipe.engine.process import run_alike
 from ggpipe.errors import IndivisibleModelError, RunError
 from ggpipe.launch import sockets
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import most_parts
 from ggpipe.llama.model_shape import shape_of
-from ggpipe.measure.profile import kernels_of, profile_ranks
 from ggpipe.planning import profile_cache
 from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.planner import Plan, PlanRequest, make_plan
-from ggpipe.runtime import handshake
-from ggpipe.runtime.control_channel import ControlChannel
-from ggpipe.runtime.process import run_alike
+from ggpipe.profiling.profile import kernels_of, profile_ranks
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes
 from ggpipe.transport.base import HEAD, Transport
@@ -136,7 +136,7 @@ def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
         cpu=machine.cpu_name(),
         cores=handshake.machine_cores(transport),
         cpu_features=tuple(machine.cpu_features()),
-        ggpipe=ggpipe.__version__,
+        ggpipe=__version__,
         libllama=machine.libllama_version(),
         memory_bytes=machine.available_bytes(),
     )

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.config.engine import Mode, SpeculationConfig
 from ggpipe.core.layout import Layout
-from ggpipe.metrics.traffic import traffic_summary
 from ggpipe.planning.placements import Arrangement
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.simulator import Served, Sizes
+from ggpipe.stats.traffic import traffic_summary
 
 _SHORT, _LONG, _TEXTS = 64, 128, 2
 _EACH = 2  # requests of each of several users, in careful simulations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ggpipe.config import EngineConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.errors import UsageError
 from ggpipe.launch.job import slots_of
 

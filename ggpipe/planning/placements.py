@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config import TensorWire
+from ggpipe.config.engine import TensorWire
 from ggpipe.core.layout import Layout
 from ggpipe.errors import UsageError
 from ggpipe.sim.virtual_cluster import Placement

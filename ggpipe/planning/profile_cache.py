@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ggpipe.cache import cache_folder, whole_file
 from ggpipe.cluster.profile import Profile, as_text, read
 from ggpipe.errors import UsageError
+from ggpipe.launch.cache_folder import cache_folder, whole_file
 
 _KIND = "profiles"
 _MOST_AGE_S = 30 * 24 * 3600

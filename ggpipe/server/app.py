@@ -14,19 +14,19 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from ggpipe.errors import GgpipeError
-from ggpipe.server.clients.keys import Keys
-from ggpipe.server.clients.origins import Origins
-from ggpipe.server.clients.prefix import Prefix
 from ggpipe.server.endpoints.about import About
 from ggpipe.server.endpoints.embeddings import Embeddings
 from ggpipe.server.endpoints.prompts import Prompts
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.endpoints.texts import Texts
 from ggpipe.server.errors import CLIENT_LEFT, ApiError
+from ggpipe.server.keys import Keys
 from ggpipe.server.live import Live
 from ggpipe.server.log import RequestLog
+from ggpipe.server.origins import Origins
+from ggpipe.server.prefix import Prefix
+from ggpipe.server.replies.stream import ClientLeft
 from ggpipe.server.static import Folder, Page
-from ggpipe.server.texts.stream import ClientLeft
 
 _LOG = logging.getLogger("ggpipe.server")
 

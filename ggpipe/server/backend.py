@@ -14,23 +14,23 @@ from typing import TypeVar
 
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
-from ggpipe.chat.conversation import ChatPrompt
-from ggpipe.config import SpeculationConfig
+from ggpipe.channel.client import EngineClient
+from ggpipe.channel.messages import ModelInfo
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prefixes import PrefixOrder
+from ggpipe.core.prompt import Conversation, Prompt
 from ggpipe.core.request import Finish, Token
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError
-from ggpipe.metrics.occupancy import Occupancy
-from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.options.sampling import SamplingOf
-from ggpipe.prefixes import PrefixOrder
-from ggpipe.prompt import Conversation, Prompt
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.client import EngineClient
-from ggpipe.runtime.channel.messages import ModelInfo
-from ggpipe.sampling import SamplingConfig
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
-from ggpipe.server.slots.table import Slots
+from ggpipe.server.slots import Slots
 from ggpipe.server.totals import Totals
+from ggpipe.stats.occupancy import Occupancy
+from ggpipe.stats.records import RankStats, RequestStats
+from ggpipe.text.chat.conversation import ChatPrompt
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ggpipe.apis.sampling import BODY_NAMES
 from ggpipe.errors import BodyError, GgpipeError, PromptTooLong, QueueFull, SettingError, UsageError
-from ggpipe.openai.sampling import BODY_NAMES
 from ggpipe.server.json import JsonResponse
 
 _TYPES = {

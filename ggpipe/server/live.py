@@ -18,13 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ggpipe.metrics.activity import layer_texts
-from ggpipe.metrics.occupancy import Occupancy
-from ggpipe.metrics.stats import percentile
 from ggpipe.server.backend import Backend, Status
-from ggpipe.server.clients.keys import user_of
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
+from ggpipe.server.keys import user_of
+from ggpipe.stats.activity import layer_texts
+from ggpipe.stats.occupancy import Occupancy
+from ggpipe.stats.records import percentile
 
 _PERIOD_S = 0.25
 _UNCHANGED_S = 5.0

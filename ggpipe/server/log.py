@@ -17,12 +17,12 @@ from typing import Any, TextIO
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ggpipe.errors import SettingError
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.server import LogFormat, ServerConfig
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import CLIENT_LEFT
 from ggpipe.server.json import dumps
 from ggpipe.server.totals import Totals
+from ggpipe.stats.records import RequestStats
 
 _LOG = logging.getLogger("ggpipe.server")
 _UNNOTED = ("/health", "/v1/health", "/metrics", "/live", "/")

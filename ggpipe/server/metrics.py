@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ggpipe.metrics.activity import part
-from ggpipe.metrics.stats import RankStats, rate
 from ggpipe.server.backend import Backend, Status
+from ggpipe.stats.activity import part
+from ggpipe.stats.records import RankStats, rate
 
 
 def registry(backend: Backend) -> CollectorRegistry:

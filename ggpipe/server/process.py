@@ -16,17 +16,17 @@ from pathlib import Path
 import uvicorn
 
 from ggpipe.api.engine_thread import EngineThread
+from ggpipe.engine.signals import Signals
 from ggpipe.errors import SettingError, Terminated
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
-from ggpipe.runtime.signals import Signals
 from ggpipe.server.app import application
 from ggpipe.server.backend import Backend
-from ggpipe.server.clients.connections import protocol
-from ggpipe.server.clients.receiving import Bodies
+from ggpipe.server.connections import protocol
 from ggpipe.server.endpoints.shared import Server
-from ggpipe.server.slots.saved import SavedSlots
+from ggpipe.server.receiving import Bodies
+from ggpipe.server.saved_slots import SavedSlots
 
 _LAST_WORDS_S = 2
 """For connections to be closed, once all is answered."""

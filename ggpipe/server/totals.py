@@ -13,8 +13,8 @@ from prometheus_client import Histogram
 
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.request import Finish
-from ggpipe.metrics.activity import Part, part, parts_of
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.activity import Part, part, parts_of
+from ggpipe.stats.records import RankStats, RequestStats
 
 _MOST_POSITIONS = 64
 """Draft tokens further ahead than that are counted with the last ones."""

@@ -13,14 +13,14 @@ from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config import MAX_PARTS, Mode, SpeculationConfig
+from ggpipe.config.engine import MAX_PARTS, Mode, SpeculationConfig
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulator import Asked, Served, Sizes, serve
 from ggpipe.sim.text import Confidence, SyntheticTokens, Tokens, recorded
 from ggpipe.sim.virtual_cluster import Placement, build
+from ggpipe.stats.records import RequestStats
 
 _MOST_TOKENS = 1_000_000  # of a prompt and its text
 _HEADROOM = 4096  # KV cells beyond the text, for draft tokens

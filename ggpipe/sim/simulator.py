@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config import FIRST_DRAFT, MAX_SEQUENCES, TARGET, SpeculationConfig
+from ggpipe.config.engine import FIRST_DRAFT, MAX_SEQUENCES, TARGET, SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.events import (
@@ -30,10 +30,8 @@ from ggpipe.core.events import (
 )
 from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
 from ggpipe.core.request import Limits, Request
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.metrics.activity import Part, part
-from ggpipe.metrics.stats import RankStats, RequestStats
-from ggpipe.request import RequestSpec
 from ggpipe.sim.arrivals import Arrival
 from ggpipe.sim.clock import Clock
 from ggpipe.sim.cores import Cores, OwnCores
@@ -43,6 +41,8 @@ from ggpipe.sim.pipeline import VirtualPipeline
 from ggpipe.sim.stage import Process
 from ggpipe.sim.text import Tokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
+from ggpipe.stats.activity import Part, part
+from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.transport.base import HEAD
 
 _ONE = Want(WantKind.TOP, 1)

@@ -19,7 +19,7 @@ _REST_S = 2e-3  # after such a rest a decode is `Overheads.cold_s` slower, or ot
 HEADER_BYTES = 120
 """Bytes of a message without its content."""
 _ROW_HEADER_BYTES = 24
-_WAITING_POLL_S, _DRAFTED_POLL_S = 150e-6, 300e-6  # between two polls: runtime/inbox.py
+_WAITING_POLL_S, _DRAFTED_POLL_S = 150e-6, 300e-6  # between two polls: engine/inbox.py
 
 
 class Process:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from ggpipe.config import Mode
+from ggpipe.config.engine import Mode
 from ggpipe.errors import UsageError
-from ggpipe.metrics.stats import RequestStats
-from ggpipe.metrics.summary import Summary, summary_of
-from ggpipe.metrics.traffic import TrafficSummary, traffic_summary
 from ggpipe.sim.simulation_spec import NAMES, SPECULATIVE_NAMES, WHOLE, SimulationSpec
+from ggpipe.stats.records import RequestStats
+from ggpipe.stats.summary import Summary, summary_of
+from ggpipe.stats.traffic import TrafficSummary, traffic_summary
 
 _MOST_RUNS = 2000
 _MOST = 1e12

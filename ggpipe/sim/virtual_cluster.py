@@ -13,7 +13,7 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
 from ggpipe.cluster.profile import Part, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.config import TensorWire
+from ggpipe.config.engine import TensorWire
 from ggpipe.core.layout import Layout, Shares, Split, lay_out, part_shares
 from ggpipe.errors import UsageError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of

@@ -5,7 +5,7 @@
 | `planning/auto`      |                               | RankFacts                               |
 |                      | StartProfile (then a profile) |                                         |
 |                      | UseShares                     |                                         |
-| `measure/profile`    |                               | ProfileHello                            |
+| `profiling/profile`  |                               | ProfileHello                            |
 |                      | MeasureDraft                  | DraftMeasured                           |
 |                      | MeasureAlone                  | AloneMeasured                           |
 |                      | MeasureTogether               | ReadyToStop                             |
@@ -14,11 +14,11 @@
 |                      | MeasureLink                   | LinkMeasured                            |
 |                      | MeasureSums                   | SumsMeasured                            |
 |                      | EndProfile                    |                                         |
-| `runtime/loading`    |                               | Hello                                   |
+| `engine/loading`     |                               | Hello                                   |
 |                      | Load                          | DraftVocab, StageLoading …, StageLoaded |
 |                      | StartDraft                    |                                         |
-| `runtime/engine`     |                               | PrefixSaved                             |
-| `runtime/head`       | AskClock                      | Clock                                   |
+| `engine/engine`      |                               | PrefixSaved                             |
+| `engine/head`        | AskClock                      | Clock                                   |
 |                      | AskUsage                      | Usage                                   |
 |                      | Quit                          |                                         |
 | at any time          | Abort                         | Failed                                  |

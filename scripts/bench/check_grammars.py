@@ -17,12 +17,19 @@ from support.commands import TARGET
 from support.grammars import GRAMMARS, SCHEMAS, fits
 from support.pipeline import local_session
 
-from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.channel.client import ClientRequest
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
-from ggpipe.grammar.json_schema import grammar_of
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.client import ClientRequest
-from ggpipe.sampling import SamplingConfig
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.text.grammar.json_schema import grammar_of
 
 MODES = (SpeculationConfig(mode="iterative"), SpeculationConfig(mode="speculative", n_draft=4, n_parallel=2, n_seq=4))
 

@@ -22,7 +22,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ggpipe.config import Mode
+from ggpipe.config.engine import Mode
 from ggpipe.core.layout import Layout, shares_text
 from ggpipe.llama.bundled import ModelPair, inflated_pair
 from ggpipe.llama.gguf import ModelFile

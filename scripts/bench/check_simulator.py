@@ -36,7 +36,7 @@ from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.links import Overheads, SumTimes
 from ggpipe.cluster.profile import Point
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.config.engine import Mode, SpeculationConfig
 from ggpipe.core.layout import lay_out, parse_split
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile

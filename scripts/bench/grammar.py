@@ -18,7 +18,7 @@ from pathlib import Path
 
 import ggpipe
 from ggpipe.llama.bundled import inflated_pair
-from ggpipe.metrics.stats import RequestStats, Spread, quartiles
+from ggpipe.stats.records import RequestStats, Spread, quartiles
 from scripts.models.make_pair import Shape, make_pair
 
 RANDOM = Shape(n_layer=12, n_layer_draft=1, width=1024, n_head=16, n_head_kv=4, n_ff=2816, n_vocab=150_000)

@@ -34,26 +34,26 @@ from typing import Any
 
 import numpy as np
 
-from ggpipe.config import (
+from ggpipe.channel.events import TokenReady
+from ggpipe.config.engine import (
     ContextConfig,
     DraftConfig,
     EngineConfig,
     Mode,
     ModelConfig,
     PipelineConfig,
-    SamplingConfig,
     SpeculationConfig,
 )
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import RunRecord
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.engine.head import Head
+from ggpipe.engine.process import run_rank
+from ggpipe.engine.session import Session
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import inflated_pair
-from ggpipe.metrics.stats import RequestStats, percentile
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.events import TokenReady
-from ggpipe.runtime.head import Head
-from ggpipe.runtime.process import run_rank
-from ggpipe.runtime.session import Session
+from ggpipe.stats.records import RequestStats, percentile
 
 N_CTX, N_UBATCH, N_TARGET = 4096, 512, 2
 N_SHORT, N_LONG, N_CONVERSATION = 16, 2000, 1000

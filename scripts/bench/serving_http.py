@@ -43,13 +43,13 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.cli.commands import serve
 from ggpipe.cli.parsing import parse
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError
 from ggpipe.launch.environment import die_with_parent
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.table import OPTIONS
-from ggpipe.request import RequestSpec
 from scripts.bench.http_streams import Streams, stream
 from scripts.bench.serving import GREEDY, N_CTX, N_SHORT, libllama, prompts
 

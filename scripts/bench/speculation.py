@@ -25,27 +25,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ggpipe.config import (
+from ggpipe.config.engine import (
     ContextConfig,
     DraftConfig,
     EngineConfig,
     ModelConfig,
     PipelineConfig,
-    SamplingConfig,
     SpeculationConfig,
 )
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import Row, RowLogits, Run
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.engine import handshake
+from ggpipe.engine.head import Head
+from ggpipe.engine.process import run_rank
+from ggpipe.engine.session import Session
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Cut, Outcome
-from ggpipe.metrics.stats import RequestStats
-from ggpipe.request import RequestSpec
-from ggpipe.runtime import handshake
-from ggpipe.runtime.head import Head
-from ggpipe.runtime.process import run_rank
-from ggpipe.runtime.session import Session
+from ggpipe.stats.records import RequestStats
 from scripts.models.make_pair import Shape, make_pair
 
 N_CTX, N_PROMPT = 512, 128

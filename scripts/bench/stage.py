@@ -24,8 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SamplingConfig
+from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import Row, Run, Want, WantKind
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.engine.head import Head
+from ggpipe.engine.process import run_rank
+from ggpipe.engine.session import Session
 from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
@@ -33,11 +38,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, start
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Stage
-from ggpipe.metrics.stats import RequestStats
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.head import Head
-from ggpipe.runtime.process import run_rank
-from ggpipe.runtime.session import Session
+from ggpipe.stats.records import RequestStats
 from ggpipe.transport.local import LocalWorld
 from scripts.models.make_pair import Shape, make_pair
 

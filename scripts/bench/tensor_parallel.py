@@ -27,24 +27,24 @@ from typing import Any, cast
 
 from support.virtual_hosts import VirtualHosts, virtual_hosts
 
-from ggpipe.config import (
+from ggpipe.config.engine import (
     ContextConfig,
     DraftConfig,
     EngineConfig,
     Mode,
     ModelConfig,
     PipelineConfig,
-    SamplingConfig,
     SpeculationConfig,
 )
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.layout import Shares, parse_split
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.engine.head import Head
+from ggpipe.engine.process import run_rank
+from ggpipe.engine.session import Session
 from ggpipe.launch.environment import die_with_parent, mpi_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.head import Head
-from ggpipe.runtime.process import run_rank
-from ggpipe.runtime.session import Session
 
 TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)

@@ -10,12 +10,12 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.display.progress import SimulationProgress
-from ggpipe.metrics.stats import RequestStats
-from ggpipe.metrics.summary import Summary, summary_of
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import Confidence, SyntheticTokens
+from ggpipe.stats.records import RequestStats
+from ggpipe.stats.summary import Summary, summary_of
 from scripts.experiments.places import Place
 
 ITERATIVE = SpeculationConfig(mode="iterative")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config import SpeculationConfig
-from ggpipe.metrics.summary import Summary
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.sim.sweep import ModeResult
 from ggpipe.sim.text import Confidence
+from ggpipe.stats.summary import Summary
 from scripts.experiments.places import FAST, OLDER_FAST, PAIRS, SITES, EvenPlace, Pair, PaperPlace, Site
 from scripts.experiments.simulations import ITERATIVE, Job, Simulations
 

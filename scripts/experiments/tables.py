@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.display.files import write_text
 from ggpipe.display.format import percent
-from ggpipe.metrics.summary import Summary
+from ggpipe.stats.summary import Summary
 from scripts.experiments.places import Pair
 from scripts.experiments.studies import N_NODES, Findings
 

@@ -13,7 +13,7 @@ from ggpipe.api.feed import Feed
 from ggpipe.api.panel import Panel
 from ggpipe.display.live.notebook import SPACE, html_of, in_notebook
 from ggpipe.display.live.panel import loading_panel
-from ggpipe.metrics.stats import RankStats
+from ggpipe.stats.records import RankStats
 
 CELLS = (
     f"import ggpipe\nengine = ggpipe.Engine({str(TARGET)!r}, n_ctx=512, threads=1, temp=0, n_predict=8).load()",

@@ -12,7 +12,7 @@ import pytest
 from support.command_lines import options
 
 from ggpipe.cli import launching, run
-from ggpipe.config import EngineConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.errors import UsageError
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
@@ -74,7 +74,7 @@ def commands_in(modules: set[str]) -> set[str]:
 
 def test_commands_are_loaded_when_they_are_called() -> None:
     *after_help, after_generate = loaded_after(*HELP, ["generate", "-m", "m"])  # a prompt is missing
-    heavy = {"numpy", "msgspec", "mpi4py", "llama_cpp", "matplotlib", "rich.live", "ggpipe.runtime"}
+    heavy = {"numpy", "msgspec", "mpi4py", "llama_cpp", "matplotlib", "rich.live", "ggpipe.engine"}
     for line, modules in zip(HELP, after_help, strict=True):
         assert commands_in(modules) == set(), line
         assert not heavy & modules, line

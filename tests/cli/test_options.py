@@ -15,15 +15,15 @@ from support.command_lines import REQUIRED
 
 from ggpipe.cli.messages import SPELLINGS, in_flags
 from ggpipe.cli.parsing import make_app
-from ggpipe.config import (
+from ggpipe.config.engine import (
     ContextConfig,
     DraftConfig,
     EngineConfig,
     ModelConfig,
     PipelineConfig,
-    SamplingConfig,
     SpeculationConfig,
 )
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.options import engine_config, lists
 from ggpipe.options.commands import COMMANDS

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from support.command_lines import options
 
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import UsageError
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import sampling_config
-from ggpipe.sampling import SamplingConfig
 
 
 def given(*arguments: str) -> Options:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from ggpipe.chat.conversation import CHATML
 from ggpipe.cli import app
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.options.chat import Chat
 from ggpipe.options.option import Command, Options
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import Loading, Models
-from ggpipe.sampling import SamplingConfig
+from ggpipe.text.chat.conversation import CHATML
 
 Line = Callable[..., Any]
 

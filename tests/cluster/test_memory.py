@@ -17,7 +17,7 @@ from support.zoo import ZOO, ZooModel, make, pair_script
 
 from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
 from ggpipe.cluster.model_shape import even_shape
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile

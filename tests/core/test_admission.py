@@ -9,8 +9,8 @@ from support.requests import core_request
 from ggpipe.core.admission import Admission
 from ggpipe.core.events import Arrived
 from ggpipe.core.in_flight import InFlight
+from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.messages import Want, WantKind
-from ggpipe.core.prefix_cache import PrefixCache
 from ggpipe.core.request import Limits
 from ggpipe.core.request_state import SequenceState
 

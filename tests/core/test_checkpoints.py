@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.core.checkpoints import Checkpoint, checkpoints_of
+from ggpipe.core.kv.checkpoints import Checkpoint, checkpoints_of
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 from support.draft_steps import END, Draft
 
-from ggpipe.core.batching.prompt_chunks import chunk_rows
 from ggpipe.core.draft_messages import ROOT, Accepted, Done, Vocabularies
 from ggpipe.core.events import RunEnded
 from ggpipe.core.messages import KvKind, KvOp, RunResult, WantKind
+from ggpipe.core.prompt_chunks import chunk_rows
 
 
 def test_the_prompt_is_decoded_in_chunks_and_asks_once() -> None:

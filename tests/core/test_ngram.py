@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, Begin, Done, MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.ngram import Ngrams

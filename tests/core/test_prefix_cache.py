@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fakes import FakeCache, Tokens
 
+from ggpipe.core.kv.prefix_cache import PrefixCache
+from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import KvKind, KvOp, Row
-from ggpipe.core.prefix_cache import PrefixCache
-from ggpipe.core.radix_tree import Prefix
 from ggpipe.core.request import Limits
 from ggpipe.core.tree import SequenceIds, Tree
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.core.batching.prompt_chunks import chunk_end, chunk_rows
+from ggpipe.core.prompt_chunks import chunk_end, chunk_rows
 
 TILE = 4
 N_TOKENS = st.integers(1, 20_000)

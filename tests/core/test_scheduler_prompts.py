@@ -16,8 +16,8 @@ from support.heads import opened
 from support.requests import core_request
 from support.zoo import ggml_base, make
 
-from ggpipe.core.batching.prompt_chunks import chunk_end, chunk_rows
 from ggpipe.core.messages import Row
+from ggpipe.core.prompt_chunks import chunk_end, chunk_rows
 
 
 def chunk_lengths(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:

@@ -19,9 +19,9 @@ from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
 from support.requests import changed, core_request
 
-from ggpipe.config import Pooling, SpeculationConfig
+from ggpipe.config.engine import Pooling, SpeculationConfig
+from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.core.request import Limits, Request
-from ggpipe.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 
 Kind = Literal["model", "adversary", "ngram"]
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))

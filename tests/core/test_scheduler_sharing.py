@@ -7,9 +7,9 @@ import collections
 import pytest
 from support.requests import core_request
 
-from ggpipe.core.batching.prompt_chunks import chunk_rows
 from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Stop, Submit, Tick
 from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
+from ggpipe.core.prompt_chunks import chunk_rows
 from ggpipe.core.request import Limits
 from ggpipe.core.scheduler import Scheduler
 

@@ -6,7 +6,7 @@ import pytest
 from support.screen import finished_request, speculating_ranks, two_ranks
 
 from ggpipe.display.tables.comparison import comparison
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.records import RankStats, RequestStats
 
 
 def lasting(n_tokens: int, seconds: float) -> RequestStats:

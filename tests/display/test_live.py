@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.screen import Rig, speculating_ranks, texts
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.request import Counters
 from ggpipe.display.live import live
 from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.stream import TextStream
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.records import RankStats, RequestStats
 
 TRICKY = "[bold]x[/bold] [/] :smile: \\[esc] https://x.y/ 1234 'quoted' None 漢字 👍🏽 👨‍👩‍👧 ❤️ e\u0301\n\n"
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from support.screen import speculated_request, speculating_ranks, texts
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.layout import layer_range
 from ggpipe.display.format import harmless, human_bytes, human_rate, human_seconds
 from ggpipe.display.live.panel import Space, generating_panel, loading_panel
-from ggpipe.metrics.occupancy import Occupancy
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.occupancy import Occupancy
+from ggpipe.stats.records import RankStats, RequestStats
 
 
 @pytest.mark.parametrize("n_ranks", [0, 1, 4, 60])

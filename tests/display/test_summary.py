@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 from support.screen import Rig, finished_request, speculated_request, speculating_ranks, two_ranks
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.display import files
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables import summary
 from ggpipe.errors import UsageError
-from ggpipe.metrics.activity import wasted_s
-from ggpipe.metrics.stats import RequestStats
+from ggpipe.stats.activity import wasted_s
+from ggpipe.stats.records import RequestStats
 
 
 def test_summary_has_the_numbers() -> None:

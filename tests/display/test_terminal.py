@@ -19,7 +19,7 @@ from support.screen import two_ranks
 
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import open_terminal
-from ggpipe.metrics.stats import RequestStats
+from ggpipe.stats.records import RequestStats
 
 SHOW = """
     import os, sys

@@ -15,7 +15,7 @@ from support.screen import finished_request, speculated_request, speculating_ran
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.figures.trace import trace, write_trace
 from ggpipe.errors import UsageError
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.records import RankStats, RequestStats
 
 Event = dict[str, Any]
 

@@ -14,10 +14,10 @@ import pytest
 from support import in_process
 from support.commands import HANG_S, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
 
+from ggpipe.channel.started import User, started
 from ggpipe.errors import StartError
 from ggpipe.launch import mpirun
 from ggpipe.launch.job import Job as Ranks
-from ggpipe.runtime.channel.started import User, started
 
 TEXT = ("generate", "-m", TARGET, "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.config import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.core.layout import Shares, Split, lay_out, parse_split
 from ggpipe.errors import LaunchError
 from ggpipe.launch import job as jobs

@@ -12,10 +12,10 @@ import pytest
 from support.commands import TARGET, on_ranks
 from support.sysfs import TWO, sysfs
 
-from ggpipe.config import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.engine.process import own_socket
 from ggpipe.launch import sockets
 from ggpipe.launch.sockets import cpus_of, free_sockets, sharing
-from ggpipe.runtime.process import own_socket
 from ggpipe.transport.local import LocalWorld
 
 FIRST, SECOND = frozenset((0, 1, 2, 3, 8, 9, 10, 11)), frozenset((4, 5, 6, 7, 12, 13, 14, 15))
@@ -86,10 +86,10 @@ def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 BOUND = """
 import os, sys, threading
 from pathlib import Path
-from ggpipe.config import TARGET, EngineConfig, ModelConfig
+from ggpipe.config.engine import TARGET, EngineConfig, ModelConfig
 from ggpipe.launch import sockets
-from ggpipe.runtime import handshake
-from ggpipe.runtime.process import run_alike
+from ggpipe.engine import handshake
+from ggpipe.engine.process import run_alike
 
 sockets.SYSFS = Path(sys.argv[2])
 config = EngineConfig(ModelConfig(path=Path(sys.argv[1])))

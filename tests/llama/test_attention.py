@@ -10,7 +10,7 @@ from support.pipeline import Pipeline
 from support.reference import Logits
 from support.zoo import make
 
-from ggpipe.config import ContextConfig
+from ggpipe.config.engine import ContextConfig
 from ggpipe.core.messages import Row, Run, Want, WantKind
 from ggpipe.llama import machine
 

@@ -15,7 +15,7 @@ from support.pipeline import Pipeline, even_cuts
 from support.reference import Logits, run_of
 from support.zoo import ZOO, Metadata, make
 
-from ggpipe.config import ContextConfig, KvType, ModelConfig
+from ggpipe.config.engine import ContextConfig, KvType, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 
 DRAFT = TARGET.with_name("tales-draft.gguf")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.zoo import make, split
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.errors import ModelError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage

@@ -16,20 +16,20 @@ from support.commands import TARGET
 from support.common_sampler import common_chain
 from support.grammars import GRAMMARS, SCHEMAS, fits
 
-from ggpipe.config import ModelConfig
+from ggpipe.config.engine import ModelConfig
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import UsageError
-from ggpipe.grammar.gbnf import check
-from ggpipe.grammar.json_schema import grammar_of
+from ggpipe.llama.constrained_sampler import ConstrainedSampler, NoTokenFits
+from ggpipe.llama.draft_check import DraftCheck
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.grammars.constrained_sampler import ConstrainedSampler, NoTokenFits
-from ggpipe.llama.grammars.draft_check import DraftCheck
-from ggpipe.llama.grammars.grammar import Grammar
+from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.params import best_of, whole_row
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
-from ggpipe.sampling import SamplingConfig
+from ggpipe.text.grammar.gbnf import check
+from ggpipe.text.grammar.json_schema import grammar_of
 
 Logits = NDArray[np.float32]
 N_CTX = 256
@@ -329,7 +329,7 @@ def test_no_mutated_grammar_ends_the_process(vocab: Vocab, capfd: pytest.Capture
 
 
 def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ggpipe.llama.grammars.draft_check._AT_ONCE_S", 600.0)
+    monkeypatch.setattr("ggpipe.llama.draft_check._AT_ONCE_S", 600.0)
     grammar = Grammar('root ::= ("ab" | "cd" | "ce"){2}', vocab)
     token = {text: vocab.tokenize(f"x{text}")[-1] for text in "abcde"}
     tokens = [token[text] for text in "abcde"]
@@ -351,7 +351,7 @@ def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: p
 
 
 def test_draft_tokens_are_not_looked_at_for_long(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ggpipe.llama.grammars.draft_check._AT_ONCE_S", -1.0)
+    monkeypatch.setattr("ggpipe.llama.draft_check._AT_ONCE_S", -1.0)
     grammar = Grammar('root ::= "b"', vocab)
     draft_check = DraftCheck(grammar)
     assert draft_check.fits((), vocab.tokenize("xa")[-1])

@@ -25,7 +25,7 @@ BESIDE = 30 * MB
 PART = """
 import json, sys
 from pathlib import Path
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.messages import Row, Run
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group

@@ -15,7 +15,7 @@ from support.commands import HANG_S, ROOT
 from support.reference import Reference, run_of
 from support.zoo import make
 
-from ggpipe.config import SamplingConfig
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama import bundled
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair

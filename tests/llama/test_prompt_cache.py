@@ -15,7 +15,7 @@ from support.pipeline import Pipeline, even_cuts
 from support.reference import Logits, run_of
 from support.zoo import ZOO, make
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Restored, Row, Run, Want, WantKind
 from ggpipe.errors import SettingError
 from ggpipe.llama.gguf import ModelFile

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from support.common_sampler import common_chain
 
-from ggpipe.config import ModelConfig
+from ggpipe.config.engine import ModelConfig
+from ggpipe.config.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
 from ggpipe.core.messages import RowLogits, Want, WantKind
 from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
@@ -20,7 +21,6 @@ from ggpipe.llama.libllama import lib
 from ggpipe.llama.params import best_of, whole_row
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import Vocab
-from ggpipe.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
 
 Logits = NDArray[np.float32]
 TALES = Path(__file__).parents[2] / "ggpipe" / "models" / "tales-target.gguf"

@@ -11,7 +11,7 @@ from support.pipeline import Pipeline, even_cuts, random_cuts
 from support.reference import Fields, Logits, Reference, overrides, run_of
 from support.zoo import ZOO, make, quantize, split
 
-from ggpipe.config import ContextConfig, LoadMode, ModelConfig
+from ggpipe.config.engine import ContextConfig, LoadMode, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, Want, WantKind
 from ggpipe.errors import ModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile

@@ -12,7 +12,7 @@ from support.reference import Logits, Reference, run_of
 from support.runs import TREE, rows_of
 from support.zoo import make, pair_script
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, Run, Want, WantKind
 from ggpipe.errors import RunError
 from ggpipe.llama.gguf import ModelFile

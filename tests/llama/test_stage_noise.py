@@ -9,7 +9,7 @@ import pytest
 from support.reference import run_of
 from support.zoo import ZOO, make
 
-from ggpipe.config import ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 

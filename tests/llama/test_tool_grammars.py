@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from support.commands import TARGET
 
-from ggpipe.chat.answer import AnswerFormat, WholeAnswer, whole_answer
-from ggpipe.chat.reasoning import reasoning_format
-from ggpipe.chat.tools.forms import Form
-from ggpipe.chat.tools.grammar import grammar_of_calls
-from ggpipe.config import ModelConfig
+from ggpipe.config.engine import ModelConfig
+from ggpipe.core.prompt import ToolChoice
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.grammars.grammar import Grammar
+from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.vocab import Vocab
-from ggpipe.prompt import ToolChoice
+from ggpipe.text.chat.answer import AnswerFormat, WholeAnswer, whole_answer
+from ggpipe.text.chat.reasoning import reasoning_format
+from ggpipe.text.chat.tools.forms import Form
+from ggpipe.text.chat.tools.grammar import grammar_of_calls
 
 LOOK = {
     "type": "function",

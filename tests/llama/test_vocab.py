@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support.chat_model import recommend
 from support.zoo import N_VOCAB_SPM, make
 
-from ggpipe.config import ModelConfig
+from ggpipe.config.engine import ModelConfig
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import ModelError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import TextDecoder, Vocab, VocabOutline
-from ggpipe.sampling import SamplingConfig
 
 TALES = Path(__file__).parents[2] / "ggpipe" / "models" / "tales-target.gguf"
 TEXTS = (

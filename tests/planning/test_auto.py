@@ -11,7 +11,7 @@ from support.commands import TARGET
 from support.sysfs import sysfs
 from support.virtual import measured
 
-from ggpipe.config import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.launch import sockets
 from ggpipe.planning import auto
 

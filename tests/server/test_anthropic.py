@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from ggpipe.apis.decode import convert
+from ggpipe.apis.message_writer import MessageWriter
+from ggpipe.apis.messages import MessagesBody
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.errors import BodyError, SettingError
-from ggpipe.metrics.stats import RequestStats
-from ggpipe.openai.decode import convert
-from ggpipe.sampling import SamplingConfig
-from ggpipe.server.texts.anthropic import MessageWriter
-from ggpipe.server.texts.anthropic_bodies import MessagesBody
+from ggpipe.stats.records import RequestStats
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather?"},

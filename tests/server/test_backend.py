@@ -14,23 +14,23 @@ from support.requests import asked
 
 from ggpipe.api.engine_thread import RequestOf
 from ggpipe.api.feed import Feed
-from ggpipe.chat.answer import AnswerParser
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prefixes import SavePrefix
 from ggpipe.core.request import Finish, Token, check_prompt
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
-from ggpipe.prefixes import SavePrefix
-from ggpipe.sampling import SamplingConfig
 from ggpipe.server import process
 from ggpipe.server.backend import Backend, Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.metrics import registry
-from ggpipe.server.slots.saved import SavedSlots
-from ggpipe.server.texts import stream
-from ggpipe.server.texts.stream import follow
+from ggpipe.server.replies import stream
+from ggpipe.server.replies.stream import follow
+from ggpipe.server.saved_slots import SavedSlots
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.answer import AnswerParser
 
 N_CTX = 100
 

@@ -20,9 +20,9 @@ from support.servers import DRAFT, Serving, server
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.core.request import Finish
 from ggpipe.errors import SettingError
-from ggpipe.metrics.stats import RankStats, RequestStats
 from ggpipe.server.log import LogFile
 from ggpipe.server.totals import Totals
+from ggpipe.stats.records import RankStats, RequestStats
 
 KEY = "never-shown"
 

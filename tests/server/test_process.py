@@ -19,7 +19,7 @@ from support.in_process import ggpipe, ggpipe_on_threads
 from support.servers import server
 
 from ggpipe.server import process
-from ggpipe.server.clients.connections import protocol
+from ggpipe.server.connections import protocol
 
 PROMPT = "Once upon a time"
 

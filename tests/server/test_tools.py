@@ -15,7 +15,7 @@ from support.servers import Serving, server
 
 import ggpipe
 
-TEMPLATE = Path(__file__).parents[1] / "chat" / "templates" / "mistral.jinja"
+TEMPLATE = Path(__file__).parents[1] / "text" / "chat" / "templates" / "mistral.jinja"
 HELLO: Any = [{"role": "user", "content": "Tell me of a king."}]
 LOOK = {
     "type": "function",

@@ -11,14 +11,14 @@ from support.virtual import ASYNC, ITERATIVE, NO_OVERHEADS, SPECULATIVE, Linear,
 from ggpipe.cluster.links import Link, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.config import SpeculationConfig, TensorWire
+from ggpipe.config.engine import SpeculationConfig, TensorWire
 from ggpipe.core.layout import Layout, Shares, Split
 from ggpipe.errors import UsageError
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.sim.groups import GroupCost, group_cost
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster, build, placement_of, stage_cost, with_split
+from ggpipe.stats.records import RequestStats
 
 LATENCY_S, BYTES_PER_S = 30e-6, 1.25e9
 SHAPE = even_shape(

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.virtual import ASYNC, ITERATIVE, SPECULATIVE, cluster, tokens, watched
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.request import Finish
-from ggpipe.metrics.stats import percentile
 from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulator import Asked, Served, Sizes, serve, simulate
 from ggpipe.sim.virtual_cluster import VirtualCluster
+from ggpipe.stats.records import percentile
 
 WIDE = Sizes(n_ctx=100_000)
 

@@ -15,13 +15,13 @@ from support.virtual import ASYNC, ITERATIVE, NO_OVERHEADS, SPECULATIVE, checked
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.toml import read_cluster
-from ggpipe.config import Mode, SpeculationConfig
+from ggpipe.config.engine import Mode, SpeculationConfig
 from ggpipe.display.tables.summary import request_object
-from ggpipe.metrics.activity import wasted_s
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import RecordedTokens, SyntheticTokens, requests_of
 from ggpipe.sim.virtual_cluster import build, placement_of
+from ggpipe.stats.activity import wasted_s
+from ggpipe.stats.records import RequestStats
 
 STAGES_S = (0.010, 0.020, 0.030)
 

@@ -6,8 +6,8 @@ import ctypes
 import math
 from typing import Any
 
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.llama.libllama import lib
-from ggpipe.sampling import SamplingConfig
 
 
 def common_chain(config: SamplingConfig, vocab: Any, n_ctx: int) -> Any:

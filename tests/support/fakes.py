@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ggpipe.core.kv.prefix_cache import RESTORED
 from ggpipe.core.messages import KvKind, KvOp, Restore, Row, RowLogits, Run, RunResult, Save, Span, Want
-from ggpipe.core.prefix_cache import RESTORED
 from ggpipe.core.request import Finish
 
 END = 0  # the token that ends a text

@@ -32,10 +32,10 @@ from ggpipe.core.events import (
     Tick,
 )
 from ggpipe.core.messages import Restore, Row, RowLogits, Run, RunRecord, Want, WantKind
+from ggpipe.core.prefixes import ErasePrefix, PrefixDone, PrefixOrder, SavePrefix
 from ggpipe.core.request import Finish, Limits, Request
 from ggpipe.core.request_state import RequestState
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.prefixes import ErasePrefix, PrefixDone, PrefixOrder, SavePrefix
 from support.fake_drafts import Adversary, AnyDraft, RealDraft
 from support.fakes import (
     END,

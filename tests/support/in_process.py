@@ -18,11 +18,11 @@ from unittest import mock
 
 import pytest
 
+from ggpipe.channel import started
 from ggpipe.cli import launching, main
-from ggpipe.config import EngineConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.engine.session import LocalRanks
 from ggpipe.launch.job import Job
-from ggpipe.runtime.channel import started
-from ggpipe.runtime.session import LocalRanks
 from support.commands import ROOT
 from support.pipeline import local_ranks
 

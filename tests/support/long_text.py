@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from ggpipe.config import SamplingConfig
+from ggpipe.config.sampling import SamplingConfig
 from support.commands import TARGET
 from support.reference import Reference
 

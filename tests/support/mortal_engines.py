@@ -5,16 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from ggpipe.chat.answer import answer_format
-from ggpipe.chat.conversation import ChatPrompt
-from ggpipe.config import SamplingConfig
-from ggpipe.core.request import Finish, Token
-from ggpipe.errors import GgpipeError, RankError, RunError
-from ggpipe.metrics.stats import RankStats
-from ggpipe.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
-from ggpipe.runtime.channel.client import EngineClient
-from ggpipe.runtime.channel.events import Accepted, Ended, Sendable, TokenReady
-from ggpipe.runtime.channel.messages import (
+from ggpipe.channel.client import EngineClient
+from ggpipe.channel.events import Accepted, Ended, Sendable, TokenReady
+from ggpipe.channel.messages import (
     Cancel,
     ChatTokenized,
     FromHead,
@@ -27,8 +20,15 @@ from ggpipe.runtime.channel.messages import (
     TokenizeChat,
     Tokenized,
 )
-from ggpipe.runtime.channel.remote import RemoteRanks
-from ggpipe.runtime.channel.supervisor import Supervisor, Way
+from ggpipe.channel.remote import RemoteRanks
+from ggpipe.channel.supervisor import Supervisor, Way
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
+from ggpipe.core.request import Finish, Token
+from ggpipe.errors import GgpipeError, RankError, RunError
+from ggpipe.stats.records import RankStats
+from ggpipe.text.chat.answer import answer_format
+from ggpipe.text.chat.conversation import ChatPrompt
 from support.requests import asked
 
 GREEDY = SamplingConfig(temp=0)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ggpipe.config import ContextConfig, EngineConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig
 from ggpipe.core.messages import Run
+from ggpipe.engine.handshake import check_cuts
+from ggpipe.engine.head import Head
+from ggpipe.engine.session import Session
+from ggpipe.engine.worker import Worker
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Outcome, Stage
-from ggpipe.runtime.handshake import check_cuts
-from ggpipe.runtime.head import Head
-from ggpipe.runtime.session import Session
-from ggpipe.runtime.worker import Worker
 from ggpipe.transport.local import LocalWorld
 from support.commands import HANG_S
 from support.groups import Parts

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from ggpipe.cluster.profile import Profile, read
-from ggpipe.config import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.errors import GgpipeError, RankError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of
-from ggpipe.measure.profile import profile_ranks
+from ggpipe.profiling.profile import profile_ranks
 from ggpipe.transport.base import Transport
 from ggpipe.transport.local import LocalWorld
 from support.commands import HANG_S

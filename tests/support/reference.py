@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
 from ggpipe.llama.libllama import lib, start
-from ggpipe.sampling import SamplingConfig
 from support.common_sampler import common_chain
 
 Logits = NDArray[np.float32]

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.config import Pooling, SamplingConfig, SpeculationConfig
+from ggpipe.config.engine import Pooling, SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prompt import Prompt
 from ggpipe.core.request import Request
-from ggpipe.prompt import Prompt
-from ggpipe.request import RequestSpec
+from ggpipe.core.request_spec import RequestSpec
 
 ITERATIVE = SpeculationConfig(mode="iterative")
 _REMEMBERING = SamplingConfig(mirostat=2)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from rich.cells import get_character_cell_size
 from rich.console import Console
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.core.request import Counters, Finish
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.stream import Row
 from ggpipe.display.live.terminal import Terminal
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.records import RankStats, RequestStats
 
 
 class Screen(io.StringIO):

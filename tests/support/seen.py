@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ggpipe.core.messages import Run
+from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Counters, Finish, Request
-from ggpipe.prefixes import PrefixDone, PrefixOrder
 from support.fakes import Tokens
 
 

@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ggpipe.channel.client import StartedRanks
+from ggpipe.channel.events import Ended, TokenReady
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import report
 from ggpipe.cli.parsing import parse
-from ggpipe.config import ContextConfig, SamplingConfig
+from ggpipe.config.engine import ContextConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import leave_status
@@ -26,9 +30,6 @@ from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config
 from ggpipe.options.settings import Prompt
 from ggpipe.options.table import OPTIONS
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.client import StartedRanks
-from ggpipe.runtime.channel.events import Ended, TokenReady
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
 STREAMS = (

@@ -9,7 +9,7 @@ from unittest import mock
 
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import Kernels, LinkProfile, ModelFacts, Part, Point, Profile, RankProfile
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftAction, DraftEvent
 from ggpipe.core.drafters.draft_model import DraftModel
@@ -17,11 +17,11 @@ from ggpipe.core.events import Action, Event, RunEnded, Submit
 from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.core.scheduler import Scheduler
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.sim import simulator
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import SyntheticTokens, Tokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster, VirtualNode
+from ggpipe.stats.records import RequestStats
 
 ITERATIVE, SPECULATIVE, ASYNC = (SpeculationConfig(mode=mode) for mode in ("iterative", "speculative", "async"))
 NO_OVERHEADS = Overheads(**dict.fromkeys(Overheads.__dataclass_fields__, 0.0))

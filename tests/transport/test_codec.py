@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Steering
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Save, Span, Want, WantKind
 from ggpipe.errors import RunError

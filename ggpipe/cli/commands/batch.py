@@ -12,32 +12,32 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from ggpipe.batch.results import Results, Text
-from ggpipe.batch.tasks import Task, read_tasks
+from ggpipe.apis.answers import draws
+from ggpipe.apis.batch_results import Results, Text
+from ggpipe.apis.batch_tasks import Task, read_tasks
+from ggpipe.apis.bodies import GenerationBody, Mixed
+from ggpipe.apis.bodies import Prompt as BodyPrompt
+from ggpipe.apis.embeddings import EmbeddingBody
+from ggpipe.channel.client import ClientRequest, EngineClient, StartedRanks
+from ggpipe.channel.events import Ended, Refused, TokenReady
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
-from ggpipe.config import EngineConfig, SpeculationConfig
+from ggpipe.config.engine import EngineConfig, SpeculationConfig
+from ggpipe.core.prompt import Conversation, as_prompt
+from ggpipe.core.prompt import Prompt as RequestPrompt
 from ggpipe.core.request import Finish
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
-from ggpipe.embeddings import chosen, normalized
 from ggpipe.errors import RunError, UsageError
-from ggpipe.openai.answers import draws
-from ggpipe.openai.bodies import GenerationBody, Mixed
-from ggpipe.openai.bodies import Prompt as BodyPrompt
-from ggpipe.openai.embeddings import EmbeddingBody
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import BatchSettings, EmbeddingSettings, Models, Prompt
-from ggpipe.prompt import Conversation, as_prompt
-from ggpipe.prompt import Prompt as RequestPrompt
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.client import ClientRequest, EngineClient, StartedRanks
-from ggpipe.runtime.channel.events import Ended, Refused, TokenReady
+from ggpipe.text.embeddings import chosen, normalized
 
 
 def run(options: Options) -> int:

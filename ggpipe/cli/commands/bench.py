@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import ggpipe
+from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command, run_side_by_side
 from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.display.figures.canvas import check_plottable
@@ -27,21 +27,9 @@ from ggpipe.display.tables.bench import (
     write_plots,
     write_traces,
 )
+from ggpipe.engine.session import LocalRanks
 from ggpipe.errors import GgpipeError, Interrupted, RunError, SettingError, UsageError
 from ggpipe.llama import libllama
-from ggpipe.measure.bench import (
-    SPECULATIVE_MODES,
-    BenchMode,
-    BenchSpec,
-    Turn,
-    Work,
-    check_layout,
-    measure,
-    open_single,
-    turns,
-    work_of,
-)
-from ggpipe.metrics.summary import BenchRun
 from ggpipe.options.engine_config import (
     check_draft,
     engine_config,
@@ -57,8 +45,19 @@ from ggpipe.options.settings import (
     Prompt,
     Ranks,
 )
-from ggpipe.runtime.channel.client import EngineClient, StartedRanks
-from ggpipe.runtime.session import LocalRanks
+from ggpipe.profiling.bench import (
+    SPECULATIVE_MODES,
+    BenchMode,
+    BenchSpec,
+    Turn,
+    Work,
+    check_layout,
+    measure,
+    open_single,
+    turns,
+    work_of,
+)
+from ggpipe.stats.summary import BenchRun
 
 
 def run(options: Options) -> int:
@@ -111,7 +110,7 @@ def _with_layout(options: Options, layout: str) -> Options:
 
 def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
     if not files:
-        package = Path(ggpipe.__file__).parent
+        package = Path(__file__).parents[2]
         folders = (package / "prompts", package.parent / "prompts")  # an installed package's, or a checkout's
         found = next((paths for folder in folders if (paths := list(folder.glob("*.txt")))), [])
         files = sorted(found, key=lambda path: path.stat().st_size)

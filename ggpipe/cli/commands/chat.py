@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
 from ggpipe.cli.talk.answer import Answerer, Reply
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.core.prompt import Conversation
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Terminal, open_terminal, unechoed
 from ggpipe.display.stdout import Stdout
@@ -20,8 +22,6 @@ from ggpipe.options.engine_config import engine_config, speculation_config, warn
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import ChatOutput, Prompt
-from ggpipe.prompt import Conversation
-from ggpipe.runtime.channel.client import EngineClient, StartedRanks
 
 
 def run(options: Options) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ggpipe.channel.client import StartedRanks
 from ggpipe.cli.commands.generate import Answer, Request, answer, request_of
 from ggpipe.cli.launching import run_command
 from ggpipe.core.request import Finish
@@ -13,7 +14,6 @@ from ggpipe.display.progress import FileProgress
 from ggpipe.display.tables.comparison import comparison, print_sentences
 from ggpipe.launch.environment import has_user
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.engine_config import engine_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
@@ -22,7 +22,7 @@ from ggpipe.options.settings import (
     Models,
     Prompt,
 )
-from ggpipe.runtime.channel.client import StartedRanks
+from ggpipe.stats.records import RequestStats
 
 _OPENING = "In olden times, when wishing still helped one, there lived a king whose daughters were all beautiful."
 _COMPARED_TOKENS = 24

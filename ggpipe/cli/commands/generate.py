@@ -8,11 +8,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ggpipe.chat.reasoning import Piece, ReasoningParser
+from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prompt import Prompt as RequestPrompt
+from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request import Finish
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable
 from ggpipe.display.live.live import LiveDisplay
@@ -21,16 +25,13 @@ from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.summary import append_csv, print_summary, write_json
 from ggpipe.errors import GgpipeError, RunError
-from ggpipe.metrics.stats import RequestStats
 from ggpipe.options.chat import Chat
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import GenerateOutput, Prompt
-from ggpipe.prompt import Prompt as RequestPrompt
-from ggpipe.prompt import as_prompt
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.client import EngineClient, StartedRanks
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.reasoning import Piece, ReasoningParser
 
 
 def run(options: Options) -> int:

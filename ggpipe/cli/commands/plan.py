@@ -13,14 +13,14 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
-from ggpipe.config import ContextConfig, PipelineConfig
+from ggpipe.config.engine import ContextConfig, PipelineConfig
 from ggpipe.display.files import check_writable
 from ggpipe.display.progress import SimulationProgress
 from ggpipe.display.tables.plan import GenerateCommand, print_plan, write_plan
+from ggpipe.engine.process import Attend, Say
 from ggpipe.errors import LaunchError, SettingError, UsageError
 from ggpipe.launch.environment import has_user
 from ggpipe.launch.job import slots_of
-from ggpipe.measure.profile import profile_ranks
 from ggpipe.options.engine_config import check_draft, draft_threads, engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
@@ -35,7 +35,7 @@ from ggpipe.options.settings import (
 from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.evaluate import tokens_of_users
 from ggpipe.planning.planner import PlanRequest, make_plan
-from ggpipe.runtime.process import Attend, Say
+from ggpipe.profiling.profile import profile_ranks
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulator import Sizes
 from ggpipe.transport.base import Transport

@@ -14,10 +14,10 @@ from ggpipe.display.files import check_writable
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.profile import profile_table
+from ggpipe.engine.process import Attend, Say
 from ggpipe.errors import LaunchError
 from ggpipe.launch.environment import has_user, is_rank
 from ggpipe.launch.job import slots_of
-from ggpipe.measure.profile import profile_ranks
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
@@ -26,7 +26,7 @@ from ggpipe.options.settings import (
     ProfileSettings,
     Ranks,
 )
-from ggpipe.runtime.process import Attend, Say
+from ggpipe.profiling.profile import profile_ranks
 from ggpipe.transport.base import Transport
 
 _LOG_WIDTH = 120

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ggpipe.channel.client import StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.errors import UsageError
 from ggpipe.launch import environment
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
-from ggpipe.runtime.channel.client import StartedRanks
 
 
 def run(options: Options) -> int:

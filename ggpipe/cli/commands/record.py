@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ggpipe.channel.client import StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
 from ggpipe.cluster.recording import dump
@@ -17,7 +18,6 @@ from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.recording import recording_text
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.llama import libllama
-from ggpipe.measure.record import RecordSpec, WrittenText, check_pair, record_draft, write_texts
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
@@ -27,7 +27,7 @@ from ggpipe.options.settings import (
     Prompt,
     RecordSettings,
 )
-from ggpipe.runtime.channel.client import StartedRanks
+from ggpipe.profiling.record import RecordSpec, WrittenText, check_pair, record_draft, write_texts
 
 
 def run(options: Options) -> int:

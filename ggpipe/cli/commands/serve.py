@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.cli.launching import NO_RESTART, check_model_files, run_this_rank
 from ggpipe.cli.messages import in_flags, report, warn
-from ggpipe.config import EngineConfig, SpeculationConfig
+from ggpipe.config.engine import EngineConfig, SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.engine.signals import Signals
 from ggpipe.errors import GgpipeError, SettingError, UsageError
 from ggpipe.launch import environment
 from ggpipe.options.chat import Chat
@@ -22,11 +24,9 @@ from ggpipe.options.sampling import sampling_config
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings, Log, Models, Prompt, Ranks
 from ggpipe.options.table import OPTIONS
-from ggpipe.runtime.signals import Signals
-from ggpipe.sampling import SamplingConfig
 
 if TYPE_CHECKING:
-    from ggpipe.runtime.head import Head
+    from ggpipe.engine.head import Head
 
 _NAMES = {"n_requests": "n_slots", "n_parallel": "n_branches"}
 """Settings of the ranks that have another name here."""
@@ -98,7 +98,7 @@ def _serve(
     """`given`: this process is the first of these."""
     try:
         from ggpipe.server import backend, log, process
-        from ggpipe.server.slots.saved import check_folder
+        from ggpipe.server.saved_slots import check_folder
     except ModuleNotFoundError as e:
         raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
     server, prompt = options[ServerConfig], options[Prompt]

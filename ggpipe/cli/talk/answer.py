@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ggpipe.chat.reasoning import Piece, ReasoningParser
+from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.messages import warn
-from ggpipe.config import SamplingConfig, SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Finish
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.markdown import MarkdownStream
@@ -18,10 +21,8 @@ from ggpipe.display.live.stream import TextStream
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.errors import PromptTooLong, UsageError
-from ggpipe.metrics.stats import RequestStats
-from ggpipe.prompt import Conversation
-from ggpipe.request import RequestSpec
-from ggpipe.runtime.channel.client import EngineClient, StartedRanks
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.reasoning import Piece, ReasoningParser
 
 
 @dataclass(kw_only=True)

@@ -11,20 +11,20 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ggpipe.cache import cache_folder, whole_file
-from ggpipe.chat.transcript import Transcript
 from ggpipe.cli.messages import in_flags
 from ggpipe.cli.talk.answer import Answerer, Reply
 from ggpipe.cli.talk.commands import COMMANDS, command_in
 from ggpipe.cli.talk.keyboard import PROMPT, Keyboard
-from ggpipe.config import SamplingConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Finish
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables.summary import print_summary
 from ggpipe.errors import GgpipeError, UsageError
-from ggpipe.prompt import Conversation
+from ggpipe.launch.cache_folder import cache_folder, whole_file
+from ggpipe.text.chat.transcript import Transcript
 
 _HINT = "Ask something; /help lists the commands"
 _IDLE_S = 0.1

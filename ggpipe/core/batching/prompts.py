@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from ggpipe.core.batching.load import Load, Take
-from ggpipe.core.batching.prompt_chunks import TILE, chunk_end
 from ggpipe.core.batching.rows import Rounds
+from ggpipe.core.prompt_chunks import TILE, chunk_end
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
 
 _MANY_RUNS = 4

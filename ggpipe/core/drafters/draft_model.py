@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ggpipe.core.batching.prompt_chunks import chunk_end
 from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, Send
 from ggpipe.core.drafters.growth import Growth
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunDone, RunEnded, Submit, Tick
 from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
+from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
-from ggpipe.core.prefix_cache import PrefixCache
+from ggpipe.core.prompt_chunks import chunk_end
 from ggpipe.core.tree import Node
 
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ggpipe.core.draft_messages import ROOT, Begin, Candidates, Expansion
 from ggpipe.core.drafters.thresholds import Thresholds
+from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import RowLogits
-from ggpipe.core.radix_tree import Prefix
 from ggpipe.core.tree import Node, Proposal, Tree
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 
 
 class Thresholds:

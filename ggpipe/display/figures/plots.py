@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ggpipe.core.layout import layer_range
 from ggpipe.display.figures.canvas import BLUE, GREEN, INK, MUTED, ORANGE, RED, colours_of, figure, short
 from ggpipe.display.format import percent
-from ggpipe.metrics.activity import speculates, taking_part
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.activity import speculates, taking_part
+from ggpipe.stats.records import RankStats, RequestStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ggpipe.config import FIRST_DRAFT, TARGET
+from ggpipe.config.engine import FIRST_DRAFT, TARGET
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted
-from ggpipe.metrics.activity import Part, layer_texts, part, parts_of
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.activity import Part, layer_texts, part, parts_of
+from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.transport.base import HEAD
 
 Event = dict[str, Any]

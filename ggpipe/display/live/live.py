@@ -26,9 +26,9 @@ from rich.style import Style
 from ggpipe.display.live.panel import DIM, Space, generating_panel, loading_panel
 from ggpipe.display.live.stream import Row, TextStream
 from ggpipe.display.live.terminal import Terminal
-from ggpipe.metrics.activity import taking_part
-from ggpipe.metrics.occupancy import Occupancy
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.activity import taking_part
+from ggpipe.stats.occupancy import Occupancy
+from ggpipe.stats.records import RankStats, RequestStats
 
 _FRAME_S = 0.1
 _LOADING_SHOWN_AFTER_S = 0.3  # a load that is shorter is not shown

@@ -16,8 +16,8 @@ from rich.style import Style
 
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.stream import Row
-from ggpipe.metrics.activity import layer_texts, speculates
-from ggpipe.metrics.stats import RankStats, RequestStats, percentile
+from ggpipe.stats.activity import layer_texts, speculates
+from ggpipe.stats.records import RankStats, RequestStats, percentile
 
 DIM = Style(dim=True)
 _LOADING = Style(color="cyan")

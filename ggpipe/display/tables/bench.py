@@ -22,8 +22,8 @@ from ggpipe.display.format import counted, harmless, human_rate, human_seconds, 
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.display.tables.summary import csv_numbers, request_object
-from ggpipe.metrics.stats import Spread
-from ggpipe.metrics.summary import BenchRun, BenchSummary, base_case, median_run, summarise
+from ggpipe.stats.records import Spread
+from ggpipe.stats.summary import BenchRun, BenchSummary, base_case, median_run, summarise
 
 CSV_COLUMNS = ("prefill_tokens_per_s", "decode_tokens_per_s", "itl_s", "ttft_s", "mode", "round", "prompt")
 """The first four are PipeInfer's columns, in its order."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ggpipe.display.format import counted, human_rate, three_digits
 from ggpipe.display.live.terminal import Terminal
-from ggpipe.metrics.stats import RankStats, RequestStats
+from ggpipe.stats.records import RankStats, RequestStats
 
 
 def comparison(ranks: Sequence[RankStats], drafted: RequestStats, alone: RequestStats) -> list[str]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config import SpeculationConfig
+from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.layout import layer_range, shares_text
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits

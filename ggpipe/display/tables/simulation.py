@@ -16,18 +16,18 @@ from rich.text import Text
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
-from ggpipe.config import Mode
+from ggpipe.config.engine import Mode
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.display.tables.summary import ranks_table, request_object
-from ggpipe.metrics.activity import taking_part
-from ggpipe.metrics.stats import RequestStats, percentile
-from ggpipe.metrics.traffic import TrafficSummary
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec
 from ggpipe.sim.sweep import Combination, ModeResult
+from ggpipe.stats.activity import taking_part
+from ggpipe.stats.records import RequestStats, percentile
+from ggpipe.stats.traffic import TrafficSummary
 
 _GAP = 3
 _BEST = "best"

@@ -14,14 +14,14 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
-from ggpipe.config import TARGET
+from ggpipe.config.engine import TARGET
 from ggpipe.core.drafters import registry
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables.columns import Column, columns_table
-from ggpipe.metrics.activity import layer_texts, part, parts_of, speculates, taking_part, wasted_s, with_work
-from ggpipe.metrics.stats import RankStats, RequestStats, percentile
+from ggpipe.stats.activity import layer_texts, part, parts_of, speculates, taking_part, wasted_s, with_work
+from ggpipe.stats.records import RankStats, RequestStats, percentile
 
 _LOG_WIDTH = 100
 _GAP = 3

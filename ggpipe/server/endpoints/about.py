@@ -8,16 +8,16 @@ import prometheus_client
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ggpipe.chat.conversation import CHATML
-from ggpipe.openai.decode import decode
+from ggpipe.apis.decode import decode
+from ggpipe.apis.llama_server import SlotBody
 from ggpipe.server import metrics
 from ggpipe.server.backend import Status
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
-from ggpipe.server.slots.table import settings
-from ggpipe.server.texts.bodies import SlotBody
-from ggpipe.server.texts.openai import BUILD
+from ggpipe.server.replies.openai import BUILD
+from ggpipe.server.slots import settings
+from ggpipe.text.chat.conversation import CHATML
 
 
 class About:

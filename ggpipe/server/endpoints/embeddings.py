@@ -8,19 +8,19 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ggpipe.config import Pooling
-from ggpipe.embeddings import Vector, chosen, normalized
+from ggpipe.apis.embeddings import EmbeddingBody
+from ggpipe.config.engine import Pooling
+from ggpipe.core.prompt import as_prompt
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.openai.embeddings import EmbeddingBody
-from ggpipe.prompt import as_prompt
-from ggpipe.request import RequestSpec
 from ggpipe.server.backend import Generation
-from ggpipe.server.clients.keys import user_of
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
+from ggpipe.server.keys import user_of
 from ggpipe.server.log import note_texts
-from ggpipe.server.texts.stream import whole
+from ggpipe.server.replies.stream import whole
+from ggpipe.text.embeddings import Vector, chosen, normalized
 
 
 class Embeddings:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ggpipe.openai.bodies import ChatBody
-from ggpipe.openai.responses import ResponsesBody
+from ggpipe.apis.bodies import ChatBody
+from ggpipe.apis.llama_server import DetokenizeBody, TokenizeBody
+from ggpipe.apis.messages import CountBody
+from ggpipe.apis.responses import ResponsesBody
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.json import JsonResponse
-from ggpipe.server.texts.anthropic_bodies import CountBody
-from ggpipe.server.texts.bodies import DetokenizeBody, TokenizeBody
 
 _COUNT = "response.input_tokens"
 

@@ -8,13 +8,13 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from ggpipe.openai.decode import decode
+from ggpipe.apis.decode import decode
 from ggpipe.options.chat import Chat
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server.backend import Backend
-from ggpipe.server.clients.receiving import Bodies
-from ggpipe.server.slots.saved import SavedSlots
+from ggpipe.server.receiving import Bodies
+from ggpipe.server.saved_slots import SavedSlots
 
 B = TypeVar("B", bound=msgspec.Struct)
 

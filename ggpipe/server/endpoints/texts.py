@@ -6,26 +6,26 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ggpipe.apis.answers import draws
+from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody, Mixed
+from ggpipe.apis.bodies import Prompt as BodyPrompt
+from ggpipe.apis.llama_server import NativeBody
+from ggpipe.apis.message_writer import MessageWriter
+from ggpipe.apis.messages import MessagesBody
+from ggpipe.apis.response_writer import ResponseWriter
+from ggpipe.apis.responses import ResponsesBody
+from ggpipe.core.prompt import Conversation, Prompt, as_prompt
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import UsageError
-from ggpipe.openai.answers import draws
-from ggpipe.openai.bodies import ChatBody, CompletionBody, GenerationBody, Mixed
-from ggpipe.openai.bodies import Prompt as BodyPrompt
-from ggpipe.openai.response_writer import ResponseWriter
-from ggpipe.openai.responses import ResponsesBody
-from ggpipe.prompt import Conversation, Prompt, as_prompt
-from ggpipe.request import RequestSpec
-from ggpipe.server.clients.keys import user_of
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
+from ggpipe.server.keys import user_of
 from ggpipe.server.log import note_texts
-from ggpipe.server.texts.anthropic import MessageWriter
-from ggpipe.server.texts.anthropic_bodies import MessagesBody
-from ggpipe.server.texts.bodies import NativeBody
-from ggpipe.server.texts.named_events import MessagesReply, ResponsesReply
-from ggpipe.server.texts.native import NativeReply
-from ggpipe.server.texts.openai import ChatReply, CompletionReply, Reply
-from ggpipe.server.texts.stream import EventStream, whole
+from ggpipe.server.replies.named_events import MessagesReply, ResponsesReply
+from ggpipe.server.replies.native import NativeReply
+from ggpipe.server.replies.openai import ChatReply, CompletionReply, Reply
+from ggpipe.server.replies.stream import EventStream, whole
 
 
 class Texts:

@@ -1,0 +1,103 @@
+"""The front end, as the head of its ranks sees it: what the user wants, and where everything for the user goes."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+
+from ggpipe.channel.events import Failure, Sendable
+from ggpipe.channel.link import Link
+from ggpipe.channel.messages import Alive, Failed, FromFrontEnd, Line, Quit, Ready, Stop
+from ggpipe.errors import GgpipeError, Interrupted, RunError
+
+_ALIVE_S = 1.0
+
+
+class FrontEnd:
+    """A thread of its own reads what comes, and lets the front end know every second that this process is there.
+
+    All methods belong to the main thread.
+    """
+
+    def __init__(self, connection: Link[FromFrontEnd], place: str) -> None:
+        """`place`: this rank and its host. The ranks are connected."""
+        self._link = connection
+        self._arrived: collections.deque[FromFrontEnd] = collections.deque()
+        self._on_stop: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] = lambda: None
+        self._attend: Callable[[], None] = lambda: None
+        self._stopped = False
+        self.has_left = False
+        """It wants all ranks to end, or is not there any more."""
+        self.send(Ready(place, time.monotonic()))
+        self._reader = threading.Thread(target=self._read, name="channel", daemon=True)
+        self._reader.start()
+
+    def follow(self, on_stop: Callable[[], None], wake: Callable[[], None], attend: Callable[[], None]) -> None:
+        """Call `on_stop` when the user wants an end, at once if that was before, and `wake` for each other message,
+        both in the reading thread. `attend` is called while the front end does not read, and may raise."""
+        self._on_stop, self._wake, self._attend = on_stop, wake, attend
+        if self._stopped:
+            on_stop()
+
+    def attend(self) -> None:
+        """To be called while something is measured. Raises Interrupted when the user wants an end."""
+        if self._stopped:
+            raise Interrupted("stopped before all was measured")
+
+    def send(self, *messages: Sendable) -> None:
+        """Send in one piece. What a front end that has left does not get is lost."""
+        self._link.send(*messages, attend=self._attend)
+
+    def say(self, line: str) -> None:
+        """Have a line shown to the user; settings stand in backticks in it."""
+        self.send(Line(line))
+
+    def report(self, error: GgpipeError) -> None:
+        """Send the error that the ranks end with."""
+        if not error.is_reported:
+            error.is_reported = True
+            self.send(Failed(Failure.of(error)))
+
+    def take(self) -> list[FromFrontEnd]:
+        """The messages since the last time; none of them is Stop or Quit."""
+        taken = []
+        while self._arrived:
+            taken.append(self._arrived.popleft())
+        return taken
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self.has_left = True
+        self._link.end()
+        self._reader.join()
+        self._link.close()
+
+    # In the reading thread
+
+    def _read(self) -> None:
+        while not self.has_left:
+            try:
+                received = self._link.receive(_ALIVE_S)
+            except RunError:
+                received = None
+            for message in [Quit()] if received is None else received:
+                self._take(message)
+            if time.monotonic() > self._link.sent_at + _ALIVE_S:
+                self._link.send_if_free(Alive())
+
+    def _take(self, message: FromFrontEnd) -> None:
+        match message:
+            case Quit():
+                self.has_left = True
+            case Stop():
+                pass
+            case _:
+                self._arrived.append(message)
+                self._wake()
+                return
+        self._stopped = True
+        self._on_stop()
+        self._wake()

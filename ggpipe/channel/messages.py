@@ -1,0 +1,249 @@
+"""What a front end and the head of its ranks send each other. Msgpack, typed.
+
+| phase    | the front end sends | the head sends                                    |
+|----------|---------------------|---------------------------------------------------|
+| start    |                     | Ready; of a rank that cannot start: Failed        |
+| loading  | Stop                | Loading …, Loaded                                 |
+| serving  | Submit              | Accepted, TokenReady …, Figures …, Ended          |
+|          |                     | Refused instead                                   |
+|          | SavePrefix,         | PrefixDone, or Refused                            |
+|          | RestorePrefix,      |                                                   |
+|          | ErasePrefix         |                                                   |
+|          | Cancel              |                                                   |
+|          | Tokenize            | Tokenized, or NotAnswered                         |
+|          | TokenizeChat        | ChatTokenized, or NotAnswered                     |
+|          | Detokenize          | Detokenized, or NotAnswered                       |
+|          | Measure             | Measured                                          |
+| profiling| Stop                | Profiled                                          |
+| any time | Quit                | Line, Alive (when silent for a second), Failed    |
+
+What comes of requests is in `events`, orders for prefixes are in `ggpipe/core/prefixes.py`. Times are the head's
+`time.monotonic`, those of a span its own rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ggpipe.channel.events import Accepted, Ended, Failure, Figures, Message, Refused, Sendable, TokenReady
+from ggpipe.cluster.profile import Profile
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
+from ggpipe.core.prompt import Conversation
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.errors import RunError, UsageError
+from ggpipe.stats.records import RankStats
+from ggpipe.text.chat.conversation import ChatPrompt
+
+VERSION = 18
+"""Of the messages and of how they travel. Raise it whenever one of them changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the target's file says of it, for those who ask a server; 0 where it does not."""
+
+    chat_template: str = ""
+    """The usual one of the file; nothing where it has none."""
+    bos_token: str = ""
+    """The text of the token that begins a text."""
+    eos_token: str = ""
+    """The text of the token that ends a text."""
+    vocab_type: int = 0
+    """libllama's number of the tokenizer's kind."""
+    n_vocab: int = 0
+    """Tokens of the vocabulary."""
+    n_ctx_train: int = 0
+    """Tokens of the context that it was trained with."""
+    n_embd: int = 0
+    """Numbers that a layer gives for each token."""
+    n_params: int = 0
+    """Numbers of all weights."""
+    n_bytes: int = 0
+    """Bytes of all weights."""
+    pooling: str = ""
+    """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
+    fingerprint: str = ""
+    """As `ModelFile.fingerprint`."""
+
+
+# From the front end
+
+
+class Submit(Message, frozen=True):
+    """Serve a request, which has this number from now on."""
+
+    request: int
+    spec: RequestSpec
+
+
+class Cancel(Message, frozen=True):
+    """End a request soon; its Ended follows. Or an order: PrefixDone follows."""
+
+    request: int
+
+
+class Tokenize(Message, frozen=True):
+    """Answer with Tokenized."""
+
+    text: bytes
+    """UTF-8, as far as the user's text is."""
+
+
+class TokenizeChat(Message, frozen=True):
+    """Answer with ChatTokenized."""
+
+    conversation: Conversation
+
+
+class Detokenize(Message, frozen=True):
+    """Answer with Detokenized."""
+
+    tokens: tuple[int, ...]
+    special: bool = False
+    """Special tokens have texts, too."""
+
+
+class Measure(Message, frozen=True):
+    """Ask all ranks for their CPU time and memory, and for their clocks if `clocks`; answer with Measured."""
+
+    clocks: bool
+
+
+class Stop(Message, frozen=True):
+    """The user wants an end of the loading, or of the measuring."""
+
+
+class Quit(Message, frozen=True):
+    """End all ranks."""
+
+
+FromFrontEnd = (
+    Submit | SavePrefix | RestorePrefix | ErasePrefix | Cancel | Tokenize | TokenizeChat | Detokenize | Measure | Stop
+    | Quit
+)  # fmt: skip
+
+
+# From the head
+
+
+class Ready(Message, frozen=True):
+    """The ranks are connected; nothing is loaded."""
+
+    place: str
+    """The head's rank and host."""
+    now_s: float
+    """The head's clock."""
+
+
+class Loading(Message, frozen=True):
+    """How far the ranks' loading is."""
+
+    ranks: tuple[RankStats, ...]
+
+
+class Loaded(Message, frozen=True, kw_only=True):
+    """The engine serves requests."""
+
+    ranks: tuple[RankStats, ...]
+    n_ctx: int
+    can_speculate: bool
+    warnings: tuple[str, ...]
+    sampling: SamplingConfig
+    """As `EngineClient.sampling`."""
+    model: ModelInfo
+
+
+class NotAnswered(Message, frozen=True):
+    """The answer to a question that cannot be answered."""
+
+    why: Failure
+
+
+class Tokenized(Message, frozen=True):
+    """The answer to Tokenize."""
+
+    tokens: tuple[int, ...]
+
+
+class ChatTokenized(Message, frozen=True):
+    """The answer to TokenizeChat."""
+
+    prompt: ChatPrompt
+
+
+class Detokenized(Message, frozen=True):
+    """The answer to Detokenize."""
+
+    pieces: tuple[bytes, ...]
+
+
+class Measured(Message, frozen=True):
+    """The answer to Measure."""
+
+    ranks: tuple[RankStats, ...]
+
+
+class Profiled(Message, frozen=True):
+    """The ranks have measured themselves and are leaving."""
+
+    profile: Profile
+
+
+class Line(Message, frozen=True):
+    """A line for the user, which names settings as messages of errors do."""
+
+    text: str
+
+
+class Alive(Message, frozen=True):
+    """Nothing happened; the head's process is there."""
+
+
+class Failed(Message, frozen=True):
+    """The ranks end with this error."""
+
+    why: Failure
+
+
+FromHead = (
+    Ready | Loading | Loaded | Accepted | TokenReady | Figures | Ended | Refused | PrefixDone | Tokenized
+    | ChatTokenized | Detokenized | NotAnswered | Measured | Profiled | Line | Alive | Failed
+)  # fmt: skip
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_FRONT_END: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
+_FROM_HEAD: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
+
+
+def encode(message: Sendable) -> bytes:
+    """A message as bytes. Raises UsageError for values that none can hold, as in what users give to chat templates."""
+    try:
+        return _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise UsageError(
+            f"a value cannot be sent to the ranks ({e}): give what JSON has, and numbers of 64 bits"
+        ) from e
+
+
+def from_front_end(payload: bytes) -> FromFrontEnd:
+    """The inverse of `encode`. Raises RunError for bytes that are no message of a front end."""
+    try:
+        return _FROM_FRONT_END.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
+        raise _unreadable(e) from e
+
+
+def from_head(payload: bytes) -> FromHead:
+    """The inverse of `encode`. Raises RunError for bytes that are no message of a head."""
+    try:
+        return _FROM_HEAD.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
+        raise _unreadable(e) from e
+
+
+def _unreadable(error: Exception) -> RunError:
+    why = " ".join(str(error).split())
+    return RunError(f"an unreadable message arrived between front end and head ({why}): use one ggpipe everywhere")

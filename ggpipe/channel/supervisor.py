@@ -1,0 +1,206 @@
+"""Ranks that are started again after they died.
+
+What is left of them is ended first. The engine (`remote`) then has the new ones continue the active requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+from ggpipe.channel.messages import Loaded
+from ggpipe.channel.remote import DEATHS, RemoteEngine, RemoteRanks
+from ggpipe.errors import GgpipeError, Interrupted, RunError, StartError, UsageError
+from ggpipe.stats.records import RankStats
+
+WINDOW_S = 600.0
+
+
+class Budget:
+    """At most so many restarts in any ten minutes. Pure: the time is an argument, in seconds of one clock."""
+
+    def __init__(self, n_restarts: int, window_s: float = WINDOW_S) -> None:
+        self.n_restarts = n_restarts
+        self._window_s = window_s
+        self._taken_s: deque[float] = deque()
+
+    def take(self, now_s: float) -> int | None:
+        """The number of this restart among those of the last `window_s` seconds; None when there are too many."""
+        while self._taken_s and now_s - self._taken_s[0] >= self._window_s:
+            self._taken_s.popleft()
+        if len(self._taken_s) >= self.n_restarts:
+            return None
+        self._taken_s.append(now_s)
+        return len(self._taken_s)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to start the ranks."""
+
+    start: Callable[[Supervisor], AbstractContextManager[RemoteRanks]]
+    """A context with started ranks, whose list of all ranks is the supervisor's. Errors that leave it end the ranks."""
+    line: str = ""
+    """For the user: how it differs from what was asked for."""
+
+
+class Supervisor:
+    """Ranks that run, now or soon again. A context manager; when it is left, the ranks are ended.
+
+    All methods but `stop` and `fail` belong to the main thread.
+    """
+
+    def __init__(
+        self,
+        ways: Callable[[Callable[[], None]], Sequence[Way]],
+        n_restarts: int,
+        on_line: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ways`: those to start the ranks again, the best first; the next one is taken where the ranks refuse one with
+        a UsageError. It gets `attend`, to be called while it waits. `on_line` gets lines for the user."""
+        self.ranks: list[RankStats] = []
+        """All ranks in order, of which others may hold this very list; nothing before the first has loaded."""
+        self.is_loading = False
+        """Ranks are started again while requests wait."""
+        self.n_restarts = 0
+        """How often that was begun."""
+        self._ways = ways
+        self._budget = Budget(n_restarts)
+        self.say = on_line
+        self._clock = clock
+        self._current: RemoteRanks | None = None
+        self._context = ExitStack()
+        self._is_stopped = False
+        self._died: GgpipeError | None = None
+        """Why the first ranks died while they were started."""
+        self._failure: Callable[[], GgpipeError] | None = None
+
+    # What the user wants
+
+    @property
+    def stopping(self) -> bool:
+        """The user wants an end of what is going on."""
+        return self._is_stopped if self._current is None else self._current.stopping
+
+    @stopping.setter
+    def stopping(self, value: bool) -> None:
+        self._is_stopped = value
+        if self._current is not None:
+            self._current.stopping = value
+
+    def stop(self) -> None:
+        """End loading, or the active requests, soon. From any thread or a signal handler."""
+        self.stopping = True
+
+    def fail(self, error: Callable[[], GgpipeError]) -> None:
+        """Give up waiting for anything: what waits raises this error. From any thread or a signal handler."""
+        self._failure = self._failure or error
+        if self._current is not None:
+            self._current.fail(self._failure)
+
+    def is_ending(self) -> bool:
+        """The user wants an end of what is going on, or this process is to end."""
+        return self.stopping or self._failure is not None
+
+    def attend(self) -> None:
+        """To be called while ranks start. Raises Interrupted after a stop, and the error of `fail`."""
+        if self._failure is not None:
+            raise self._failure()
+        if self.stopping:
+            raise Interrupted("stopped while loading")
+
+    # The ranks
+
+    def start(self, way: Way) -> None:
+        """Start ranks, of which nothing is loaded yet. Raises what they cannot start for.
+
+        Those that die meanwhile are started again by `load`, if they may be.
+        """
+        try:
+            self._start(way)
+        except DEATHS as e:
+            if not self._budget.n_restarts:
+                raise
+            self._died = e
+
+    def _start(self, way: Way) -> RemoteRanks:
+        self._current = started = self._context.enter_context(way.start(self))
+        if self._failure is not None:
+            started.fail(self._failure)
+        if self._is_stopped:
+            started.stop()
+        return started
+
+    def load(self) -> RemoteEngine:
+        """Load the models everywhere; ranks that die meanwhile are started again. Raises the first error that any rank
+        met, RunError when the user stops it."""
+        if self._current is None:
+            assert self._died is not None
+            return RemoteEngine(*self.restarted(self._died), self)
+        try:
+            return RemoteEngine(self._current, self._current.loaded(), self)
+        except DEATHS as e:
+            return RemoteEngine(*self.restarted(e), self)
+
+    def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, Loaded]:
+        """Other ranks, which have loaded. Raises the error that those before died of, when none are to be started.
+
+        What cannot be repeated is a RunError now, since it worked before.
+        """
+        self.is_loading = True
+        try:
+            while not self.is_ending() and (number := self._budget.take(self._clock())) is not None:
+                self.n_restarts += 1
+                self.say(f"{error}; starting the ranks again ({number} of {self._budget.n_restarts})")
+                self._end(error)
+                try:
+                    return self._loaded_again()
+                except (*DEATHS, StartError) as e:
+                    error = e
+                except UsageError as e:
+                    raise RunError(str(e)) from e
+        finally:
+            self.is_loading = False
+        raise RunError(str(error)) if isinstance(error, StartError) else error
+
+    def _loaded_again(self) -> tuple[RemoteRanks, Loaded]:
+        ways = deque(self._ways(self.attend))
+        while True:
+            way = ways.popleft()
+            if way.line:
+                self.say(way.line)
+            try:
+                ranks = self._start(way)
+                return ranks, ranks.loaded()
+            except StartError:
+                raise
+            except UsageError as e:
+                if not ways or self.is_ending():
+                    raise
+                self.say(str(e))
+                self._end(e)
+
+    def _end(self, error: GgpipeError) -> None:
+        """End what is left of the ranks."""
+        error.is_reported = True
+        self._is_stopped, self._current = self.stopping, None
+        self.ranks[:] = [
+            RankStats(rank=rank.rank, model=rank.model, host=rank.host, layers=rank.layers) for rank in self.ranks
+        ]
+        context, self._context = self._context, ExitStack()
+        with contextlib.suppress(GgpipeError):
+            context.__exit__(type(error), error, error.__traceback__)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, traceback)

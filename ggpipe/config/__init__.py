@@ -1,0 +1,1 @@
+"""Settings: frozen records that check themselves, and that the pure core reads."""

@@ -1,0 +1,1 @@
+"""Ranks at work: sessions, the head, the workers. Drives core over a transport."""

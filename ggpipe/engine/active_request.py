@@ -1,0 +1,69 @@
+"""A request that the engine serves: its sampler, its text so far, what is counted for it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.core.request import Token, TokenProb
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.llama.constrained_sampler import Drawn, sampler_at
+from ggpipe.llama.vocab import TextDecoder, Vocab
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.embeddings import Pooled
+
+
+class ActiveRequest:
+    """Belongs to the engine's thread."""
+
+    def __init__(
+        self, spec: RequestSpec, prompt: tuple[int, ...], vocab: Vocab, n_ctx: int, stats: RequestStats
+    ) -> None:
+        """`prompt`: its tokens. `stats` is filled in while the request is served. Raises UsageError for a grammar that
+        cannot be, or that does not fit the output so far."""
+        self.stats = stats
+        self.spec = spec
+        self.sampler = sampler_at(prompt, spec.sampling, spec.resumed, spec.redrawn, vocab, n_ctx)
+        self.decoder = TextDecoder(vocab, spec.sampling.stop)
+        for token in spec.resumed:
+            self.decoder.push(token)
+        self.not_saved: list[str] = []
+        """Why parts of its prompt cache are not written, a line each."""
+        self.pooled = Pooled(spec.pooling or "last")
+        """Its embedding, where that is wanted."""
+        self._vocab = vocab
+        self._to_replay: collections.deque[tuple[int, bool]] = collections.deque()
+        """Tokens of a resumed output whose rows the sampler has not seen yet, and whether they were drawn again."""
+        self._sampled: collections.deque[Token] = collections.deque()
+        """Tokens that are sampled and not given out yet."""
+        if spec.sampling.remembers_rows:
+            self._to_replay.extend((token, place in spec.redrawn) for place, token in enumerate(spec.resumed))
+
+    def want(self) -> Want:
+        """What its first rows must bring back."""
+        if self.spec.pooling is not None:
+            return Want(WantKind.HIDDEN)
+        return self.sampler.replay_want(len(self._to_replay)) if self._to_replay else self.sampler.want()
+
+    def replay(self, rows: Sequence[RowLogits]) -> None:
+        """The rows that its next tokens were drawn from, in order."""
+        for row in rows:
+            self.sampler.replay(row, *self._to_replay.popleft())
+
+    def sample(self, row: RowLogits, ends: frozenset[int]) -> int | None:
+        """Draw the next token; None: that takes the whole row. `ends`: tokens that end the text. Raises NoTokenFits."""
+        drawn = self.sampler.sample(row)
+        if drawn is None:
+            return None
+        token, redrawn = (drawn.token, drawn.is_second) if isinstance(drawn, Drawn) else (drawn, False)
+        self.sampler.accept((token,))
+        if token not in ends:
+            probs = [TokenProb(id, self._vocab.piece(id), logprob) for id, logprob in self.sampler.probs]
+            self._sampled.append(Token(token, self.decoder.push(token), False, tuple(probs), redrawn))
+        return token
+
+    def take(self, drafted: bool) -> Token:
+        """The next token that was sampled and not given out yet."""
+        token = self._sampled.popleft()
+        return Token(token.id, token.text, drafted, token.probs, token.redrawn)

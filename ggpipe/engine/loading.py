@@ -1,0 +1,310 @@
+"""How the head gets all ranks to agree and to load."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ggpipe.config.engine import TARGET, ContextConfig
+from ggpipe.core.drafters import registry
+from ggpipe.core.drafters.base import DraftPipeline
+from ggpipe.core.kv.radix_tree import agreeing
+from ggpipe.core.layout import Layout, lay_out
+from ggpipe.core.messages import Restored
+from ggpipe.core.request import Limits
+from ggpipe.engine import handshake
+from ggpipe.engine.control_channel import Received
+from ggpipe.engine.drafting.drafters import Drafters
+from ggpipe.engine.head import Head, LoadedHead
+from ggpipe.engine.pipeline import Pipeline
+from ggpipe.engine.stage_thread import Loaded, Loading, Outcome, Passed, StageThread
+from ggpipe.errors import Interrupted, MemoryNeededError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.prompt_cache import PromptCache
+from ggpipe.llama.stage import Cut, Stage
+from ggpipe.llama.vocab import Vocab, VocabOutline
+from ggpipe.transport.base import HEAD
+from ggpipe.transport.control import DraftVocab, Hello, Load, StageLoaded, StageLoading, StartDraft
+
+
+def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
+    """Agree with all ranks, then load everywhere; `head.ranks` shows how far each is, `on_progress` when it changed.
+
+    Raises the first error that any rank met, and RunError when the user stops it.
+    """
+    config, ranks = head.config, head.ranks
+    agreed = _agree(head)
+    layout, draft_layouts = agreed.layout, agreed.draft_layouts
+    for rank, hello in enumerate(agreed.hellos):
+        part = (layout, *draft_layouts)[hello.model]
+        ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
+        if rank != HEAD:
+            head.channel.send(rank, Load(part, agreed.warmup))
+    with contextlib.ExitStack() as loaded:  # closed again when loading fails
+        pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed)))
+        vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
+        outlines: dict[int, VocabOutline] = {}  # of draft models, by the rank that leads each
+        progress = _Progress(head, sum(len(part.stage_ranks) for part in (layout, *draft_layouts)))
+        while not progress.done or len(outlines) < len(draft_layouts):
+            event = head.next()
+            _go_on(head)
+            match event:
+                case Received(rank, DraftVocab() as received):
+                    outlines[rank] = VocabOutline(**msgspec.structs.asdict(received))
+                case _:
+                    progress.take(event)
+            on_progress()
+        handshake.check_cuts(progress.cuts_of(layout), agreed.model_file.architecture)
+        ranks[HEAD].resident_bytes = machine.resident_bytes()
+        n_requests, context = config.n_requests, progress.context_of(layout)
+        if config.context.exact and not context.exact_in_company:
+            if n_requests > 1:
+                agreed.warnings.append(_in_turn(config.context))
+            n_requests, context = 1, replace(context, n_prefixes=0)
+        if config.prompt_cache is not None and context.n_prefixes == 0:
+            why = "`exact` needs `flash_attn` for it" if config.context.exact else "lower `n_seq` by 2 for it"
+            agreed.warnings.append(f"`prompt_cache` is not used: {why}")
+        restored = progress.restored_of(layout, context, agreed.warnings)
+        if draft_layouts and not vocab.rolls_back:
+            agreed.warnings.append("`model` cannot roll back its KV state: running without speculation")
+        started: dict[int, Layout] = {}  # by drafter
+        for drafter, (draft, draft_layout) in enumerate(zip(config.drafts, draft_layouts, strict=True)):
+            outline, hello = outlines[draft_layout.head], agreed.hellos[draft_layout.head]
+            handshake.check_cuts(progress.cuts_of(draft_layout), hello.architecture)
+            vocabularies = vocab.with_draft(outline, draft.model.path.name if len(draft_layouts) > 1 else "")
+            if not outline.rolls_back:
+                agreed.warnings.append(
+                    f"`draft.model` {draft.model.path.name} cannot roll back its KV state: running without it"
+                )
+            elif vocab.rolls_back:
+                draft_context = progress.context_of(draft_layout)
+                limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.sparsity)
+                draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
+                loaded_draft = DraftPipeline(limits=limits, vocabularies=vocabularies, restored=draft_restored)
+                head.channel.send(draft_layout.head, StartDraft(drafter, registry.kinds(1)[0], loaded_draft))
+                started[drafter] = draft_layout
+        limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
+        limits = replace(limits, prefill_slowdown=config.prefill_slowdown)
+        if config.context.exact and not context.exact_in_company:
+            limits = replace(limits, n_seq=n_requests)  # branches, of several drafters as well, are company
+        loaded.pop_all()
+        warnings = tuple(agreed.warnings)
+        return LoadedHead(
+            head,
+            pipeline,
+            Drafters(head.transport, len(draft_layouts), started, vocab.rolls_back),
+            agreed.model_file,
+            vocab,
+            limits,
+            warnings,
+            exact_in_company=context.exact_in_company,
+            restored=restored,
+            n_ranks=len(layout.stage_ranks),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """All ranks fit together, and each has its layers."""
+
+    model_file: ModelFile
+    hellos: list[Hello]
+    """Of all ranks, in order."""
+    layout: Layout
+    draft_layouts: list[Layout]
+    """Of the config's draft models."""
+    prompt_cache: PromptCache | None
+    """The head's."""
+    warmup: bool
+    """As of `Stage`."""
+    warnings: list[str]
+
+
+def _agree(head: Head) -> _Agreed:
+    config, transport = head.config, head.transport
+    model_file = ModelFile.open(config.model.path)
+    prompt_cache = handshake.prompt_cache(config, transport)
+    others = head.channel.gather(Hello, range(1, transport.size), head.next, lambda _: _go_on(head))
+    hellos = [handshake.hello(transport, model_file, TARGET), *others.values()]
+    warnings = handshake.compare(hellos)
+    n_target = transport.size - config.n_draft_ranks
+    heads = config.draft_heads(transport.size)
+    draft_layouts = [
+        lay_out(hellos[first].n_layer, draft.n_ranks, draft.shares, first, draft.group_sizes)
+        for first, draft in zip(heads, config.drafts, strict=True)
+    ]
+    layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares, HEAD, config.pipeline.group_sizes)
+    warmup = config.warmup
+    if config.pipeline.check_memory or warmup:
+        try:
+            handshake.check_memory(hellos, config, model_file, layout, draft_layouts)
+        except MemoryNeededError as e:
+            if config.pipeline.check_memory:
+                raise
+            warnings.append(f"`warmup` is left out, so that memory may run out later: {e}")
+            warmup = False
+    return _Agreed(
+        model_file=model_file,
+        hellos=hellos,
+        layout=layout,
+        draft_layouts=draft_layouts,
+        prompt_cache=prompt_cache,
+        warmup=warmup,
+        warnings=warnings,
+    )
+
+
+def _go_on(head: Head) -> None:
+    """Raises Interrupted when the user stops the loading."""
+    if head.stopping:
+        raise Interrupted("stopped while loading")
+
+
+def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
+    """The target's pipeline; our own stage begins to load, if we hold layers."""
+    inbox, transport = head.channel.inbox, head.transport
+
+    def start(deliver: Callable[[Outcome], None]) -> StageThread:
+        def deliver_here(outcome: Outcome) -> None:
+            deliver(outcome)
+            if isinstance(outcome, Passed):
+                inbox.wake()  # from now on an answer may come
+
+        cache, stage = agreed.prompt_cache, layout.stage_of(HEAD)
+        group = handshake.membership(head.config, transport, stage.ranks)
+        files = handshake.prefix_files(head.config, transport, TARGET)
+        load = handshake.stage_loader(
+            head.config, transport, agreed.model_file, stage.layers, TARGET, (cache, files), group, agreed.warmup
+        )
+        send = deliver_here if transport.sends_from_any_thread else inbox.put
+        poll_s = handshake.poll_s(head.config)
+        thread = StageThread(
+            HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache, group=group, prefix_files=files
+        )  # fmt: skip
+        inbox.relieved = thread.relief_s
+        return thread
+
+    return Pipeline(transport, layout, HEAD, inbox.put, start if HEAD in layout.stage_ranks else None)
+
+
+def _in_turn(context: ContextConfig) -> str:
+    if context.flash_attn == "off":
+        return "`exact` without flash attention takes requests in turn; see `flash_attn`"
+    return "`exact` takes requests in turn: this model's attention has the same bits only for one at a time"
+
+
+def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests: int, sparsity: float) -> Limits:
+    return Limits(
+        n_ctx=loaded.n_ctx,
+        n_batch=loaded.n_batch,
+        n_ubatch=context.n_ubatch,
+        n_in_flight=len(layout.stages) + 1,
+        n_seq=context.n_seq + loaded.n_prefixes,
+        n_requests=n_requests,
+        n_prefixes=loaded.n_prefixes,
+        partial_prefixes=loaded.partial_prefixes,
+        sparsity=sparsity,
+    )
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Facts of a context that libllama made."""
+
+    n_ctx: int
+    """KV cells."""
+    n_batch: int
+    """Tokens of a prompt in a batch."""
+    exact_in_company: bool
+    """Of the stage, as `Stage.exact_in_company`."""
+    n_prefixes: int
+    partial_prefixes: bool
+
+
+def _context(loaded: Stage | StageLoaded) -> _Context:
+    return _Context(
+        n_ctx=loaded.n_ctx,
+        n_batch=loaded.n_batch,
+        exact_in_company=loaded.exact_in_company,
+        n_prefixes=loaded.n_prefixes,
+        partial_prefixes=loaded.partial_prefixes,
+    )
+
+
+class _Progress:
+    """How far the loading of all ranks with layers is."""
+
+    def __init__(self, head: Head, n_ranks: int) -> None:
+        self._head = head
+        self._n_ranks = n_ranks
+        self._cuts: dict[int, Cut] = {}
+        self._contexts: dict[int, _Context] = {}
+        self._restored: dict[int, Restored] = {}
+
+    @property
+    def done(self) -> bool:
+        return len(self._cuts) == self._n_ranks
+
+    def cuts_of(self, layout: Layout) -> list[Cut]:
+        return [self._cuts[stage.ranks[0]] for stage in layout.stages]
+
+    def context_of(self, layout: Layout) -> _Context:
+        """What holds for the contexts of all its stages, which are alike but for their layers."""
+        contexts = [self._contexts[rank] for rank in layout.stage_ranks]
+        return replace(contexts[0], exact_in_company=all(context.exact_in_company for context in contexts))
+
+    def restored_of(self, layout: Layout, context: _Context, warnings: list[str]) -> tuple[int, ...] | None:
+        """The tokens that all stages of a layout have from their prompt caches; None: no stage has any. Adds a line to
+        `warnings` where the files are of no use."""
+        found = {rank: self._restored[rank] for rank in layout.stage_ranks}
+        longest = max((restored.tokens for restored in found.values()), key=len)
+        n_common = min(agreeing(restored.tokens, longest) for restored in found.values())
+        common = longest[:n_common]
+        if not context.partial_prefixes and any(restored.tokens != common for restored in found.values()):
+            common = ()
+        if context.n_prefixes == 0:
+            return () if longest else None
+        failed = next((rank for rank, restored in found.items() if restored.problem), None)
+        without = next((rank for rank, restored in found.items() if longest and not restored.tokens), None)
+        if failed is not None:
+            place = f"{self._place(failed)}: " if self._n_ranks > 1 else ""
+            warnings.append(place + found[failed].problem)
+        elif without is not None:
+            warnings.append(f"{self._place(without)} has no prompt cache, others have: the prompt is computed anew")
+        elif longest and not common:
+            warnings.append("the prompt caches of the ranks are of different prompts: the prompt is computed anew")
+        return common if longest else None
+
+    def _place(self, rank: int) -> str:
+        return f"rank {rank} ({self._head.ranks[rank].host})"
+
+    def take(self, event: object) -> None:
+        ranks = self._head.ranks
+        match event:
+            case Loaded(stage, load_s, restored):
+                own = ranks[HEAD]
+                own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, TARGET)
+                self._restored[HEAD] = restored
+                self._loaded(HEAD, stage.cut, _context(stage))
+            case Loading(done_bytes, total_bytes):
+                ranks[HEAD].loaded_bytes, ranks[HEAD].load_bytes = done_bytes, total_bytes
+            case Received(rank, StageLoading(done_bytes, total_bytes)):
+                ranks[rank].loaded_bytes, ranks[rank].load_bytes = done_bytes, total_bytes
+            case Received(rank, StageLoaded() as loaded):
+                stats = ranks[rank]
+                stats.load_s, stats.threads = loaded.load_s, loaded.threads
+                if stats.rank == rank:  # a process of its own
+                    stats.resident_bytes = loaded.resident_bytes
+                cut = Cut(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
+                self._restored[rank] = loaded.restored
+                self._loaded(rank, cut, _context(loaded))
+
+    def _loaded(self, rank: int, cut: Cut, context: _Context) -> None:
+        stats = self._head.ranks[rank]
+        stats.loaded_bytes = stats.load_bytes = max(stats.load_bytes, 1)
+        self._cuts[rank], self._contexts[rank] = cut, context

@@ -1,0 +1,297 @@
+"""A stage and the thread that computes it."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ggpipe.core.messages import Restore, Restored, RowLogits, Run, RunResult, Save, Span
+from ggpipe.engine.inbox import poll_interval
+from ggpipe.errors import GgpipeError, RunError
+from ggpipe.llama.group import Membership
+from ggpipe.llama.layers import Progress
+from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
+from ggpipe.llama.stage import Stage
+from ggpipe.transport import codec
+from ggpipe.transport.base import Payload
+from ggpipe.transport.bell import Bell
+
+_POLL_QUIET_S = 50e-3
+_NAMING_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the stage's loading is."""
+
+    done_bytes: int
+    all_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The stage is ready."""
+
+    stage: Stage
+    load_s: float
+    restored: Restored
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A run is computed and its message ready for the next rank."""
+
+    message: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run is through: this was the last stage."""
+
+    result: RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A whole row of a run that is through, for a request."""
+
+    request: int
+    row: RowLogits
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone:
+    """A run is computed, and another part of our group sends it on."""
+
+    run: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A sequence of a request is on disk, or restored, or `problem` says why it is not."""
+
+    request: int
+    problem: str
+    n_bytes: int = 0
+    """Of its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """Loading or a run failed; nothing more is computed."""
+
+    error: GgpipeError
+
+
+Outcome = Passed | Ended | PartDone | Fetched
+Notice = Loading | Loaded | Outcome | Saved | Broke
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Run
+    header: bytes
+    spans: tuple[Span, ...]
+    incoming: Payload | None
+
+
+class StageThread:
+    """Loads a stage and computes runs in the order in which they are given, in a thread of its own."""
+
+    def __init__(
+        self,
+        rank: int,
+        load: Callable[[Progress], Stage],
+        notify: Callable[[Notice], None],
+        deliver: Callable[[Outcome], None],
+        pump: Callable[[], bool] | None = None,
+        poll_s: tuple[float, float] = (1e-3, 10e-3),
+        prompt_cache: PromptCache | None = None,
+        group: Membership | None = None,
+        prefix_files: PrefixFiles | None = None,
+    ) -> None:
+        """`load` makes the stage and reports its progress. `notify`, and `deliver` for what comes of runs, are called
+        from the thread. `pump` is called while the thread has nothing to do: it polls, and submits what came.
+        `poll_s`: while a run is computed, the main thread polls after a quarter of a run, within these seconds.
+        `prompt_cache`, `prefix_files`: `load` has described the stage to them. `group`: `load` joins it.
+        """
+        self._rank = rank
+        self._load = load
+        self._notify = notify
+        self._deliver = deliver
+        self._pump = pump
+        self._poll_s = poll_s
+        self._prompt_cache = prompt_cache
+        self._prefix_files = prefix_files
+        self._group = group
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._bell = Bell()
+        self._last_run_s = 0.0
+        self._last_active = time.monotonic()
+        self._cancelled: set[int] = set()
+        self._kept: dict[int, dict[int, RowLogits]] = {}
+        """Whole rows, by run and row."""
+        self._keeping = threading.Lock()
+        self._last_done = -1
+        self._computing: int | None = None
+        self._closing = False
+        self._stage: Stage | None = None
+        self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Run) -> None:
+        """Compute a run as the first stage."""
+        self._jobs.append(_Job(run, b"", (), None))
+        self._bell.ring()
+        time.sleep(0)  # let the stage's thread have the GIL
+
+    def submit_message(self, message: Payload) -> None:
+        """Compute the run of a message from the rank before this one."""
+        run, header, spans, at = codec.read_run(message)
+        self._jobs.append(_Job(run, header, spans, memoryview(message)[at:]))
+        self._bell.ring()
+
+    def cancel(self, runs: tuple[int, ...]) -> None:
+        """Nobody needs these runs: skip them, or stop the one that is being computed. Their markers still pass."""
+        self._cancelled.update(run for run in runs if run > self._last_done)
+        if self._stage is not None:
+            for run in runs:
+                self._stage.cancel(run)
+
+    def fetch(self, request: int, run: int, row: int) -> None:
+        """Deliver a whole row that was kept, for a request. Raises RunError where there is none."""
+        with self._keeping:
+            kept = self._kept.get(run, {}).get(row)
+        if kept is None:
+            raise RunError(f"row {row} of run {run} is not kept; the ranks are out of step")
+        self._deliver(Fetched(request, kept))
+
+    def close(self) -> None:
+        """Drop the runs that are not done yet, stop the one being computed, free the stage."""
+        self._closing = True
+        self._bell.ring()
+        if self._group is not None:
+            self._group.leave()
+        while self._thread.is_alive() and not (self._group is not None and self._group.is_joining):
+            stage, run = self._stage, self._computing  # which the thread may take back at any time
+            if stage is not None and run is not None:
+                stage.cancel(run)
+            self._thread.join(0.01)
+
+    def _work(self) -> None:
+        try:
+            start = time.perf_counter()
+            stage = self._load(self._report_progress)
+            self._stage = stage
+            load_s = time.perf_counter() - start
+            restored = self._prompt_cache.restore(stage) if self._prompt_cache is not None else Restored()
+            self._notify(Loaded(stage, load_s, restored))
+            while (job := self._next_job()) is not None:
+                self._computing, save = job.run.id, job.run.save
+                job = replace(job, run=self._decided(job.run))
+                if isinstance(save, Save) and job.run.cancelled:
+                    save = replace(save, tokens=())  # they are not computed
+                outcome = self._compute(stage, job)
+                self._computing, self._last_done = None, job.run.id
+                self._last_active = time.monotonic()
+                self._cancelled.discard(job.run.id)
+                with self._keeping:  # nobody asks for these rows before the result is out
+                    self._deliver(outcome)
+                    if isinstance(outcome, Ended) and outcome.result.rows:
+                        self._keep(stage, job.run)
+                if save is not None:  # the next stages save theirs meanwhile
+                    self._notify(self._save(stage, save))
+            self._stage = None
+            stage.close()
+        except GgpipeError as e:
+            if self._group is not None and self._group.is_lost:  # whoever finds a rank dead can say which
+                self._bell.wait(_NAMING_S)
+            if not self._closing:
+                self._notify(Broke(e))
+        except Exception as e:  # a bug, but the other ranks must be informed
+            error = RunError(f"internal error: {type(e).__name__}: {e}")
+            error.__cause__ = e
+            self._notify(Broke(error))
+
+    def _keep(self, stage: Stage, run: Run) -> None:
+        if rows := stage.kept(run):
+            self._kept[run.id] = rows
+
+    def _decided(self, run: Run) -> Run:
+        """The run, cancelled or not. All parts of a group decide alike, or some would wait for sums of the others."""
+        cancelled = run.id in self._cancelled
+        if self._group is not None and not run.cancelled and (run.rows or run.save is not None):
+            cancelled = self._group.agree(cancelled)
+        return replace(run, cancelled=True) if cancelled else run
+
+    def _save(self, stage: Stage, save: Save | Restore) -> Saved:
+        files, problem, n_bytes = self._prefix_files, "", 0
+        if isinstance(save, Restore):
+            assert files is not None
+            problem, n_bytes = files.restore(stage, save.seq, save.tokens, save.file)
+        elif save.file and save.tokens:
+            assert files is not None
+            problem, n_bytes = files.save(stage, save.seq, save.tokens, save.file)
+        elif save.tokens:
+            assert self._prompt_cache is not None
+            problem = self._prompt_cache.save(stage, save.seq, save.tokens)
+        self._last_active = time.monotonic()
+        return Saved(save.request, problem, n_bytes)
+
+    def _report_progress(self, done_bytes: int, all_bytes: int) -> bool:
+        self._notify(Loading(done_bytes, all_bytes))
+        return not self._closing
+
+    def _next_job(self) -> _Job | None:
+        start = time.monotonic()
+        while not self._closing:
+            if self._jobs:
+                return self._jobs.popleft()
+            if self._pump is None:
+                self._bell.wait(None)
+            elif not self._pump():
+                self._bell.wait(poll_interval(time.monotonic() - start))
+        return None
+
+    def relief_s(self) -> float | None:
+        """Seconds for which the main thread may stop polling; None when it must poll by itself.
+
+        While the stage computes, the main thread polls a few times in a run: often enough to cancel what is computed,
+        and seldom enough not to take the core and the GIL from it. Else this thread polls, if it has a `pump`.
+        """
+        if self._computing is None and (self._pump is None or self._stage is None):
+            return None
+        if self._computing is None and time.monotonic() - self._last_active > 1:
+            return _POLL_QUIET_S
+        least_s, most_s = self._poll_s
+        return min(max(self._last_run_s / 4, least_s), most_s)
+
+    def _compute(self, stage: Stage, job: _Job) -> Outcome:
+        start = time.monotonic()
+        run = job.run
+        header = b"" if stage.is_last else (job.header or codec.run_header(run))
+        room = (*job.spans, self._span(start, 0.0, 0))
+        headroom = 0 if stage.is_last else len(codec.header_with(header, room, False))
+        for old in [old for old in self._kept if old < run.kept_from]:
+            del self._kept[old]
+        outcome = stage.decode(run, job.incoming, headroom)
+        self._last_run_s = outcome.compute_s
+        if outcome.cancelled and not run.cancelled:
+            run = replace(run, cancelled=True)
+        if self._group is not None and self._group.part > 0:
+            return PartDone(run.id, self._span(start, outcome.compute_s, 0))
+        if stage.is_last:
+            span = self._span(start, outcome.compute_s, 0)
+            return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))
+        message = outcome.outgoing
+        span = self._span(start, outcome.compute_s, len(message))
+        message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)
+        return Passed(message)
+
+    def _span(self, start_s: float, compute_s: float, sent_bytes: int) -> Span:
+        busy_s = time.monotonic() - start_s
+        return Span(rank=self._rank, start_s=start_s, compute_s=compute_s, busy_s=busy_s, sent_bytes=sent_bytes)

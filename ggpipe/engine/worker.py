@@ -1,0 +1,206 @@
+"""Every rank but the head: one stage, fed by the rank before it; on the first draft rank the draft's head as well."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from ggpipe.config.engine import TARGET, EngineConfig
+from ggpipe.core.draft_messages import MicroBatch
+from ggpipe.core.drafters import registry
+from ggpipe.core.layout import Layout
+from ggpipe.core.messages import RunRecord
+from ggpipe.engine import handshake
+from ggpipe.engine.control_channel import ControlChannel, Received
+from ggpipe.engine.drafting.draft_head import DraftHead
+from ggpipe.engine.pipeline import Pipeline
+from ggpipe.engine.stage_thread import (
+    Broke,
+    Ended,
+    Fetched,
+    Loaded,
+    Loading,
+    Notice,
+    Outcome,
+    PartDone,
+    Passed,
+    Saved,
+    StageThread,
+)
+from ggpipe.errors import GgpipeError, RunError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
+from ggpipe.llama.vocab import Vocab
+from ggpipe.transport import codec
+from ggpipe.transport.base import HEAD, Kind, Message, Transport
+from ggpipe.transport.control import (
+    AskClock,
+    AskUsage,
+    Clock,
+    DraftVocab,
+    Load,
+    PrefixSaved,
+    Quit,
+    StageLoaded,
+    StageLoading,
+    StartDraft,
+    Usage,
+)
+
+_LONG_S = 3600.0
+
+
+class Worker:
+    """Joins, loads its layers, and serves until the head sends Quit. Its errors go to the head."""
+
+    def __init__(self, transport: Transport, config: EngineConfig, process_rank: int | None = None) -> None:
+        """`process_rank`: the rank of this process, where that is another one than the transport's."""
+        self._transport = transport
+        self._process_rank = transport.rank if process_rank is None else process_rank
+        self._config = config
+        self._channel: ControlChannel[Notice] = ControlChannel(transport)
+        self._inbox = self._channel.inbox
+        self._model = config.model_of(transport.rank, transport.size)
+        """Id of the model that this rank serves."""
+        self._prompt_cache: PromptCache | None = None
+        self._prefix_files: PrefixFiles | None = None
+
+    def serve(self) -> int:
+        """Returns the exit code that the head gave."""
+        try:
+            model_file = ModelFile.open(self._config.part_of(self._model).model.path)
+            self._prompt_cache = handshake.prompt_cache(self._config, self._transport)
+            self._prefix_files = handshake.prefix_files(self._config, self._transport, self._model)
+            self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._model))
+            match self._channel.receive().message:
+                case Quit(exit_code):
+                    return exit_code
+                case Load(layout, warmup):
+                    with contextlib.closing(self._load(layout, model_file, warmup)) as pipeline:
+                        return self._serve(pipeline)
+                case message:
+                    raise RunError(f"the head sent {type(message).__name__} instead of Load: use one ggpipe everywhere")
+        except GgpipeError as e:
+            self._channel.fail(e)
+        while True:
+            with contextlib.suppress(GgpipeError):
+                match self._channel.receive().message:
+                    case Quit(exit_code):
+                        return exit_code
+
+    def _load(self, layout: Layout, model_file: ModelFile, warmup: bool) -> Pipeline:
+        """Our place in the pipeline of the target, or of the draft; our stage begins to load, if we hold layers."""
+        rank = self._transport.rank
+        leads = self._model != TARGET and rank == layout.head
+        if leads:
+            with contextlib.closing(Vocab(model_file, self._config.part_of(self._model).model)) as vocab:
+                self._channel.send(HEAD, DraftVocab(**asdict(vocab.outline())))
+
+        def start(deliver: Callable[[Outcome], None]) -> StageThread:
+            stage = layout.stage_of(rank)
+            group = handshake.membership(self._config, self._transport, stage.ranks)
+            load = handshake.stage_loader(
+                self._config,
+                self._transport,
+                model_file,
+                stage.layers,
+                self._model,
+                (self._prompt_cache, self._prefix_files),
+                group,
+                warmup,
+            )
+            deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
+            pump = self._inbox.pump if self._transport.must_poll and not leads else None
+            poll_s = handshake.poll_s(self._config)
+            thread = StageThread(
+                self._process_rank,
+                load,
+                self._inbox.put,
+                deliver,
+                pump,
+                poll_s,
+                self._prompt_cache,
+                group,
+                self._prefix_files,
+            )
+            self._inbox.take_run = lambda message: thread.submit_message(message.payload)
+            self._inbox.relieved = thread.relief_s
+            return thread
+
+        def ended(outcome: Ended | Fetched) -> None:
+            """Called in the stage's thread where the transport allows."""
+            if layout.head == rank:
+                self._inbox.put(outcome)
+                return
+            match outcome:
+                case Ended(result):
+                    self._transport.send(layout.head, Kind.RESULT, codec.result_message(result))
+                case Fetched(request, row):
+                    self._transport.send(layout.head, Kind.FETCHED, codec.fetched_message(request, row))
+
+        return Pipeline(self._transport, layout, rank, ended, start if rank in layout.stage_ranks else None)
+
+    def _serve(self, pipeline: Pipeline) -> int:
+        """Handle all that comes until Quit; returns its exit code."""
+        draft_head: DraftHead | None = None  # on the first draft rank, from StartDraft on
+        while True:
+            wait_s = draft_head.wait_s() if draft_head is not None else None
+            try:
+                match self._channel.next(_LONG_S if wait_s is None else wait_s):
+                    case Received(_, Quit(exit_code)):
+                        return exit_code
+                    case Received(_, StartDraft(drafter, kind, loaded_draft)):
+                        started = registry.WITH_MODEL[kind](drafter, loaded_draft)
+                        draft_head = DraftHead(pipeline, started, self._send_micro_batch)
+                    case Received(_, AskClock()):
+                        self._channel.send(HEAD, Clock(time.monotonic()))
+                    case Received(_, AskUsage()):
+                        self._channel.send(HEAD, Usage(time.process_time(), machine.resident_bytes()))
+                    case Message(_, Kind.CANCEL, payload):
+                        pipeline.cancel_own(codec.read_ids(payload))
+                    case Message(_, Kind.FETCH, payload):
+                        pipeline.fetch_own(*codec.read_fetch(payload))
+                    case Message(_, Kind.STEER, payload) if draft_head is not None:
+                        draft_head.handle(codec.read_steering(payload))
+                    case Message(_, Kind.RESULT, payload) if draft_head is not None:
+                        draft_head.ended(codec.read_result(payload))
+                    case None if draft_head is not None:
+                        draft_head.tick()
+                    case Ended(result) if draft_head is not None:
+                        draft_head.ended(result)
+                    case Passed() | Ended() | PartDone() | Fetched() as outcome:
+                        pipeline.deliver(outcome)
+                    case Saved(request, problem, n_bytes):
+                        place = f"{self._transport.place}: " if problem else ""
+                        self._channel.send(HEAD, PrefixSaved(request, place + problem, n_bytes))
+                    case Loading(done_bytes, total_bytes):
+                        self._channel.send(HEAD, StageLoading(done_bytes, total_bytes))
+                    case Loaded() as loaded:
+                        machine.collect_new_objects()
+                        self._channel.send(HEAD, self._stage_loaded(loaded))
+                    case Broke(error):
+                        self._channel.fail(error)
+            except GgpipeError as e:
+                self._channel.fail(e)
+
+    def _stage_loaded(self, loaded: Loaded) -> StageLoaded:
+        stage = loaded.stage
+        return StageLoaded(
+            load_s=loaded.load_s,
+            threads=handshake.threads_of(self._config, self._transport, self._model),
+            resident_bytes=machine.resident_bytes(),
+            wanted=dict(stage.cut.wanted),
+            produced=dict(stage.cut.produced),
+            n_ctx=stage.n_ctx,
+            n_batch=stage.n_batch,
+            exact_in_company=stage.exact_in_company,
+            n_prefixes=stage.n_prefixes,
+            partial_prefixes=stage.partial_prefixes,
+            restored=loaded.restored,
+        )
+
+    def _send_micro_batch(self, batch: MicroBatch, records: Sequence[RunRecord]) -> None:
+        self._transport.send(HEAD, Kind.MICRO_BATCH, codec.micro_batch_message(batch, records))

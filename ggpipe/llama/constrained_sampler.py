@@ -1,0 +1,272 @@
+"""Drawing tokens that fit a grammar."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.errors import UsageError
+from ggpipe.llama.draft_check import DraftCheck
+from ggpipe.llama.grammar import Grammar
+from ggpipe.llama.sampler import Sampler
+from ggpipe.llama.vocab import Vocab
+
+_LEAST, _MORE = 128, 4  # candidates that the last rank sends: at least, and times those of the sampler alone
+_MOST_NAMED = 2048  # tokens that fit, and are asked for by their names
+
+
+class NoTokenFits(Exception):
+    """The grammar wants a text that the vocabulary cannot write, or that the sampler's settings forbid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token that was drawn."""
+
+    token: int
+    is_second: bool = False
+    """The one drawn before did not fit the grammar."""
+
+
+class ConstrainedSampler:
+    """Draws one request's tokens as a grammar wants them, in llama.cpp's way: first without the grammar; where that
+    token does not fit, once more among those that do."""
+
+    def __init__(self, own: Sampler, grammar: Grammar) -> None:
+        """`own`: the sampler of the same request, which knows its prompt."""
+        self._own = own
+        self._grammar = grammar
+        self._is_closed = False
+        self._is_rejected = False
+        """A token was drawn that does not fit, and the whole row is awaited."""
+        self._is_narrow = False
+        """The best candidates were too few lately, so all tokens that fit are asked for, where they are not many."""
+        self._listed: frozenset[int] | None = None
+        """All tokens that fit, when they were listed last; None: they are many, or were not listed."""
+        self._is_up_to_date = False
+        """That was at this place of the text."""
+        self._is_steady = False
+        """They were the same as those listed before."""
+        self._fitting_token: int | None = None
+        """The token that was drawn last, until it is accepted."""
+        self._asked: tuple[Want, frozenset[int] | None, Want] | None = None
+        """The last of the sampler's wants, the tokens named beside it, and what it was made into."""
+        self.banned = own.banned
+        self.seed = own.seed
+        self.want_grows = own.want_grows
+        self.draft_check = DraftCheck(grammar)
+        """Says which draft tokens fit."""
+
+    def want(self) -> Want:
+        """What drawing the next token takes: the row is kept, and a few more come than without the grammar.
+
+        Where only few tokens fit, those come. Draft tokens' rows get the same: often as much fits behind them.
+        """
+        want = self._own.want()
+        if want.kind is WantKind.FULL:
+            return want
+        if self._is_narrow and not self._is_steady:
+            self._list()
+        named = self._listed if self._is_narrow else None
+        if self._asked is None or self._asked[0] is not want or self._asked[1] is not named:
+            if named is None:
+                asked = replace(want, n=max(_MORE * want.n, _LEAST), keeps=True)
+            else:
+                asked = replace(want, keeps=True, also=tuple(named.union(want.also)))
+            self._asked = want, named, asked
+        return self._asked[2]
+
+    def _list(self) -> None:
+        """List all tokens that fit, where they are not many."""
+        if self._is_up_to_date:
+            return
+        fitting = self._grammar.all(_MOST_NAMED)
+        listed = frozenset(fitting.tolist()).difference(self.banned) if fitting is not None else None
+        self._is_narrow = listed is not None
+        self._is_steady = listed is not None and listed == self._listed
+        self._listed = self._listed if self._is_steady else listed
+        self._is_up_to_date = True
+
+    @property
+    def _few(self) -> frozenset[int] | None:
+        """All tokens that fit next, where they were to be asked for."""
+        if self._is_narrow:
+            self._list()
+        return self._listed if self._is_narrow else None
+
+    def sample(self, row: RowLogits) -> Drawn | None:
+        """Draw from a row that was asked for by `want`; None: the whole row is needed, with which to call this again.
+
+        Raises NoTokenFits.
+        """
+        if row.ids is not None and self._own.want().kind is WantKind.FULL:
+            return None  # a draft token's row, submitted when fewer candidates were enough
+        self._check_written()
+        if not self._is_rejected:
+            token, few = self._own.sample(self._without_grammar(row)), self._few
+            if self._grammar.fits(token) if few is None else token in few:
+                self._fitting_token = token
+                return Drawn(token)
+        self._is_rejected = True
+        fitting = self._fitting(row)
+        if fitting is None:
+            self._is_narrow = True
+            return None
+        self._is_rejected = False
+        if not np.isfinite(fitting.logits).any():
+            raise NoTokenFits
+        self._fitting_token = self._own.sample(fitting, row)
+        return Drawn(self._fitting_token, is_second=True)
+
+    def _check_written(self) -> None:
+        """The end of a reasoning is written only where the grammar has room for it."""
+        if written := self._own.written:
+            try:
+                self.check(written)
+            except NoTokenFits:
+                self._own.write_nothing()
+
+    def _without_grammar(self, row: RowLogits) -> RowLogits:
+        """What the last rank would have sent of this row without the grammar."""
+        want = self._own.want()
+        if row.ids is None or len(row.ids) == want.n:
+            return row
+        others = [place for place in range(want.n, len(row.ids)) if row.ids[place] in want.also] if want.also else ()
+        ids = row.ids[: want.n] + tuple(row.ids[place] for place in others)
+        logits = row.logits[: want.n] + tuple(row.logits[place] for place in others)
+        return RowLogits(row.row, ids, logits, row.log_sum_exp)
+
+    def _fitting(self, row: RowLogits) -> RowLogits | None:
+        """The row's tokens that fit, or the best ones of them: as many as the sampler looks at. None: this row has not
+        as many, and may not have all. Where the whole vocabulary has not as many, others fill up, with logits of minus
+        infinity."""
+        want = self._own.want()
+        if row.ids is not None:
+            few = self._few
+            if few is None:
+                allowed = self._grammar.allowed(row.ids).tolist()
+                fits = [fits and id not in self.banned for id, fits in zip(row.ids, allowed, strict=True)]
+            else:
+                fits = [id in few for id in row.ids]
+            pairs = list(itertools.compress(zip(row.ids, row.logits, strict=True), fits))
+            if sum(fits[: len(row.ids) - row.n_also]) < want.n:
+                if few is None or len(pairs) != len(few):
+                    return None
+                others = itertools.compress(row.ids, (not fits for fits in fits))
+                pairs += [(id, -math.inf) for id in itertools.islice(others, max(want.n - len(pairs), 0))]
+            found, their_logits = zip(*pairs, strict=True)
+            return RowLogits(row.row, found, their_logits, row.log_sum_exp)
+        logits = np.array(row.logits, np.float32)
+        logits[list(self.banned)] = -np.inf
+        n = want.n if want.kind is WantKind.TOP else len(logits)
+        best = self._grammar.best(logits, n)
+        masked = np.full_like(logits, -np.inf)
+        masked[best] = logits[best]
+        if want.kind is WantKind.FULL:
+            return replace(row, logits=masked)
+        order = np.lexsort((best, -logits[best]))
+        ids = best[order][:n]
+        if len(ids) < n:
+            ids = np.concatenate((ids, np.flatnonzero(np.isneginf(masked))[: n - len(ids)].astype(np.int32)))
+        return replace(row, ids=tuple(ids.tolist()), logits=tuple(masked[ids].tolist()))
+
+    @property
+    def probs(self) -> tuple[tuple[int, float], ...]:
+        """As of the sampler."""
+        return self._own.probs
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        """Drawn tokens. Raises NoTokenFits for one that does not fit."""
+        for token in tokens:
+            if token == self._fitting_token:
+                self._grammar.go_on(token)
+            elif not self._grammar.accept(token):
+                raise NoTokenFits
+            self._fitting_token, self._is_up_to_date = None, False
+            self.draft_check.accept(token)
+            self._own.accept((token,))
+
+    def settle(self) -> None:
+        """Do what `accept` and `want` have left for later: when the run is being computed that it would hold up. Does
+        nothing when this is closed."""
+        if self._is_closed:
+            return
+        self._grammar.settle()
+        if self._is_narrow:
+            self._list()
+
+    def resume(self, tokens: Sequence[int], second: Collection[int]) -> None:
+        """Tokens that another process drew with the same seed and grammar: go on as if they were drawn here. `second`:
+        the places of those that were drawn at the second attempt. Raises NoTokenFits for those that do not fit."""
+        for place, token in enumerate(tokens):
+            if place in second:
+                self._own.skip(token)
+            if not self._grammar.accept(token):
+                raise NoTokenFits
+            self.draft_check.accept(token)
+            self._own.resume((token,))
+
+    def check(self, tokens: Iterable[int]) -> None:
+        """Raises NoTokenFits where the text cannot begin with these tokens."""
+        grammar = self._grammar.clone()
+        fits = all(grammar.accept(token) for token in tokens)
+        grammar.close()
+        if not fits:
+            raise NoTokenFits
+
+    def replay_want(self, _: int) -> Want:
+        """As `Sampler.replay_want`: whole rows, for tokens that were drawn again."""
+        return Want(WantKind.FULL, banned=self._own.want().banned)
+
+    def replay(self, row: RowLogits, token: int, is_second: bool) -> None:
+        """As `resume`, for one token and the row that it was drawn from."""
+        self._check_written()
+        self._own.sample(row)
+        if is_second and (fitting := self._fitting(row)) is not None:
+            self._own.sample(fitting)
+        self.accept((token,))
+
+    def close(self) -> None:
+        """Free it. A second call does nothing."""
+        self._is_closed = True
+        self.draft_check.close()
+        self._grammar.close()
+        self._own.close()
+
+
+def sampler_at(
+    prompt: Sequence[int],
+    sampling: SamplingConfig,
+    tokens: Sequence[int],
+    redrawn: Collection[int],
+    vocab: Vocab,
+    n_ctx: int,
+) -> Sampler | ConstrainedSampler:
+    """A sampler behind a prompt and `tokens` of its text, but for rows that are to be replayed. `redrawn`: places of
+    tokens that were drawn at the second attempt. Raises UsageError where the text does not fit the grammar."""
+    sampler = Sampler(sampling, vocab, n_ctx)
+    sampler.begin(prompt, vocab)
+    if not sampling.grammar:
+        if not sampling.remembers_rows:
+            sampler.resume(tokens)
+        return sampler
+    try:
+        constrained = ConstrainedSampler(sampler, Grammar(sampling.grammar, vocab))
+    except UsageError:
+        sampler.close()
+        raise
+    try:
+        if sampling.remembers_rows:
+            constrained.check(tokens)
+        else:
+            constrained.resume(tokens, redrawn)
+    except NoTokenFits:
+        constrained.close()
+        raise UsageError("the text so far does not fit `grammar`") from None
+    return constrained

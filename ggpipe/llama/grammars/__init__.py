@@ -1,1 +1,0 @@
-"""Grammars on a model's vocabulary: which tokens may come next."""

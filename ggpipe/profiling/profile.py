@@ -1,0 +1,294 @@
+"""Profiling a cluster: all ranks call `profile_ranks`; the head decides which rank measures what, and when.
+
+agree       the same models, ggpipe and libllama everywhere
+alone       one rank of each machine after the other: the draft, memory, some of the target's layers
+in turn     the ranks of each machine compute one after the other, again and again
+together    all ranks compute until each has what it needs
+links       one pair of ranks after the other; the other ranks wait
+sums        the same, as the parts of a group
+
+The messages are in `transport/control`. `profiled_rank` carries them out, with `stage_timing` and `links`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ggpipe.cluster.profile import Kernels, LinkProfile, ModelFacts, Point, Profile, RankProfile, SumProfile
+from ggpipe.config.engine import EngineConfig
+from ggpipe.engine import handshake
+from ggpipe.engine.control_channel import ControlChannel
+from ggpipe.engine.stage_thread import Notice
+from ggpipe.errors import SettingError
+from ggpipe.profiling import stage_timing
+from ggpipe.profiling.links import LinkTimer
+from ggpipe.profiling.profiled_rank import TURN_S, ProfiledRank
+from ggpipe.profiling.sums import sum_pairs, sum_profile
+from ggpipe.transport.base import HEAD, Transport
+from ggpipe.transport.control import (
+    AloneMeasured,
+    ControlMessage,
+    DraftMeasured,
+    EndProfile,
+    LinkMeasured,
+    MeasureAlone,
+    MeasureDraft,
+    MeasureLink,
+    MeasureSums,
+    MeasureTogether,
+    MeasureTurn,
+    ProfileHello,
+    SumsMeasured,
+    TogetherMeasured,
+    TurnMeasured,
+)
+
+M = TypeVar("M", bound=ControlMessage)
+
+_STAGE_BYTES = 1 << 30
+_STAGE_BYTES_PER_S = 100 << 20  # of a rank's own time
+_ALL_PAIRS = 8
+
+_TURNS, _TOGETHER, _LINKS, _SUMS = 0.1, 0.15, 0.1, 0.03  # shares of the budget; the rest is for ranks alone
+_LEAST_TURNS, _MOST_TURNS = 3, 30
+_DRAFT = 0.2  # share of a rank's time alone, when there is a draft
+
+
+def profile_ranks(
+    transport: Transport,
+    config: EngineConfig,
+    layers: tuple[int, int] | None = None,
+    budget_s: float = 15.0,
+    attend: Callable[[], None] = lambda: None,
+    on_line: Callable[[str], None] = lambda _: None,
+) -> Profile | None:
+    """Measure all ranks with `config`'s models, for about `budget_s` seconds and the time it takes to load.
+
+    All ranks call it with the same arguments; the head gets the profile, other ranks None. `layers`: first and one past
+    the last, by default a part from the middle. A draft is measured whole, on each rank and with the target's threads,
+    wherever `config` lets it run. `attend` is called every 0.1 s and raises to end it; `on_line` gets lines for
+    the user, on the head. The transport is as before afterwards.
+
+    Raises on the head what any rank failed with, and RankError on the others.
+    """
+    links = LinkTimer(transport)
+    channel: ControlChannel[Notice] = ControlChannel(transport, attend, links.on_message)
+    with channel.failing_together(), contextlib.closing(ProfiledRank(channel, links, config)) as rank:
+        if transport.rank == HEAD:
+            return _Lead(channel, rank, budget_s, on_line).profile(layers)
+        rank.serve()
+        return None
+
+
+class _Lead:
+    """The head while a cluster is profiled: asks all ranks, itself included."""
+
+    def __init__(
+        self, channel: ControlChannel[Notice], own: ProfiledRank, budget_s: float, on_line: Callable[[str], None]
+    ) -> None:
+        self._channel = channel
+        self._own = own
+        self._n_ranks = channel.transport.size
+        self._budget_s = budget_s
+        self._on_line = on_line
+
+    def profile(self, layers: tuple[int, int] | None) -> Profile:
+        """Go through all phases. Raises SettingError for layers that the model has not."""
+        model, draft = self._own.model, self._own.draft
+        hellos = self._agree()
+        hosts = [hello.target.host for hello in hellos]
+        turns = _turns(hosts)
+        share = 1 if self._n_ranks == 1 else 1 - _TURNS - _TOGETHER - _LINKS - _SUMS
+        own_s = self._budget_s * share / len(turns)
+        draft_s = own_s * _DRAFT if draft is not None else 0.0
+        if layers is None:
+            layers = default_layers(model, own_s - draft_s, max(hello.cache_bytes for hello in hellos))
+        if not 0 <= layers[0] < layers[1] <= model.n_layer:
+            raise SettingError(f"`layers` {layers[0]}-{layers[1] - 1}: the model has layers 0 to {model.n_layer - 1}")
+        self._on_line(_announced(model, layers, draft, self._n_ranks))
+        drafts: dict[int, DraftMeasured] = {}
+        alone: dict[int, AloneMeasured] = {}
+        for ranks in turns:
+            if draft is not None:
+                drafts |= self._ask(ranks, MeasureDraft(draft_s), DraftMeasured)
+            alone |= self._ask(ranks, MeasureAlone(layers, own_s - draft_s), AloneMeasured)
+        in_turn = self._in_turn(turns, hosts)
+        together = self._together(alone)
+        links, messages = self._links()
+        sums = self._sums(hosts)
+        self._channel.send_to_all(EndProfile())
+        profiles = tuple(
+            replace(
+                _rank_profile(rank, hello, model, layers, alone[rank], together[rank].together, drafts.get(rank)),
+                overheads=replace(alone[rank].overheads, **messages.get(rank, {})),
+                turns=in_turn.get(rank),
+                guest=together[rank].guest if _is_full(hello, hellos) else None,
+            )
+            for rank, hello in enumerate(hellos)
+        )
+        kernels = kernels_of(self._own.config)
+        return Profile(model=model, kernels=kernels, ranks=profiles, links=links, draft=draft, sums=sums)
+
+    def _agree(self) -> list[ProfileHello]:
+        """What all ranks are. Raises ModelError or LaunchError where they do not fit together."""
+        others = self._channel.gather(ProfileHello, range(1, self._n_ranks))
+        hellos = [self._own.hello(), *others.values()]
+        for warning in handshake.compare([hello.target for hello in hellos]):
+            self._on_line(f"warning: {warning}")
+        drafts = [hello.draft for hello in hellos if hello.draft is not None]
+        if drafts:
+            handshake.compare(drafts)  # its warnings are those of the target
+        return hellos
+
+    def _in_turn(self, turns: Sequence[Sequence[int]], hosts: Sequence[str]) -> dict[int, float]:
+        """`RankProfile.turns` of the ranks that are not alone on their machine; none where there is no time for it."""
+        several = [[rank for rank in ranks if hosts.count(hosts[rank]) > 1] for ranks in turns]
+        found: dict[int, list[TurnMeasured]] = {rank: [] for ranks in several for rank in ranks}
+        until = time.monotonic() + self._budget_s * _TURNS
+        if not found or _LEAST_TURNS * len(several) * TURN_S > 2 * self._budget_s * _TURNS:
+            return {}
+        for i in range(_MOST_TURNS):
+            if i >= _LEAST_TURNS and time.monotonic() > until:
+                break
+            for ranks in several:
+                for rank, turn in self._ask(ranks, MeasureTurn(), TurnMeasured).items():
+                    found[rank].append(turn)
+        return {
+            rank: max(sum(turn.first_s for turn in turns) / sum(turn.later_s for turn in turns), 1.0)
+            for rank, turns in found.items()
+        }
+
+    def _together(self, alone: dict[int, AloneMeasured]) -> dict[int, TogetherMeasured]:
+        """What each rank measures while all compute; a single rank has measured that alone."""
+        if self._n_ranks == 1:
+            return {rank: TogetherMeasured(_few_rows(measured.alone), None) for rank, measured in alone.items()}
+        order = MeasureTogether(self._budget_s * _TOGETHER)
+        return self._ask(range(self._n_ranks), order, TogetherMeasured)
+
+    def _links(self) -> tuple[tuple[LinkProfile, ...], dict[int, Mapping[str, float]]]:
+        """All links, and what messages take of each rank that sent some, as fields of `Overheads`."""
+        pairs = pairs_of(self._n_ranks)
+        links = []
+        messages: dict[int, Mapping[str, float]] = {}
+        for source, target in pairs:
+            order = MeasureLink(target, self._budget_s * _LINKS / len(pairs))
+            link = self._ask([source], order, LinkMeasured)[source]
+            links.append(LinkProfile(source, target, link.latency_s, link.bytes_per_s))
+            messages[source] = {"send_s": link.send_s, "read_s": link.read_s}
+        return tuple(links), messages
+
+    def _sums(self, hosts: Sequence[str]) -> tuple[SumProfile, ...]:
+        pairs = sum_pairs(hosts)
+        found = []
+        for pair in pairs:
+            measured = self._ask(pair, MeasureSums(pair, self._budget_s * _SUMS / len(pairs)), SumsMeasured)
+            if all(one.f32_s for one in measured.values()):
+                found.append(sum_profile(pair, list(measured.values())))
+        return tuple(found)
+
+    def _ask(self, ranks: Collection[int], order: ControlMessage, kind: type[M]) -> dict[int, M]:
+        """Each rank's answer to an order, which all carry out at the same time."""
+        others = [rank for rank in ranks if rank != HEAD]
+        for rank in others:
+            self._channel.send(rank, order)
+        answers: dict[int, M] = {}
+        if HEAD in ranks:
+            answer = self._own.answer(order)
+            assert isinstance(answer, kind)
+            answers[HEAD] = answer
+        return answers | self._channel.gather(kind, others)
+
+
+def default_layers(model: ModelFacts, alone_s: float, cache_bytes: int) -> tuple[int, int]:
+    """A quarter of the layers, from the middle; fewer where these are too much to measure in `alone_s` seconds, though
+    not so few that a machine's caches could hold them, and at least one."""
+    limit = max(min(_STAGE_BYTES, int(alone_s * _STAGE_BYTES_PER_S)), 3 * cache_bytes)
+    n = max(model.n_layer // 4, 1)
+    while True:
+        a = (model.n_layer - n) // 2
+        if n == 1 or sum(model.layer_bytes[a : a + n]) <= limit:
+            return a, a + n
+        n -= 1
+
+
+def pairs_of(n_ranks: int) -> list[tuple[int, int]]:
+    """(source, target) of the links that are measured: all, or with many ranks those of a ring and those of the head
+    with all others."""
+    if n_ranks <= _ALL_PAIRS:
+        return [(a, b) for a in range(n_ranks) for b in range(n_ranks) if a != b]
+    ring = [(a, (a + 1) % n_ranks) for a in range(n_ranks)]
+    star = [pair for rank in range(1, n_ranks) for pair in ((HEAD, rank), (rank, HEAD))]
+    return sorted({*ring, *star})
+
+
+def _turns(hosts: Sequence[str]) -> list[list[int]]:
+    """Ranks that measure at the same time: one of each machine."""
+    on_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        on_host.setdefault(host, []).append(rank)
+    turns = itertools.zip_longest(*on_host.values())
+    return [sorted(rank for rank in ranks if rank is not None) for ranks in turns]
+
+
+def _announced(model: ModelFacts, layers: tuple[int, int], draft: ModelFacts | None, n_ranks: int) -> str:
+    a, b = layers
+    which = f"layer {a}" if b == a + 1 else f"layers {a}-{b - 1}"
+    where = f" on {n_ranks} ranks" if n_ranks > 1 else ""
+    beside = f" and the draft ({draft.weight_bytes((0, draft.n_layer)) / 1e6:.3g} MB)" if draft is not None else ""
+    return f"measuring {which} of 0-{model.n_layer - 1} ({model.weight_bytes(layers) / 1e6:.3g} MB){beside}{where}"
+
+
+def _is_full(own: ProfileHello, hellos: Sequence[ProfileHello]) -> bool:
+    """The ranks of a rank's machine have no fewer threads than it has cores."""
+    return sum(hello.threads[0] for hello in hellos if hello.target.host == own.target.host) >= own.cores
+
+
+def _few_rows(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """Those of few rows in the shortest context, which is measured first."""
+    return tuple(p for p in points if p.rows in stage_timing.FEW_ROWS and p.n_past == points[0].n_past)
+
+
+def _rank_profile(
+    rank: int,
+    hello: ProfileHello,
+    model: ModelFacts,
+    layers: tuple[int, int],
+    measured: AloneMeasured,
+    together: tuple[Point, ...],
+    draft: DraftMeasured | None,
+) -> RankProfile:
+    return RankProfile(
+        rank=rank,
+        host=hello.target.host,
+        cores=hello.cores,
+        threads=hello.threads[0],
+        threads_batch=hello.threads[1],
+        memory_bytes=hello.memory_bytes,
+        memory_bytes_per_s=measured.memory_bytes_per_s,
+        layers=layers,
+        weight_bytes=model.weight_bytes(layers),
+        alone=measured.alone,
+        together=together,
+        half=measured.half,
+        overheads=measured.overheads,
+        change_s=measured.change_s,
+        fixed_s=measured.fixed_s,
+        draft=draft.draft if draft is not None else None,
+    )
+
+
+def kernels_of(config: EngineConfig) -> Kernels:
+    """The settings that the times of the target depend on."""
+    context = config.context
+    return Kernels(
+        cache_type_k=context.cache_type_k,
+        cache_type_v=context.cache_type_v,
+        flash_attn=context.flash_attn,
+        exact=context.exact,
+        repack=config.model.repack,
+    )

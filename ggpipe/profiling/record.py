@@ -1,0 +1,231 @@
+"""Record a pair of models: the target's text, and the draft's candidates at each position, for simulations."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from ggpipe.channel.client import EngineClient
+from ggpipe.cluster.recording import ModelName, Recording, Take
+from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.draft_messages import Candidates, Vocabularies
+from ggpipe.core.drafters.growth import candidates
+from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.core.request import Finish
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.errors import Interrupted, ModelError, UsageError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.sampler import Sampler
+from ggpipe.llama.stage import Stage
+from ggpipe.llama.vocab import Vocab
+from ggpipe.stats.records import RequestStats
+
+_ANY_CONTEXT = 256  # banned tokens do not depend on it
+_N_BRANCHES = 16  # rejected draft tokens that are decoded together
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSpec:
+    """What is recorded."""
+
+    target: EngineConfig
+    draft: DraftConfig
+    prompts: Sequence[tuple[str, str]]
+    """Names and texts."""
+    sampling: SamplingConfig
+    n_predict: int
+    n_candidates: int
+    """Candidates of the draft that are kept at each position."""
+
+
+@dataclass(frozen=True)
+class DraftTrace:
+    """The draft's candidates along a text, with their probabilities, the most probable first."""
+
+    candidates: tuple[Candidates, ...]
+    """For each token of the text."""
+    after_rejection: tuple[Candidates, ...]
+    """For the position after each token, had the draft's best rejected candidate been taken there."""
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """A prompt, and the text that the target wrote after it."""
+
+    name: str
+    prompt: tuple[int, ...]
+    text: tuple[int, ...]
+
+
+def write_texts(
+    engine: EngineClient,
+    spec: RecordSpec,
+    on_request: Callable[[RequestStats], None] = lambda stats: None,
+    on_text: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> tuple[list[WrittenText], int]:
+    """Have the target, which is loaded, write a text after each prompt. Returns them and the seed of all.
+
+    When the user stops it, `warn` gets a line, and the texts so far are returned. Raises UsageError for a text that
+    ends at once, RunError when there is none.
+    """
+    sampling, written, is_stopped = spec.sampling, [], False
+    prompts = [engine.tokenize(text) for _, text in spec.prompts]
+    for prompt in prompts:
+        engine.check_prompt(prompt)
+    for (name, _), prompt in zip(spec.prompts, prompts, strict=True):
+        stats = RequestStats()
+        on_request(stats)
+        text: list[int] = []
+        iterative = SpeculationConfig(mode="iterative")
+        request = RequestSpec(prompt=prompt, sampling=sampling, n_predict=spec.n_predict, speculation=iterative)
+        for token in engine.stream(request, stats):
+            text.append(token.id)
+            on_text(token.text)
+        on_text("\n")
+        sampling = replace(sampling, seed=stats.seed)
+        is_stopped = stats.finish is Finish.STOPPED
+        if text:
+            written.append(WrittenText(name, prompt, tuple(text)))
+        elif not is_stopped:
+            raise UsageError(f"the text after {name} ends at once: set `ignore_eos`, or take another prompt")
+        if is_stopped:
+            break
+    if not written:
+        raise Interrupted("stopped before there was any text to record")
+    if is_stopped:
+        warn("stopped; what was written so far is recorded")
+    return written, sampling.seed
+
+
+def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pair: Pair) -> Recording:
+    """Read the target's texts with the draft, in this process."""
+    n_tokens = max(len(own.prompt) + len(own.text) for own in written)
+    threads = _threads(spec.target, spec.draft, machine.cores())
+    takes = []
+    with DraftReader(spec.draft, n_tokens, threads, pair.vocabularies, pair.banned) as reader:
+        for own in written:
+            trace = reader.read(own.prompt, own.text, spec.n_candidates)
+            takes.append(
+                Take(
+                    name=own.name, prompt=own.prompt, text=own.text, candidates=trace.candidates,
+                    after_rejection=trace.after_rejection,
+                )
+            )  # fmt: skip
+    target, draft = (
+        ModelName(part.model.path.name, ModelFile.open(part.model.path).fingerprint)
+        for part in (spec.target, spec.draft)
+    )
+    sampling = {name: value for name, value in asdict(spec.sampling).items() if name != "seed"}
+    return Recording(target=target, draft=draft, seed=seed, sampling=sampling, takes=tuple(takes))
+
+
+def _threads(config: EngineConfig, draft: DraftConfig, cores: int) -> tuple[int, int]:
+    """The draft's, for single tokens and for batches: the target has written its text, so all cores are free."""
+    single, batch = config.pipeline.threads_of(0, cores)
+    if draft.threads > 0:
+        single = batch = draft.threads
+    return single, batch if draft.threads_batch < 0 else draft.threads_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What a recording takes of both models' headers."""
+
+    vocabularies: Vocabularies
+    banned: tuple[int, ...]
+    """Tokens that the target never draws."""
+
+
+def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig) -> Pair:
+    """A target and a draft that fits it; only headers are read. Raises ModelError where it does not fit."""
+    target_vocab = Vocab(ModelFile.open(target.path), target)
+    try:
+        draft_vocab = Vocab(ModelFile.open(draft.path), draft)
+        outline = draft_vocab.outline()
+        draft_vocab.close()
+        vocabularies = target_vocab.with_draft(outline)
+        for field, able in (("model", target_vocab.rolls_back), ("draft.model", outline.rolls_back)):
+            if not able:
+                raise ModelError(f"`{field}` cannot roll back its KV state, so it cannot be used for speculation")
+        with contextlib.closing(Sampler(sampling, target_vocab, _ANY_CONTEXT)) as sampler:
+            return Pair(vocabularies=vocabularies, banned=sampler.banned)
+    finally:
+        target_vocab.close()
+
+
+class DraftReader:
+    """The whole draft model in this process, which reads texts of the target."""
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        n_tokens: int,
+        threads: tuple[int, int],
+        vocabularies: Vocabularies,
+        banned: tuple[int, ...],
+    ) -> None:
+        """`n_tokens`: of the longest text with its prompt. `banned`: tokens that the target never draws."""
+        context = replace(config.context, n_ctx=n_tokens + _N_BRANCHES, n_seq=1 + _N_BRANCHES)
+        file = ModelFile.open(config.model.path)
+        self._stage = Stage(file, (0, file.n_layer), config.model, context, threads)
+        self._n_rows = min(context.n_batch, context.n_ubatch)
+        self._vocabularies = vocabularies
+        self._banned = (*banned, *vocabularies.only_draft)
+        self._run_ids = itertools.count(1)
+
+    def read(self, prompt: tuple[int, ...], text: tuple[int, ...], n_candidates: int) -> DraftTrace:
+        """The draft's candidates at each token of the text, and after a rejected one there."""
+        self._stage.forget_all()
+        want = Want(WantKind.TOP, n_candidates, self._banned)
+        tokens = [self._vocabularies.for_draft(token) for token in (*prompt, *text)]
+        n_prompt, n_read = len(prompt), len(tokens) - 1
+        rows = [
+            Row(token=tokens[pos], pos=pos, seqs=(0,), request=0, want=0 if pos >= n_prompt - 1 else -1)
+            for pos in range(n_read)
+        ]
+        on_text: list[Candidates] = []
+        for chunk in _chunks(rows, self._n_rows):
+            on_text += self._decode(chunk, (), want)
+        rejected = [
+            Row(
+                token=next(t for t, _ in best if t != token),
+                pos=n_prompt + i,
+                seqs=(i % _N_BRANCHES + 1,),
+                request=0,
+                want=0,
+            )
+            for i, (best, token) in enumerate(zip(on_text, text, strict=True))
+        ]
+        after_rejection: list[Candidates] = []
+        for chunk in _chunks(rejected, min(_N_BRANCHES, self._n_rows)):
+            ops = [op for row in chunk for op in _branch(row.seqs[0], row.pos)]
+            after_rejection += self._decode(chunk, tuple(ops), want)
+        return DraftTrace(tuple(on_text), tuple(after_rejection))
+
+    def _decode(self, rows: Sequence[Row], ops: tuple[KvOp, ...], want: Want) -> list[Candidates]:
+        run = Run(id=next(self._run_ids), rows=tuple(rows), ops=ops, wants=(want,))
+        return [candidates(row) for row in self._stage.decode(run, None).rows]
+
+    def close(self) -> None:
+        """Free the model. A second call does nothing."""
+        self._stage.close()
+
+    def __enter__(self) -> DraftReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _branch(seq: int, end: int) -> tuple[KvOp, KvOp]:
+    """Make a sequence that has the text's first `end` tokens."""
+    return KvOp(KvKind.RM, seq), KvOp(KvKind.CP, 0, seq, 0, end)
+
+
+def _chunks(rows: Sequence[Row], n: int) -> Iterator[Sequence[Row]]:
+    return (rows[at : at + n] for at in range(0, len(rows), n))

@@ -1,1 +1,0 @@
-"""Requests as the engine knows them: their prompts, and what is kept while they are served."""

@@ -1,1 +1,0 @@
-"""Who may ask, and how much of a client is taken: keys, origins, connections, bodies."""

@@ -1,0 +1,1 @@
+"""Measurements of requests: `records` as they are taken, `activity` by rank, `summary` pooled, `occupancy` live."""

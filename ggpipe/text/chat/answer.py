@@ -1,0 +1,136 @@
+"""What a model answers, told apart while it is written: reasoning, text, and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ggpipe.text.chat.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
+from ggpipe.text.chat.tools.events import Arguments, CallBegun, Event, Reasoning, Text, joined
+from ggpipe.text.chat.tools.forms import LAYOUTS, Form, form_of
+from ggpipe.text.chat.tools.parser import ToolParser
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFormat:
+    """How a model writes what is not the text of its answer."""
+
+    reasoning: ReasoningFormat
+    form: Form = Form.JSON
+    """How it calls tools."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """That it may call, as in OpenAI's API; with none, what looks like a call is text."""
+    token_texts: Mapping[int, str] = field(default_factory=dict)
+    """Texts of the model's special tokens that are parts of marks; other special tokens have no text."""
+
+    def text_of(self, token: int, text: str) -> str:
+        """The text to be parsed when a token comes; `text` is what comes with it, of itself or of earlier ones."""
+        return text + self.token_texts.get(token, "")
+
+
+def answer_format(
+    template: str,
+    generation_prompt: str,
+    special_tokens: Mapping[str, int] | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> AnswerFormat:
+    """How a model was trained to answer.
+
+    `template`, `generation_prompt`: as for `reasoning_format`. `special_tokens`: tokens that have no text when they are
+    generated, by their names.
+    """
+    reasoning, form = reasoning_format(template, generation_prompt), form_of(template)
+    marks = [*reasoning.marks]
+    if tools:
+        layout = LAYOUTS[form]
+        marks += [layout.mark, layout.before, *layout.further_marks, *layout.starts, *layout.closers, "[CALL_ID]"]
+    texts = {token: text for text, token in (special_tokens or {}).items() if any(text in mark for mark in marks)}
+    return AnswerFormat(reasoning=reasoning, form=form, tools=tuple(tools), token_texts=texts)
+
+
+class AnswerParser:
+    """Takes what a model writes bit by bit, wherever it is cut, and gives events. The marks are left out."""
+
+    def __init__(self, form: AnswerFormat, key: str, splits: bool = True) -> None:
+        """`key`: ids of calls are made of it; no other answer has the same. `splits`: reasoning is told apart."""
+        self._reasoning = ReasoningParser(form.reasoning) if splits else None
+        self._tools = ToolParser(form.form, form.tools, key) if form.tools else None
+
+    def feed(self, text: str) -> list[Event]:
+        """What is known now of all text so far and was not returned before."""
+        if self._reasoning is None:
+            return self._answer(text)
+        events: list[Event] = []
+        for piece in self._reasoning.feed(text):
+            events += [Reasoning(piece.text)] if piece.is_reasoning else self._answer(piece.text)
+        return joined(events)
+
+    def finish(self) -> list[Event]:
+        """The rest; nothing follows."""
+        events: list[Event] = []
+        for piece in self._reasoning.finish() if self._reasoning is not None else ():
+            events += [Reasoning(piece.text)] if piece.is_reasoning else self._answer(piece.text)
+        if self._tools is not None:
+            events += self._tools.finish()
+        return joined(events)
+
+    def _answer(self, text: str) -> list[Event]:
+        return joined([Text(text)]) if self._tools is None else self._tools.feed(text)
+
+
+@dataclass(kw_only=True)
+class ToolCall:
+    """A tool that the model calls."""
+
+    id: str
+    name: str
+    arguments: str
+    """In JSON; cut off where the text is."""
+
+    def to_openai(self) -> dict[str, Any]:
+        """As in OpenAI's API."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class WholeAnswer:
+    """The parts of an answer, as far as it has come."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[ToolCall] = []
+        self.add(events)
+
+    def add(self, events: Iterable[Event]) -> None:
+        """It goes on."""
+        for event in events:
+            match event:
+                case Text(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallBegun(_, identity, name):
+                    self.calls.append(ToolCall(id=identity, name=name, arguments=""))
+                case Arguments(_, text):
+                    self.calls[-1].arguments += text
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As a message of OpenAI's API, with `reasoning_content`."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.calls:
+            found["tool_calls"] = [call.to_openai() for call in self.calls]
+        return found
+
+
+def whole_answer(
+    form: AnswerFormat, key: str, pieces: Iterable[tuple[int, str]], rest: str = "", splits: bool = True
+) -> WholeAnswer:
+    """The parts of an answer's text. `pieces`: its tokens and what came with each; `rest`: text behind them; `splits`:
+    reasoning is told apart."""
+    parser = AnswerParser(form, key, splits)
+    text = "".join(form.text_of(token, text) for token, text in pieces) + rest
+    return WholeAnswer([*parser.feed(text), *parser.finish()])

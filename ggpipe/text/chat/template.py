@@ -1,0 +1,166 @@
+"""A model's chat template: a conversation becomes the text that the model was trained on.
+
+Templates are programs in the Jinja language, from model files that anybody may have made. They run in jinja2's sandbox,
+and with the names that transformers gives them, since they are written for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from ggpipe.errors import SettingError, UsageError
+from ggpipe.text.chat.literals import Literals
+from ggpipe.text.chat.tools.messages import for_template
+
+_OWN_NAMES = ("messages", "tools", "add_generation_prompt")
+
+
+class ChatTemplate:
+    """A template, compiled. Safe to use from several threads."""
+
+    def __init__(self, source: str, bos: str = "", eos: str = "", specials: Sequence[str] = ()) -> None:
+        """`bos`, `eos`: the texts of these tokens. `specials`: texts of tokens that only the template may write.
+
+        Raises SettingError where the template is no Jinja.
+        """
+        self.source = source
+        self._known = {"bos_token": bos, "eos_token": eos}
+        self._literals = Literals(specials)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as e:
+            raise SettingError(f"`chat_template` is no template that Jinja can read: {e}") from e
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **further: object,
+    ) -> str:
+        """The text of a conversation, whose messages and tools are OpenAI's. `further`: names for the template, such
+        as `enable_thinking`. What looks like a special token in them is marked (`literals`).
+
+        Raises UsageError where the template refuses the conversation, or fails on it.
+        """
+        plain = [self._literals.mark_message(_plain(message)) for message in messages]
+        names = {**self._known, "add_generation_prompt": add_generation_prompt, "documents": None, **further}
+        try:
+            names |= {"messages": plain, "tools": None if tools is None else self._literals.mark(_plain(tools))}
+            return self._template.render(names)
+        except Exception as e:  # whatever a template does: it must not end the head
+            raise UsageError(f"the model's chat template does not take this conversation: {e}") from e
+
+    def conversation(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], /, **further: object
+    ) -> tuple[str, str]:
+        """As `render`, with tools and calls as this template wants them; and the end of it, as `generation_prompt`."""
+        if name := next((name for name in _OWN_NAMES if name in further), None):
+            raise UsageError(f"`chat_template_kwargs` has `{name}`, which follows from the conversation: leave it out")
+        for arguments_as_text in (False, True):
+            written = for_template(messages, tools, self.source, arguments_as_text)
+            try:
+                text = self.render(written, tools or None, add_generation_prompt=True, **further)
+            except UsageError:
+                if arguments_as_text or not any(message.get("tool_calls") for message in messages):
+                    raise
+            else:
+                break
+        return text, self.generation_prompt(text, written, tools or None, **further)
+
+    def generation_prompt(
+        self,
+        rendered: str,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **further: object,
+    ) -> str:
+        """The end of what `render` gave, which is there for the model to go on behind it; all of it where that cannot
+        be told."""
+        try:
+            without = self.render(messages, tools, add_generation_prompt=False, **further)
+        except UsageError:
+            without = ""
+        return rendered.removeprefix(without) or rendered
+
+    def pieces(self, rendered: str) -> Sequence[tuple[str, bool]]:
+        """What `render` gave, in pieces: their texts, and whether they are text even where they look like special
+        tokens."""
+        return self._literals.pieces(rendered)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
+        "namespace": _PublicNamespace,
+        "dict": lambda *pairs, **named: dict(*pairs, **named),
+    }
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model writes, for those who train it; here it is only a block."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Scope:
+        line = next(parser.stream).lineno
+        block = Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        block.set_lineno(line)
+        return block
+
+
+class _PublicNamespace(Namespace):
+    """Without names that begin with an underscore: a template could reach Python's own objects through them."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r}")
+        super().__setitem__(name, value)
+
+
+def _raise(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would write quotes and angle brackets as HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _plain(value: Any) -> Any:
+    """The same of Python's own types alone: a template may call methods of what it is given."""
+    match value:
+        case Mapping():
+            return {str(name): _plain(item) for name, item in value.items()}
+        case str():
+            return str(value)
+        case None | bool() | int() | float():
+            return value
+        case Sequence():
+            return [_plain(item) for item in value]
+    raise UsageError(f"a conversation holds texts, numbers, lists and objects, not {type(value).__name__}")

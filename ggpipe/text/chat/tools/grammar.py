@@ -1,0 +1,116 @@
+"""What a model may write that is to call tools, as a grammar in GBNF."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ggpipe.core.prompt import ToolChoice
+from ggpipe.errors import BodyError, UsageError
+from ggpipe.text.chat.reasoning import ReasoningFormat
+from ggpipe.text.chat.tools.forms import LAYOUTS, Form, Layout
+from ggpipe.text.grammar.gbnf import ROOT
+from ggpipe.text.grammar.json_schema import rules_of
+from ggpipe.text.grammar.json_text import quoted
+from ggpipe.text.grammar.until import until
+
+
+def grammar_of_calls(
+    form: Form, reasoning: ReasoningFormat, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
+) -> str:
+    """A grammar that holds an answer to calls that fit their tools' schemas; empty: there is none.
+
+    Where no call is demanded, the text is free until the mark of one comes. Without a mark, there is no grammar then.
+    A schema that cannot be followed counts as any object, but for a function that is `strict`. Raises BodyError for
+    such a one.
+    """
+    layout = LAYOUTS[form]
+    if not tools or not (choice.must_call or layout.mark):
+        return ""
+    rules: dict[str, str] = {}
+    ways = []
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        if choice.name in (None, function["name"]):
+            ways.append(_call(i, function, form, rules))
+    rules["call"] = " | ".join(ways)
+    mark = quoted(layout.mark) if layout.mark else ""
+    each = mark if layout.has_each_mark else ""
+    calls = f"{quoted(layout.begin)} call"
+    if layout.between is not None and choice.parallel:
+        calls += f" ( {quoted(layout.between)} {each} call )*"
+    rules["calls"] = f"{calls} {quoted(layout.end)}"
+    if choice.must_call:
+        rules["answer"] = f"{mark} calls"
+    else:
+        rules |= until(layout.mark, "answer", "calls", may_end=True)
+    root = _with_reasoning(reasoning, rules)
+    return "\n".join((f"{ROOT} ::= {root}", *(f"{name} ::= {rule}" for name, rule in rules.items()), ""))
+
+
+def _with_reasoning(marks: ReasoningFormat, rules: dict[str, str]) -> str:
+    """The text that may come in front of the answer."""
+    if not (marks.is_open or marks.is_usual):
+        return "answer"
+    answers = " | ".join(quoted(mark) for mark in marks.answers)
+    rules["gap"] = f"[ \\t\\r\\n]* {f'( {answers} )? ' if answers else ''}answer"
+    rules |= until(marks.ends[0], "thought", "gap", may_end=False)
+    return "thought" if marks.is_open else f"{quoted(marks.begins[0])} thought | answer"
+
+
+def _call(i: int, function: Mapping[str, Any], form: Form, rules: dict[str, str]) -> str:
+    """The name of a rule for a tool's call, without its mark."""
+    layout, name = LAYOUTS[form], function["name"]
+    before, after = (quoted(text.replace("NAME", name)) for text in (layout.before, layout.after))
+    schema = {"type": "object", **function["parameters"]}
+    if schema.get("properties") == {}:
+        schema = {"additionalProperties": False, **schema}
+    try:
+        arguments = _tags(schema, f"t{i}-", rules) if form is Form.QWEN_XML else _json(schema, f"t{i}-", schema, rules)
+    except UsageError as e:
+        if function.get("strict"):
+            why = str(e).removeprefix("`json_schema`: ")
+            at = f"tools[{i}].function.parameters"
+            raise BodyError(f"`{at}`: {why}", at) from e
+        arguments = _any_object(form, rules)
+    rules[f"call{i}"] = f"{before} {arguments} {_identity(layout)} {after}"
+    return f"call{i}"
+
+
+def _identity(layout: Layout) -> str:
+    """Mistral's models may write an id behind the arguments."""
+    return rf'( ", \"id\": \"" [a-zA-Z0-9]{{{layout.id_length}}} "\"" )?' if layout.id_length and layout.end else ""
+
+
+def _any_object(form: Form, rules: dict[str, str]) -> str:
+    if form is Form.QWEN_XML:
+        rules |= until("\n</parameter>\n", "free", '""', may_end=False)
+        return '( "<parameter=" [a-zA-Z0-9_.-]+ ">\\n" free )*'
+    return _json({"type": "object"}, "any-", {}, rules)
+
+
+def _json(schema: Any, prefix: str, document: Any, rules: dict[str, str]) -> str:
+    root, found = rules_of(schema, document, prefix)
+    rules.setdefault(f"{prefix}value", root)
+    rules |= found
+    return f"{prefix}value"
+
+
+def _tags(schema: Mapping[str, Any], prefix: str, rules: dict[str, str]) -> str:
+    """A tag for each argument, the required ones first."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UsageError("`json_schema`: properties must be an object, and required a list")
+    parts = []
+    for j, (key, own) in enumerate(sorted(properties.items(), key=lambda item: item[0] not in required)):
+        end = f"{prefix}p{j}"
+        values = own.get("enum") if isinstance(own, Mapping) else None
+        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+            rules[end] = f'( {" | ".join(map(quoted, values))} ) "\\n</parameter>\\n"'
+        elif isinstance(own, Mapping) and own.get("type") == "string":
+            rules |= until("\n</parameter>\n", end, '""', may_end=False)
+        else:
+            rules[end] = f'{_json(own, f"{end}-", schema, rules)} "\\n</parameter>\\n"'
+        part = f"{quoted(f'<parameter={key}>' + chr(10))} {end}"
+        parts.append(part if key in required else f"( {part} )?")
+    return " ".join(parts) or '""'

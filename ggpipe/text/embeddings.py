@@ -1,0 +1,68 @@
+"""Embeddings: vectors made of the last hidden states of a text's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.config.engine import Pooling
+from ggpipe.errors import SettingError
+
+Vector = NDArray[np.float32]
+
+
+def chosen(pooling: Pooling | None, of_model: str) -> Pooling:
+    """The pooling that the user names, or else the model's file. Raises SettingError for one that is not known."""
+    known: tuple[Pooling, ...] = get_args(Pooling)
+    for one in known:
+        if one == (pooling or of_model):
+            return one
+    choices = ", ".join(known)
+    if pooling is None:
+        says = f"the model's file says {of_model}" if of_model else "the model's file does not say how"
+        raise SettingError(f"`pooling` is missing, and {says}: give one of {choices}")
+    raise SettingError(f"`pooling` must be one of {choices}, got {pooling}")
+
+
+class Pooled:
+    """Hidden states in the order of their tokens, as what a pooling makes of them."""
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._rows: list[Vector] = []
+        self._sum: NDArray[np.float64] | None = None
+        self._n = 0
+
+    def add(self, row: Vector) -> None:
+        """The next token's. Sums do not depend on which rows came together."""
+        self._n += 1
+        match self._pooling:
+            case "mean":
+                self._sum = row.astype(np.float64) if self._sum is None else self._sum + row
+            case "cls":
+                self._rows = self._rows or [row.copy()]
+            case "last":
+                self._rows = [row.copy()]
+            case "none":
+                self._rows.append(row.copy())
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """One, or with `none` one for each token. Empty ones where the model has no hidden states to give."""
+        if self._sum is not None:
+            return ((self._sum / self._n).astype(np.float32),)
+        return tuple(self._rows)
+
+
+def normalized(vector: Sequence[float] | Vector, norm: int) -> Vector:
+    """A vector as llama.cpp's `--embd-normalize` makes it: -1 as it is, 0 the largest number is 32760, 1 the absolute
+    values have the sum 1, 2 the length is 1, above that by the p-norm. A vector of zeros stays one."""
+    values = np.asarray(vector, np.float32)
+    sizes = np.abs(values).astype(np.float64)
+    if norm < 0 or not sizes.any():
+        return values
+    length = sizes.max() / 32760 if norm == 0 else (sizes**norm).sum() ** (1 / norm)
+    return values * np.float32(1 / length)

@@ -1,0 +1,149 @@
+"""What bodies become, and how mistakes in them are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ggpipe.apis.bodies import ChatBody, CompletionBody, Mixed
+from ggpipe.apis.decode import convert, decode
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prompt import ToolChoice
+from ggpipe.errors import BodyError
+
+
+def completion(**changes: object) -> CompletionBody:
+    return convert(CompletionBody, {"prompt": "Once", **changes})
+
+
+def test_bytes_and_values_are_read_alike() -> None:
+    body = {"prompt": [5, 6], "stop": ["x", ""], "samplers": "kp", "logit_bias": [[5, False]], "temp": 0.5, "any": [1]}
+    own = convert(CompletionBody, body)
+    assert own == decode(CompletionBody, json.dumps(body).encode())
+    assert own.sampling(SamplingConfig(top_p=0.5)) == SamplingConfig(
+        stop=("x",), samplers=("top_k", "top_p"), logit_bias=((5, float("-inf")),), temp=0.5, top_p=0.5
+    )
+
+
+def test_probabilities() -> None:
+    usual = SamplingConfig(n_probs=4)
+    for changes, n_probs in (
+        ({}, 4), ({"logprobs": 3}, 3), ({"logprobs": True}, 1), ({"logprobs": True, "top_logprobs": 2}, 2),
+        ({"logprobs": False}, 4), ({"n_probs": 7}, 7),
+    ):  # fmt: skip
+        assert completion(**changes).sampling(usual).n_probs == n_probs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}},
+        {"json_schema": {"type": "integer"}},
+        {"grammar": 'root ::= "yes"'},
+    ],
+)
+def test_texts_that_are_held_to_a_grammar(changes: dict[str, object]) -> None:
+    assert "root ::=" in completion(**changes).sampling(SamplingConfig()).grammar
+
+
+def test_messages_as_templates_take_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = convert(ChatBody, {"messages": [{"role": "developer", "content": parts}, {"role": "assistant"}]})
+    (conversation,) = body.prompts
+    assert conversation.messages == ({"role": "system", "content": "a\nb"}, {"role": "assistant", "content": ""})
+
+
+@pytest.mark.parametrize(
+    ("seed", "drawn"), [(7, 7), (-1, -1), (2**32 - 1, -1), (2**32 + 7, 7), (-5, 2**32 - 5), (2**63 - 1, 2**32 - 2)]
+)
+def test_seeds_of_64_bits(seed: int, drawn: int) -> None:
+    assert completion(seed=seed).sampling(SamplingConfig()).seed == drawn
+
+
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    """Some languages have no other numbers."""
+    body = {"prompt": [5.0, 6], "max_tokens": 3.0, "temperature": 1.0, "logit_bias": [[7.0, 0.5]]}
+    for own in (convert(CompletionBody, body), decode(CompletionBody, json.dumps(body).encode())):
+        assert (own.prompt, own.max_tokens, own.temperature, own.logit_bias) == ([5, 6], 3, 1.0, [(7, 0.5)])
+    with pytest.raises(BodyError, match="`max_tokens`: expected"):
+        completion(max_tokens=3.5)
+    with pytest.raises(BodyError, match="no JSON that can be read"):
+        decode(CompletionBody, b'{"prompt": "a", "max_tokens": 1.0, "grammar": ' + b"[" * 900 + b"]" * 900 + b"}")
+
+
+FUNCTIONS = [{"name": "look", "parameters": {"type": "object"}}]
+
+
+def test_functions_become_tools() -> None:
+    """What OpenAI's chats had before tools."""
+    messages = [{"role": "user", "content": "Weather?"}]
+    body = convert(ChatBody, {"messages": messages, "functions": FUNCTIONS, "function_call": {"name": "look"}})
+    (conversation,) = body.prompts
+    conversation.check()
+    assert [one["function"] for one in conversation.tools] == FUNCTIONS
+    assert conversation.choice == ToolChoice(must_call=True, name="look", parallel=False)
+    with pytest.raises(BodyError, match="tools"):
+        convert(ChatBody, {"messages": messages, "functions": [{}]}).prompts  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": True}, "top_k"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"stop": [1]}, "stop[...]"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 3000}, "logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"grammar": "root ::= nothing"}, "grammar"),
+        ({"grammar": "a", "json_schema": {}}, "grammar"),
+        ({"best_of": 2}, "best_of"),
+        ({"reasoning_format": "deepsek"}, "reasoning_format"),
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": ["a", 1, [2]]}, "prompt"),
+        ({"prompt": [{"prompt_string": "a", "multimodal_data": ["x"]}]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt[...]"),
+        ({"response_format": {"type": "json_schema", "schema": json.loads("[" * 99 + "]" * 99)}}, "response_format"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, object], param: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        read(changes)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param.removesuffix("[...]"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (["a", 1, "b"], [Mixed(("a", 1, "b"))]),
+        (["a", "b"], ["a", "b"]),
+        ({"prompt_string": "a"}, ["a"]),
+        (["a", [1, 2], [1, "b"], {"prompt_string": "c"}], ["a", [1, 2], Mixed((1, "b")), "c"]),
+    ],
+)
+def test_llama_servers_forms_of_prompts(prompt: object, found: list[object]) -> None:
+    assert completion(prompt=prompt).prompts == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked", "answered"),
+    [({}, None, None), ({"logprobs": 0}, 1, 0), ({"logprobs": True}, 1, 0), ({"logprobs": 3}, 3, 3),
+     ({"logprobs": True, "top_logprobs": 2}, 2, 2), ({"logprobs": False}, None, None)],
+)  # fmt: skip
+def test_log_probabilities(fields: dict[str, object], asked: int | None, answered: int | None) -> None:
+    body = completion(**fields)
+    assert (body.most_probs(), body.n_best_probs) == (asked, answered)
+
+
+def read(changes: dict[str, object]) -> None:
+    body = completion(**changes)
+    body.check()
+    body.sampling(SamplingConfig())
+    assert body.prompts

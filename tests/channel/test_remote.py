@@ -1,0 +1,439 @@
+"""An engine behind a socket: the head in a thread, the front end in the test."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.commands import HANG_S, TARGET, wait_for
+from support.pipeline import local_session
+from support.requests import asked
+
+from ggpipe.channel import link, messages, remote
+from ggpipe.channel.client import EngineClient
+from ggpipe.channel.events import Failure, Message
+from ggpipe.channel.front_end import FrontEnd
+from ggpipe.channel.link import Link
+from ggpipe.channel.messages import Failed, FromFrontEnd, FromHead, Line, Quit, Ready, Stop
+from ggpipe.channel.remote import RemoteEngine, RemoteRanks
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.prompt import Conversation, ToolChoice
+from ggpipe.core.request import Finish
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.engine.head import Head
+from ggpipe.engine.served import _Server, serve
+from ggpipe.engine.session import Session
+from ggpipe.errors import (
+    BodyError,
+    GgpipeError,
+    PromptTooLong,
+    RankError,
+    RunError,
+    SilentRankError,
+    Terminated,
+    UsageError,
+)
+from ggpipe.stats.records import RequestStats
+from ggpipe.transport.local import LocalWorld
+
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+CONTEXT = ContextConfig(n_ctx=4096, n_seq=4)
+CONFIG = EngineConfig(ModelConfig(path=TARGET), CONTEXT, PipelineConfig(threads=(1,)), n_requests=4)
+DRAFT = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=CONTEXT)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, (DRAFT,), n_requests=4)
+
+
+@dataclass
+class Connected:
+    """Both ends of a channel."""
+
+    front_end: Link[FromHead]
+    head: Link[FromFrontEnd]
+    lines: list[str] = field(default_factory=list)
+
+    def ranks(self, **settings: Any) -> RemoteRanks:
+        """The front end's, once the head is ready."""
+        return RemoteRanks(self.front_end, self.lines.append, **settings)
+
+
+@contextlib.contextmanager
+def channel() -> Iterator[Connected]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    ends = Connected(Link(one, messages.from_head), Link(other, messages.from_front_end))
+    yield ends
+    ends.front_end.close()
+    ends.head.close()
+
+
+@pytest.fixture
+def connected() -> Iterator[Connected]:
+    with channel() as ends:
+        yield ends
+
+
+@pytest.fixture
+def others() -> Iterator[Connected]:
+    with channel() as ends:
+        yield ends
+
+
+@contextlib.contextmanager
+def served(connected: Connected, config: EngineConfig = CONFIG) -> Iterator[RemoteRanks]:
+    """Ranks with one in this process, whose head is served in a thread."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        front_end = FrontEnd(connected.head, "rank 0 (here)")
+        try:
+            with Head(LocalWorld(1).transports[0], config) as head:
+                front_end.follow(head.stop, head.channel.inbox.call, lambda: None)
+                serve(front_end, head)
+        except RunError as e:
+            front_end.report(e)
+        except BaseException as e:
+            failures.append(e)
+        front_end.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        with contextlib.closing(connected.ranks()) as ranks:
+            yield ranks
+    finally:
+        connected.front_end.close()
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+        assert failures == []
+
+
+def test_questions_are_answered_before_a_wait() -> None:
+    """Else every prompt of an idle engine waits for its tokens as long as a step may take."""
+    done: list[object] = []
+    front_end = SimpleNamespace(take=lambda: [messages.Tokenize(b"a")], send=lambda *sent: done.extend(map(type, sent)))
+
+    def step() -> list[object]:
+        done.append("step")
+        return []
+
+    session = SimpleNamespace(tokenize=lambda text: (1,), engine=SimpleNamespace(step=step))
+    _Server(cast(FrontEnd, front_end), cast(Session, session)).step()
+    assert done == [messages.Tokenized, "step"]
+
+
+def text(engine: EngineClient, prompt: str, n: int, stats: RequestStats | None = None) -> str:
+    return "".join(token.text for token in engine.stream(asked(engine.tokenize(prompt), GREEDY, n), stats))
+
+
+def expected(prompt: str, n: int) -> str:
+    with local_session(CONFIG, 1) as session:
+        return text(session, prompt, n)
+
+
+def test_a_request_and_what_is_measured_of_it(connected: Connected) -> None:
+    stats = RequestStats()
+    with served(connected, DRAFTING) as ranks:
+        engine = ranks.load()
+        assert (engine.n_ctx, engine.can_speculate) == (4096, True)
+        synchronous = SpeculationConfig(mode="speculative")
+        tokens = list(engine.stream(asked(engine.tokenize("The wolf"), GREEDY, 30, synchronous), stats))
+        engine.measure()
+        engine.align_clocks()
+        assert [rank.draft for rank in engine.ranks] == [False, True]
+        assert all(rank.resident_bytes > 0 and rank.runs > 0 for rank in engine.ranks[:1])
+    assert "".join(token.text for token in tokens) == expected("The wolf", 30)
+    assert [token.drafted for token in tokens] == stats.drafted
+    assert stats.finish is Finish.LENGTH
+    assert stats.n_generated == len(stats.drafted) == 30
+    assert stats.ended is not None
+    assert stats.arrived <= stats.token_times[0] <= stats.token_times[-1] <= stats.ended
+    assert stats.token_times == sorted(stats.token_times)
+    assert stats.n_prompt > 0
+    assert [run.id for run in stats.runs] == sorted({run.id for run in stats.runs})
+    assert sum(run.n_rows for run in stats.runs) >= stats.n_prompt + 29 - stats.counters.accepted_tokens
+    assert stats.draft_runs
+    assert stats.counters.by_lead
+    assert stats.ranks[0].runs == len(stats.runs)
+
+
+def test_several_requests_at_a_time(connected: Connected) -> None:
+    prompts = ("The wolf", "Once upon a time", "A king had a daughter")
+    with served(connected) as ranks:
+        engine = ranks.load()
+        requests = [engine.submit(asked(engine.tokenize(prompt), GREEDY, 20)) for prompt in prompts]
+        while any(request.is_active for request in requests):
+            engine.step()
+        told = ["".join(token.text for token in request.tokens) for request in requests]
+    assert [request.error for request in requests] == [None] * 3
+    assert [request.stats.n_generated for request in requests] == [20] * 3
+    with local_session(CONFIG, 1) as session:
+        assert told == [text(session, prompt, 20) for prompt in prompts]
+
+
+SAID = Conversation(messages=({"role": "user", "content": "Tell me of the wolf"},))
+
+
+def test_a_conversation_takes_one_trip(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer has the tokens of the prompt, and how reasoning is marked; other ranks go on from them."""
+    sent: list[object] = []
+    send = RemoteRanks.send
+
+    def noted(own: RemoteRanks, *all_messages: Message) -> None:
+        sent.extend(type(message) for message in all_messages)
+        send(own, *all_messages)
+
+    with served(connected) as ranks:
+        engine = ranks.load()
+        monkeypatch.setattr(RemoteRanks, "send", noted)
+        request = engine.begin(asked(SAID, GREEDY, 12))
+        found = [token.id for token in engine.tokens(request)]
+        assert sent == [messages.Submit]
+        read = engine.tokenize_chat(SAID)
+    assert (request.prompt, request.answer) == (read.tokens, read.answer)
+    assert request.stats.n_prompt == len(read.tokens)
+    assert request.continued.prompt == read.tokens
+    with local_session(CONFIG, 1) as session:
+        assert found == [token.id for token in session.stream(asked(read.tokens, GREEDY, 12))]
+
+
+def test_a_prompt_of_texts_and_tokens(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        begun, wolf = engine.tokenize("The"), engine.tokenize(" wolf")
+        request = engine.begin(asked((b"The", 5, b" wolf"), GREEDY, 2))
+        assert len(list(engine.tokens(request))) == 2
+        assert request.prompt == (*begun, 5, *wolf[len(engine.tokenize("")) :])
+        assert engine.begin(asked(b"caf\xe9", GREEDY, 1)).prompt == engine.tokenize("caf\udce9")
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "fields"),
+    [
+        (asked((5,) * 5000), PromptTooLong, {"n_prompt": 5000, "n_ctx": 4096}),
+        (asked((10**6,)), UsageError, {}),
+        (asked(b"a", SamplingConfig(grammar="root ::= x")), UsageError, {}),
+        (
+            asked(
+                replace(SAID, tools=(TOOL,), choice=ToolChoice(must_call=True)), SamplingConfig(grammar='root ::= "a"')
+            ),
+            BodyError,
+            {"param": "tool_choice"},
+        ),
+    ],
+)
+def test_refusals_are_typed(
+    spec: RequestSpec, kind: type[GgpipeError], fields: dict[str, object], connected: Connected
+) -> None:
+    with served(connected) as ranks:
+        request = (engine := ranks.load()).submit(spec)
+        while request.is_active:
+            engine.step()
+        assert type(request.error) is kind
+        assert {name: getattr(request.error, name) for name in fields} == fields
+        assert request.accepted is None
+        assert text(engine, "The wolf", 3)
+
+
+def test_a_request_goes_on_with_other_ranks(connected: Connected, others: Connected) -> None:
+    sampling = SamplingConfig(temp=0.8, repeat_penalty=1.1, ignore_eos=True)  # the ranks choose a seed
+    stats = RequestStats()
+    with served(connected) as ranks:
+        engine = ranks.load()
+        request = engine.submit(asked(engine.tokenize("The wolf"), sampling, 30), stats)
+        while len(request.tokens) < 10:
+            engine.step()
+    seed, ttft_s, n_before = stats.seed, stats.ttft_s, len(request.tokens)
+    with served(others) as ranks:
+        engine = ranks.load()
+        engine.resume(request)
+        while request.is_active:
+            engine.step()
+    assert (stats.seed, stats.ttft_s, stats.n_generated, stats.finish) == (seed, ttft_s, 30, Finish.LENGTH)
+    assert [token.drafted for token in request.tokens] == stats.drafted
+    assert sum(run.n_rows for run in stats.runs) == stats.n_prompt + 29
+    assert stats.ranks[0].runs == len(stats.runs) == 30 - n_before
+    with local_session(CONFIG, 1) as session:
+        again = session.submit(asked(request.prompt, replace(sampling, seed=seed), 30, resumed=request.token_ids[:5]))
+        while again.is_active:
+            session.step()
+    assert again.token_ids == request.token_ids
+
+
+def test_a_prompt_that_is_refused(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        with pytest.raises(UsageError, match="the prompt is empty"):
+            list(engine.stream(asked((), GREEDY)))
+        with pytest.raises(UsageError, match="has 5000 tokens and the context 4096"):
+            list(engine.stream(asked((5,) * 5000, GREEDY)))
+        assert text(engine, "The wolf", 3) == expected("The wolf", 3)
+
+
+def test_what_no_message_can_hold_is_refused(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the ranks serve what comes next."""
+    with served(connected) as ranks:
+        engine = ranks.load()
+        for value in (10**30, "\ud800", object()):
+            said = Conversation(messages=({"role": "user", "content": "a"},), further={"x": value})
+            with pytest.raises(UsageError, match="a value cannot be sent to the ranks"):
+                engine.tokenize_chat(said)
+        monkeypatch.setattr(link, "MAX_FRAME_BYTES", 20_000)
+        for text_of in ("a" * 30_000, "é" * 8000):  # the question, and the answer
+            with pytest.raises(UsageError, match="at most 20000 can be sent"):
+                engine.tokenize(text_of)
+        with pytest.raises(UsageError, match="at most 20000 can be sent"):
+            list(engine.stream(asked((300,) * 10_000, GREEDY)))
+        monkeypatch.undo()
+        assert text(engine, "The wolf", 3) == expected("The wolf", 3)
+
+
+def test_a_stop_ends_the_active_requests(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        requests = [engine.submit(asked(engine.tokenize("The wolf"), GREEDY, 2000)) for _ in range(2)]
+        while not all(request.tokens for request in requests):
+            engine.step()
+        engine.stop()
+        while any(request.is_active for request in requests):
+            engine.step()
+        assert {request.stats.finish for request in requests} == {Finish.STOPPED}
+        assert not ranks.is_ending()
+        assert text(engine, "The wolf", 3)
+
+
+def test_an_abandoned_request_is_out_of_the_way(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        tokens = engine.stream(asked(engine.tokenize("The wolf"), GREEDY, 900))
+        next(tokens)
+        with pytest.raises(UsageError, match="one request at a time"):
+            next(engine.stream(asked((5, 6), GREEDY, 5)))
+        tokens.close()
+        assert text(engine, "The wolf", 5) == expected("The wolf", 5)
+
+
+def test_the_head_keeps_nothing_of_long_requests(connected: Connected) -> None:
+    with served(connected) as ranks:
+        engine = ranks.load()
+        assert isinstance(engine, RemoteEngine)
+        stats = RequestStats()
+        text(engine, "The wolf", 900, stats)
+        assert len(stats.runs) >= 900
+
+
+def test_loading_is_stopped(connected: Connected) -> None:
+    with served(connected) as ranks:
+        ranks.stop()
+        with contextlib.suppress(RunError):
+            engine = ranks.load()
+            stats = RequestStats()  # it was too late
+            text(engine, "The wolf", 900, stats)
+            assert stats.finish is Finish.STOPPED
+
+
+# A head that does not do what it should
+
+
+def ready(connected: Connected) -> None:
+    connected.head.send(Ready("rank 0 (there)", 0.0))
+
+
+def test_lines_and_errors_of_the_ranks(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    connected.head.send(
+        Line("measured `n_ctx`"), Failed(Failure(error="ModelError", message="rank 1 (there): damaged"))
+    )
+    with pytest.raises(UsageError, match=r"^rank 1 \(there\): damaged$"):
+        ranks.profile()
+    assert connected.lines == ["measured `n_ctx`"]
+
+
+def test_a_head_that_is_gone(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    connected.head.close()
+    with pytest.raises(RankError, match=r"^rank 0 \(there\) is gone: killed, or crashed$"):
+        ranks.load()
+    ranks.close()
+
+
+def test_what_mpirun_knows_is_said(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks(cause=lambda: "rank 1 (there) ended: signal 9 (Killed)")
+    connected.head.close()
+    with pytest.raises(RankError, match=r"^rank 1 \(there\) ended: signal 9 \(Killed\)$"):
+        ranks.load()
+
+
+def test_a_head_that_is_silent(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_TICK_S", 0.01)
+    ready(connected)
+    ranks = connected.ranks(rank_timeout_s=0.05)
+    with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 0.05 s"):
+        ranks.load()
+
+
+def test_another_rank_reports_that_the_head_is_silent(connected: Connected) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = Link(socket.create_connection(server.getsockname()), messages.from_front_end)
+        accepted, _ = server.accept()
+    other.send(Failed(Failure(error="SilentRankError", message="rank 0 (there) sent nothing for 3 s")))
+    ready(connected)
+    ranks = connected.ranks(more_links=lambda: Link(accepted, messages.from_head))
+    with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 3 s$"):
+        ranks.load()
+    other.close()
+
+
+def test_a_front_end_that_is_to_end(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    ranks.fail(lambda: Terminated("terminated from outside"))
+    assert ranks.is_ending()
+    with pytest.raises(Terminated):
+        ranks.load()
+
+
+def test_a_stop_is_sent_once(connected: Connected) -> None:
+    ready(connected)
+    ranks = connected.ranks()
+    ranks.stop()
+    connected.head.send(Line("one"), Line("two"), Failed(Failure(error="RunError", message="stopped")))
+    with pytest.raises(RunError, match="stopped"):
+        ranks.profile()
+    ranks.close()
+    got: list[FromFrontEnd] = []
+    while (more := connected.head.receive(20)) is not None:
+        got += more
+    assert got == [Stop(), Quit()]
+
+
+def test_the_head_says_every_second_that_it_is_there(connected: Connected) -> None:
+    front_end = FrontEnd(connected.head, "rank 0 (here)")
+    got: list[FromHead] = []
+    while len(got) < 3:
+        got += connected.front_end.receive(20) or []
+    assert [type(message).__name__ for message in got] == ["Ready", "Alive", "Alive"]
+    connected.front_end.send(Stop())
+    connected.front_end.close()
+    wait_for(lambda: front_end.has_left)
+    with pytest.raises(RunError, match="stopped before all was measured"):
+        front_end.attend()
+    front_end.close()

@@ -1,0 +1,162 @@
+"""The prefix cache on recurrent and hybrid models: prompts go on from kept states, and texts stay the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from support.pipeline import local_ranks
+from support.reference import Reference
+from support.requests import asked
+from support.zoo import ZOO, Metadata, ZooModel, make
+
+from ggpipe.channel.events import TokenReady
+from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.request import Finish
+from ggpipe.engine.session import Session
+
+N_CTX = 512
+SAMPLING = SamplingConfig(temp=0.8, seed=1)
+ITERATIVE = SpeculationConfig(mode="iterative")
+Tokens = tuple[int, ...]
+
+_SSM: Metadata = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4}
+_EVEN: Metadata = {"attention.head_count_kv": lambda n: [2 * (i % 2) for i in range(n)]}
+_COMPRESSED: Metadata = {
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+    "attention.q_lora_rank": 64,
+    "attention.sliding_window": 32,
+    "attention.sliding_window_pattern": 2,
+    "attention.output_group_count": 8,
+    "attention.output_lora_rank": 32,
+    "attention.compress_ratios": (0, 0, 4, 128),
+    "attention.compress_rope_freq_base": 160000.0,
+    "attention.indexer.head_count": 64,
+    "attention.indexer.key_length": 128,
+    "attention.indexer.top_k": 131072,
+    "rope.dimension_count": 32,
+    "hyper_connection.count": 4,
+    "hyper_connection.sinkhorn_iterations": 2,
+    "hyper_connection.epsilon": 1e-6,
+    "hash_layer_count": 0,
+    "swiglu_clamp_exp": 10.0,
+    "expert_count": 2,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 64,
+    "expert_shared_count": 1,
+    "expert_gating_func": 4,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": True,
+}
+HYBRIDS = {
+    "falcon-h1": ZooModel("falcon-h1", {**_SSM, "ssm.group_count": 2}, n_layer=4),  # both kinds in each layer
+    "lfm2": ZooModel("lfm2", {"shortconv.l_cache": 3, **_EVEN}, n_layer=4),
+    "deepseek4": ZooModel("deepseek4", _COMPRESSED, n_layer=4, width=512, n_head=8, n_head_kv=1, n_ff=128),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def model(name: str, folder: Path) -> Path:
+    with patch.dict(ZOO, HYBRIDS):
+        return make(name, folder / f"{name}.gguf")
+
+
+@contextmanager
+def loaded(path: Path, n_ranks: int, exact: bool = True) -> Iterator[Session]:
+    config = EngineConfig(
+        model=ModelConfig(path=path),
+        context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=exact),
+        pipeline=PipelineConfig(threads=(1,)),
+        n_requests=2,
+    )
+    with local_ranks(config, n_ranks) as head:
+        yield Session.load(head)
+
+
+def serve(engine: Session, prompt: Tokens, n: int) -> tuple[Tokens, int]:
+    """Serve one request: its text, and how many tokens of its prompt were cached."""
+    request = engine.submit(asked(prompt, SAMPLING, n, ITERATIVE))
+    text: list[int] = []
+    while request.is_active:
+        text += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
+    return tuple(text), request.stats.counters.cached_tokens
+
+
+def words(first: int, n: int) -> Tokens:
+    return tuple(3 + (first + 37 * i + i * i) % 110 for i in range(n))
+
+
+CASES = [
+    *((name, 1) for name in ("mamba", "mamba2", "rwkv6", "rwkv7")),  # these cannot be cut
+    *((name, n_ranks) for name in ("jamba", "falcon-h1", "lfm2") for n_ranks in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "n_ranks"), CASES)
+def test_prompts_go_on_from_kept_states(name: str, n_ranks: int, folder: Path) -> None:
+    path, first = model(name, folder), words(0, 70)
+    with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
+
+        def ask(prompt: Tokens, n: int = 6) -> tuple[Tokens, int]:
+            text, cached = serve(engine, prompt, n)
+            assert text == tuple(reference.generate(prompt, SAMPLING, n))
+            return text, cached
+
+        text, cached = ask(first, 12)
+        assert cached == 0
+        assert ask((*first, *text, *words(5, 20)))[1] == len(first) + len(text) - 1, "the next question"
+        assert ask((*first[:-2], *words(7, 9)))[1] == len(first) - 4, "another end of the prompt"
+        assert ask((*first[:40], *words(8, 12)))[1] == 0
+        assert ask((*first[:40], *words(9, 12)))[1] == 40, "where two prompts parted"
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_request_that_is_stopped_leaves_good_states(n_ranks: int, folder: Path) -> None:
+    path, prompt = model("jamba", folder), words(1, 200)
+    with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
+        for n_steps in (1, 2, 4):
+            request = engine.submit(asked(prompt, SAMPLING, 50, ITERATIVE))
+            other = engine.submit(asked(words(n_steps, 40), SAMPLING, 8, ITERATIVE))
+            text: list[int] = []
+            for _ in range(n_steps):
+                text += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request == other.id]
+            engine.cancel(request)
+            while request.is_active or other.is_active:
+                text += [e.token.id for e in engine.step() if isinstance(e, TokenReady) and e.request == other.id]
+            assert request.stats.finish is Finish.STOPPED
+            assert text == reference.generate(words(n_steps, 40), SAMPLING, 8)
+        text_after, _ = serve(engine, prompt, 8)
+        assert text_after == tuple(reference.generate(prompt, SAMPLING, 8))
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_exact_requests_take_turns_where_company_changes_bits(n_ranks: int, folder: Path) -> None:
+    path, prompts = model("deepseek4", folder), [words(4, 40), words(5, 30)]
+    with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
+        requests = [engine.submit(asked(prompt, SAMPLING, 8, ITERATIVE)) for prompt in prompts]
+        texts: dict[int, list[int]] = {request.id: [] for request in requests}
+        while any(request.is_active for request in requests):
+            for event in engine.step():
+                if isinstance(event, TokenReady):
+                    texts[event.request].append(event.token.id)
+        assert list(texts.values()) == [reference.generate(prompt, SAMPLING, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_models_whose_states_cannot_be_copied_go_on_without(n_ranks: int, folder: Path) -> None:
+    path, first = model("deepseek4", folder), words(2, 50)
+    with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
+        text, _ = serve(engine, first, 4)
+        text, cached = serve(engine, (*first, *text, *words(3, 9)), 4)
+        assert cached == 0
+        assert len(text) <= 4
+        assert text == tuple(reference.generate((*first, *serve(engine, first, 4)[0], *words(3, 9)), SAMPLING, 4))

@@ -1,0 +1,133 @@
+"""Texts that a grammar holds, in every mode: right, and the same as without draft tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from support.commands import TARGET
+from support.grammars import GRAMMARS, SCHEMAS, fits
+from support.pipeline import local_session
+from support.requests import asked
+
+from ggpipe.channel.client import ClientRequest
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.request import Finish
+from ggpipe.engine.session import Session
+from ggpipe.errors import UsageError
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.grammar.json_schema import grammar_of
+
+PROMPT = "Once upon a time"
+MODES = (
+    SpeculationConfig(mode="iterative"),
+    SpeculationConfig(mode="speculative", n_draft=4, n_parallel=2, n_seq=4),
+    SpeculationConfig(mode="async", n_draft=4, n_parallel=2, n_seq=4),
+)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Two ranks and a draft model. `exact`: so draft tokens change no bit."""
+    context = ContextConfig(n_ctx=2048, n_seq=4, exact=True)
+    draft = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=context)
+    config = EngineConfig(ModelConfig(path=TARGET), context, PipelineConfig(threads=(1,)), (draft,), n_requests=4)
+    with local_session(config, 2) as session:
+        yield session
+
+
+def answered(session: Session, requests: list[ClientRequest]) -> list[str]:
+    while any(request.is_active for request in requests):
+        session.step()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return ["".join(token.text for token in request.tokens) + request.rest for request in requests]
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_texts_are_right_and_the_same_in_every_mode(name: str, session: Session) -> None:
+    prompt = session.tokenize(PROMPT)
+    sampling = SamplingConfig(temp=1.0, seed=11, grammar=GRAMMARS[name].grammar)
+    stats = [RequestStats() for _ in MODES]
+    texts = set()
+    for mode, own in zip(MODES, stats, strict=True):
+        texts.update(answered(session, [session.submit(asked(prompt, sampling, 120, mode), own)]))
+    assert len(texts) == 1
+    if stats[0].finish is Finish.END_OF_TEXT:
+        assert GRAMMARS[name].is_right(texts.pop())
+
+
+def test_requests_with_different_grammars_share_the_pipeline(session: Session) -> None:
+    prompt = session.tokenize(PROMPT)
+    names = ("person", "tuple", "union", "types", "formats", "bounds")
+    requests = [
+        session.submit(
+            asked(
+                prompt, SamplingConfig(temp=1.0, seed=2, grammar=grammar_of(json.dumps(SCHEMAS[name]))), 200, MODES[2]
+            )
+        )
+        for name in names
+    ]
+    requests.append(session.submit(asked(prompt, SamplingConfig(temp=1.0, seed=2), 40, MODES[2])))
+    texts = answered(session, requests)
+    for name, text, request in zip(names, texts, requests, strict=False):
+        assert request.stats.finish is Finish.END_OF_TEXT
+        assert fits(text, SCHEMAS[name]), text
+
+
+def test_draft_tokens_that_do_not_fit_are_not_submitted(session: Session) -> None:
+    sampling = SamplingConfig(temp=0, grammar="root ::= [0-9]+")  # the draft model says words
+    stats = RequestStats()
+    text = "".join(
+        token.text for token in session.stream(asked(session.tokenize(PROMPT), sampling, 24, MODES[1]), stats)
+    )
+    assert text.isdecimal()
+    assert stats.counters.drafted_tokens > 0
+    assert stats.counters.submitted_tokens == 0
+
+
+def test_a_resumed_request_goes_on_as_before(session: Session) -> None:
+    sampling = SamplingConfig(temp=1.0, seed=4, grammar=GRAMMARS["words"].grammar)
+    prompt = session.tokenize(PROMPT)
+    whole = session.submit(asked(prompt, sampling, 40))
+    answered(session, [whole])
+    n = len(whole.tokens) // 2
+    known = tuple(token.id for token in whole.tokens[:n])
+    redrawn = tuple(i for i, token in enumerate(whole.tokens[:n]) if token.redrawn)
+    assert redrawn
+    rest = session.submit(asked(prompt, sampling, 40, resumed=known, redrawn=redrawn))
+    answered(session, [rest])
+    assert rest.token_ids == whole.token_ids
+    assert rest.continued.redrawn == whole.continued.redrawn
+
+
+def test_bad_grammars_end_their_requests_only(session: Session) -> None:
+    prompt = session.tokenize(PROMPT)
+    bad = session.submit(asked(prompt, SamplingConfig(grammar='root ::= root "a" | "b"'), 20))
+    good = session.submit(asked(prompt, SamplingConfig(grammar='root ::= "b"'), 20))
+    stuck = session.submit(asked(prompt, SamplingConfig(grammar='root ::= "b"', ignore_eos=True), 20))
+    with pytest.raises(UsageError, match="begins with itself"):
+        answered(session, [good, stuck, bad])
+    assert ["".join(token.text for token in request.tokens) for request in (good, stuck)] == ["b", "b"]
+    assert (good.stats.finish, stuck.stats.finish) == (Finish.END_OF_TEXT, Finish.NO_TOKEN)
+
+
+def test_a_group_keeps_whole_rows() -> None:
+    sampling = SamplingConfig(temp=1.0, seed=6, grammar="root ::= [0-9]{12}")  # few tokens fit
+    context = ContextConfig(n_ctx=256)
+    for sizes in ((2,), (1, 2)):
+        pipeline = PipelineConfig(shares=(1 / len(sizes),) * len(sizes), threads=(1,), group_sizes=sizes)
+        with local_session(EngineConfig(ModelConfig(path=TARGET), context, pipeline), sum(sizes)) as session:
+            tokens = list(session.stream(asked(session.tokenize(PROMPT), sampling, 40)))
+            assert len("".join(token.text for token in tokens)) == 12
+            assert any(token.redrawn for token in tokens)

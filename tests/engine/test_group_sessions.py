@@ -1,0 +1,147 @@
+"""Groups with real models: whole sessions whose ranks are threads, in all modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import ROOT, TARGET
+from support.pipeline import local_session
+from support.reference import Logits, Reference, run_of
+from support.requests import asked
+
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    PromptCacheConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.layout import Shares, parse_split
+from ggpipe.engine.session import Session
+from ggpipe.stats.records import RequestStats
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+N_CTX = 512
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+NEAR_TIE = 0.1  # standard deviations of a row
+MODES = {mode: SpeculationConfig(mode=mode, n_draft=4, n_parallel=2) for mode in ("iterative", "speculative", "async")}
+
+
+@cache
+def prompt() -> tuple[int, ...]:
+    with Reference(TARGET, N_CTX) as reference:
+        return reference.tokenize((ROOT / "prompts" / "tale.txt").read_text())[:60]
+
+
+def config_of(split: str, tensor_split: tuple[float, ...] = (), cache: Path | None = None) -> EngineConfig:
+    (shares, sizes), drafts = parse_split(split)
+    draft_shares, draft_sizes = drafts[0] if drafts else Shares(())
+    context, model = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=4), ModelConfig(path=DRAFT)
+    return EngineConfig(
+        ModelConfig(path=TARGET),
+        context,
+        PipelineConfig(shares, threads=(1,), group_sizes=sizes, tensor_split=tensor_split),
+        (DraftConfig(model=model, context=context, shares=draft_shares, group_sizes=draft_sizes),),
+        n_requests=2,
+        prompt_cache=PromptCacheConfig(cache, "text") if cache is not None else None,
+    )
+
+
+@contextmanager
+def session_of(config: EngineConfig) -> Iterator[Session]:
+    assert config.pipeline.n_ranks is not None
+    with local_session(config, config.pipeline.n_ranks + config.n_draft_ranks) as session:
+        yield session
+
+
+def generate(session: Session, mode: str = "iterative", n: int = 60) -> tuple[list[int], RequestStats]:
+    request = session.submit(asked(prompt(), GREEDY, n, MODES[mode]))
+    while request.is_active:
+        session.step()
+    return list(request.token_ids), request.stats
+
+
+def differ_at_near_ties_only(tokens: Sequence[int], expected: Sequence[int]) -> None:
+    """The first tokens that differ nearly tie, by the whole model's logits."""
+    at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None)
+    if at is not None:
+        with Reference(TARGET, N_CTX) as reference:
+            row: Logits = reference.decode(run_of(1, [*prompt(), *expected[:at]], 0))[-1]
+        assert abs(row[tokens[at]] - row[expected[at]]) < NEAR_TIE * float(np.std(row)), at
+
+
+@cache
+def whole_text() -> list[int]:
+    with Reference(TARGET, N_CTX) as reference:
+        return reference.generate(prompt(), GREEDY, 60)
+
+
+@pytest.mark.parametrize(
+    ("split", "tensor_split"),
+    [
+        ("1.0*2", ()),  # the draft inside the head
+        ("0.5*2,0.5/1.0", (3, 1)),
+        ("0.3,0.4*2,0.3/1.0*2", ()),
+        ("0,1.0*3/1.0", ()),
+    ],
+)
+def test_a_group_writes_the_text_in_all_modes(split: str, tensor_split: tuple[float, ...]) -> None:
+    with session_of(config_of(split, tensor_split)) as session:
+        for mode in MODES:
+            tokens, stats = generate(session, mode)
+            assert len(tokens) == 60
+            differ_at_near_ties_only(tokens, whole_text())
+            if mode == "speculative":
+                assert stats.counters.accepted_tokens > 0
+            at_work = [rank for rank in stats.ranks if rank.layers[1] > 0 and (mode == "speculative" or not rank.draft)]
+            assert all(rank.runs > 0 for rank in at_work)
+
+
+def test_requests_share_a_group() -> None:
+    """Each text is that of the request alone, but for near-ties; what is cancelled does not hold the others up."""
+    with session_of(config_of("0.5*2,0.5*2/1.0")) as session:
+        for mode in MODES:
+            first, dropped, second = (session.submit(asked(prompt(), GREEDY, 60, MODES[mode])) for _ in range(3))
+            while first.is_active or second.is_active:
+                session.step()
+                if len(first.token_ids) > 10:
+                    session.cancel(dropped)
+            assert [len(request.token_ids) for request in (first, second)] == [60, 60]
+            for request in (first, second):
+                differ_at_near_ties_only(request.token_ids, whole_text())
+            while dropped.is_active:
+                session.step()
+
+
+def test_a_text_repeats_itself_and_needs_no_certain_stages() -> None:
+    texts = []
+    for split in ("1.0*2", "1.0*2", "0.5*2,0.5*2"):
+        with session_of(config_of(split)) as session:
+            texts.append(generate(session)[0])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_each_part_keeps_its_prompt_cache(tmp_path: Path) -> None:
+    config = config_of("0.5,0.5*2/1.0", cache=tmp_path / "cache")
+    with session_of(config) as session:
+        expected, stats = generate(session, "speculative")
+        assert stats.counters.cached_tokens == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "cache", "cache.rank1", "cache.rank2", "cache.rank3",
+    ]  # fmt: skip
+    with session_of(config) as session:
+        assert session.warnings == ()
+        tokens, stats = generate(session, "speculative")
+        assert stats.counters.cached_tokens > 50
+        differ_at_near_ties_only(tokens, expected)
+    with session_of(config_of("0.5,0.5*2/1.0", (3, 1), tmp_path / "cache")) as session:
+        assert "it was written with layers" in session.warnings[0]
+        assert "part 0 of 0.5, 0.5" in session.warnings[0]

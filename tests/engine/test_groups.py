@@ -1,0 +1,258 @@
+"""Ranks that compute a stage together: who gets which messages, and that all parts skip the same runs."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from support.commands import HANG_S
+
+from ggpipe.core.layout import Layout, lay_out, parse_split
+from ggpipe.core.messages import KvKind, KvOp, Row, Run, RunResult, Span
+from ggpipe.engine.pipeline import Pipeline
+from ggpipe.engine.stage_thread import Broke, Ended, Fetched, PartDone, Passed, StageThread
+from ggpipe.llama.group import Membership
+from ggpipe.llama.stage import Outcome, Stage
+from ggpipe.transport import codec
+from ggpipe.transport.base import Kind, Message
+from ggpipe.transport.local import LocalWorld
+
+N_RUNS = 60
+
+
+def run_of(number: int, rows: bool = True) -> Run:
+    row = Row(token=7, pos=number, seqs=(0,), request=1)
+    return Run(id=number, rows=(row,) * rows, ops=(KvOp(KvKind.RM, 0, -1, number, -1),))
+
+
+# Messages
+
+
+class FakeThread:
+    """A stage's thread that computes nothing."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.cancelled: list[int] = []
+
+    def submit(self, run: Run) -> None:
+        self.runs.append(run)
+
+    def cancel(self, runs: tuple[int, ...]) -> None:
+        self.cancelled += runs
+
+
+class Ranks:
+    """All ranks of a layout."""
+
+    def __init__(self, layout: Layout, n_ranks: int) -> None:
+        self.transports = LocalWorld(n_ranks).transports
+        self.threads = {rank: FakeThread() for rank in layout.stage_ranks}
+        self.ended: dict[int, list[Ended | Fetched]] = {rank: [] for rank in layout.ranks}
+        self.pipelines = {rank: self._pipeline(layout, rank) for rank in layout.ranks}
+
+    def _pipeline(self, layout: Layout, rank: int) -> Pipeline:
+        thread = cast(StageThread, self.threads.get(rank))
+        ended = self.ended[rank].append
+        return Pipeline(self.transports[rank], layout, rank, ended, (lambda _: thread) if thread is not None else None)
+
+    def arrived(self, rank: int) -> list[Message]:
+        """All messages that a rank received."""
+        return list(iter(self.transports[rank].poll, None))
+
+
+def ranks_of(text: str) -> Ranks:
+    own = parse_split(text).target
+    return Ranks(lay_out(8, own.n_ranks, own.shares, 0, own.group_sizes), own.n_ranks)
+
+
+@pytest.mark.parametrize(("split", "first", "others"), [("0.5*2,0.5", 0, [1]), ("0,0.5*2,0.5*2", None, [1, 2])])
+def test_a_run_goes_to_all_parts_of_the_first_stage(split: str, first: int | None, others: list[int]) -> None:
+    ranks = ranks_of(split)
+    ranks.pipelines[0].submit(run_of(1))
+    if first is not None:
+        assert ranks.threads[first].runs == [run_of(1)]
+    for rank in range(1, len(ranks.transports)):
+        messages = ranks.arrived(rank)
+        assert [message.kind for message in messages] == [Kind.RUN] * (rank in others)
+        assert [codec.read_run(message.payload)[0] for message in messages] == [run_of(1)] * (rank in others)
+
+
+def test_part_0_sends_a_run_to_all_parts_of_the_next_stage() -> None:
+    ranks = ranks_of("0.3*2,0.7*3")
+    ranks.pipelines[0].deliver(Passed(b"activations"))
+    assert [(m.source, m.kind, m.payload) for r in (2, 3, 4) for m in ranks.arrived(r)] == [
+        (0, Kind.RUN, b"activations")
+    ] * 3
+    assert not ranks.arrived(1)
+
+
+def test_other_parts_send_the_head_their_time() -> None:
+    ranks = ranks_of("0.3*2,0.7*2")
+    span = Span(rank=3, start_s=1.0, compute_s=0.5, busy_s=0.6, sent_bytes=0)
+    ranks.pipelines[3].deliver(PartDone(5, span))
+    (message,) = ranks.arrived(0)
+    assert (message.kind, codec.read_part_span(message.payload)) == (Kind.PART_SPAN, (5, span))
+    assert not any(ranks.ended.values())
+
+
+def test_the_last_stages_part_0_ends_a_run() -> None:
+    ranks = ranks_of("0.3*2,0.7*2")
+    ended = Ended(RunResult(5))
+    ranks.pipelines[2].deliver(ended)
+    assert ranks.ended[2] == [ended]
+
+
+def test_cancels_reach_all_parts() -> None:
+    ranks = ranks_of("0.3*2,0.7*2")
+    ranks.pipelines[0].cancel((3, 4))
+    assert ranks.threads[0].cancelled == [3, 4]
+    for rank in (1, 2, 3):
+        (message,) = ranks.arrived(rank)
+        assert (message.kind, codec.read_ids(message.payload)) == (Kind.CANCEL, (3, 4))
+
+
+# Agreement
+
+
+class Sums:
+    """What the parts of a group in this process agree by."""
+
+    def __init__(self, n_parts: int) -> None:
+        self._barrier = threading.Barrier(n_parts)
+        self._stops = [False] * n_parts
+
+    def connect(self, part: int) -> FakeSum:
+        return FakeSum(self, part)
+
+    def agree(self, part: int, stop: bool) -> bool:
+        self._stops[part] = stop
+        self._barrier.wait(HANG_S)
+        stop = any(self._stops)
+        self._barrier.wait(HANG_S)
+        return stop
+
+    def abandon(self) -> None:
+        self._barrier.abort()
+
+
+class FakeSum:
+    """A part's end of `Sums`."""
+
+    def __init__(self, sums: Sums, part: int) -> None:
+        self._sums, self._part = sums, part
+        self.lost = False
+
+    def sum(self, data: int, n: int, stop: bool) -> bool:
+        assert ctypes.c_float.from_address(data).value == 0
+        assert n == 1
+        try:
+            return self._sums.agree(self._part, stop)
+        except threading.BrokenBarrierError:
+            self.lost = True
+            return True
+
+    def abandon(self) -> None:
+        self._sums.abandon()
+
+
+class FakeStage:
+    """A part's stage: it sums in the middle of each run, where cancels end the run on all parts."""
+
+    is_last = True
+
+    def __init__(self, sums: Sums, part: int) -> None:
+        self._sums, self._part = sums, part
+        self.computed: list[tuple[int, bool]] = []
+        self.applied: list[KvOp] = []
+        self._cancelled: set[int] = set()
+
+    def decode(self, run: Run, incoming: object, headroom: int) -> Outcome:
+        self.applied += run.ops
+        if run.cancelled or not run.rows:
+            return Outcome(bytearray(), (), 0.0, run.cancelled)
+        cancelled = self._sums.agree(self._part, run.id in self._cancelled)
+        self.computed.append((run.id, cancelled))
+        return Outcome(bytearray(), (), 0.1, cancelled)
+
+    def cancel(self, run: int) -> None:
+        self._cancelled.add(run)
+
+    def close(self) -> None:
+        pass
+
+
+class Part:
+    """A part's thread, with a fake stage."""
+
+    def __init__(self, sums: Sums, part: int, shares: tuple[float, ...]) -> None:
+        self.outcomes: list[Any] = []
+        self.notices: list[Any] = []
+        self.done = threading.Semaphore(0)
+        self.stage = FakeStage(sums, part)
+        self.group = Membership(part, shares, lambda: sums.connect(part))  # type: ignore[arg-type,return-value]
+
+        def load(_: Callable[[int, int], bool]) -> Stage:
+            self.group.join()
+            return cast(Stage, self.stage)
+
+        self.thread = StageThread(part, load, self.notices.append, self._deliver, group=self.group)
+
+    def _deliver(self, outcome: object) -> None:
+        self.outcomes.append(outcome)
+        self.done.release()
+
+
+def parts_of(n: int) -> list[Part]:
+    sums = Sums(n)
+    return [Part(sums, part, (1 / n,) * n) for part in range(n)]
+
+
+@pytest.mark.parametrize("n_parts", [2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed: int) -> None:
+    rng = random.Random(seed)
+    parts = parts_of(n_parts)
+    moves: list[tuple[Part, int, bool]] = []
+    for part in parts:
+        own = [(part, number, False) for number in range(N_RUNS)]
+        for number in range(0, N_RUNS, 3):  # anywhere behind the run's own message, or in front of it
+            own.insert(rng.randrange(len(own)), (part, number, True))
+        moves += own
+    lanes = {id(part): [move for move in moves if move[0] is part] for part in parts}
+    while any(lanes.values()):
+        part, number, is_cancel = rng.choice([lane for lane in lanes.values() if lane]).pop(0)
+        if is_cancel:
+            part.thread.cancel((number,))
+        else:
+            part.thread.submit(run_of(number, rows=number % 7 > 0))
+    for part in parts:
+        for _ in range(N_RUNS):
+            assert part.done.acquire(timeout=HANG_S)
+    for part in parts:
+        part.thread.close()
+    first = parts[0]
+    for part in parts:
+        assert part.stage.computed == first.stage.computed
+        assert part.stage.applied == [op for number in range(N_RUNS) for op in run_of(number).ops]
+        assert not [notice for notice in part.notices if isinstance(notice, Broke)]
+    assert [outcome.result.run for outcome in first.outcomes] == list(range(N_RUNS))
+    ended = {outcome.result.run for outcome in first.outcomes if outcome.result.cancelled}
+    assert not ended - set(range(0, N_RUNS, 3)), "nobody cancelled it"
+    computed = {number for number, cancelled in first.stage.computed if not cancelled}
+    assert computed == {number for number in range(N_RUNS) if number % 7 > 0} - ended
+    for part in parts[1:]:
+        assert [outcome.run for outcome in part.outcomes] == list(range(N_RUNS))
+
+
+def test_a_part_that_waits_for_the_others_can_be_closed() -> None:
+    parts = parts_of(2)
+    parts[0].thread.submit(run_of(0))  # the other part never gets it
+    parts[0].thread.close()
+    parts[1].thread.close()
+    assert not parts[0].outcomes
+    assert not [notice for part in parts for notice in part.notices if isinstance(notice, Broke)]

@@ -1,0 +1,77 @@
+"""What ranks compare before anything is loaded: the memory of their machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from support import in_process
+from support.commands import SPLITS, TARGET
+
+from ggpipe.cluster.memory import memory_by_rank
+from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig
+from ggpipe.core.layout import lay_out
+from ggpipe.engine.handshake import check_memory, hello
+from ggpipe.engine.head import Head
+from ggpipe.engine.session import Session
+from ggpipe.errors import MemoryNeededError
+from ggpipe.llama import machine
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.model_shape import shape_of
+from ggpipe.transport.local import LocalWorld
+
+CONFIG = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024))
+FILE = ModelFile.open(TARGET)
+LAYOUT = lay_out(FILE.n_layer, 2, None)
+HELLO = hello(LocalWorld(1).transports[0], FILE, model=0)
+MEMORY = [memory.total for memory in memory_by_rank(shape_of(FILE), LAYOUT, [], 1024, CONFIG.context.n_ubatch).values()]
+
+
+def check(*machines: tuple[str, float], config: EngineConfig = CONFIG) -> None:
+    """Each rank's machine and its bytes: two of the target, then one for each draft model."""
+    drafts = [lay_out(FILE.n_layer, 1, (1.0,), rank) for rank in range(2, len(machines))]
+    hellos = [msgspec.structs.replace(HELLO, host=host, memory_bytes=int(size)) for host, size in machines]
+    check_memory(hellos, config, FILE, LAYOUT, drafts)
+
+
+def test_machines_have_the_memory_that_they_need() -> None:
+    assert HELLO.memory_bytes > 0
+    check(("a", MEMORY[0] * 1.1), ("b", MEMORY[1] * 1.1))
+    check(("a", sum(MEMORY) * 1.1), ("a", sum(MEMORY) * 1.2))
+
+
+def test_a_machine_lacks_memory() -> None:
+    with pytest.raises(MemoryNeededError, match=r"^b needs 0\.\d GB for its ranks and has 0.0 GB available: "):
+        check(("a", 1e9), ("b", 1e6))
+    with pytest.raises(MemoryNeededError, match=r"^a needs "):
+        check(("a", max(MEMORY) * 1.1), ("a", max(MEMORY) * 1.1))
+
+
+def test_a_draft_inside_the_head_counts() -> None:
+    draft = DraftConfig(model=CONFIG.model, shares=(1.0,))
+    enough = (("a", MEMORY[0] * 1.1), ("b", MEMORY[1] * 1.1), ("a", MEMORY[0] * 1.1))
+    with pytest.raises(MemoryNeededError, match=r"^a needs "):
+        check(*enough, config=replace(CONFIG, drafts=(draft,)))
+    elsewhere = replace(draft, model=ModelConfig(path=TARGET / "missing"))
+    check(*enough, config=replace(CONFIG, drafts=(elsewhere,)))
+
+
+def test_memory_is_checked_on_request() -> None:
+    text = ("generate", "-m", TARGET, "-p", "Once", "-n", 4, "-c", 256, "-t", 1, "--temp", 0)
+    assert in_process.ggpipe_on_threads(*text, *SPLITS[2], "--check-memory").returncode == 0
+    much = in_process.ggpipe_on_threads(*text, *SPLITS[2], "--check-memory", "-c", 2_000_000_000)
+    assert much.returncode == 2
+    assert "GB available: add machines or memory, or lower -c/--ctx-size or -ub/--ubatch-size" in much.stderr
+
+
+def test_cells_take_their_memory_later_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warnings() -> tuple[str, ...]:
+        with Head(LocalWorld(1).transports[0], replace(CONFIG, warmup=True)) as head:
+            return Session.load(head).warnings
+
+    assert not warnings()
+    monkeypatch.setattr(machine, "available_bytes", lambda: 10**6)
+    (warning,) = warnings()
+    assert warning.startswith("`warmup` is left out, so that memory may run out later: ")
+    assert "0.0 GB available" in warning

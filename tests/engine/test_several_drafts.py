@@ -1,0 +1,125 @@
+"""Several draft models draft for one tree, wherever they are: the text stays libllama's."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, TARGET
+from support.pipeline import local_session
+from support.reference import Reference
+from support.requests import asked
+from support.zoo import make
+
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.engine.session import Session
+from ggpipe.errors import ModelError
+from ggpipe.stats.activity import wasted_s
+from ggpipe.stats.records import RequestStats
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+N_CTX, N_TOKENS = 512, 60
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+DRAWN = SamplingConfig(temp=0.8, seed=5, ignore_eos=True)
+MODES = {
+    "async": SpeculationConfig(n_draft=4),
+    "trees": SpeculationConfig(n_draft=4, n_parallel=2, p_split=0.05),
+    "speculative": SpeculationConfig(mode="speculative", n_draft=4),
+    "with n-grams": SpeculationConfig(n_draft=4, drafters=("draft", "ngram")),
+}
+
+
+@pytest.fixture(autouse=True)
+def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that step back behind whatever else runs on this machine might draft nothing at all."""
+    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
+
+
+def config_of(target: Path, *drafts: tuple[Path, tuple[float, ...]], shares: tuple[float, ...]) -> EngineConfig:
+    """`drafts`: of each draft model its file and its shares."""
+    context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=6, exact=True)
+    models = [
+        DraftConfig(model=ModelConfig(path=path), context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2), shares=own)
+        for path, own in drafts
+    ]
+    return EngineConfig(ModelConfig(path=target), context, PipelineConfig(shares, threads=(1,)), tuple(models))
+
+
+@cache
+def prompt() -> tuple[int, ...]:
+    with Reference(TARGET, 64) as reference:
+        return reference.tokenize((ROOT / "prompts" / "tale.txt").read_text())[:60]
+
+
+@cache
+def plain(sampling: SamplingConfig) -> list[int]:
+    with Reference(TARGET, N_CTX, exact=True) as reference:
+        return reference.generate(prompt(), sampling, N_TOKENS, [])
+
+
+def generate(
+    session: Session, sampling: SamplingConfig, speculation: SpeculationConfig, tokens: tuple[int, ...] | None = None
+) -> tuple[list[int], RequestStats]:
+    stats = RequestStats()
+    request = asked(tokens or prompt(), sampling, N_TOKENS, speculation)
+    return [token.id for token in session.stream(request, stats) if token.id >= 0], stats
+
+
+@pytest.mark.parametrize(
+    ("places", "n_ranks"),
+    [(((1.0,), (1.0,)), 4), (((1.0,), ()), 3), (((), ()), 2), (((0.5, 0.5), (1.0,)), 5), (((1.0,), (), ()), 3)],
+    ids=["ranks of their own", "one in the head", "both in the head", "one over two ranks", "three"],
+)
+def test_the_text_stays_libllamas(places: tuple[tuple[float, ...], ...], n_ranks: int) -> None:
+    """The second model is the target itself, and nearly always right; the others are the draft."""
+    models = [TARGET if i == 1 else DRAFT for i in range(len(places))]
+    config = config_of(TARGET, *zip(models, places, strict=True), shares=(0.5, 0.5))
+    judged = dict.fromkeys(range(len(places)), 0)
+    with local_session(config, n_ranks) as session:
+        n_own_ranks = sum(max(len(own), 1) for own in places)
+        assert [rank.model for rank in session.ranks[:3]] == [0, 0, 1]
+        assert len(session.ranks) == 2 + n_own_ranks
+        for name, speculation in MODES.items():
+            for sampling in (GREEDY, DRAWN):
+                tokens, stats = generate(session, sampling, speculation)
+                assert tokens == plain(sampling), name
+                for drafter, (n, _) in stats.counters.by_drafter.items():
+                    judged[drafter] = judged.get(drafter, 0) + n
+                assert {run.model for run in stats.draft_runs} <= set(range(1, len(places) + 1))
+                assert all(rank.runs for rank in stats.ranks if not rank.draft)
+                assert all(seconds >= 0 for seconds in wasted_s(stats).values())
+    assert min(judged.values()) > 0, "all of them draft"
+    assert len(judged) == len(places) + 1, "n-grams, too"
+
+
+def test_one_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    drafts = [(DRAFT, (1.0,)), (make("llama", tmp_path / "other.gguf"), (1.0,))]
+    message = "^`draft.model` other.gguf does not fit `model`: "
+    with pytest.raises(ModelError, match=message), local_session(config_of(TARGET, *drafts, shares=(1.0,)), 3):
+        pass
+
+
+def test_one_that_cannot_roll_back_is_left_out(tmp_path: Path) -> None:
+    """The next one keeps its own id, and drafts."""
+    target = make("llama", tmp_path / "llama.gguf")
+    drafts = [(make("mamba", tmp_path / "mamba.gguf", tokenizer="spm"), (1.0,)), (target, (1.0,))]
+    tokens = tuple(range(5, 40))
+    with local_session(config_of(target, *drafts, shares=(1.0,)), 3) as session:
+        (warning,) = session.warnings
+        assert warning == "`draft.model` mamba.gguf cannot roll back its KV state: running without it"
+        assert session.engine.can_speculate
+        _, stats = generate(session, GREEDY, SpeculationConfig(n_draft=4), tokens)
+        text, _ = generate(session, GREEDY, SpeculationConfig(mode="iterative"), tokens)
+        assert generate(session, GREEDY, SpeculationConfig(n_draft=4), tokens)[0] == text
+    assert stats.counters.by_drafter.keys() == {1}
+    assert {run.model for run in stats.draft_runs} == {2}
+    assert [rank.runs > 0 for rank in stats.ranks] == [True, False, True]

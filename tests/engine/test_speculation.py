@@ -1,0 +1,281 @@
+"""Speculation changes the speed, never the text: all modes, on any ranks, with real models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import ROOT, TARGET, wait_for
+from support.pairwise import combinations
+from support.pipeline import local_session
+from support.reference import Reference, run_of
+from support.requests import asked
+from support.zoo import pair_script
+
+from ggpipe.config.engine import (
+    ContextConfig,
+    DraftConfig,
+    EngineConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpeculationConfig,
+)
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.request import Finish
+from ggpipe.engine.session import Session
+from ggpipe.llama.libllama import lib
+from ggpipe.llama.stage import Stage
+from ggpipe.stats.records import RequestStats
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+N_CTX = 768
+N_TOKENS = 70
+ITERATIVE = SpeculationConfig(mode="iterative")
+MODES = {
+    "async": SpeculationConfig(),
+    "async, small runs": SpeculationConfig(n_draft=2, p_accept=0.3, p_recovery=0.1, p_decay=0.05),
+    "async, not cancelled": SpeculationConfig(n_draft=4, cancel=False),
+    "async, not continuous": SpeculationConfig(n_draft=4, continuous=False),
+    "speculative": SpeculationConfig(mode="speculative", n_draft=4),
+    "speculative, p-min": SpeculationConfig(mode="speculative", n_draft=8, p_accept=0.4, n_min=2),
+}
+SAMPLINGS = {
+    "greedy": SamplingConfig(temp=0, ignore_eos=True),
+    "top-k 40": SamplingConfig(temp=0.8, top_k=40, seed=1),
+    "top-k 0": SamplingConfig(temp=0.8, top_k=0, seed=2, ignore_eos=True),
+    "penalties": SamplingConfig(temp=0.8, seed=3, repeat_penalty=1.2, presence_penalty=0.2),
+}
+NEAR_TIE = 0.1  # of a row's spread: see test_exact.py
+
+
+def config_of(
+    target: Path,
+    draft: Path,
+    n_draft_ranks: int = 0,
+    threads: int = 1,
+    exact: bool = True,
+    n_seq: int = 1,
+    n_ctx: int = N_CTX,
+    shares: tuple[float, ...] | None = None,
+) -> EngineConfig:
+    draft_shares = (1 / n_draft_ranks,) * n_draft_ranks if n_draft_ranks else ()
+    return EngineConfig(
+        ModelConfig(path=target),
+        ContextConfig(n_ctx=n_ctx, n_ubatch=32, n_seq=n_seq, exact=exact),
+        PipelineConfig(shares, threads=(threads,)),
+        (
+            DraftConfig(
+                model=ModelConfig(path=draft),
+                context=ContextConfig(n_ctx=n_ctx, n_ubatch=32, n_seq=n_seq),
+                shares=draft_shares,
+            ),
+        ),
+    )
+
+
+def generate(
+    session: Session,
+    prompt: tuple[int, ...],
+    sampling: SamplingConfig,
+    speculation: SpeculationConfig,
+    n: int = N_TOKENS,
+) -> tuple[list[int], RequestStats]:
+    stats = RequestStats()
+    tokens = [t.id for t in session.stream(asked(prompt, sampling, n, speculation), stats) if t.id >= 0]
+    counters = stats.counters
+    assert counters.accepted_tokens <= counters.submitted_tokens <= counters.drafted_tokens
+    assert sum(stats.drafted) <= counters.accepted_tokens
+    return tokens, stats
+
+
+@pytest.fixture(autouse=True)
+def eager_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that steps back behind whatever else runs on this machine might draft token nothing at all."""
+    monkeypatch.setattr("ggpipe.llama.machine.yield_to_others", lambda: None)
+
+
+@cache
+def prompt_of(file: str, n: int) -> tuple[int, ...]:
+    with Reference(TARGET, 64) as reference:
+        return reference.tokenize((ROOT / "prompts" / file).read_text())[:n]
+
+
+def pair_of(folder: Path, s: float) -> tuple[Path, Path]:
+    """A small random pair; its draft is often wrong."""
+    module = pair_script()
+    shape = module.Shape(n_layer=5, n_layer_draft=2, width=256, n_head=4, n_head_kv=2, n_ff=512, n_vocab=1024)
+    target, draft = folder / "target.gguf", folder / "draft.gguf"
+    module.make_pair(target, draft, shape, s=s)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def random_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return pair_of(tmp_path_factory.mktemp("pair"), 0.3)
+
+
+def compare_modes(
+    session: Session,
+    prompt: tuple[int, ...],
+    expected: dict[str, list[int]],
+    cases: Sequence[tuple[object, str, str]],
+) -> None:
+    """`cases`: of each the mode and the sampling, behind what has led to this session."""
+    n_drafted = 0
+    for _, mode, name in cases:
+        tokens, stats = generate(session, prompt, SAMPLINGS[name], MODES[mode])
+        assert tokens == expected[name], (mode, name)
+        n_drafted += stats.counters.submitted_tokens
+    assert n_drafted > 0
+
+
+@cache
+def plain(target: Path, prompt: tuple[int, ...]) -> dict[str, list[int]]:
+    """libllama's own texts, with its reference kernels."""
+    with Reference(target, N_CTX, exact=True) as reference:
+        return {name: reference.generate(prompt, sampling, N_TOKENS, []) for name, sampling in SAMPLINGS.items()}
+
+
+LAYOUTS = [*itertools.product((1, 2, 3, 4), (0, 1, 2), (1,)), (1, 0, 2), (2, 1, 2), (3, 0, 2)]
+COORDINATING = "a head without layers"
+ALL_LAYOUTS = [*LAYOUTS, COORDINATING]
+FEW_LAYOUTS = [(1, 0, 1), (2, 1, 1), (3, 0, 2), (4, 2, 1)]
+
+
+@pytest.mark.parametrize(("n_target", "n_draft", "threads"), LAYOUTS)
+def test_all_modes_write_libllamas_text(n_target: int, n_draft: int, threads: int, full: bool) -> None:
+    prompt = prompt_of("long.txt", 230)  # the text passes 256 cells, where flash attention changes its ways
+    layout = (n_target, n_draft, threads)
+    with local_session(config_of(TARGET, DRAFT, n_draft, threads), n_target + n_draft) as session:
+        compare_modes(session, prompt, plain(TARGET, prompt), cases_of(layout, ALL_LAYOUTS, full))
+
+
+@pytest.mark.parametrize(("n_target", "n_draft", "threads"), FEW_LAYOUTS)
+def test_a_draft_that_is_often_wrong(
+    n_target: int, n_draft: int, threads: int, random_pair: tuple[Path, Path], full: bool
+) -> None:
+    prompt = tuple(300 + 7 * i % 700 for i in range(100))
+    layout = (n_target, n_draft, threads)
+    with local_session(config_of(*random_pair, n_draft, threads), n_target + n_draft) as session:
+        compare_modes(session, prompt, plain(random_pair[0], prompt), cases_of(layout, FEW_LAYOUTS, full))
+
+
+def cases_of(layout: object, layouts: Sequence[object], full: bool) -> list[tuple[object, str, str]]:
+    """A layout's share of all combinations of layout, mode and sampling."""
+    return [case for case in combinations(itertools.product(layouts, MODES, SAMPLINGS), full) if case[0] == layout]
+
+
+def test_a_head_that_only_coordinates(full: bool) -> None:
+    prompt = prompt_of("tale.txt", 60)
+    with local_session(config_of(TARGET, DRAFT, 1, shares=(0, 0.5, 0.5)), 4) as session:
+        compare_modes(session, prompt, plain(TARGET, prompt), cases_of(COORDINATING, ALL_LAYOUTS, full))
+
+
+@pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
+def test_trees_write_libllamas_text(n_target: int, n_draft: int) -> None:
+    """Branches leave holes among the cells, which later tokens take."""
+    prompt = prompt_of("tale.txt", 60)
+    expected = plain(TARGET, prompt)
+    n_drafted = 0
+    with local_session(config_of(TARGET, DRAFT, n_draft, n_seq=4), n_target + n_draft) as session:
+        for mode, name in itertools.product(("async", "async, not cancelled", "speculative"), SAMPLINGS):
+            speculation = replace(MODES[mode], n_draft=6, n_parallel=4, p_split=0.05)
+            tokens, stats = generate(session, prompt, SAMPLINGS[name], speculation)
+            assert tokens == expected[name], (mode, name)
+            n_drafted += stats.counters.submitted_tokens
+    assert n_drafted > 0  # of all modes: on a busy machine an asynchronous draft may be too late for a whole text
+
+
+@pytest.mark.parametrize("drafters", [("ngram",), ("draft", "ngram")])
+@pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
+def test_what_stood_before_is_drafted(n_target: int, n_draft: int, drafters: tuple[str, ...]) -> None:
+    """Without a draft model, and beside one: both name tokens for the same tree."""
+    prompt = prompt_of("tale.txt", 60) * 2
+    expected = plain(TARGET, prompt)
+    config, n_drafted = config_of(TARGET, DRAFT, n_draft, n_seq=2), 0
+    if drafters == ("ngram",):
+        config, n_draft = replace(config, drafts=()), 0
+    with local_session(config, n_target + n_draft) as session:
+        for mode, name in itertools.product(("async", "async, not continuous", "speculative"), SAMPLINGS):
+            tokens, stats = generate(session, prompt, SAMPLINGS[name], replace(MODES[mode], drafters=drafters))
+            assert tokens == expected[name], (mode, name)
+            n_drafted += stats.counters.submitted_tokens
+    assert n_drafted > 0
+
+
+@pytest.mark.parametrize("n_parallel", [1, 4])
+@pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
+def test_default_numerics(n_target: int, n_draft: int, n_parallel: int) -> None:
+    """Chains and real trees: where a greedy text differs from plain decoding, two tokens nearly tie."""
+    prompt, greedy = prompt_of("tale.txt", 60), SAMPLINGS["greedy"]
+    config = config_of(TARGET, DRAFT, n_draft, exact=False, n_seq=n_parallel)
+    with local_session(config, n_target + n_draft) as session:
+        expected, _ = generate(session, prompt, greedy, ITERATIVE, 200)
+        n_accepted = 0
+        for mode in ("async", "async, not cancelled", "speculative"):
+            speculation = replace(MODES[mode], n_draft=6, n_parallel=n_parallel, p_split=0.05)
+            tokens, stats = generate(session, prompt, greedy, speculation, 200)
+            n_accepted += stats.counters.accepted_tokens
+            at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None)
+            if at is not None:
+                with Reference(TARGET, N_CTX) as reference:
+                    row = reference.decode(run_of(1, [*prompt, *expected[:at]], 0))[-1]
+                assert abs(row[tokens[at]] - row[expected[at]]) < NEAR_TIE * float(np.std(row))
+        assert n_accepted > 20
+
+
+@contextmanager
+def spied_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stage]]:
+    stages: list[Stage] = []
+    original = Stage.__init__
+
+    def spy(self: Stage, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        stages.append(self)
+
+    monkeypatch.setattr(Stage, "__init__", spy)
+    yield stages
+
+
+def test_nothing_is_left_in_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long asynchronous run with branches all ids are empty, and a prompt that fills all cells fits."""
+    config = replace(config_of(TARGET, DRAFT, 1, exact=False, n_seq=4, n_ctx=4352), cache_prompt=False)
+    with spied_stages(monkeypatch) as stages, local_session(config, 3) as session:
+        prompt = prompt_of("tale.txt", 60)
+        speculation = SpeculationConfig(n_draft=3, n_parallel=4, p_split=0.05)
+        tokens, stats = generate(session, prompt, SAMPLINGS["greedy"], speculation, 4000)
+        assert len(tokens) == 4000
+        assert stats.counters.submitted_tokens > 100
+        assert len(stages) == 3
+
+        def are_empty() -> bool:
+            session.idle(0.05)  # the operations that clear the caches go round
+            memories = [lib.llama_get_memory(stage._context) for stage in stages]
+            return all(lib.llama_memory_seq_pos_max(memory, seq) == -1 for memory in memories for seq in range(4))
+
+        wait_for(are_empty)
+        full = tuple(tokens[i % 4000] for i in range(session.n_ctx - 1))
+        tokens, stats = generate(session, full, SAMPLINGS["greedy"], speculation, -1)
+        assert (len(tokens), stats.finish) == (2, Finish.CONTEXT_FULL)
+
+
+def test_a_stop_and_an_abandoned_request() -> None:
+    prompt = prompt_of("tale.txt", 60)
+    with local_session(config_of(TARGET, DRAFT, 1), 3) as session:
+        expected, _ = generate(session, prompt, SAMPLINGS["greedy"], ITERATIVE)
+        tokens = session.stream(asked(prompt, SAMPLINGS["greedy"], 500, MODES["async"]))
+        for _ in range(5):
+            next(tokens)
+        assert isinstance(tokens, Generator)
+        tokens.close()
+        for i, token in enumerate(session.stream(asked(prompt, SAMPLINGS["greedy"], 500, MODES["async"]))):
+            assert token.id == expected[i] if i < N_TOKENS else True
+            if i == 20:
+                session.stop()
+        assert generate(session, prompt, SAMPLINGS["greedy"], MODES["async"])[0] == expected

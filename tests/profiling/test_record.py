@@ -1,0 +1,298 @@
+"""`ggpipe record` and its files: they hold the models' own candidates, and one line names a bad file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import in_process
+from support.commands import ROOT, SPLITS, TARGET, ggpipe, mpirun, output
+from support.pipeline import local_session
+from support.requests import asked
+from support.zoo import make
+
+from ggpipe.cluster.recording import BUNDLED, Recording, dump, read
+from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.draft_messages import Candidates, Vocabularies
+from ggpipe.core.drafters.growth import candidates
+from ggpipe.core.messages import Row, Run, Want, WantKind
+from ggpipe.errors import UsageError
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.stage import Stage
+from ggpipe.llama.vocab import Vocab
+from ggpipe.profiling.record import DraftReader, DraftTrace, check_pair
+from ggpipe.sim.text import requests_of
+
+DRAFT = TARGET.with_name("tales-draft.gguf")
+PAIR = ("-m", TARGET, "-md", DRAFT, "-t", "1")
+GREEDY = SamplingConfig(temp=0, ignore_eos=True)
+N_CANDIDATES = 5
+SAME = Vocabularies(n_target=2048, n_draft=2048, stand_in=0)
+
+
+def trace(
+    prompt: tuple[int, ...],
+    text: tuple[int, ...],
+    n_ubatch: int = 512,
+    n: int = N_CANDIDATES,
+    fast_attention: bool = True,
+) -> DraftTrace:
+    context = ContextConfig(n_ubatch=n_ubatch, fast_attention=fast_attention)
+    draft = DraftConfig(model=ModelConfig(path=DRAFT), context=context)
+    with DraftReader(draft, len(prompt) + len(text), (1, 1), SAME, ()) as reader:
+        assert reader.read(text, prompt, 2).candidates  # what was read before leaves nothing behind
+        return reader.read(prompt, text, n)
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    stage = Stage(ModelFile.open(DRAFT), (0, 2), ModelConfig(path=DRAFT), ContextConfig(n_ctx=1024), (1, 1))
+    yield stage
+    stage.close()
+
+
+def candidates_after(stage: Stage, tokens: tuple[int, ...]) -> Candidates:
+    """The draft's candidates after these tokens, from an empty cache."""
+    stage.forget_all()
+    rows = tuple(
+        Row(token=token, pos=pos, seqs=(0,), request=0, want=0 if pos == len(tokens) - 1 else -1)
+        for pos, token in enumerate(tokens)
+    )
+    outcome = stage.decode(Run(id=1, rows=rows, ops=(), wants=(Want(WantKind.TOP, N_CANDIDATES),)), None)
+    return candidates(outcome.rows[0])
+
+
+def assert_alike(one: Candidates, other: Candidates) -> None:
+    """The same tokens with the same probabilities, but for what batch sizes change."""
+    a, b = dict(one), dict(other)
+    for token in a.keys() | b.keys():
+        assert a.get(token, one[-1][1]) == pytest.approx(b.get(token, other[-1][1]), abs=0.01)
+
+
+@pytest.mark.parametrize("n_ubatch", [3, 512])
+def test_the_draft_is_recorded_at_each_position(stage: Stage, n_ubatch: int) -> None:
+    config = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=512), PipelineConfig(threads=(1,)))
+    with local_session(config, 2) as session:
+        prompt = session.vocab.tokenize("Once upon a time there was a king")
+        text = tuple(token.id for token in session.stream(asked(prompt, GREEDY, 40)))
+    for sampling, banned in ((GREEDY, (0,)), (SamplingConfig(), ())):
+        assert check_pair(ModelConfig(path=TARGET), ModelConfig(path=DRAFT), sampling).banned == banned
+    found = trace(prompt, text, n_ubatch)
+    assert len(found.candidates) == len(found.after_rejection) == 40
+    for i, (best, after_rejection) in enumerate(zip(found.candidates, found.after_rejection, strict=True)):
+        assert_alike(best, candidates_after(stage, (*prompt, *text[:i])))
+        rejected = next(token for token, _ in best if token != text[i])
+        assert_alike(after_rejection, candidates_after(stage, (*prompt, *text[:i], rejected)))
+
+
+def test_banned_tokens_are_no_candidates() -> None:
+    draft = DraftConfig(model=ModelConfig(path=DRAFT))
+    with DraftReader(draft, 8, (1, 1), SAME, ()) as reader:
+        best = reader.read((1, 2, 3), (4, 5), 2).candidates[0][0][0]
+    with DraftReader(draft, 8, (1, 1), SAME, (best,)) as reader:
+        found = reader.read((1, 2, 3), (4, 5), N_CANDIDATES)
+    assert best not in {token for place in (*found.candidates, *found.after_rejection) for token, _ in place}
+
+
+# The command
+
+
+def record(output: Path, *arguments: object) -> Recording:
+    start = ggpipe if "--mpi-layer-split" in arguments else in_process.ggpipe
+    done = start("record", *PAIR, "-o", output, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    recording = read(output)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(recording.takes) + 3
+    for line, take in zip(lines, recording.takes, strict=False):
+        agreement = sum(take.agrees) / len(take.text)
+        assert line.split() == [
+            *(take.name, str(len(take.text)), "tokens", "agreement", f"{agreement * 100:.0f}", "%"),
+            *("confidence", f"{sum(take.confidence) / len(take.text) * 100:.0f}", "%"),
+        ]
+    assert sum(map(int, lines[-1].split()[1:])) == sum(len(take.text) for take in recording.takes)
+    return recording
+
+
+def text_of(recording: Recording, i: int) -> str:
+    vocab = Vocab(ModelFile.open(TARGET), ModelConfig(path=TARGET))
+    text = b"".join(vocab.piece(token) for token in recording.takes[i].text).decode()
+    vocab.close()
+    return text
+
+
+def test_records_what_generate_writes(tmp_path: Path) -> None:
+    arguments = ("-f", "prompts/tale.txt", "-n", 50, "--temp", 0)
+    recording = record(tmp_path / "r.json", *arguments, *SPLITS[2], "-p", "The wolf", "--candidates", N_CANDIDATES)
+    assert [take.name for take in recording.takes] == ["tale.txt", "-p"]
+    assert all(
+        len(best) == N_CANDIDATES for take in recording.takes for best in (*take.candidates, *take.after_rejection)
+    )
+    assert text_of(recording, 0) == output("generate", "-m", TARGET, "-t", 1, *arguments, *SPLITS[2])
+    assert recording.target.name == "tales-target.gguf"
+    assert recording.draft.fingerprint == ModelFile.open(DRAFT).fingerprint
+    assert recording.sampling["temp"] == 0
+    for take in recording.takes:
+        found = trace(take.prompt, take.text)
+        for a, b in ((take.candidates, found.candidates), (take.after_rejection, found.after_rejection)):
+            for one, other in zip(a, b, strict=True):
+                assert_alike(one, other)
+
+
+def test_records_under_mpirun(tmp_path: Path) -> None:
+    done = mpirun(2, "record", *PAIR, "-p", "The wolf", "-n", 20, "--temp", 0, "-o", tmp_path / "r.json")
+    assert done.returncode == 0, done.stderr
+    assert len(read(tmp_path / "r.json").takes[0].text) == 20
+
+
+def test_a_drawn_seed_is_noted_and_is_that_of_all_prompts(tmp_path: Path) -> None:
+    same = ("-f", "prompts/tale.txt", "-f", "prompts/tale.txt", "-n", 20)
+    first = record(tmp_path / "1.json", *same)
+    assert first.seed >= 0
+    assert first.takes[0] == first.takes[1]
+    again = record(tmp_path / "2.json", *same, "-s", first.seed)
+    assert again == first
+
+
+def fails(*arguments: object, words: tuple[str, ...]) -> None:
+    done = in_process.ggpipe_on_threads("record", *arguments)
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    line, *more = done.stderr.strip().splitlines()
+    assert not more, done.stderr
+    assert line.startswith("ggpipe: error: ")
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("arch", "words"), [("llama-tied", ("-md/--model-draft does not fit -m/--model",)), ("mamba", ("-md",))]
+)
+def test_a_wrong_draft(n: int, arch: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    draft = make(arch, tmp_path / "draft.gguf")
+    fails("-m", TARGET, "-md", draft, "-p", "x", "-o", tmp_path / "r.json", *SPLITS[n], words=words)
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_pair_that_cannot_roll_back(tmp_path: Path) -> None:
+    model = make("mamba", tmp_path / "mamba.gguf")
+    words = ("-m/--model cannot roll back",)
+    fails("-m", model, "-md", model, "-p", "x", "-o", tmp_path / "r.json", words=words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("-m", TARGET, "-p", "x"), ("name one with -md",)),
+        (PAIR, ("give one prompt",)),
+        ((*PAIR, "-p", "x", "--candidates", "1"), ("--candidates must be a number from 2 to 100, got 1",)),
+        ((*PAIR, "-p", "x", "-n", "0"), ("-n", "1 or more")),
+        ((*PAIR, "-p", "x", "--mpi-layer-split", "0.5,0.5/1.0"), ("leave out the /",)),
+        ((*PAIR, "-p", "x", "-f", "nowhere.txt"), ("nowhere.txt",)),
+        ((*PAIR, "-p", "x", "-o", "/nowhere/r.json"), ("/nowhere/r.json",)),
+    ],
+)
+def test_bad_arguments(arguments: tuple[object, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    fails("-o", tmp_path / "r.json", *arguments, words=words)
+
+
+# The files
+
+
+def test_the_bundled_recording_is_of_the_bundled_pair() -> None:
+    recording = read(BUNDLED)
+    assert recording.target.fingerprint == ModelFile.open(TARGET).fingerprint
+    assert recording.draft.fingerprint == ModelFile.open(DRAFT).fingerprint
+    assert [len(take.text) for take in recording.takes] == [256] * 3
+    assert 0.6 < recording.agreement < 0.8
+    vocab = Vocab(ModelFile.open(TARGET), ModelConfig(path=TARGET))
+    tale = (ROOT / "prompts" / "tale.txt").read_text().removesuffix("\n")
+    assert recording.takes[0].prompt == vocab.tokenize(tale)
+    vocab.close()
+    for take in recording.takes:
+        found = trace(take.prompt, take.text, n=8, fast_attention=False)  # as it was recorded
+        for a, b in ((take.candidates, found.candidates), (take.after_rejection, found.after_rejection)):
+            for one, other in zip(a, b, strict=True):
+                assert_alike(one, other)
+
+
+def test_requests_play_it_back() -> None:
+    recording = read(BUNDLED)
+    for take, request in zip(recording.takes, requests_of(recording, 600), strict=True):
+        assert request.prompt == take.prompt
+        assert request.text[:256] == request.text[256:512] == take.text
+        assert request.candidates(5, False) == take.candidates[5]
+        assert request.candidates(5, True) == take.after_rejection[4]
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    recording = read(BUNDLED)
+    other = dataclasses.replace(recording, seed=5, takes=recording.takes[:1])
+    (tmp_path / "r.json").write_text(dump(other))
+    assert read(tmp_path / "r.json") == other
+
+
+def broken(**changes: Any) -> str:
+    """A good recording with some fields of its first prompt changed, or of its top where it has such a field."""
+    content = json.loads(BUNDLED.read_text())
+    content["prompts"] = [{name: part[:3] for name, part in content["prompts"][0].items()}]
+    for name, value in changes.items():
+        (content if name in content else content["prompts"][0])[name] = value
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[1, 2]", "its format is not"),
+        ('{"format": "another"}', "its format is not"),
+        ('{"format": "ggpipe recording", "version": 1}', "target is missing"),
+        (broken(version=2), "version 2"),
+        (broken(target="x"), "target must be a table, got 'x'"),
+        (broken(target={"name": 3, "fingerprint": ""}), "target.name must be a text in quotes, got 3"),
+        (broken(seed=[]), "seed must be a whole number, got []"),
+        (broken(prompts=[]), "prompts must"),
+        (broken(prompts={"a": 1}), "prompts must be a list of tables that is not empty, got a table"),
+        (broken(text=[1, 2]), "differ in length"),
+        (broken(text=[1, 2, -3]), "prompts[0].text[2] must be a whole number from 0 to 2.14748e+09, got -3"),
+        (broken(text=[1, 2, True]), "prompts[0].text[2] must be a whole number"),
+        (broken(text=[1, 2, 10**400]), ""),
+        (broken(prompt=[]), "prompts[0].prompt must"),
+        (broken(candidates=[[1, 0.5], [], [1, 0.5]]), "candidates[1] must be a list of numbers from"),
+        (broken(candidates=[[1, 0.5], [1, 0.2, 2, 0.5], [1, 0.5]]), "candidates are"),
+        (broken(candidates=[[1, 0.5], [1, 0.5, 1, 0.2], [1, 0.5]]), "candidates are"),
+        (broken(candidates=[[1, 0.5], [1, 0.5, 2], [1, 0.5]]), "candidates are"),
+        (broken(astray=[[1, 0.5], [1, float("nan")], [1, 0.5]]), "no JSON"),
+        (broken(astray=[[1, 0.5], [1, 10**400], [1, 0.5]]), "astray[1][1]"),
+        (broken(astray=[[1, 1.5], [1, 0.5], [1, 0.5]]), "candidates are"),
+        (broken(astray=[[1.5, 0.5], [1, 0.5], [1, 0.5]]), "candidates are"),
+        (broken(astray=[[-1, 0.5], [1, 0.5], [1, 0.5]]), "got -1"),
+        (broken(astray=[[1, "x"], [1, 0.5], [1, 0.5]]), "astray[0][1] must be a number from 0"),
+    ],
+)
+def test_bad_files(content: str, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"^.*bad\.json is no usable recording: .*; make one with ggpipe record$") as e:
+        read(path)
+    assert word in str(e.value)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (path := tmp_path / "bad.json").write_bytes(b'{"format": "\xff"}')
+    with pytest.raises(UsageError, match="it is no JSON"):
+        read(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(UsageError, match="cannot read the recording"):
+            read(path)

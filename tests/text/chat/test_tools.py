@@ -1,0 +1,201 @@
+"""Calls of tools are found wherever the text is cut, in the forms of all families; what does not parse stays text."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggpipe.core.prompt import ToolChoice
+from ggpipe.errors import BodyError
+from ggpipe.text.chat.answer import AnswerFormat, AnswerParser, WholeAnswer, answer_format
+from ggpipe.text.chat.reasoning import reasoning_format
+from ggpipe.text.chat.tools.choice import tool_choice
+from ggpipe.text.chat.tools.events import Arguments, CallBegun, CallEnded, Event, joined
+from ggpipe.text.chat.tools.forms import Form, form_of
+from ggpipe.text.chat.tools.grammar import grammar_of_calls
+from ggpipe.text.grammar import gbnf
+
+TEMPLATES = Path(__file__).with_name("templates")
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["days"],
+        },
+    },
+}
+WAIT = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}}
+TOOLS = (LOOK, WAIT)
+HALL = {"place": 'the "hall"\n{é}', "days": 3}
+IN_JSON = json.dumps(HALL, ensure_ascii=False)
+
+
+def parsed(form: Form, *parts: str, tools: tuple[dict[str, Any], ...] = TOOLS) -> list[Event]:
+    parser = AnswerParser(AnswerFormat(reasoning=reasoning_format("", ""), form=form, tools=tools), "key")
+    events: list[Event] = []
+    for part in parts:
+        events += parser.feed(part)
+    return joined([*events, *parser.finish()])
+
+
+def summary(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
+    answer = WholeAnswer(events)
+    return answer.text, [(call.name, call.arguments) for call in answer.calls]
+
+
+XML = "<tool_call>\n<function=look>\n<parameter=place>\nthe \"hall\"\n{é}\n</parameter>\n<parameter=days>\n3\n" \
+    "</parameter>\n</function>\n</tool_call>"  # fmt: skip
+CALLED = ("look", IN_JSON)
+DEEP = f'<tool_call>{{"name": "look", "arguments": "{"[" * 2000}"}}</tool_call>'
+CASES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
+    (Form.HERMES, f'<tool_call>\n{{"name": "look", "arguments": {IN_JSON}}}\n</tool_call>', "", [CALLED]),
+    (Form.HERMES, f'Yes.\n\n<tool_call>{{"arguments":{IN_JSON},"name":"look"}}</tool_call>\n\n', "Yes.", [CALLED]),
+    (Form.HERMES, '<tool_call>{"name": "wait", "arguments": {}}</tool_call> <tool_call>\n{"name": "wait"}</tool_call>',
+     "", [("wait", "{}")] * 2),
+    (Form.HERMES, '<tool_call>{"name": "look", "arguments": "{\\"days\\": 1}"}</tool_call>', "",
+     [("look", '{"days": 1}')]),
+    (Form.HERMES, DEEP, DEEP, []),
+    (Form.HERMES, '<tool_call>{"name": "look", "arguments": {"place": "a\nb"}}', "", [("look", '{"place": "a\\nb"}')]),
+    (Form.HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>', "", [("other", "{}")]),
+    (Form.HERMES, "I would write <tool_call> but not now", "I would write <tool_call> but not now", []),
+    (Form.HERMES, '<tool_call>{"name": 1}</tool_call> ', '<tool_call>{"name": 1}</tool_call> ', []),
+    (Form.HERMES, "<tool_call>x <tool_call>" '{"name": "wait"}', "<tool_call>x", [("wait", "{}")]),
+    (Form.HERMES, '<tool_call>{"name": "look", "arguments": {"days": 1', "", [("look", '{"days": ')]),
+    (Form.HERMES, '{"name": "look", "arguments": {"days": 1}}', '{"name": "look", "arguments": {"days": 1}}', []),
+    (Form.QWEN_XML, XML, "", [CALLED]),
+    (Form.QWEN_XML, "Now.\n<function=wait>\n</function>", "Now.", [("wait", "{}")]),
+    (Form.QWEN_XML, '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>', "", [("wait", "{}")]),
+    (Form.MISTRAL, f'[TOOL_CALLS] [{{"name": "look", "arguments": {IN_JSON}, "id": "abcdefghi"}}]', "", [CALLED]),
+    (Form.MISTRAL, '[TOOL_CALLS][{"name": "wait", "arguments": {}}, {"name": "wait", "arguments": null}]', "",
+     [("wait", "{}")] * 2),
+    (Form.MISTRAL, '[TOOL_CALLS][{"name": "wait"}, {"nam', ', {"nam', [("wait", "{}")]),
+    (Form.MISTRAL_ARGS, f"Yes.[TOOL_CALLS]look[ARGS]{IN_JSON}[TOOL_CALLS]wait[CALL_ID]abcdefghi[ARGS]{{}}", "Yes.",
+     [CALLED, ("wait", "{}")]),
+    (Form.GRANITE, '<|tool_call|>[{"arguments":{},"name":"wait"}]', "", [("wait", "{}")]),
+    (Form.LLAMA, f'{{"name": "look", "parameters": {IN_JSON}}}', "", [CALLED]),
+    (Form.LLAMA, '<|python_tag|>{"name": "look", "parameters": {}}; {"name": "wait", "parameters": {}}', "",
+     [("look", "{}"), ("wait", "{}")]),
+    (Form.LLAMA, '{"name": "king", "parameters": {}}', '{"name": "king", "parameters": {}}', []),
+    (Form.LLAMA, '{"name": "look"}', '{"name": "look"}', []),
+    (Form.LLAMA, "  The answer is {}", "  The answer is {}", []),
+    (Form.JSON, f'{{"name": "look", "arguments": {IN_JSON}}}\n{{"name": "wait", "arguments": {{}}}}', "",
+     [CALLED, ("wait", "{}")]),
+    (Form.JSON, '[{"name": "wait", "arguments": {}}] ', "", [("wait", "{}")]),
+    (Form.JSON, '{"seen": ["a king"]}', '{"seen": ["a king"]}', []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES, ids=range(len(CASES)))
+def test_calls_and_text(form: Form, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert summary(parsed(form, text)) == (content, calls)
+    assert parsed(form, *text) == parsed(form, text)
+    thought = "<think>hm <tool_call></think>\n\n"
+    answer = WholeAnswer(parsed(form, thought + text))
+    assert (answer.reasoning, len(answer.calls)) == ("hm <tool_call>", len(calls))
+    assert summary(parsed(form, text, tools=())) == (text, [])
+
+
+WORDS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", "<function=look>",
+     "</function>", "<parameter=days>", "</parameter>", '{"name": "look", ', '"arguments": ', '"parameters": ', IN_JSON,
+     '"name": "wait"', "{", "}", "[", "]", ",", ";", '"', "\\", "\\u00e9", "look", "wait", " ", "\n", "<", "</tool",
+     "a b", "3.5e", "null", "<think>", "</think>", '{"name": "wait", "arguments": {}}']
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(list(Form)),
+    st.lists(WORDS | st.sampled_from([text for _, text, _, _ in CASES]), max_size=12).map("".join),
+    st.lists(st.integers(0, 500), max_size=8),
+)
+def test_where_the_text_is_cut_changes_nothing(form: Form, text: str, cuts: list[int]) -> None:
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    events = parsed(form, text)
+    assert parsed(form, *(text[a:b] for a, b in pairwise(places))) == events
+    begun = [event.index for event in events if isinstance(event, CallBegun)]
+    assert begun == [event.index for event in events if isinstance(event, CallEnded)] == list(range(len(begun)))
+    ids = [event.id for event in events if isinstance(event, CallBegun)]
+    assert len(set(ids)) == len(ids)
+
+
+@given(st.sampled_from(list(Form)), st.text())
+def test_texts_without_calls_stay(form: Form, text: str) -> None:
+    if not text.lstrip().startswith("<think>"):
+        assert summary(parsed(form, text)) == (text, [])
+
+
+def test_arguments_come_in_parts() -> None:
+    parser = AnswerParser(AnswerFormat(reasoning=reasoning_format("", ""), form=Form.HERMES, tools=TOOLS), "key")
+    assert parser.feed('<tool_call>{"name": "look", "argu') == []
+    begun, opened = parser.feed('ments": {')
+    assert isinstance(begun, CallBegun)
+    assert [opened, *parser.feed('"place": "the ')] == [Arguments(0, "{"), Arguments(0, '"place": "the ')]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("qwen3", Form.HERMES), ("qwen3coder", Form.QWEN_XML), ("mistral", Form.MISTRAL),
+     ("mistral-args", Form.MISTRAL_ARGS), ("granite", Form.GRANITE), ("llama3", Form.LLAMA), ("chatml", Form.JSON),
+     ("gemma", Form.JSON)],
+)  # fmt: skip
+def test_the_forms_of_templates(name: str, form: Form) -> None:
+    assert form_of((TEMPLATES / f"{name}.jinja").read_text()) is form
+
+
+def test_special_tokens_that_are_marks_have_a_text() -> None:
+    special = {"[TOOL_CALLS]": 5, "[ARGS]": 6, "[INST]": 7}
+    found = answer_format("[TOOL_CALLS][ARGS]", "", special, TOOLS)
+    assert found.token_texts == {5: "[TOOL_CALLS]", 6: "[ARGS]"}
+    assert answer_format("[TOOL_CALLS][ARGS]", "", special).token_texts == {}
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("choice", [ToolChoice(), ToolChoice(must_call=True), ToolChoice(must_call=True, name="wait")])
+def test_grammars_are_whole(form: Form, choice: ToolChoice) -> None:
+    for reasoning in (reasoning_format("", ""), reasoning_format("<think>", ""), reasoning_format("", "<think>\n")):
+        grammar = grammar_of_calls(form, reasoning, TOOLS, choice)
+        assert bool(grammar) is (choice.must_call or form not in (Form.LLAMA, Form.JSON))
+        if grammar:
+            gbnf.check(grammar)
+
+
+def test_schemas_that_no_grammar_follows() -> None:
+    odd = {"name": "odd", "parameters": {"type": "object", "properties": {"a": {"type": "string", "format": "uri"}}}}
+    must, plain = ToolChoice(must_call=True), reasoning_format("", "")
+    for form in Form:
+        gbnf.check(grammar_of_calls(form, plain, [{"type": "function", "function": odd}], must))
+    strict = {"type": "function", "function": {**odd, "strict": True}}
+    with pytest.raises(BodyError, match=r"tools\[0\]\.function\.parameters"):
+        grammar_of_calls(Form.HERMES, plain, [strict], must)
+
+
+def test_what_may_be_chosen() -> None:
+    assert tool_choice(TOOLS, "none") == ((), ToolChoice())
+    assert tool_choice(TOOLS, "auto", False)[1] == ToolChoice(parallel=False)
+    named = {"type": "function", "function": {"name": "wait"}}
+    assert tool_choice(TOOLS, named)[1] == ToolChoice(must_call=True, name="wait", parallel=False)
+    assert tool_choice(TOOLS, tool_choice(TOOLS, named)[1].to_openai())[1].name == "wait"
+    for allowed in (
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "wait"}]},  # responses'
+    ):
+        left, wanted = tool_choice(TOOLS, allowed)
+        assert ([tool["function"]["name"] for tool in left], wanted) == (["wait"], ToolChoice(must_call=True))
+    for tools, choice, field in (
+        (TOOLS, {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "go"}]}, "tool_choice"),
+        (TOOLS, {"type": "allowed_tools", "mode": "any", "tools": [named]}, "tool_choice"),
+        (TOOLS, "any", "tool_choice"), (TOOLS, {"type": "function", "function": {"name": "go"}}, "tool_choice"),
+        ((), "required", "tool_choice"), ([{"type": "f"}], None, r"tools\[0\]"),
+        ([{"type": "function", "function": {"name": "a b"}}], None, r"tools\[0\]\.function\.name"),
+    ):  # fmt: skip
+        with pytest.raises(BodyError, match=f"`{field}`"):
+            tool_choice(tools, choice)
