@@ -18,7 +18,7 @@ from ggpipe.core.messages import Restored
 from ggpipe.core.request import Limits
 from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import Received
-from ggpipe.engine.drafting.drafters import Drafters
+from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.head import Head, LoadedHead
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import Loaded, Loading, Outcome, Passed, StageThread

@@ -14,7 +14,7 @@ from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord
 from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import ControlChannel, Received
-from ggpipe.engine.drafting.draft_head import DraftHead
+from ggpipe.engine.drafters import DraftHead
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import (
     Broke,

@@ -11,7 +11,7 @@ from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.worker import Worker
 from ggpipe.errors import RunError
 from ggpipe.transport.base import HEAD, Transport
-from ggpipe.transport.joined import JoinedTransport
+from ggpipe.transport.local import JoinedTransport
 
 
 class InnerDraft:
