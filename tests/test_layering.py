@@ -219,7 +219,7 @@ def test_the_list_of_loaded_modules_would_show_them() -> None:
 def test_one_libllama_and_one_ggml_in_a_process() -> None:
     """The wheel holds its libraries under several names, as different files: two would mean two of all state."""
     script = (
-        "import ggpipe.llama.stage, ggpipe.llama.vocab, ggpipe.llama.sampler, ggpipe.engine.handshake\n"
+        "import ggpipe.llama.stage, ggpipe.llama.vocab, ggpipe.llama.sampler, ggpipe.engine.wiring\n"
         "from ggpipe.llama.libllama import native\n"
         "native.ggml_version()\n"
         "print(open('/proc/self/maps').read())"

@@ -14,8 +14,8 @@ from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.messages import Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
 from ggpipe.engine.control_channel import ControlChannel, Received
-from ggpipe.engine.drafting.drafters import Drafters
-from ggpipe.engine.drafting.inner_draft import InnerDraft
+from ggpipe.engine.drafters import Drafters
+from ggpipe.engine.inner_draft import InnerDraft
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import Broke, Ended, Fetched, Notice, Passed, Saved
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated

@@ -16,9 +16,9 @@ from ggpipe.core.kv.radix_tree import agreeing
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.core.messages import Restored
 from ggpipe.core.request import Limits
-from ggpipe.engine import handshake
+from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import Received
-from ggpipe.engine.drafting.drafters import Drafters
+from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.head import Head, LoadedHead
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import Loaded, Loading, Outcome, Passed, StageThread
@@ -128,7 +128,7 @@ class _Agreed:
 def _agree(head: Head) -> _Agreed:
     config, transport = head.config, head.transport
     model_file = ModelFile.open(config.model.path)
-    prompt_cache = handshake.prompt_cache(config, transport)
+    prompt_cache = wiring.prompt_cache(config, transport)
     others = head.channel.gather(Hello, range(1, transport.size), head.next, lambda _: _go_on(head))
     hellos = [handshake.hello(transport, model_file, TARGET), *others.values()]
     warnings = handshake.compare(hellos)
@@ -176,13 +176,13 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
                 inbox.wake()  # from now on an answer may come
 
         cache, stage = agreed.prompt_cache, layout.stage_of(HEAD)
-        group = handshake.membership(head.config, transport, stage.ranks)
-        files = handshake.prefix_files(head.config, transport, TARGET)
-        load = handshake.stage_loader(
+        group = wiring.membership(head.config, transport, stage.ranks)
+        files = wiring.prefix_files(head.config, transport, TARGET)
+        load = wiring.stage_loader(
             head.config, transport, agreed.model_file, stage.layers, TARGET, (cache, files), group, agreed.warmup
         )
         send = deliver_here if transport.sends_from_any_thread else inbox.put
-        poll_s = handshake.poll_s(head.config)
+        poll_s = wiring.poll_s(head.config)
         thread = StageThread(
             HEAD, load, inbox.put, send, poll_s=poll_s, prompt_cache=cache, group=group, prefix_files=files
         )  # fmt: skip
@@ -288,7 +288,7 @@ class _Progress:
         match event:
             case Loaded(stage, load_s, restored):
                 own = ranks[HEAD]
-                own.load_s, own.threads = load_s, handshake.threads_of(self._head.config, self._head.transport, TARGET)
+                own.load_s, own.threads = load_s, wiring.threads_of(self._head.config, self._head.transport, TARGET)
                 self._restored[HEAD] = restored
                 self._loaded(HEAD, stage.cut, _context(stage))
             case Loading(done_bytes, total_bytes):

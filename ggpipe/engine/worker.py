@@ -12,9 +12,9 @@ from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord
-from ggpipe.engine import handshake
+from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import ControlChannel, Received
-from ggpipe.engine.drafting.draft_head import DraftHead
+from ggpipe.engine.drafters import DraftHead
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import (
     Broke,
@@ -72,8 +72,8 @@ class Worker:
         """Returns the exit code that the head gave."""
         try:
             model_file = ModelFile.open(self._config.part_of(self._model).model.path)
-            self._prompt_cache = handshake.prompt_cache(self._config, self._transport)
-            self._prefix_files = handshake.prefix_files(self._config, self._transport, self._model)
+            self._prompt_cache = wiring.prompt_cache(self._config, self._transport)
+            self._prefix_files = wiring.prefix_files(self._config, self._transport, self._model)
             self._channel.send(HEAD, handshake.hello(self._transport, model_file, self._model))
             match self._channel.receive().message:
                 case Quit(exit_code):
@@ -101,8 +101,8 @@ class Worker:
 
         def start(deliver: Callable[[Outcome], None]) -> StageThread:
             stage = layout.stage_of(rank)
-            group = handshake.membership(self._config, self._transport, stage.ranks)
-            load = handshake.stage_loader(
+            group = wiring.membership(self._config, self._transport, stage.ranks)
+            load = wiring.stage_loader(
                 self._config,
                 self._transport,
                 model_file,
@@ -114,7 +114,7 @@ class Worker:
             )
             deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
             pump = self._inbox.pump if self._transport.must_poll and not leads else None
-            poll_s = handshake.poll_s(self._config)
+            poll_s = wiring.poll_s(self._config)
             thread = StageThread(
                 self._process_rank,
                 load,
@@ -190,7 +190,7 @@ class Worker:
         stage = loaded.stage
         return StageLoaded(
             load_s=loaded.load_s,
-            threads=handshake.threads_of(self._config, self._transport, self._model),
+            threads=wiring.threads_of(self._config, self._transport, self._model),
             resident_bytes=machine.resident_bytes(),
             wanted=dict(stage.cut.wanted),
             produced=dict(stage.cut.produced),

@@ -16,7 +16,7 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
 from ggpipe.config.engine import TARGET, ContextConfig, EngineConfig
 from ggpipe.core.layout import Layout, layer_range, shares_text
-from ggpipe.engine import handshake
+from ggpipe.engine import wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.process import run_alike
 from ggpipe.errors import IndivisibleModelError, RunError
@@ -131,10 +131,10 @@ def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
         host=transport.host,
         target=ModelFile.open(config.model.path).fingerprint,
         draft=ModelFile.open(draft.model.path).fingerprint if draft is not None else None,
-        threads=handshake.threads_of(config, transport, TARGET),
+        threads=wiring.threads_of(config, transport, TARGET),
         ranks_on_host=transport.ranks_on_host,
         cpu=machine.cpu_name(),
-        cores=handshake.machine_cores(transport),
+        cores=wiring.machine_cores(transport),
         cpu_features=tuple(machine.cpu_features()),
         ggpipe=__version__,
         libllama=machine.libllama_version(),

@@ -17,7 +17,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.engine import handshake
+from ggpipe.engine import wiring
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import tune
 from ggpipe.errors import UsageError
@@ -236,7 +236,7 @@ def why_not_single(config: EngineConfig, engine: EngineClient, free_bytes: int |
     `engine`: the one with all ranks, loaded. `free_bytes`: available memory; None: as the machine has it.
     """
     target = [rank for rank in engine.ranks if not rank.draft]
-    if len(target) == 1 and target[0].threads == handshake.threads_of(config, LocalWorld(1).transports[0], TARGET):
+    if len(target) == 1 and target[0].threads == wiring.threads_of(config, LocalWorld(1).transports[0], TARGET):
         return "one rank holds the whole model anyway"
     context = config.context
     shape = shape_of(ModelFile.open(config.model.path), context.cache_type_k, context.cache_type_v)

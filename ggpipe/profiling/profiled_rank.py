@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ggpipe.cluster.profile import ModelFacts, Part, Point
 from ggpipe.config.engine import FIRST_DRAFT, TARGET, EngineConfig
-from ggpipe.engine import handshake
+from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.stage_thread import Notice
 from ggpipe.errors import IndivisibleModelError, MpiError, RunError
@@ -84,8 +84,8 @@ class ProfiledRank:
         return ProfileHello(
             target=handshake.hello(transport, self._file, TARGET),
             draft=handshake.hello(transport, draft_file, FIRST_DRAFT) if draft_file is not None else None,
-            cores=handshake.machine_cores(transport),
-            threads=handshake.threads_of(self.config, transport, TARGET),
+            cores=wiring.machine_cores(transport),
+            threads=wiring.threads_of(self.config, transport, TARGET),
             memory_bytes=machine.available_bytes(),
             cache_bytes=machine.cache_bytes(),
         )
@@ -150,7 +150,7 @@ class ProfiledRank:
         return Part(layers, facts.weight_bytes(layers), points, short.more_for_change_s)
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:
-        single, _ = handshake.threads_of(self.config, self._channel.transport, TARGET)
+        single, _ = wiring.threads_of(self.config, self._channel.transport, TARGET)
         speed = memory_speed(single, min(budget_s * _MEMORY, _MEMORY_S))
         transport = self._channel.transport
         if transport.hosts.index(transport.host) == transport.rank:
@@ -249,6 +249,6 @@ class ProfiledRank:
         trained = model_file.metadata.get(f"{model_file.architecture}.context_length", _N_CTX)
         limits = [n for n in (_N_CTX, context.n_ctx, trained) if isinstance(n, int) and n > 0]
         config = replace(config, context=replace(context, n_ctx=min(limits)))
-        load = handshake.stage_loader(config, self._channel.transport, model_file, layers, TARGET)
-        self._timed = TimedStage(self._channel, load, facts.n_vocab, handshake.poll_s(config))
+        load = wiring.stage_loader(config, self._channel.transport, model_file, layers, TARGET)
+        self._timed = TimedStage(self._channel, load, facts.n_vocab, wiring.poll_s(config))
         return self._timed

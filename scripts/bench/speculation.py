@@ -36,7 +36,7 @@ from ggpipe.config.engine import (
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import Row, RowLogits, Run
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.engine import handshake
+from ggpipe.engine import wiring
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
@@ -104,7 +104,7 @@ def sleep_instead(agreement: float) -> None:
         seconds, agrees = (0.008, agreement) if draft else (0.08, 1.0)
         return lambda _progress: SleepingStage(file.n_layer, layers, seconds, agrees)
 
-    handshake.stage_loader = loader  # type: ignore[assignment]
+    wiring.stage_loader = loader  # type: ignore[assignment]
 
 
 def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:

@@ -88,7 +88,7 @@ import os, sys, threading
 from pathlib import Path
 from ggpipe.config.engine import TARGET, EngineConfig, ModelConfig
 from ggpipe.launch import sockets
-from ggpipe.engine import handshake
+from ggpipe.engine import wiring
 from ggpipe.engine.process import run_alike
 
 sockets.SYSFS = Path(sys.argv[2])
@@ -97,7 +97,7 @@ config = EngineConfig(ModelConfig(path=Path(sys.argv[1])))
 def work(transport, attend, say):
     tasks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
     cpus = set().union(*tasks)
-    threads, n_cores = handshake.threads_of(config, transport, TARGET), handshake.machine_cores(transport)
+    threads, n_cores = wiring.threads_of(config, transport, TARGET), wiring.machine_cores(transport)
     return transport.rank, sorted(cpus), threads, n_cores
 
 print(run_alike(config, work))

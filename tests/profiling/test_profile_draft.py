@@ -22,7 +22,7 @@ from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import ModelFacts, Part, Point, Profile, as_text, read, write
 from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig
 from ggpipe.core.layout import lay_out
-from ggpipe.engine import handshake
+from ggpipe.engine import wiring
 from ggpipe.errors import UsageError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
@@ -201,14 +201,14 @@ def check_draft(profile: Profile, draft: Path) -> None:
 def test_the_draft_is_measured_whole_before_the_target(
     pair: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, stage_loader = [], handshake.stage_loader
+    loaded, stage_loader = [], wiring.stage_loader
 
     def seen(config: EngineConfig, transport: Any, file: ModelFile, layers: tuple[int, int], model: int) -> Any:
-        threads = handshake.threads_of(config, transport, model)
+        threads = wiring.threads_of(config, transport, model)
         loaded.append((config.model.path, layers, threads, config.context.exact))
         return stage_loader(config, transport, file, layers, model)
 
-    monkeypatch.setattr(handshake, "stage_loader", seen)
+    monkeypatch.setattr(wiring, "stage_loader", seen)
     profile, _ = measure([pair], (2, 6), budget_s=20)  # as many runs as ever
     assert profile is not None
     check(profile, pair.model.path, (2, 6))

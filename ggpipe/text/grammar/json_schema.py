@@ -15,8 +15,7 @@ from typing import Any
 
 from ggpipe.errors import UsageError
 from ggpipe.text.grammar.gbnf import ROOT
-from ggpipe.text.grammar.json_text import RULES, literal, other_strings, rules_named_in, times
-from ggpipe.text.grammar.number_range import digits_between
+from ggpipe.text.grammar.json_text import RULES, digits_between, literal, other_strings, rules_named_in, times
 from ggpipe.text.grammar.pattern import PatternError, pattern_rule
 
 _MOST_REPEATED = 2000

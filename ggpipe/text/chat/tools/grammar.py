@@ -11,8 +11,7 @@ from ggpipe.text.chat.reasoning import ReasoningFormat
 from ggpipe.text.chat.tools.forms import LAYOUTS, Form, Layout
 from ggpipe.text.grammar.gbnf import ROOT
 from ggpipe.text.grammar.json_schema import rules_of
-from ggpipe.text.grammar.json_text import quoted
-from ggpipe.text.grammar.until import until
+from ggpipe.text.grammar.json_text import class_character, quoted
 
 
 def grammar_of_calls(
@@ -43,7 +42,7 @@ def grammar_of_calls(
     if choice.must_call:
         rules["answer"] = f"{mark} calls"
     else:
-        rules |= until(layout.mark, "answer", "calls", may_end=True)
+        rules |= _until(layout.mark, "answer", "calls", may_end=True)
     root = _with_reasoning(reasoning, rules)
     return "\n".join((f"{ROOT} ::= {root}", *(f"{name} ::= {rule}" for name, rule in rules.items()), ""))
 
@@ -54,7 +53,7 @@ def _with_reasoning(marks: ReasoningFormat, rules: dict[str, str]) -> str:
         return "answer"
     answers = " | ".join(quoted(mark) for mark in marks.answers)
     rules["gap"] = f"[ \\t\\r\\n]* {f'( {answers} )? ' if answers else ''}answer"
-    rules |= until(marks.ends[0], "thought", "gap", may_end=False)
+    rules |= _until(marks.ends[0], "thought", "gap", may_end=False)
     return "thought" if marks.is_open else f"{quoted(marks.begins[0])} thought | answer"
 
 
@@ -84,7 +83,7 @@ def _identity(layout: Layout) -> str:
 
 def _any_object(form: Form, rules: dict[str, str]) -> str:
     if form is Form.QWEN_XML:
-        rules |= until("\n</parameter>\n", "free", '""', may_end=False)
+        rules |= _until("\n</parameter>\n", "free", '""', may_end=False)
         return '( "<parameter=" [a-zA-Z0-9_.-]+ ">\\n" free )*'
     return _json({"type": "object"}, "any-", {}, rules)
 
@@ -108,9 +107,36 @@ def _tags(schema: Mapping[str, Any], prefix: str, rules: dict[str, str]) -> str:
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             rules[end] = f'( {" | ".join(map(quoted, values))} ) "\\n</parameter>\\n"'
         elif isinstance(own, Mapping) and own.get("type") == "string":
-            rules |= until("\n</parameter>\n", end, '""', may_end=False)
+            rules |= _until("\n</parameter>\n", end, '""', may_end=False)
         else:
             rules[end] = f'{_json(own, f"{end}-", schema, rules)} "\\n</parameter>\\n"'
         part = f"{quoted(f'<parameter={key}>' + chr(10))} {end}"
         parts.append(part if key in required else f"( {part} )?")
     return " ".join(parts) or '""'
+
+
+def _until(mark: str, name: str, then: str, may_end: bool) -> dict[str, str]:
+    """Rules for any text in which `mark` comes once, at its end, and `then` follows; the first rule has this name.
+    `may_end`: the text may as well end before the mark comes.
+
+    A rule for each number of the mark's characters that the text ends with (Knuth, Morris and Pratt's automaton).
+    """
+    rules = {}
+    for n in range(len(mark)):
+        ways: dict[int, str] = {}
+        for character in dict.fromkeys(mark):
+            behind = _n_begun(mark, mark[:n] + character)
+            if behind:
+                ways[behind] = ways.get(behind, "") + character
+        others = "".join(class_character(character) for character in "".join(ways.values()))
+        rule = [f"[^{others}] {name}"] if others else [f". {name}"]
+        for behind, characters in ways.items():
+            after = then if behind == len(mark) else f"{name}-{behind}"
+            rule += [f"{quoted(character)} {after}" for character in characters]
+        rules[f"{name}-{n}" if n else name] = " | ".join(rule) + (' | ""' if may_end else "")
+    return rules
+
+
+def _n_begun(mark: str, text: str) -> int:
+    """How many characters at the end of a text are the mark's beginning."""
+    return next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0)

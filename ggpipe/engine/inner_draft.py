@@ -6,12 +6,12 @@ import threading
 from dataclasses import replace
 
 from ggpipe.config.engine import FIRST_DRAFT, EngineConfig
-from ggpipe.engine import handshake
+from ggpipe.engine import wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.worker import Worker
 from ggpipe.errors import RunError
 from ggpipe.transport.base import HEAD, Transport
-from ggpipe.transport.joined import JoinedTransport
+from ggpipe.transport.local import JoinedTransport
 
 
 class InnerDraft:
@@ -20,7 +20,7 @@ class InnerDraft:
     def __init__(self, outer: Transport, config: EngineConfig) -> None:
         """`outer`: the head's transport. The draft model is the first one of `config` that has no ranks."""
         index = next(i for i, draft in enumerate(config.drafts) if not draft.shares)
-        single, batch = handshake.threads_of(config, outer, FIRST_DRAFT + index)
+        single, batch = wiring.threads_of(config, outer, FIRST_DRAFT + index)
         draft = replace(config.drafts[index], shares=(1.0,), threads=single, threads_batch=batch)
         self.config = replace(config, drafts=(*config.drafts[:index], draft, *config.drafts[index + 1 :]))
         """The head's config, with the draft rank."""

@@ -1,0 +1,102 @@
+"""An engine's drafters: how the head reaches them by their ids, and what drives one that is a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ggpipe.config.engine import SpeculationConfig
+from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.drafters import registry
+from ggpipe.core.drafters.base import Drafter, DraftEvent, Send
+from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
+from ggpipe.core.layout import Layout
+from ggpipe.core.messages import RunRecord, RunResult
+from ggpipe.engine.pipeline import Pipeline
+from ggpipe.transport import codec
+from ggpipe.transport.base import Kind, Transport
+
+
+class Drafters:
+    """Belongs to the main thread."""
+
+    def __init__(self, transport: Transport, n_models: int, started: Mapping[int, Layout], rolls_back: bool) -> None:
+        """`n_models`: draft models. `started`: those that draft, by their drafters' ids. `rolls_back`: the target can
+        take draft tokens back."""
+        self._transport = transport
+        self._n_models = n_models
+        self._models = dict(started)
+        self._rolls_back = rolls_back
+        self._in_head = {
+            drafter: registry.WITHOUT_MODEL[kind](drafter)
+            for drafter, kind in enumerate(registry.kinds(n_models))
+            if kind in registry.WITHOUT_MODEL
+        }
+
+    @property
+    def has_model(self) -> bool:
+        """There is a draft model that can roll back, as the target can."""
+        return bool(self._models) and self._rolls_back
+
+    def chosen(self, speculation: SpeculationConfig) -> tuple[int, ...]:
+        """The ids of those that draft for a request."""
+        if not self._rolls_back:
+            return ()
+        named = registry.chosen(speculation.drafters, self._n_models)
+        return tuple(drafter for drafter in named if drafter in self._in_head or drafter in self._models)
+
+    def n_ranks(self, drafter: int) -> int:
+        """Ranks that hold layers of this drafter's model."""
+        return 0 if drafter in self._in_head else len(self._models[drafter].stage_ranks)
+
+    def steer(self, drafter: int, message: Steering) -> list[MicroBatch]:
+        """Send a message to a drafter; returns what it answers at once."""
+        if drafter in self._in_head:
+            return self._in_head[drafter].answer(message)
+        self._transport.send(self._models[drafter].head, Kind.STEER, codec.steering_message(message))
+        return []
+
+
+class DraftHead:
+    """On the first draft rank, or inside the head's process. All methods belong to the main thread."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        drafter: Drafter,
+        send: Callable[[MicroBatch, Sequence[RunRecord]], None],
+    ) -> None:
+        """`send` brings draft tokens to the head, with the runs that ended since the last ones."""
+        self._pipeline = pipeline
+        self._drafter = drafter
+        self._send = send
+        self._records: list[RunRecord] = []
+
+    def ended(self, result: RunResult) -> None:
+        """A run came back."""
+        self.handle(RunEnded(result))
+
+    def handle(self, event: DraftEvent) -> None:
+        """Give the state machine an event, and perform its actions."""
+        for action in self._drafter.handle(event, time.monotonic()):
+            match action:
+                case Submit(run):
+                    self._pipeline.submit(run)
+                case Cancel(runs):
+                    self._pipeline.cancel(runs)
+                case RunDone(records):
+                    self._records += records
+                case Send(batch):
+                    self._send(batch, self._records)
+                    self._records = []
+
+    def wait_s(self) -> float | None:
+        """Seconds until `tick` is due; None when it is not."""
+        wake_at = self._drafter.wake_at
+        return None if wake_at is None else max(wake_at - time.monotonic(), 0.0)
+
+    def tick(self) -> None:
+        """To be called when `wait_s` has passed; does nothing too early."""
+        wake_at = self._drafter.wake_at
+        if wake_at is not None and time.monotonic() >= wake_at:
+            self.handle(Tick())
