@@ -13,7 +13,7 @@ from ggpipe.errors import SettingError, UsageError
 
 _CLIENT_LIMIT_S = 60.0
 _MOST_WAITING = 900  # fewer than wait for an engine at most
-_MORE_CONNECTIONS = 100
+_MORE_CONNECTIONS = 1000
 _ORIGIN = re.compile(r"\*|localhost|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+", re.IGNORECASE)
 _PREFIX = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 ALL_ORIGINS, LOCAL_ORIGINS = "*", "localhost"
@@ -112,7 +112,7 @@ class ServerConfig:
 
     @property
     def client_limit_s(self) -> float:
-        """How long a client may take for the head of a request, and to take a part of its answer."""
+        """How long a client may take none of its answer, and how long a connection stays without a request."""
         return min(self.timeout_s, _CLIENT_LIMIT_S)
 
     @property

@@ -82,7 +82,7 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     for method, endpoints in (("GET", gets), ("POST", posts)):
         routes += [Route(path, _answering(one), methods=[method], middleware=guard) for path, one in endpoints.items()]
     if config.static_path is not None:
-        routes.append(Mount("/", Folder(config.static_path, config.client_limit_s)))
+        routes.append(Mount("/", Folder(config.static_path)))
     elif config.webui:
         page = Page()
         routes += [Route(path, page.get, methods=["GET"]) for path in ("/", "/page/{name}")]

@@ -18,7 +18,6 @@ _TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
-    431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
@@ -32,7 +31,6 @@ _ANTHROPIC_TYPES = {
     408: "timeout_error",
     413: "request_too_large",
     415: "invalid_request_error",
-    431: "request_too_large",
     503: "overloaded_error",
 }
 _ANTHROPIC_PATH = "/v1/messages"
@@ -40,6 +38,11 @@ RETRY_AFTER_S = 5
 CLIENT_LEFT = 499
 """As nginx notes it; nobody reads this answer."""
 
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},  # the rest of the body is not waited for
+    503: {"Retry-After": str(RETRY_AFTER_S)},
+}
 _NAMES = {**BODY_NAMES, "n_ctx": "--ctx-size", "slot_save_path": "--slot-save-path"}
 """What clients read instead of a setting's name."""
 
@@ -68,9 +71,7 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> JsonResponse:
         """As an answer in the form of the API at `path`. One that may be taken later says when."""
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else None
-        if self.status == 401:
-            headers = {"WWW-Authenticate": "Bearer"}
+        headers = _HEADERS.get(self.status)
         body = self.anthropic_body if path.startswith(_ANTHROPIC_PATH) else self.body
         return JsonResponse(body, self.status, headers)
 

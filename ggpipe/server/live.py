@@ -12,16 +12,14 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from ggpipe.server.backend import Backend, Status
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
 from ggpipe.server.keys import user_of
+from ggpipe.server.replies.stream import EventStream
 from ggpipe.stats.activity import layer_texts
 from ggpipe.stats.occupancy import Occupancy
 from ggpipe.stats.records import percentile
@@ -32,8 +30,6 @@ _UNCHANGED_S = 5.0
 _RATE_S = 2.0
 """Tokens a second are those of so long a time."""
 _ITL_TOKENS = 32
-_SEND_S = 10.0
-"""A client that takes no event for so long is left."""
 MOST_WATCHERS, MOST_OF_ONE = 64, 8
 """Streams at a time, and those of one user."""
 
@@ -58,10 +54,9 @@ class Live:
         user = user_of(request)
         if self._watchers.total() >= MOST_WATCHERS or self._watchers[user] >= MOST_OF_ONE:
             raise ApiError(503, "too many watch already: close other pages of this server, or try again later")
-        return _Samples(
-            self._events(user), sep="\n", ping=3600, send_timeout=_SEND_S,
-            ping_message_factory=lambda: ServerSentEvent(comment="", sep="\n"),
-        )  # fmt: skip
+        if request.method == "HEAD":
+            return Response(media_type=EventStream.media_type)
+        return EventStream(self._events(user))
 
     async def _events(self, user: str) -> AsyncGenerator[bytes, None]:
         self._watchers[user] += 1
@@ -154,11 +149,3 @@ class Live:
         waits_s = [after - before for times in recent for before, after in itertools.pairwise(times)]
         self._itl_s = percentile(waits_s, 0.5) or self._itl_s
         return {"ttft_s": self._ttft_s, "itl_s": self._itl_s}
-
-
-class _Samples(EventSourceResponse):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            scope["state"]["abort"]()

@@ -9,10 +9,12 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import h11
 import uvicorn
 
 from ggpipe.api.engine_thread import EngineThread
@@ -23,7 +25,6 @@ from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server.app import application
 from ggpipe.server.backend import Backend
-from ggpipe.server.connections import protocol
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.receiving import Bodies
 from ggpipe.server.saved_slots import SavedSlots
@@ -65,6 +66,7 @@ def listen(config: ServerConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_UNSENT_BYTES)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1e3 * config.client_limit_s))
         listener.bind(address)
         listener.listen(1024)
     except OSError as e:
@@ -120,6 +122,25 @@ def _connections(wanted: int) -> tuple[int, int]:
     return min(wanted, share), min(_MOST_AT_A_TIME, share)
 
 
+class _Accepted(asyncio.Protocol):
+    """A connection that becomes one of HTTP, or is closed where it is one too many."""
+
+    def __init__(self, http: asyncio.Protocol, others: Collection[object], most: int) -> None:
+        self._http, self._others, self._most = http, others, most
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self._others) >= self._most:
+            transport.abort()
+            return
+        transport.set_protocol(self._http)
+        self._http.connection_made(transport)
+
+
+def limited(http: Callable[..., asyncio.Protocol], most: int) -> Callable[..., asyncio.Protocol]:
+    """Makes connections as `http` of uvicorn's settings does, but no more than so many."""
+    return lambda **of_server: _Accepted(http(**of_server), of_server["server_state"].connections, most)
+
+
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -150,7 +171,7 @@ async def _serve(
     n_connections, n_at_a_time = _connections(config.n_connections)
     settings = uvicorn.Config(
         application(server, serving.keys, _is_on_loopback(listener)),
-        http=protocol(n_connections, config.client_limit_s),
+        http="h11",
         backlog=n_at_a_time,
         ws="none",
         lifespan="off",
@@ -158,6 +179,7 @@ async def _serve(
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_keep_alive=math.ceil(config.client_limit_s),
         timeout_graceful_shutdown=_LAST_WORDS_S,
         ssl_keyfile=config.ssl_key_file,
         ssl_certfile=config.ssl_cert_file,
@@ -166,6 +188,7 @@ async def _serve(
         settings.load()
     except OSError as e:  # ssl.SSLError is one
         raise SettingError(f"`ssl_cert_file` {config.ssl_cert_file}: cannot use it: {e.strerror or e}") from e
+    settings.http_protocol_class = limited(settings.http_protocol_class, n_connections)  # type: ignore[assignment]
     http = _Uvicorn(settings)
     is_ending, is_cut_off = asyncio.Event(), asyncio.Event()
 
@@ -176,6 +199,7 @@ async def _serve(
         is_ending.set()
 
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_note_error)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, end)
     if signals is not None:
@@ -214,6 +238,12 @@ async def _serve(
     for task in (failing, loading):
         if not task.cancelled() and not is_ending.is_set():
             task.result()
+
+
+def _note_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Of a client that sends what is no HTTP while it is answered, uvicorn says that it is a bug."""
+    if not isinstance(context.get("exception"), h11.LocalProtocolError):
+        loop.default_exception_handler(context)
 
 
 async def _until(is_cut_off: asyncio.Event, work: Coroutine[None, None, None]) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import Message, Receive, Scope, Send
-
-_LOG = logging.getLogger("ggpipe.server")
+from starlette.types import Scope
 
 PAGE = Path(__file__).parent / "page"
 _TYPES = {
@@ -75,23 +70,8 @@ class Folder(StaticFiles):
     """A folder's files, at all paths that are no endpoint's. Nothing outside the folder is read, whatever links lead
     there. `index.html` stands for its folder."""
 
-    def __init__(self, folder: Path, limit_s: float) -> None:
-        """`limit_s`: how long a client may take for each 64 KiB."""
+    def __init__(self, folder: Path) -> None:
         super().__init__(directory=folder, html=True)
-        self._limit_s = limit_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def sending(message: Message) -> None:
-            try:
-                async with asyncio.timeout(self._limit_s):
-                    await send(message)
-            except TimeoutError:
-                _LOG.warning("a client did not take a file in %g s: the connection is closed", self._limit_s)
-                scope["state"]["abort"]()
-                raise ClientDisconnect from None
-
-        with contextlib.suppress(ClientDisconnect):
-            await super().__call__(scope, receive, sending)
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         try:

@@ -224,5 +224,5 @@ def test_a_file_that_is_not_taken(serving: Serving) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", serving.port))
         connection.sendall(b"GET /llm/large HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        serving.wait_for(lambda: any("did not take a file" in line for line in serving.lines))
+        serving.wait_for(lambda: any("GET /large 200" in line for line in serving.lines))
     assert not [line for line in serving.lines if "a bug" in line]

@@ -19,7 +19,6 @@ from support.in_process import ggpipe, ggpipe_on_threads
 from support.servers import server
 
 from ggpipe.server import process
-from ggpipe.server.connections import protocol
 
 PROMPT = "Once upon a time"
 
@@ -94,7 +93,7 @@ def test_connections_that_come_at_once_are_limited_too() -> None:
         await asyncio.Event().wait()
 
     async def open_in_the_end() -> int:
-        settings = uvicorn.Config(never_answers, http=protocol(most, 60), lifespan="off", log_config=None)
+        settings = uvicorn.Config(never_answers, http="h11", lifespan="off", log_config=None)
         settings.load()
         state = uvicorn.server.ServerState()
         listener = socket.create_server(("127.0.0.1", 0), backlog=n_clients)
@@ -102,7 +101,8 @@ def test_connections_that_come_at_once_are_limited_too() -> None:
         for client in clients:
             client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
         loop = asyncio.get_running_loop()
-        await loop.create_server(lambda: protocol(most, 60)(settings, state, {}), sock=listener)  # type: ignore[call-arg]
+        connect = process.limited(settings.http_protocol_class, most)
+        await loop.create_server(lambda: connect(config=settings, server_state=state, app_state={}), sock=listener)
         ended = [asyncio.create_task(end_of(client)) for client in clients]
         while len(state.tasks) < most or sum(one.done() for one in ended) < n_clients - most:
             await asyncio.sleep(0.01)

@@ -25,7 +25,7 @@ from ggpipe.server.log import note_texts
 from ggpipe.server.replies.named_events import MessagesReply, ResponsesReply
 from ggpipe.server.replies.native import NativeReply
 from ggpipe.server.replies.openai import ChatReply, CompletionReply, Reply
-from ggpipe.server.replies.stream import EventStream, whole
+from ggpipe.server.replies.stream import EventStream, whole, with_errors
 
 
 class Texts:
@@ -89,8 +89,8 @@ class Texts:
         if body.stream:
             config, own_s = self._server.config, body.sse_ping_interval
             ping_s = max(config.sse_ping_interval_s if own_s is None else own_s, 0.0)
-            events = reply.stream(generations, body)
-            return EventStream(backend, generations, events, reply.failure, ping_s, config.client_limit_s)
+            events = with_errors(reply.stream(generations, body), reply.failure)
+            return EventStream(events, ping_s, backend.answering(generations))
         await whole(request, backend, generations)
         return JsonResponse(await reply.whole(generations))
 

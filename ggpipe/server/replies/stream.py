@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from ggpipe.core.request import Token
 from ggpipe.server.backend import Backend, Generation
@@ -23,7 +22,6 @@ from ggpipe.server.replies.progress import Progress, prefill
 from ggpipe.text.chat.answer import AnswerParser
 from ggpipe.text.chat.tools.events import Event, Text, joined
 
-_LOG = logging.getLogger("ggpipe.server")
 _AHEAD = 16
 """Items that may wait of several texts, which are written faster than the client takes them."""
 
@@ -102,81 +100,59 @@ _PING = b":\n\n"
 """A comment, which clients skip."""
 
 
-class EventStream(Response):
-    """A stream of events about texts, which are cancelled when the client leaves, or does not take them in time.
+class EventStream(StreamingResponse):
+    """Events as they come, with comments where none do for long. It ends when the client leaves.
 
-    One timer for each stream serves both its pings and its time limit: a timer for each event would take longer than
-    all else that sends the event.
+    One timer serves all pings of a stream: a timer for each event would take longer than all else that sends the event.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        backend: Backend,
-        generations: Sequence[Generation],
         events: AsyncGenerator[bytes, None],
-        failure: Callable[[ApiError], bytes],
-        ping_s: float,
-        limit_s: float,
+        ping_s: float = 0.0,
+        while_sent: AbstractContextManager[None] | None = None,
     ) -> None:
-        """`failure`: the event of an error, which ends the stream. `ping_s`: a comment is sent so often where nothing
-        else is; 0: never. `limit_s`: how long the client may take for a part of it."""
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._backend = backend
-        self._generations = generations
-        self._events = _with_errors(events, failure)
-        self._ping_s = ping_s or math.inf
-        self._limit_s = limit_s
-        self._since = time.monotonic()
-        """When sending began or ended last."""
-        self._is_sending = False
-        self._turn = asyncio.Lock()
+        """`ping_s`: a comment is sent so often where nothing else is; 0: never. `while_sent`: entered for as long as
+        the stream is sent."""
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._events = events
+        self._ping_s = ping_s
+        self._while_sent = contextlib.nullcontext() if while_sent is None else while_sent
+        self._sent_s = 0.0
+        """When the last part was sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.answering(self._generations):
-            works = (self._write(send), _left(receive), self._watch(scope, send))
-            tasks = [asyncio.create_task(work) for work in works]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        with self._while_sent:
+            await super().__call__(scope, receive, send)
 
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._events):
-            async for one in self._events:
-                await self._send(send, one)
-        await self._send(send, b"", more=False)
+    async def stream_response(self, send: Send) -> None:
+        """Send all of it."""
 
-    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        async with self._turn:
-            self._since, self._is_sending = time.monotonic(), True
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._since, self._is_sending = time.monotonic(), False
+        async def sending(message: Message) -> None:
+            await send(message)
+            self._sent_s = time.monotonic()
 
-    async def _watch(self, scope: Scope, send: Send) -> None:
-        """Send pings, and end where the client takes nothing."""
+        pings = asyncio.create_task(self._ping(sending)) if self._ping_s else None
+        try:
+            async with contextlib.aclosing(self._events):
+                await super().stream_response(sending)
+        finally:
+            if pings is not None:
+                pings.cancel()
+
+    async def _ping(self, send: Send) -> None:
+        self._sent_s = time.monotonic()
         while True:
-            rest_s = self._since + (self._limit_s if self._is_sending else self._ping_s) - time.monotonic()
+            rest_s = self._sent_s + self._ping_s - time.monotonic()
             if rest_s > 0:
-                await asyncio.sleep(min(rest_s, self._limit_s / 4))
-            elif self._is_sending:
-                _LOG.warning("a client did not take its stream in %g s: the stream is ended", self._limit_s)
-                scope["state"]["abort"]()
-                return
+                await asyncio.sleep(rest_s)
             else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._limit_s):
-                        await self._send(send, _PING)
+                await send({"type": "http.response.body", "body": _PING, "more_body": True})
 
 
-async def _with_errors(
+async def with_errors(
     events: AsyncGenerator[bytes, None], failure: Callable[[ApiError], bytes]
 ) -> AsyncGenerator[bytes, None]:
     """An error ends the stream as its last event."""
