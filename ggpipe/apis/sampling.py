@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -12,57 +12,42 @@ from ggpipe.errors import BodyError
 
 MOST_STOPS = 64
 _RANDOM_SEED = 2**32 - 1  # llama-server's number for a random one
-_AS_THEY_ARE = (
-    "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_probability",
-    "xtc_threshold", "repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier",
-    "dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "mirostat_tau", "mirostat_eta",
-    "adaptive_target", "adaptive_decay", "min_keep", "n_probs", "post_sampling_probs", "seed", "ignore_eos", "temp",
-    "reasoning_budget_message",
-)  # fmt: skip
-"""Fields of bodies that are fields of `SamplingConfig`."""
+_SAME = {
+    name: kind
+    for name, kind in get_type_hints(SamplingConfig).items()
+    if kind in (bool, int, float, str) and name not in ("grammar", "reasoning_budget")
+}
+"""Fields of bodies that are fields of `SamplingConfig`, and their types."""
 BODY_NAMES = {"temp": "temperature", "reasoning_budget": "reasoning_budget_tokens"}
 """What bodies call a setting, where it has another name than in the library's messages."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
-    """How tokens are drawn, and where the text ends. None: as usual."""
+if TYPE_CHECKING:
+
+    class _SameFields(msgspec.Struct, kw_only=True):
+        """Those that are read by name; mypy knows no others."""
+
+        top_p: float | None = None
+        seed: int | None = None
+        post_sampling_probs: bool | None = None
+
+else:
+    _SameFields = msgspec.defstruct(
+        "_SameFields", [(name, kind | None, None) for name, kind in _SAME.items()], kw_only=True
+    )
+
+
+class SamplingBody(_SameFields, kw_only=True):
+    """How tokens are drawn, and where the text ends: the fields of `SamplingConfig`, and those that bodies have in
+    another form. None: as usual."""
 
     temperature: float | None = None
-    temp: float | None = None
-    """The same, by its name in ggpipe's settings."""
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    top_n_sigma: float | None = None
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    repeat_last_n: int | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
+    """`temp`, as OpenAI calls it."""
     dry_sequence_breakers: list[str] | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    min_keep: int | None = None
     samplers: list[str] | str | None = None
     """Names, or letters."""
-    n_probs: int | None = None
-    """Most probable tokens that come with each token."""
-    post_sampling_probs: bool | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
     logit_bias: dict[str, float] | list[tuple[TokenId, float | bool]] | None = None
     """By token; false: never."""
     stop: str | list[str] | None = None
@@ -70,11 +55,10 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """Of conversations; -1: as the server says."""
     thinking_budget_tokens: int | None = None
     """The same by llama-server's older name."""
-    reasoning_budget_message: str | None = None
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """`usual`: for what the body does not say. Raises SettingError, BodyError."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
         if self.temperature is not None:
             fields["temp"] = self.temperature
         for budget in (self.thinking_budget_tokens, self.reasoning_budget_tokens):
