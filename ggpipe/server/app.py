@@ -26,7 +26,7 @@ from ggpipe.server.log import RequestLog
 from ggpipe.server.origins import Origins
 from ggpipe.server.prefix import Prefix
 from ggpipe.server.replies.stream import ClientLeft
-from ggpipe.server.static import Folder, Page
+from ggpipe.server.static import FOLDER_HEADERS, PAGE, PAGE_HEADERS, Files
 
 _LOG = logging.getLogger("ggpipe.server")
 
@@ -82,10 +82,10 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     for method, endpoints in (("GET", gets), ("POST", posts)):
         routes += [Route(path, _answering(one), methods=[method], middleware=guard) for path, one in endpoints.items()]
     if config.static_path is not None:
-        routes.append(Mount("/", Folder(config.static_path)))
+        routes.append(Mount("/", Files(config.static_path, FOLDER_HEADERS, has_indexes=True)))
     elif config.webui:
-        page = Page()
-        routes += [Route(path, page.get, methods=["GET"]) for path in ("/", "/page/{name}")]
+        page = Files(PAGE, PAGE_HEADERS)
+        routes += [Route("/", page.index, methods=["GET"]), Mount("/page", page)]
     paths, allowed = [*public, *gets, *posts, "/"], config.origins(bool(keys))
     middleware = [Middleware(RequestLog, model=server.model, totals=server.backend.totals, paths=paths)]
     if config.api_prefix:

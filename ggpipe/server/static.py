@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,13 +13,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 PAGE = Path(__file__).parent / "page"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-HEADERS = {
+PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -34,44 +26,21 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 """The page loads nothing from other hosts, runs no script in its text, and is in no other page's frame."""
-_OF_FOLDERS = {name: value for name, value in HEADERS.items() if name != "Content-Security-Policy"}
+FOLDER_HEADERS = {name: value for name, value in PAGE_HEADERS.items() if name != "Content-Security-Policy"}
 """What a folder's pages load is for those who wrote them to say."""
 
 
-@dataclass(frozen=True)
-class _File:
-    content: bytes
-    headers: Mapping[str, str]
+class Files(StaticFiles):
+    """A folder's files. Nothing outside the folder is read, whatever links lead there."""
 
+    def __init__(self, folder: Path, headers: Mapping[str, str], has_indexes: bool = False) -> None:
+        """`headers`: those of all files. `has_indexes`: `index.html` stands for its folder."""
+        super().__init__(directory=folder, html=has_indexes)
+        self._headers = headers
 
-class Page:
-    """`/` and `/page/…`: files that are read once, so no path of a request reaches the file system."""
-
-    def __init__(self, folder: Path = PAGE) -> None:
-        self._files = {path.name: _read(path) for path in sorted(folder.iterdir()) if path.suffix in _TYPES}
-
-    async def get(self, request: Request) -> Response:
-        """The file that a path names; `/` is `index.html`."""
-        file = self._files.get(request.path_params.get("name", "index.html"))
-        if file is None:
-            return Response("Not found", 404, {"X-Content-Type-Options": "nosniff"}, "text/plain")
-        if request.headers.get("if-none-match") == file.headers["ETag"]:
-            return Response(status_code=304, headers=file.headers)
-        return Response(file.content, headers=file.headers)
-
-
-def _read(path: Path) -> _File:
-    content = path.read_bytes()
-    tag = hashlib.sha256(content).hexdigest()[:16]
-    return _File(content, {**HEADERS, "ETag": f'"{tag}"', "Content-Type": _TYPES[path.suffix]})
-
-
-class Folder(StaticFiles):
-    """A folder's files, at all paths that are no endpoint's. Nothing outside the folder is read, whatever links lead
-    there. `index.html` stands for its folder."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(directory=folder, html=True)
+    async def index(self, request: Request) -> Response:
+        """`index.html`."""
+        return await self.get_response("index.html", request.scope)
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         try:
@@ -82,5 +51,5 @@ class Folder(StaticFiles):
             raise HTTPException(404) from e
         if isinstance(response, RedirectResponse):  # to a place that this server names, not a header of the client
             response.headers["Location"] = f"./{quote(scope['path'].rpartition('/')[2])}/"
-        response.headers.update(_OF_FOLDERS)
+        response.headers.update(self._headers)
         return response
