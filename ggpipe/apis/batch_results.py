@@ -23,7 +23,6 @@ from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody
 from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.apis.response_writer import ResponseWriter
 from ggpipe.apis.responses import ResponsesBody
-from ggpipe.apis.writer import Writing
 from ggpipe.core.request import Token
 from ggpipe.errors import RunError, UsageError
 from ggpipe.stats.records import RequestStats
@@ -232,12 +231,11 @@ def _choice(task: Task, index: int, text: Text) -> dict[str, Any]:
 def _response(identity: str, body: ResponsesBody, model: str, text: Text) -> dict[str, Any]:
     assert text.marks is not None  # it is a conversation's
     writer, parser = ResponseWriter(body, model), AnswerParser(text.marks, identity, body.reasoning_format != "none")
-    writing = Writing(writer)
     parts = [(parser.feed(text.marks.text_of(token.id, token.text)), [token]) for token in text.tokens]
     parts.append(([*parser.feed(text.rest), *parser.finish()], []))
     for events, tokens in parts:
-        for _ in writing.add(events, tokens):  # a stream's events
+        for _ in writer.add(events, tokens):  # a stream's events
             pass
-    for _ in writer.end(text.stats, writing.n_reasoning):
+    for _ in writer.end(text.stats):
         pass
-    return {**writer.response, "timings": timings(text.stats)}
+    return {**writer.whole, "timings": timings(text.stats)}

@@ -1,62 +1,106 @@
-"""From the parts of an answer to the objects of an API whose answers are lists: of items, or of blocks."""
+"""From the parts of an output to the objects of an API that answers with lists: of items, or of content blocks."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ggpipe.core.request import Token
+from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.tools import events
 
 Event = dict[str, Any]
 """Of the API's stream."""
 
 
-class Writer(Protocol):
-    """Makes an API's objects of an answer's parts."""
+class Failure(Protocol):
+    """Why a request failed."""
 
-    def reasoning(self, text: str) -> Iterable[Event]:
-        """The model thinks."""
+    status: int
+    message: str
+    param: str | None
 
-    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterable[Event]:
-        """The model answers."""
-
-    def begin_call(self, identity: str, name: str) -> Iterable[Event]:
-        """The model calls a tool."""
-
-    def arguments(self, text: str) -> Iterable[Event]:
-        """The next part of the call's arguments."""
-
-    def end_call(self) -> Iterable[Event]:
-        """All of them have come."""
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error in Anthropic's API."""
 
 
-class Writing:
-    """An answer on its way to a writer."""
+class Writer(abc.ABC):
+    """One response. Each method that takes a part of the output returns the events that it makes. They must be consumed
+    before the next call."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self) -> None:
+        self._items: list[dict[str, Any]] = []
+        """The last one is open while `_is_open`."""
+        self._is_open = False
         self._n_tokens = 0
         self._has_answer = False
-        self.n_reasoning = 0
-        """Tokens that were written before the answer began, where the model thought."""
+        self._n_reasoning = 0
+        """Tokens generated before the answer began, if the model reasoned."""
 
     def add(self, parts: Sequence[events.Event], tokens: Sequence[Token]) -> Iterator[Event]:
-        """What the writer makes of the next parts, which came with these tokens."""
+        """The next parts, which came with these tokens."""
         self._n_tokens += len(tokens)
         self._has_answer = self._has_answer or any(isinstance(part, events.Text | events.CallBegun) for part in parts)
         if not self._has_answer and any(isinstance(part, events.Reasoning) for part in parts):
-            self.n_reasoning = self._n_tokens
+            self._n_reasoning = self._n_tokens
         for part in parts:
             match part:
                 case events.Text(text):
-                    yield from self._writer.text(text, tokens)
+                    yield from self._text(text, tokens)
                     tokens = ()
                 case events.Reasoning(text):
-                    yield from self._writer.reasoning(text)
+                    yield from self._reasoning(text)
                 case events.CallBegun(_, identity, name):
-                    yield from self._writer.begin_call(identity, name)
+                    yield from self._close()
+                    yield from self._begin_call(identity, name)
                 case events.Arguments(_, text):
-                    yield from self._writer.arguments(text)
+                    yield from self._arguments(text)
                 case events.CallEnded():
-                    yield from self._writer.end_call()
+                    yield from self._close()
+
+    def _is(self, kind: str) -> bool:
+        """The open item is of this kind."""
+        return self._is_open and bool(self._items[-1]["type"] == kind)
+
+    @property
+    @abc.abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The response so far; complete after `end`."""
+
+    @abc.abstractmethod
+    def begin(self, stats: RequestStats) -> Iterable[Event]:
+        """Before the output."""
+
+    @abc.abstractmethod
+    def progress(self, prompt_progress: dict[str, Any]) -> Iterable[Event]:
+        """While the prompt is processed. `prompt_progress`: as in llama-server."""
+
+    @abc.abstractmethod
+    def end(self, stats: RequestStats, stop_string: str = "") -> Iterable[Event]:
+        """The output has ended. `stop_string`: the one that ended it, if one has."""
+
+    @abc.abstractmethod
+    def fail(self, error: Failure) -> Iterable[Event]:
+        """The output ends with an error."""
+
+    @abc.abstractmethod
+    def _text(self, text: str, tokens: Sequence[Token]) -> Iterable[Event]:
+        """Text of the answer."""
+
+    @abc.abstractmethod
+    def _reasoning(self, text: str) -> Iterable[Event]:
+        """Text of the reasoning."""
+
+    @abc.abstractmethod
+    def _begin_call(self, identity: str, name: str) -> Iterable[Event]:
+        """The model calls a tool."""
+
+    @abc.abstractmethod
+    def _arguments(self, text: str) -> Iterable[Event]:
+        """The next part of the call's arguments."""
+
+    @abc.abstractmethod
+    def _close(self) -> Iterable[Event]:
+        """The open item, if there is one, is complete or cut off."""

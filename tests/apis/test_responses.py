@@ -10,9 +10,12 @@ from ggpipe.apis.decode import convert
 from ggpipe.apis.response_writer import ResponseWriter
 from ggpipe.apis.responses import ResponsesBody, messages_of
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.request import Finish
+from ggpipe.core.request import Finish, Token
 from ggpipe.errors import BodyError
 from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.tools.events import Arguments, CallBegun, CallEnded, Reasoning, Text
+
+TOKEN = Token(1, "")
 
 ITEMS: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather?"},
@@ -74,10 +77,10 @@ def test_events_of_an_answer() -> None:
     writer = ResponseWriter(convert(ResponsesBody, {"input": "a"}), "m")
     stats = RequestStats(n_prompt=3, token_times=[1.0, 2.0], finish=Finish.END_OF_TEXT)
     kinds: list[str] = []
+    call_parts = (CallBegun(0, "c1", "look"), Arguments(0, '{"at"'), Arguments(0, ": 1}"), CallEnded(0))
     for events in (
-        writer.begin(), writer.reasoning("I "), writer.reasoning("look."), writer.text("Well"),
-        writer.begin_call("c1", "look"), writer.arguments('{"at"'), writer.arguments(": 1}"), writer.end_call(),
-        writer.end(stats, 1),
+        writer.begin(stats), writer.add([Reasoning("I "), Reasoning("look.")], [TOKEN]),
+        writer.add([Text("Well"), *call_parts], [TOKEN]), writer.end(stats),
     ):  # fmt: skip
         for event in events:
             assert event["sequence_number"] == len(kinds)
@@ -91,7 +94,7 @@ def test_events_of_an_answer() -> None:
         "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
         "function_call_arguments.done", "output_item.done", "completed",
     ]  # fmt: skip
-    response = writer.response
+    response = writer.whole
     assert [(item["type"], item["status"]) for item in response["output"]] == [
         ("reasoning", "completed"), ("message", "completed"), ("function_call", "completed"),
     ]  # fmt: skip
@@ -103,7 +106,7 @@ def test_events_of_an_answer() -> None:
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     writer = ResponseWriter(convert(ResponsesBody, {"input": "a"}), "m")
     stats = RequestStats(n_prompt=3, token_times=[1.0], finish=Finish.LENGTH)
-    for events in (writer.begin(), writer.text("W"), writer.end(stats, 0)):
+    for events in (writer.begin(stats), writer.add([Text("W")], [TOKEN]), writer.end(stats)):
         assert list(events)
-    assert writer.response["status"] == writer.response["output"][0]["status"] == "incomplete"
-    assert writer.response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert writer.whole["status"] == writer.whole["output"][0]["status"] == "incomplete"
+    assert writer.whole["incomplete_details"] == {"reason": "max_output_tokens"}

@@ -13,6 +13,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.errors import BodyError, SettingError
 from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.tools.events import Arguments, CallBegun, CallEnded, Reasoning, Text
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather?"},
@@ -124,16 +125,14 @@ def test_blocks_of_an_answer(finish: Finish, reason: str) -> None:
     writer = MessageWriter("m")
     stats = RequestStats(n_prompt=3, token_times=[1.0, 2.0], finish=finish)
     kinds: list[str] = []
-    for events in (
-        writer.begin(stats), writer.reasoning("I look."), writer.text("Well"), writer.begin_call("c1", "look"),
-        writer.arguments('{"at"'), writer.arguments(": 1}"), writer.end_call(), writer.end(stats, None),
-    ):  # fmt: skip
+    call = (CallBegun(0, "c1", "look"), Arguments(0, '{"at"'), Arguments(0, ": 1}"), CallEnded(0))
+    for events in (writer.begin(stats), writer.add([Reasoning("I look."), Text("Well"), *call], ()), writer.end(stats)):
         kinds += [event["type"].removeprefix("content_") + str(event.get("index", "")) for event in events]
     assert kinds == [
         "message_start", "block_start0", "block_delta0", "block_delta0", "block_stop0", "block_start1", "block_delta1",
         "block_stop1", "block_start2", "block_delta2", "block_delta2", "block_stop2", "message_delta", "message_stop",
     ]  # fmt: skip
-    message = writer.message
+    message = writer.whole
     assert message["content"] == [
         {"type": "thinking", "thinking": "I look.", "signature": ""},
         {"type": "text", "text": "Well"},
@@ -144,6 +143,5 @@ def test_blocks_of_an_answer(finish: Finish, reason: str) -> None:
 
 def test_arguments_that_are_nested_too_deeply() -> None:
     writer = MessageWriter("m")
-    for events in (writer.begin_call("c1", "look"), writer.arguments("[" * 100_000), writer.end_call()):
-        assert list(events)
-    assert writer.message["content"] == [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]
+    assert list(writer.add([CallBegun(0, "c1", "look"), Arguments(0, "[" * 100_000), CallEnded(0)], ()))
+    assert writer.whole["content"] == [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]

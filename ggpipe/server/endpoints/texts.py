@@ -14,6 +14,7 @@ from ggpipe.apis.message_writer import MessageWriter
 from ggpipe.apis.messages import MessagesBody
 from ggpipe.apis.response_writer import ResponseWriter
 from ggpipe.apis.responses import ResponsesBody
+from ggpipe.apis.writer import Writer
 from ggpipe.core.prompt import Conversation, Prompt, as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import UsageError
@@ -22,7 +23,7 @@ from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
 from ggpipe.server.keys import user_of
 from ggpipe.server.log import note_texts
-from ggpipe.server.replies.named_events import MessagesReply, ResponsesReply
+from ggpipe.server.replies.named_events import NamedReply
 from ggpipe.server.replies.native import NativeReply
 from ggpipe.server.replies.openai import ChatReply, CompletionReply, Reply
 from ggpipe.server.replies.stream import EventStream, whole, with_errors
@@ -56,16 +57,16 @@ class Texts:
     async def responses(self, request: Request) -> Response:
         """`/v1/responses`"""
         body = await self._server.body(request, ResponsesBody)
-        return await self._answer(
-            request, body, ResponsesReply(ResponseWriter(body, self._server.model), self._splits(body))
-        )
+        writer = ResponseWriter(body, self._server.model)
+        return await self._answer(request, body, self._named(writer, body))
 
     async def messages(self, request: Request) -> Response:
         """`/v1/messages`"""
         body = await self._server.body(request, MessagesBody)
-        writer = MessageWriter(self._server.model)
-        reply = MessagesReply(writer, self._splits(body), self._server.backend.stop_string)
-        return await self._answer(request, body, reply)
+        return await self._answer(request, body, self._named(MessageWriter(self._server.model), body))
+
+    def _named(self, writer: Writer, body: ResponsesBody | MessagesBody) -> NamedReply:
+        return NamedReply(writer, self._splits(body), self._server.backend.stop_string)
 
     def _splits(self, body: ChatBody | ResponsesBody | MessagesBody) -> bool:
         """Reasoning is told apart."""

@@ -45,7 +45,7 @@ class NativeReply:
         async for news in follow(generations, False, bool(body.return_progress)):
             own = news.generation
             if news.progress is not None:
-                yield event({**self._part(own, "", [], stop=False), "prompt_progress": vars(news.progress)})
+                yield event({**self._part(own, "", [], stop=False), "prompt_progress": news.progress})
             for token in news.tokens:
                 part = self._part(own, token.text, [token], stop=False)
                 yield event({**part, "timings": timings(own.stats)} if body.timings_per_token else part)

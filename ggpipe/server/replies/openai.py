@@ -66,7 +66,7 @@ class _OpenAIReply(abc.ABC):
                 for choice in self.first(index):
                     yield event(self._chunk([choice]))
             if news.progress is not None:
-                yield event(self._chunk([self.empty(index)], prompt_progress=vars(news.progress)))
+                yield event(self._chunk([self.empty(index)], prompt_progress=news.progress))
                 continue
             tokens[index] += news.tokens
             answers[index].add(news.events)
