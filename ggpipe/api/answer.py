@@ -10,8 +10,7 @@ from ggpipe.api.feed import Feed
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import GgpipeError
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.chat.answer import ToolCall, WholeAnswer, whole_answer
-from ggpipe.text.chat.tools.events import Text
+from ggpipe.text.chat.answer import ToolCall, WholeAnswer
 
 
 def _nothing() -> None:
@@ -75,10 +74,7 @@ class Answer:
 
     @property
     def _parts(self) -> WholeAnswer:
-        marks = self._feed.marks
-        if marks is None:
-            return WholeAnswer([Text(self.text)])
-        return whole_answer(marks, self._feed.key, [(t.id, t.text) for t in self.tokens], self._feed.rest)
+        return self._feed.answer()
 
     @property
     def finish(self) -> Finish | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ggpipe.core.request import Token
 from ggpipe.errors import GgpipeError
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.chat.answer import AnswerFormat
+from ggpipe.text.chat.answer import AnswerFormat, WholeAnswer, whole_answer
 
 
 class Feed:
@@ -68,6 +68,10 @@ class Feed:
         for wake in self._waiting:
             wake()
         self._waiting.clear()
+
+    def answer(self, splits: bool = True) -> WholeAnswer:
+        """The parts of the output so far. `splits`: reasoning is separated from the answer."""
+        return whole_answer(self.marks, self.key, tuple(self.tokens), self.rest, splits)
 
     # For those that wait
 

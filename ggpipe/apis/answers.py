@@ -28,6 +28,13 @@ class Written(Protocol):
     def stats(self) -> RequestStats:
         """Its figures."""
 
+    @property
+    def tokens(self) -> Sequence[Token]:
+        """All of its tokens."""
+
+    def answer(self, splits: bool) -> WholeAnswer:
+        """Its parts. `splits`: reasoning is separated from the answer."""
+
 
 def chat_logprobs(tokens: Sequence[Token], n_best: int | None = None) -> dict[str, Any] | None:
     """Log-probabilities of a message's tokens, with the `n_best` best at each place (None: all that there are); None

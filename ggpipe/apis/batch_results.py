@@ -10,23 +10,23 @@ import contextlib
 import fcntl
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ggpipe.apis.answers import chat_logprobs, finish_reason, text_logprobs, timings, usage
+from ggpipe.apis.answers import timings
 from ggpipe.apis.batch_tasks import Task
-from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody
+from ggpipe.apis.bodies import ChatBody, CompletionBody
+from ggpipe.apis.choices import ChatChoices, CompletionChoices
 from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.apis.response_writer import ResponseWriter
 from ggpipe.apis.responses import ResponsesBody
 from ggpipe.core.request import Token
 from ggpipe.errors import RunError, UsageError
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.chat.answer import AnswerFormat, AnswerParser, whole_answer
+from ggpipe.text.chat.answer import AnswerFormat, AnswerParser, WholeAnswer, whole_answer
 from ggpipe.text.embeddings import Vector
 
 OutputFormat = Literal["openai", "specinfer"]
@@ -49,8 +49,14 @@ class Text:
     """Text of a character whose last bytes never came."""
     marks: AnswerFormat | None
     """How reasoning and calls are marked in the answer to a conversation; None: it is a text."""
+    key: str = ""
+    """Ids of calls are made of it."""
     vector: Vector | None = None
     """The embedding; None: it is a text."""
+
+    def answer(self, splits: bool) -> WholeAnswer:
+        """Its parts. `splits`: reasoning is separated from the answer."""
+        return whole_answer(self.marks, self.key, self.tokens, self.rest, splits)
 
 
 class Results:
@@ -204,28 +210,11 @@ def body_of(task: Task, model: str, texts: Sequence[Text]) -> dict[str, Any]:
             return body.answer(model, vectors, sum(text.stats.n_prompt for text in texts))
         case ResponsesBody() as body:
             return _response(task.id, body, model, texts[0])
-    return {
-        "id": task.id,
-        "object": "text_completion" if texts[0].marks is None else "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [_choice(task, index, text) for index, text in enumerate(texts)],
-        "usage": usage(texts),
-        "timings": timings(texts[0].stats),
-    }
-
-
-def _choice(task: Task, index: int, text: Text) -> dict[str, Any]:
-    n_best = task.body.n_best_probs if isinstance(task.body, GenerationBody) else None
-    if text.marks is None:
-        written = "".join(token.text for token in text.tokens) + text.rest
-        choice = {"index": index, "finish_reason": finish_reason(text.stats), "text": written}
-        return {**choice, "logprobs": text_logprobs(text.tokens, n_best)}
-    splits = not isinstance(task.body, ChatBody) or task.body.reasoning_format != "none"
-    pieces = [(token.id, token.text) for token in text.tokens]
-    answer = whole_answer(text.marks, f"{task.id}/{index}", pieces, text.rest, splits)
-    choice = {"index": index, "finish_reason": finish_reason(text.stats, answer), "message": answer.message}
-    return {**choice, "logprobs": chat_logprobs(text.tokens, n_best)}
+        case body:
+            n_best = body.n_best_probs if body is not None else None
+            kind = CompletionChoices if texts[0].marks is None else ChatChoices
+            splits = body is None or body.reasoning_format != "none"
+            return kind(model, n_best, task.id).whole(texts, splits)
 
 
 def _response(identity: str, body: ResponsesBody, model: str, text: Text) -> dict[str, Any]:

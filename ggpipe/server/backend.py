@@ -30,6 +30,7 @@ from ggpipe.server.slots import Slots
 from ggpipe.server.totals import Totals
 from ggpipe.stats.occupancy import Occupancy
 from ggpipe.stats.records import RankStats, RequestStats
+from ggpipe.text.chat.answer import WholeAnswer
 from ggpipe.text.chat.conversation import ChatPrompt
 
 T = TypeVar("T")
@@ -67,6 +68,15 @@ class Generation:
     def stats(self) -> RequestStats:
         """Whole when it has ended."""
         return self.feed.stats
+
+    @property
+    def tokens(self) -> Sequence[Token]:
+        """Those that have come."""
+        return self.feed.tokens
+
+    def answer(self, splits: bool) -> WholeAnswer:
+        """The parts of the output so far. `splits`: reasoning is separated from the answer."""
+        return self.feed.answer(splits)
 
     def cancel(self) -> None:
         """End it soon, if it has not ended."""

@@ -11,6 +11,7 @@ from support.commands import TARGET
 
 from ggpipe.config.engine import ModelConfig
 from ggpipe.core.prompt import ToolChoice
+from ggpipe.core.request import Token
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.vocab import Vocab
@@ -69,7 +70,7 @@ def accepts(vocab: Vocab, grammar: str, text: str, is_whole: bool = True) -> boo
 
 
 def read(form: Form, text: str) -> WholeAnswer:
-    return whole_answer(AnswerFormat(reasoning=reasoning_format("", ""), form=form, tools=TOOLS), "", [(0, text)])
+    return whole_answer(AnswerFormat(reasoning=reasoning_format("", ""), form=form, tools=TOOLS), "", [Token(0, text)])
 
 
 @pytest.mark.parametrize("form", list(Form))

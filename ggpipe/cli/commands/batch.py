@@ -235,7 +235,8 @@ class _Work:
         vectors = [normalized(np.frombuffer(data, np.float32), place.norm) for data in embedding]
         flight.texts[place.index] = Text(
             prompt=place.prompt, stats=request.stats, prompt_tokens=request.prompt, tokens=request.tokens,
-            rest=request.rest, marks=request.answer, vector=vectors[0] if vectors else None,
+            rest=request.rest, marks=request.answer, key=f"{flight.task.id}/{place.index}",
+            vector=vectors[0] if vectors else None,
         )  # fmt: skip
         texts = [text for text in flight.texts if text is not None]
         if len(texts) < len(flight.texts):

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from ggpipe.apis.answers import draws
 from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody, Mixed
 from ggpipe.apis.bodies import Prompt as BodyPrompt
+from ggpipe.apis.choices import ChatChoices, CompletionChoices
 from ggpipe.apis.llama_server import NativeBody
 from ggpipe.apis.message_writer import MessageWriter
 from ggpipe.apis.messages import MessagesBody
@@ -25,7 +26,7 @@ from ggpipe.server.keys import user_of
 from ggpipe.server.log import note_texts
 from ggpipe.server.replies.named_events import NamedReply
 from ggpipe.server.replies.native import NativeReply
-from ggpipe.server.replies.openai import ChatReply, CompletionReply, Reply
+from ggpipe.server.replies.openai import BUILD, OpenAIReply, Reply
 from ggpipe.server.replies.stream import EventStream, whole, with_errors
 
 
@@ -38,13 +39,14 @@ class Texts:
     async def chat_completions(self, request: Request) -> Response:
         """`/v1/chat/completions`"""
         body = await self._server.body(request, ChatBody)
-        reply = ChatReply(self._server.model, self._splits(body), body.n_best_probs)
-        return await self._answer(request, body, reply)
+        choices = ChatChoices(self._server.model, body.n_best_probs, system_fingerprint=BUILD)
+        return await self._answer(request, body, OpenAIReply(choices, self._splits(body)))
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`"""
         body = await self._server.body(request, CompletionBody)
-        return await self._answer(request, body, CompletionReply(self._server.model, body.n_best_probs))
+        choices = CompletionChoices(self._server.model, body.n_best_probs, system_fingerprint=BUILD)
+        return await self._answer(request, body, OpenAIReply(choices, splits=False))
 
     async def completion(self, request: Request) -> Response:
         """`/completion`"""

@@ -1,203 +1,84 @@
-"""OpenAI's API: chats and completions, whole and as streams, with llama-server's further fields."""
+"""OpenAI's chats and completions, whole and as streams, with llama-server's further fields."""
 
 from __future__ import annotations
 
-import abc
-import secrets
-import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from ggpipe._version import __version__
-from ggpipe.apis.answers import chat_logprobs, finish_reason, text_logprobs, timings, usage
+from ggpipe.apis.answers import finish_reason, timings, usage
 from ggpipe.apis.bodies import GenerationBody
+from ggpipe.apis.choices import Choices
 from ggpipe.core.request import Token
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.replies.stream import DONE, event, follow
 from ggpipe.text.chat.answer import WholeAnswer
-from ggpipe.text.chat.tools.events import Arguments, CallBegun, Event, Reasoning, Text
 
 BUILD = f"ggpipe {__version__}"
 """Which server it is."""
 
 
 class Reply(Protocol):
-    """The objects of one answer."""
+    """The objects of one response."""
 
     def stream(self, generations: Sequence[Generation], body: GenerationBody) -> AsyncGenerator[bytes, None]:
-        """Events, as texts come. `body` says what is in them beside the texts. Raises ApiError."""
+        """Events, as outputs are generated. `body` says what is in them besides the output. Raises ApiError."""
 
     def failure(self, error: ApiError) -> bytes:
         """The event that ends a stream which failed."""
 
     async def whole(self, generations: Sequence[Generation]) -> dict[str, Any] | list[dict[str, Any]]:
-        """The answer, once all texts have ended."""
+        """The response, once all outputs have ended."""
 
 
-class _OpenAIReply(abc.ABC):
-    """As OpenAI has them: a choice for each text."""
+class OpenAIReply:
+    """A choice for each output."""
 
-    prefix = ""
-    whole_object = ""
-    chunk_object = ""
-
-    def __init__(self, model: str, splits: bool, n_best: int | None) -> None:
-        """`splits`: reasoning is told apart. `n_best`: as `n_best_probs` of bodies."""
-        self._common = {
-            "id": self.prefix + secrets.token_hex(12),
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": BUILD,
-        }
-        self.splits = splits
-        self.n_best = n_best
+    def __init__(self, choices: Choices, splits: bool) -> None:
+        """`splits`: reasoning is separated from the answer."""
+        self._choices = choices
+        self._splits = splits
 
     async def stream(self, generations: Sequence[Generation], body: GenerationBody) -> AsyncGenerator[bytes, None]:
-        """Events, as texts come. Raises ApiError."""
+        """Events, as outputs are generated. Raises ApiError."""
+        own = self._choices
         begun: set[int] = set()
         tokens: dict[int, list[Token]] = {generation.index: [] for generation in generations}
         answers = {generation.index: WholeAnswer() for generation in generations}
         names_origins = bool(body.return_origins)
-        async for news in follow(generations, self.splits, bool(body.return_progress), by_token=names_origins):
-            index = news.generation.index
+        async for news in follow(generations, self._splits, bool(body.return_progress), by_token=names_origins):
+            index, stats = news.generation.index, news.generation.stats
             if index not in begun:
                 begun.add(index)
-                for choice in self.first(index):
-                    yield event(self._chunk([choice]))
+                if own.first is not None:
+                    yield event(own.chunk([own.choice(index, own.first)]))
             if news.progress is not None:
-                yield event(self._chunk([self.empty(index)], prompt_progress=news.progress))
+                yield event(own.chunk([own.choice(index, own.empty)], prompt_progress=news.progress))
                 continue
             tokens[index] += news.tokens
             answers[index].add(news.events)
             for one in news.events:
-                delta = self.delta(index, one)
-                if delta is not None:
-                    choice = {**delta, "logprobs": self.logprobs(index, tokens[index])}
-                    if names_origins and tokens[index]:
-                        choice["origin"] = "drafted" if tokens[index][-1].drafted else "own"
-                    figures = {"timings": timings(news.generation.stats)} if body.timings_per_token else {}
-                    yield event(self._chunk([choice], **figures))
-                    tokens[index] = []
+                if (part := own.part(one)) is None:
+                    continue
+                choice = {**own.choice(index, part), "logprobs": own.logprobs(index, tokens[index])}
+                if names_origins and tokens[index]:
+                    choice["origin"] = "drafted" if tokens[index][-1].drafted else "own"
+                figures = {"timings": timings(stats)} if body.timings_per_token else {}
+                yield event(own.chunk([choice], **figures))
+                tokens[index] = []
             if news.is_end:
-                stats = news.generation.stats
-                reason = finish_reason(stats, answers[index])
-                last = {**self.last(index, reason), "logprobs": self.logprobs(index, tokens[index])}
-                yield event(self._chunk([last], timings=timings(stats)))
+                last = own.choice(index, own.empty, finish_reason(stats, answers[index]))
+                last["logprobs"] = own.logprobs(index, tokens[index])
+                yield event(own.chunk([last], timings=timings(stats)))
         if body.includes_usage:
-            yield event(self._chunk([], usage=usage(generations), timings=timings(generations[0].stats)))
+            yield event(own.chunk([], usage=usage(generations), timings=timings(generations[0].stats)))
         yield DONE
 
     def failure(self, error: ApiError) -> bytes:
         """The event that ends a stream which failed."""
         return event(error.body)
 
-    def _chunk(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
-        return {"choices": choices, **self._common, "object": self.chunk_object, **further}
-
     async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The answer, once all texts have ended."""
-        answers = {generation.index: WholeAnswer() for generation in generations}
-        async for news in follow(generations, self.splits):
-            answers[news.generation.index].add(news.events)
-        choices = []
-        for generation in generations:
-            answer = answers[generation.index]
-            choice = self.choice(generation.index, answer, finish_reason(generation.stats, answer))
-            choices.append({**choice, "logprobs": self.logprobs(generation.index, generation.feed.tokens)})
-        own = {"choices": choices, **self._common, "object": self.whole_object, "usage": usage(generations)}
-        return {**own, "timings": timings(generations[0].stats)}
-
-    # What the kinds of answers do in their own ways
-
-    @abc.abstractmethod
-    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """Log-probabilities of a text's next tokens; None where none were asked for."""
-
-    def first(self, index: int) -> Iterable[dict[str, Any]]:
-        """What a stream's text begins with."""
-        return ()
-
-    @abc.abstractmethod
-    def delta(self, index: int, one: Event) -> dict[str, Any] | None:
-        """The next part of a text; None: nothing is sent of it."""
-
-    @abc.abstractmethod
-    def empty(self, index: int) -> dict[str, Any]:
-        """No part of a text."""
-
-    @abc.abstractmethod
-    def last(self, index: int, reason: str) -> dict[str, Any]:
-        """The end of a text."""
-
-    @abc.abstractmethod
-    def choice(self, index: int, answer: WholeAnswer, reason: str) -> dict[str, Any]:
-        """A whole text."""
-
-
-class ChatReply(_OpenAIReply):
-    """Of `/v1/chat/completions`."""
-
-    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def first(self, index: int) -> Iterable[dict[str, Any]]:
-        return [_delta(index, {"role": "assistant", "content": None})]
-
-    def delta(self, index: int, one: Event) -> dict[str, Any] | None:
-        match one:
-            case Text(text):
-                return _delta(index, {"content": text})
-            case Reasoning(text):
-                return _delta(index, {"reasoning_content": text})
-            case CallBegun(call, identity, name):
-                function = {"name": name, "arguments": ""}
-                begun = {"index": call, "id": identity, "type": "function", "function": function}
-                return _delta(index, {"tool_calls": [begun]})
-            case Arguments(call, text):
-                return _delta(index, {"tool_calls": [{"index": call, "function": {"arguments": text}}]})
-        return None
-
-    def empty(self, index: int) -> dict[str, Any]:
-        return _delta(index, {})
-
-    def last(self, index: int, reason: str) -> dict[str, Any]:
-        return {**_delta(index, {}), "finish_reason": reason}
-
-    def choice(self, index: int, answer: WholeAnswer, reason: str) -> dict[str, Any]:
-        return {"index": index, "message": answer.message, "finish_reason": reason}
-
-    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return chat_logprobs(tokens, self.n_best)
-
-
-class CompletionReply(_OpenAIReply):
-    """Of `/v1/completions`."""
-
-    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
-
-    def __init__(self, model: str, n_best: int | None) -> None:
-        super().__init__(model, splits=False, n_best=n_best)
-        self._n_chars: dict[int, int] = {}
-        """Characters of each text's tokens whose log-probabilities were answered."""
-
-    def delta(self, index: int, one: Event) -> dict[str, Any] | None:
-        return {"index": index, "text": one.text, "finish_reason": None} if isinstance(one, Text) else None
-
-    def empty(self, index: int) -> dict[str, Any]:
-        return {"index": index, "text": "", "finish_reason": None}
-
-    def last(self, index: int, reason: str) -> dict[str, Any]:
-        return {"index": index, "text": "", "finish_reason": reason}
-
-    def choice(self, index: int, answer: WholeAnswer, reason: str) -> dict[str, Any]:
-        return {"index": index, "text": answer.text, "finish_reason": reason}
-
-    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        found = text_logprobs(tokens, self.n_best, self._n_chars.get(index, 0))
-        if found is not None:
-            self._n_chars[index] = found["text_offset"][-1] + len(found["tokens"][-1])
-        return found
-
-
-def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "finish_reason": None}
+        """The response, once all outputs have ended."""
+        return self._choices.whole(generations, self._splits)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ggpipe.core.request import Token
 from ggpipe.text.chat.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from ggpipe.text.chat.tools.events import Arguments, CallBegun, Event, Reasoning, Text, joined
 from ggpipe.text.chat.tools.forms import LAYOUTS, Form, form_of
@@ -127,10 +128,12 @@ class WholeAnswer:
 
 
 def whole_answer(
-    form: AnswerFormat, key: str, pieces: Iterable[tuple[int, str]], rest: str = "", splits: bool = True
+    form: AnswerFormat | None, key: str, tokens: Iterable[Token], rest: str = "", splits: bool = True
 ) -> WholeAnswer:
-    """The parts of an answer's text. `pieces`: its tokens and what came with each; `rest`: text behind them; `splits`:
-    reasoning is told apart."""
+    """The parts of an output. `form`: None if it answers no conversation; `rest`: text after the tokens; `splits`:
+    reasoning is separated from the answer."""
+    if form is None:
+        return WholeAnswer([Text("".join(token.text for token in tokens) + rest)])
     parser = AnswerParser(form, key, splits)
-    text = "".join(form.text_of(token, text) for token, text in pieces) + rest
+    text = "".join(form.text_of(token.id, token.text) for token in tokens) + rest
     return WholeAnswer([*parser.feed(text), *parser.finish()])
