@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -281,17 +281,25 @@ def _message(message: dict[str, Any], at: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BodyError(f"`{at}.role` must be a text, as user or system", f"{at}.role")
-    if isinstance(content, list):
-        content = "\n".join(_part(part, f"{at}.content[{i}]") for i, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
-        raise BodyError(f"`{at}.content` must be a text or a list of parts", f"{at}.content")
-    if content is None and role != "assistant":
+    if content is not None:
+        content = text_of(content, f"{at}.content", ("text", "input_text"))
+    elif role != "assistant":
         raise BodyError(f"`{at}.content` is missing", f"{at}.content")
     return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
 
 
-def _part(part: Any, at: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
-    if not isinstance(text, str):
-        raise BodyError(f"`{at}` must be a text: the model reads nothing else", at)
-    return text
+def text_of(content: Any, at: str, kinds: Collection[str], parts: str = "parts") -> str:
+    """A text, or the texts of a list of parts, joined by newlines. `kinds`: types that parts may have; none: any.
+    `parts`: what the API calls them. Raises BodyError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BodyError(f"`{at}` must be a text or a list of {parts}", at)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or (kinds and kind not in kinds):
+            raise BodyError(f"`{at}[{i}]` must be a text: the model reads nothing else", f"{at}[{i}]")
+        texts.append(text)
+    return "\n".join(texts)

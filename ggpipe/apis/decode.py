@@ -19,30 +19,12 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 def decode(kind: type[B], data: bytes) -> B:
     """A body from JSON. Raises BodyError."""
-
-    def read() -> B:
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError as e:
-            if _GOT_FLOAT not in str(e):
-                raise
-            return msgspec.convert(_in_whole_numbers(msgspec.json.decode(data)), kind)
-
-    return _checked(read)
+    return _read(kind, lambda: msgspec.json.decode(data, type=kind), lambda: msgspec.json.decode(data))
 
 
 def convert(kind: type[B], value: object) -> B:
     """A body from what JSON became in Python. Raises BodyError."""
-
-    def read() -> B:
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError as e:
-            if _GOT_FLOAT not in str(e):
-                raise
-            return msgspec.convert(_in_whole_numbers(value), kind)
-
-    return _checked(read)
+    return _read(kind, lambda: msgspec.convert(value, kind), lambda: value)
 
 
 def _in_whole_numbers(value: Any) -> Any:
@@ -57,9 +39,14 @@ def _in_whole_numbers(value: Any) -> Any:
     return value
 
 
-def _checked(read: Callable[[], B]) -> B:
+def _read(kind: type[B], strictly: Callable[[], B], untyped: Callable[[], object]) -> B:
     try:
-        body = read()
+        try:
+            body = strictly()
+        except msgspec.ValidationError as e:
+            if _GOT_FLOAT not in str(e):
+                raise
+            body = msgspec.convert(_in_whole_numbers(untyped()), kind)
     except msgspec.ValidationError as e:
         what, _, path = str(e).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None

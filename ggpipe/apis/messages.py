@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.apis.bodies import ChatBody, GenerationBody
+from ggpipe.apis.bodies import ChatBody, GenerationBody, text_of
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation
@@ -153,14 +153,7 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
 
 
 def _text(content: Any, at: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BodyError(f"`{at}` must be a text or a list of blocks", at)
-    for i, block in enumerate(content):
-        if not (isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)):
-            raise BodyError(f"`{at}[{i}]` must be a text: the model reads nothing else", f"{at}[{i}]")
-    return "\n".join(block["text"] for block in content)
+    return text_of(content, at, ("text",), "blocks")
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:

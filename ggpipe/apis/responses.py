@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.apis.bodies import ChatBody, GenerationBody
+from ggpipe.apis.bodies import ChatBody, GenerationBody, text_of
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.core.prompt import Conversation
 from ggpipe.errors import BodyError
 
 RESPONSES = "/v1/responses"
 _WITH_LOGPROBS = "message.output_text.logprobs"
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -121,7 +121,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         at = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "message":
-            role, content = item.get("role"), _text(item.get("content"), f"{at}.content")
+            role, content = item.get("role"), text_of(item.get("content"), f"{at}.content", _TEXTS)
             if role not in ("user", "system", "developer", "assistant"):
                 raise BodyError(f"`{at}.role` must be user, assistant, system or developer", f"{at}.role")
             if role == "assistant":
@@ -134,12 +134,12 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             call = {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
             _of_model(messages).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = _text(item.get("output"), f"{at}.output")
+            output = text_of(item.get("output"), f"{at}.output", _TEXTS)
             messages.append({"role": "tool", "tool_call_id": _given(item, "call_id", at), "content": output})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             if parts:
-                _of_model(messages)["reasoning_content"] = _text(parts, f"{at}.content", any_type=True)
+                _of_model(messages)["reasoning_content"] = text_of(parts, f"{at}.content", ())
         else:
             raise BodyError(
                 f"`{at}.type` must be message, function_call, function_call_output or reasoning, got {kind!r}",
@@ -153,22 +153,6 @@ def _of_model(messages: list[dict[str, Any]]) -> dict[str, Any]:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
-
-
-def _text(content: Any, at: str, any_type: bool = False) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BodyError(f"`{at}` must be a text or a list of parts", at)
-    texts = []
-    for i, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and (any_type or part.get("type") in _TEXTS) else None
-        if isinstance(part, dict) and part.get("type") == "refusal":
-            text = part.get("refusal")
-        if not isinstance(text, str):
-            raise BodyError(f"`{at}[{i}]` must be a text: the model reads nothing else", f"{at}[{i}]")
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _given(item: dict[str, Any], name: str, at: str) -> str:

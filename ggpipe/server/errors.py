@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ggpipe.apis.sampling import BODY_NAMES
@@ -10,27 +11,18 @@ from ggpipe.errors import BodyError, GgpipeError, PromptTooLong, QueueFull, Sett
 from ggpipe.server.json import JsonResponse
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
 }
 _ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
-    415: "invalid_request_error",
     503: "overloaded_error",
 }
 _ANTHROPIC_PATH = "/v1/messages"
@@ -60,14 +52,17 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """As JSON."""
-        error = {"code": self.status, "message": self.message, "type": _TYPES.get(self.status, "server_error")}
+        error = {"code": self.status, "message": self.message, "type": self._type(_TYPES, "server_error")}
         return {"error": {**error, "param": self.param}}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
         """As JSON of Anthropic's API."""
-        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        kind = self._type(_ANTHROPIC_TYPES, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def _type(self, types: Mapping[int, str], of_server: str) -> str:
+        return types.get(self.status, "invalid_request_error" if self.status < 500 else of_server)
 
     def response(self, path: str = "") -> JsonResponse:
         """As an answer in the form of the API at `path`. One that may be taken later says when."""

@@ -18,12 +18,19 @@ from ggpipe.core.request import Token
 from ggpipe.server.backend import Backend, Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
-from ggpipe.server.replies.progress import Progress, prefill
+from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.answer import AnswerParser
 from ggpipe.text.chat.tools.events import Event, Text, joined
 
 _AHEAD = 16
 """Items that may wait of several texts, which are written faster than the client takes them."""
+
+Progress = dict[str, int]
+"""`total`: tokens of the prompt. `cache`: those that the prefix cache had. `processed`: those that are in the KV cache,
+with `cache`. `time_ms`: since the request was taken. The names are llama-server's."""
+
+_POLL_S = 0.2
+"""How often figures are read; the ranks send them about as often."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ async def follow(
 
 async def _follow(generation: Generation, splits: bool, shows_progress: bool, by_token: bool) -> AsyncIterator[News]:
     if shows_progress:
-        async with contextlib.aclosing(prefill(generation)) as computed:
+        async with contextlib.aclosing(_prefill(generation)) as computed:
             async for progress in computed:
                 yield News(generation, (), (), progress=progress)
     marks = generation.feed.marks
@@ -86,6 +93,30 @@ async def _follow(generation: Generation, splits: bool, shows_progress: bool, by
     rest = generation.feed.rest
     events = [Text(rest)] if parser is None else [*parser.feed(rest), *parser.finish()]
     yield News(generation, joined(events), (), is_end=True)
+
+
+async def _prefill(generation: Generation) -> AsyncGenerator[Progress, None]:
+    """Until the first token, or the end: each time that more of the prompt is processed."""
+    began, n_shown = time.monotonic(), -1
+    first = asyncio.ensure_future(generation.feed.wait_async(0))
+    try:
+        while True:
+            progress = _progress(generation.stats, time.monotonic() - began)
+            if progress["processed"] > n_shown:
+                n_shown = progress["processed"]
+                yield progress
+            if (await asyncio.wait((first,), timeout=_POLL_S))[0]:
+                return
+    finally:
+        first.cancel()
+
+
+def _progress(stats: RequestStats, elapsed_s: float) -> Progress:
+    """Of a request without a token yet: its runs are those of its prompt."""
+    n_cached, n_prompt = stats.counters.cached_tokens, stats.n_prompt
+    n_rows = sum(record.n_rows for record in list(stats.runs) if not record.cancelled)
+    n_processed = min(n_cached + n_rows, n_prompt)
+    return {"total": n_prompt, "cache": n_cached, "processed": n_processed, "time_ms": round(elapsed_s * 1e3)}
 
 
 def event(value: Any) -> bytes:
