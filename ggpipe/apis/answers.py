@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.stats.records import RequestStats, rate
 from ggpipe.text.chat.answer import WholeAnswer
@@ -112,10 +110,3 @@ def timings(stats: RequestStats) -> dict[str, Any]:
     if counters.submitted_tokens:
         found |= {"draft_n": counters.submitted_tokens, "draft_n_accepted": counters.accepted_tokens}
     return found
-
-
-def draws(sampling: SamplingConfig, n: int) -> list[SamplingConfig]:
-    """For several texts of a prompt: each has a seed of its own."""
-    if sampling.seed < 0:
-        return [sampling] * n
-    return [dataclasses.replace(sampling, seed=(sampling.seed + i) % (2**32 - 1)) for i in range(n)]

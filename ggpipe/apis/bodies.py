@@ -6,8 +6,9 @@ Fields that are not known are ignored. A field may be null where it may be left 
 from __future__ import annotations
 
 import abc
+import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,9 @@ import msgspec
 from ggpipe.apis.sampling import SamplingBody, TokenId
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prompt import Conversation
+from ggpipe.core.prompt import Conversation, as_prompt
+from ggpipe.core.prompt import Prompt as RequestPrompt
+from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import BodyError, UsageError
 from ggpipe.text.chat.tools.choice import tool_choice
 from ggpipe.text.grammar.gbnf import check
@@ -149,6 +152,28 @@ class GenerationBody(SamplingBody, kw_only=True):
     def prompts(self) -> Sequence[Prompt]:
         """Each is answered by itself. Raises BodyError."""
 
+    def requests(
+        self, usual: RequestSpec, sampling: SamplingConfig, completed: Callable[[Conversation], Conversation]
+    ) -> list[RequestSpec]:
+        """`n_choices` requests per prompt, in the order of the prompts. `usual`: for what the body does not say.
+        `completed`: as `Chat.completed`. Raises BodyError, UsageError."""
+        usual = msgspec.structs.replace(
+            usual, n_predict=self.most_tokens(usual.n_predict), cache_prompt=self.cache_prompt is not False
+        )
+        prompts: list[RequestPrompt] = []
+        for prompt in self.prompts:
+            match prompt:
+                case Conversation():
+                    prompts.append(completed(prompt))
+                case Mixed(parts):
+                    prompts.append(as_prompt(parts))
+                case _:
+                    prompts.append(as_prompt(prompt))
+        return [
+            msgspec.structs.replace(usual, prompt=prompt, sampling=drawn)
+            for prompt, drawn in itertools.product(prompts, draws(sampling, self.n_choices))
+        ]
+
     def check(self) -> None:
         """Raises BodyError for what no request can have."""
         if not 1 <= self.n_choices <= MOST_CHOICES:
@@ -275,6 +300,13 @@ class ChatBody(GenerationBody, kw_only=True):
             wanted = {"type": "function", "function": wanted}
         tools, choice = tool_choice(self.tools or functions, wanted, self.parallel_tool_calls)
         return [Conversation(messages=messages, tools=tools, choice=choice, further=further)]
+
+
+def draws(sampling: SamplingConfig, n: int) -> list[SamplingConfig]:
+    """For several texts of a prompt: each has a seed of its own."""
+    if sampling.seed < 0:
+        return [sampling] * n
+    return [replace(sampling, seed=(sampling.seed + i) % (2**32 - 1)) for i in range(n)]
 
 
 def _message(message: dict[str, Any], at: str) -> dict[str, Any]:

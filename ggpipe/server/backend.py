@@ -123,7 +123,8 @@ class Backend:
         self.slots = Slots(n_slots)
         self._thread = thread
         self._usual = usual
-        self._sampling = SamplingConfig()
+        self.sampling = SamplingConfig()
+        """For what requests do not say; known when the model is loaded."""
         self.speculation = speculation
         """For all requests."""
         self._n_waiting = n_waiting
@@ -197,7 +198,7 @@ class Backend:
             raise self._thread.loaded.error
         asked = self._thread.ask(lambda engine: (self._usual(engine.sampling), engine.n_ctx, engine.model))
         found = await asyncio.wrap_future(asked)
-        self._sampling, self.n_ctx, self.model = found
+        self.sampling, self.n_ctx, self.model = found
         if prepare is not None:
             await prepare()
         self._is_loaded = True
@@ -269,13 +270,6 @@ class Backend:
         text = b"".join(pieces).decode("utf-8", "replace")
         found = [(text.find(stop), stop) for stop in generation.spec.sampling.stop if stop in text]
         return min(found)[1] if found else ""
-
-    def sampling(self, own: SamplingOf) -> SamplingConfig:
-        """How tokens are drawn: as the server was started, with what a request says. Raises ApiError."""
-        try:
-            return own(self._sampling)
-        except GgpipeError as e:
-            raise ApiError.of(e) from e
 
     async def begin(self, specs: Sequence[RequestSpec], n_choices: int = 1, slot: int = -1) -> list[Generation]:
         """Have requests served, and wait until all are accepted: `n_choices` after each other have one prompt. Raises

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
-from ggpipe.apis.answers import draws
 from ggpipe.apis.batch_results import Results, Text
 from ggpipe.apis.batch_tasks import Task, read_tasks
-from ggpipe.apis.bodies import GenerationBody, Mixed
-from ggpipe.apis.bodies import Prompt as BodyPrompt
+from ggpipe.apis.bodies import GenerationBody
 from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.channel.client import ClientRequest, EngineClient, StartedRanks
 from ggpipe.channel.events import Ended, Refused, TokenReady
@@ -24,8 +20,7 @@ from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
 from ggpipe.config.engine import EngineConfig, SpeculationConfig
-from ggpipe.core.prompt import Conversation, as_prompt
-from ggpipe.core.prompt import Prompt as RequestPrompt
+from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.format import counted, human_rate, human_seconds
@@ -70,28 +65,6 @@ class _Flight:
     """Why one of them could not be written."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a request's text belongs."""
-
-    flight: _Flight
-    index: int
-    prompt: int
-    request: ClientRequest
-    norm: int
-    """How an embedding is normalized."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ask:
-    """A request that a task needs."""
-
-    spec: RequestSpec
-    prompt: int
-    """Its prompt's number in the task."""
-    norm: int = 2
-
-
 @dataclass
 class _Tally:
     """What this job has done."""
@@ -118,10 +91,10 @@ class _Work:
         self._color = options[BatchSettings].color
         self._embedding = options[EmbeddingSettings]
         self._left = collections.deque(results.left)
-        self._asks: collections.deque[tuple[_Flight, int, _Ask]] = collections.deque()
+        self._asks: collections.deque[tuple[_Flight, int, RequestSpec]] = collections.deque()
         """Requests of tasks in flight that are not submitted yet, with the places of what comes of them."""
-        self._places: dict[int, _Place] = {}
-        """By the requests' ids."""
+        self._places: dict[int, tuple[_Flight, int, ClientRequest]] = {}
+        """Those that are submitted, by their ids."""
         self._is_stopped = False
 
     def run(self, warnings: list[str]) -> int:
@@ -160,7 +133,9 @@ class _Work:
             self._is_stopped = self._is_stopped or self._ranks.is_ending()
             while (self._left or self._asks) and not self._is_stopped and len(self._places) < self._n_at_a_time:
                 if self._asks:
-                    self._submit(engine, *self._asks.popleft())
+                    flight, index, spec = self._asks.popleft()
+                    request = engine.submit(spec)
+                    self._places[request.id] = (flight, index, request)
                 else:
                     self._begin(engine, self._left.popleft())
             for event in engine.step():
@@ -168,7 +143,7 @@ class _Work:
                     case TokenReady():
                         tally.n_tokens += 1
                     case Ended() | Refused():
-                        self._end(self._places.pop(event.request))
+                        self._end(*self._places.pop(event.request))
             on_change()
 
     def _begin(self, engine: EngineClient, task: Task) -> None:
@@ -179,64 +154,37 @@ class _Work:
                     self._fail(task)
                     return
                 case EmbeddingBody() as body:
-                    asks = self._embeddings(engine, body)
+                    specs = self._embeddings(engine, body)
                 case body:
-                    asks = self._texts(engine, body)
+                    usual = RequestSpec(prompt=b"", n_predict=self._n_predict, speculation=self._speculation)
+                    sampling = body.sampling(self._sampling(engine.sampling))
+                    specs = body.requests(usual, sampling, self._chat.completed)
         except UsageError as e:
             self._results.fail(task, in_flags(str(e)))
             return
-        flight = _Flight(task=task, texts=[None] * len(asks))
-        self._asks.extend((flight, i, ask) for i, ask in enumerate(asks))
+        flight = _Flight(task=task, texts=[None] * len(specs))
+        self._asks.extend((flight, i, spec) for i, spec in enumerate(specs))
 
-    def _texts(self, engine: EngineClient, body: GenerationBody) -> list[_Ask]:
-        usual = RequestSpec(
-            prompt=b"", n_predict=body.most_tokens(self._n_predict), speculation=self._speculation,
-            cache_prompt=body.cache_prompt is not False,
-        )  # fmt: skip
-        sampling = draws(body.sampling(self._sampling(engine.sampling)), body.n_choices)
-        return [
-            _Ask(spec=msgspec.structs.replace(usual, prompt=prompt, sampling=drawn), prompt=i)
-            for (i, prompt), drawn in itertools.product(enumerate(map(self._prompt, body.prompts)), sampling)
-        ]
-
-    def _embeddings(self, engine: EngineClient, body: EmbeddingBody) -> list[_Ask]:
-        own = self._embedding
+    def _embeddings(self, engine: EngineClient, body: EmbeddingBody) -> list[RequestSpec]:
         body.check(engine.model.n_embd)
-        pooling = chosen(own.pooling, engine.model.pooling)
+        pooling = chosen(self._embedding.pooling, engine.model.pooling)
         if pooling == "none":
             raise UsageError("a vector for each token has no place here: set `pooling` to mean, cls or last")
-        norm = body.norm(own.embd_normalize)
-        prompts = map(self._prompt, body.prompts)
-        return [
-            _Ask(spec=RequestSpec(prompt=one, pooling=pooling), prompt=i, norm=norm) for i, one in enumerate(prompts)
-        ]
+        return [RequestSpec(prompt=as_prompt(one), pooling=pooling) for one in body.prompts]
 
-    def _submit(self, engine: EngineClient, flight: _Flight, index: int, ask: _Ask) -> None:
-        request = engine.submit(ask.spec)
-        self._places[request.id] = _Place(
-            flight=flight, index=index, prompt=ask.prompt, request=request, norm=ask.norm
-        )  # fmt: skip
-
-    def _prompt(self, prompt: BodyPrompt) -> RequestPrompt:
-        match prompt:
-            case Conversation():
-                return self._chat.completed(prompt)
-            case Mixed(parts):
-                return as_prompt(parts)
-        return as_prompt(prompt)
-
-    def _end(self, place: _Place) -> None:
-        flight, request = place.flight, place.request
+    def _end(self, flight: _Flight, index: int, request: ClientRequest) -> None:
+        body, vector = flight.task.body, None
         if request.error is not None:
             flight.error = in_flags(str(request.error))
         elif request.stats.finish is Finish.STOPPED:
             self._is_stopped = True
-        embedding = request.ended.embedding if request.ended is not None else ()
-        vectors = [normalized(np.frombuffer(data, np.float32), place.norm) for data in embedding]
-        flight.texts[place.index] = Text(
-            prompt=place.prompt, stats=request.stats, prompt_tokens=request.prompt, tokens=request.tokens,
-            rest=request.rest, marks=request.answer, key=f"{flight.task.id}/{place.index}",
-            vector=vectors[0] if vectors else None,
+        elif isinstance(body, EmbeddingBody) and request.ended is not None:
+            numbers = np.frombuffer(request.ended.embedding[0], np.float32)
+            vector = normalized(numbers, body.norm(self._embedding.embd_normalize))
+        flight.texts[index] = Text(
+            prompt=index // body.n_choices if isinstance(body, GenerationBody) else index, stats=request.stats,
+            prompt_tokens=request.prompt, tokens=request.tokens, rest=request.rest, marks=request.answer,
+            key=f"{flight.task.id}/{index}", vector=vector,
         )  # fmt: skip
         texts = [text for text in flight.texts if text is not None]
         if len(texts) < len(flight.texts):

@@ -77,7 +77,7 @@ class About:
     async def props(self, _: Request) -> Response:
         """`/props`"""
         self._server.backend.check()
-        sampling, about = self._server.backend.sampling(lambda usual: usual), self._server.backend.model
+        sampling, about = self._server.backend.sampling, self._server.backend.model
         assert about is not None  # it is loaded
         return JsonResponse(
             {

@@ -12,7 +12,7 @@ from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.config.engine import Pooling
 from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import SettingError, UsageError
+from ggpipe.errors import SettingError
 from ggpipe.server.backend import Generation
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
@@ -75,10 +75,7 @@ class Embeddings:
         backend, user = self._server.backend, user_of(request)
         assert backend.model is not None  # it is loaded
         body.check(backend.model.n_embd)
-        try:
-            specs = [RequestSpec(prompt=as_prompt(one), pooling=pooling, user=user) for one in body.prompts]
-        except UsageError as e:
-            raise ApiError.of(e) from e
+        specs = [RequestSpec(prompt=as_prompt(one), pooling=pooling, user=user) for one in body.prompts]
         found: list[Generation] = []
         for at in range(0, len(specs), backend.n_fair):
             found += (new := await backend.begin(specs[at : at + backend.n_fair]))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ggpipe.apis.answers import draws
-from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody, Mixed
-from ggpipe.apis.bodies import Prompt as BodyPrompt
+from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody
 from ggpipe.apis.choices import ChatChoices, CompletionChoices
 from ggpipe.apis.llama_server import NativeBody
 from ggpipe.apis.message_writer import MessageWriter
@@ -16,9 +13,7 @@ from ggpipe.apis.messages import MessagesBody
 from ggpipe.apis.response_writer import ResponseWriter
 from ggpipe.apis.responses import ResponsesBody
 from ggpipe.apis.writer import Writer
-from ggpipe.core.prompt import Conversation, Prompt, as_prompt
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import UsageError
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
@@ -80,13 +75,10 @@ class Texts:
         slot = -1 if body.id_slot is None else body.id_slot
         if not -1 <= slot < backend.n_slots:
             raise ApiError(400, f"`id_slot` must be -1 (any) or a number from 0 to {backend.n_slots - 1}", "id_slot")
-        sampling = draws(backend.sampling(body.sampling), body.n_choices)
         usual = RequestSpec(
-            prompt=b"", n_predict=body.most_tokens(backend.n_predict), speculation=backend.speculation,
-            cache_prompt=body.cache_prompt is not False, user=user_of(request),
-        )  # fmt: skip
-        prompts = [self._prompt(prompt) for prompt in body.prompts]
-        specs = [replace(usual, prompt=prompt, sampling=drawn) for prompt in prompts for drawn in sampling]
+            prompt=b"", n_predict=backend.n_predict, speculation=backend.speculation, user=user_of(request)
+        )
+        specs = body.requests(usual, body.sampling(backend.sampling), self._server.chat.completed)
         generations = await backend.begin(specs, body.n_choices, slot)
         note_texts(request.scope, generations)
         if body.stream:
@@ -96,15 +88,3 @@ class Texts:
             return EventStream(events, ping_s, backend.answering(generations))
         await whole(request, backend, generations)
         return JsonResponse(await reply.whole(generations))
-
-    def _prompt(self, prompt: BodyPrompt) -> Prompt:
-        """As the engine takes it. Raises ApiError."""
-        try:
-            match prompt:
-                case Conversation():
-                    return self._server.chat.completed(prompt)
-                case Mixed(parts):
-                    return as_prompt(parts)
-            return as_prompt(prompt)
-        except UsageError as e:
-            raise ApiError.of(e) from e
