@@ -16,13 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ggpipe.apis.answers import timings
 from ggpipe.apis.batch_tasks import Task
-from ggpipe.apis.bodies import ChatBody, CompletionBody
-from ggpipe.apis.choices import ChatChoices, CompletionChoices
+from ggpipe.apis.chat import ChatBody, ChatChoices
+from ggpipe.apis.completions import CompletionBody, CompletionChoices
 from ggpipe.apis.embeddings import EmbeddingBody
-from ggpipe.apis.response_writer import ResponseWriter
-from ggpipe.apis.responses import ResponsesBody
+from ggpipe.apis.replies import timings
+from ggpipe.apis.responses import ResponsesBody, ResponseWriter
 from ggpipe.core.request import Token
 from ggpipe.errors import RunError, UsageError
 from ggpipe.stats.records import RequestStats

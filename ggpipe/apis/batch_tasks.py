@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ggpipe.apis.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, GenerationBody, Mixed, Prompt
+from ggpipe.apis.bodies import BODY_NAMES, GenerationBody, Mixed, Prompt
+from ggpipe.apis.chat import CHAT, ChatBody
+from ggpipe.apis.completions import COMPLETIONS, CompletionBody
 from ggpipe.apis.decode import convert
 from ggpipe.apis.embeddings import EMBEDDINGS, EmbeddingBody
 from ggpipe.apis.responses import RESPONSES, ResponsesBody
-from ggpipe.apis.sampling import BODY_NAMES
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation
 from ggpipe.errors import UsageError

@@ -1,6 +1,6 @@
-"""Bodies of requests for texts: what OpenAI's API and llama-server's have in them, and how it becomes settings.
+"""What bodies of requests have in common in OpenAI's API, Anthropic's and llama-server's, and the settings they become.
 
-Fields that are not known are ignored. A field may be null where it may be left out.
+Unknown fields are ignored. A field that may be omitted may also be null.
 """
 
 from __future__ import annotations
@@ -10,25 +10,111 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import msgspec
 
-from ggpipe.apis.sampling import SamplingBody, TokenId
 from ggpipe.config.checks import MAX_TOKENS
-from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
 from ggpipe.core.prompt import Conversation, as_prompt
 from ggpipe.core.prompt import Prompt as RequestPrompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import BodyError, UsageError
-from ggpipe.text.chat.tools.choice import tool_choice
 from ggpipe.text.grammar.gbnf import check
 from ggpipe.text.grammar.json_schema import grammar_of
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MOST_STOPS = 64
+_RANDOM_SEED = 2**32 - 1  # llama-server's number for a random one
+_SAME = {
+    name: kind
+    for name, kind in get_type_hints(SamplingConfig).items()
+    if kind in (bool, int, float, str) and name not in ("grammar", "reasoning_budget")
+}
+"""Fields of bodies that are fields of `SamplingConfig`, and their types."""
+BODY_NAMES = {"temp": "temperature", "reasoning_budget": "reasoning_budget_tokens"}
+"""What bodies call a setting, where it has another name than in the library's messages."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 MOST_CHOICES = 64
 MOST_PROBS = 1000
 _REASONING_FORMATS = ("auto", "none", "deepseek", "deepseek-legacy")
+
+
+if TYPE_CHECKING:
+
+    class _SameFields(msgspec.Struct, kw_only=True):
+        """Those that are read by name; mypy knows no others."""
+
+        top_p: float | None = None
+        seed: int | None = None
+        post_sampling_probs: bool | None = None
+
+else:
+    _SameFields = msgspec.defstruct(
+        "_SameFields", [(name, kind | None, None) for name, kind in _SAME.items()], kw_only=True
+    )
+
+
+class SamplingBody(_SameFields, kw_only=True):
+    """How tokens are drawn, and where the text ends: the fields of `SamplingConfig`, and those that bodies have in
+    another form. None: as usual."""
+
+    temperature: float | None = None
+    """`temp`, as OpenAI calls it."""
+    dry_sequence_breakers: list[str] | None = None
+    samplers: list[str] | str | None = None
+    """Names, or letters."""
+    logit_bias: dict[str, float] | list[tuple[TokenId, float | bool]] | None = None
+    """By token; false: never."""
+    stop: str | list[str] | None = None
+    reasoning_budget_tokens: int | None = None
+    """Of conversations; -1: as the server says."""
+    thinking_budget_tokens: int | None = None
+    """The same by llama-server's older name."""
+
+    def sampling(self, usual: SamplingConfig) -> SamplingConfig:
+        """`usual`: for what the body does not say. Raises SettingError, BodyError."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        if self.temperature is not None:
+            fields["temp"] = self.temperature
+        for budget in (self.thinking_budget_tokens, self.reasoning_budget_tokens):
+            if budget is not None and budget != -1:
+                fields["reasoning_budget"] = budget
+        if isinstance(self.samplers, str):
+            fields["samplers"] = samplers_by_letter(self.samplers)
+        elif self.samplers is not None:
+            fields["samplers"] = samplers_by_name(self.samplers)
+        if self.dry_sequence_breakers is not None:
+            fields["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
+        if self.seed is not None:
+            fields["seed"] = _seed(self.seed)
+        if self.logit_bias is not None:
+            fields["logit_bias"] = _biases(self.logit_bias)
+        if self.stop is not None:
+            fields["stop"] = _stops(self.stop)
+        return replace(usual, **{name: value for name, value in fields.items() if value is not None})
+
+
+def _seed(seed: int) -> int:
+    """In 32 bits: OpenAI's have 64. One that has more stays, and is refused."""
+    if seed in (-1, _RANDOM_SEED):
+        return -1
+    return min(seed % 2**32, _RANDOM_SEED - 1) if -(2**63) <= seed < 2**63 else seed
+
+
+def _stops(stop: str | list[str]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(texts) > MOST_STOPS:
+        raise BodyError(f"`stop` must have at most {MOST_STOPS} texts, got {len(texts)}", "stop")
+    return tuple(filter(None, texts))
+
+
+def _biases(biases: dict[str, float] | list[tuple[int, float | bool]]) -> tuple[tuple[int, float], ...]:
+    found: list[tuple[int, float]] = []
+    for token, bias in biases.items() if isinstance(biases, dict) else biases:
+        if isinstance(token, str) and not (token.isdecimal() and token.isascii() and len(token) < 10):
+            raise BodyError(f"`logit_bias` must have numbers of tokens, got {token!r}", "logit_bias")
+        found.append((int(token), float("-inf") if bias is False else float(bias)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -40,44 +126,6 @@ class Mixed:
 
 Prompt = str | Sequence[int] | Mixed | Conversation
 """A text to continue, as such or as tokens, or a conversation to answer."""
-
-
-class PromptObject(msgspec.Struct, kw_only=True):
-    """llama-server's form of a prompt that may have more than text."""
-
-    prompt_string: str
-    multimodal_data: list[str] | None = None
-
-
-PromptField = str | PromptObject | list[TokenId | str | list[TokenId | str] | PromptObject]
-"""One prompt, or several where a list has no token in itself."""
-
-
-def prompts_of(given: PromptField) -> Sequence[Prompt]:
-    """The prompts of a body. Raises BodyError."""
-    if not isinstance(given, list):
-        return [_prompt(given, "prompt")]
-    if not given or any(isinstance(part, int) for part in given):
-        parts = [part for part in given if isinstance(part, int | str)]
-        if len(parts) == len(given):
-            return [_prompt(parts, "prompt")]
-    elif len(given) <= MOST_CHOICES:
-        return [_prompt(one, f"prompt[{i}]") for i, one in enumerate(given) if not isinstance(one, int)]
-    raise BodyError(
-        f"`prompt` must be a text, a list of tokens and texts, or at most {MOST_CHOICES} of these", "prompt"
-    )  # fmt: skip
-
-
-def _prompt(one: str | PromptObject | list[int | str], at: str) -> Prompt:
-    match one:
-        case PromptObject(prompt_string=text, multimodal_data=data):
-            if data:
-                raise BodyError(f"`{at}.multimodal_data` is not supported: the model reads nothing but text", at)
-            return text
-        case list() as parts:
-            tokens = [part for part in parts if isinstance(part, int)]
-            return tokens if len(tokens) == len(parts) else Mixed(tuple(parts))
-    return one
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -247,77 +295,11 @@ class GenerationBody(SamplingBody, kw_only=True):
         return value
 
 
-class CompletionBody(GenerationBody, kw_only=True):
-    """`/v1/completions`."""
-
-    prompt: PromptField
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        return prompts_of(self.prompt)
-
-    def check(self) -> None:
-        """Raises BodyError for what no request can have, and for what is not done here."""
-        super().check()
-        for name, wanted in (
-            ("echo", self.echo), ("suffix", self.suffix), ("best_of", self.best_of not in (None, self.n_choices)),
-        ):  # fmt: skip
-            if wanted:
-                raise BodyError(f"`{name}` is not supported: leave it out", name)
-
-
-class ChatBody(GenerationBody, kw_only=True):
-    """`/v1/chat/completions`."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
-    """Older clients' form of `tools`; answered as these are."""
-    function_call: Any = None
-    """Older clients' form of `tool_choice`."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    """How much the model is to think. Templates that do not know it ignore it."""
-
-    @property
-    def prompts(self) -> Sequence[Conversation]:
-        if not self.messages:
-            raise BodyError("`messages` is empty: give a message or more", "messages")
-        messages = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(self.messages))
-        further = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort == "none":
-            further.setdefault("enable_thinking", False)
-        elif self.reasoning_effort:
-            further.setdefault("reasoning_effort", self.reasoning_effort)
-        functions = [{"type": "function", "function": function} for function in self.functions or ()]
-        wanted = self.tool_choice if self.function_call is None else self.function_call
-        if isinstance(wanted, dict) and "name" in wanted:
-            wanted = {"type": "function", "function": wanted}
-        tools, choice = tool_choice(self.tools or functions, wanted, self.parallel_tool_calls)
-        return [Conversation(messages=messages, tools=tools, choice=choice, further=further)]
-
-
 def draws(sampling: SamplingConfig, n: int) -> list[SamplingConfig]:
     """For several texts of a prompt: each has a seed of its own."""
     if sampling.seed < 0:
         return [sampling] * n
     return [replace(sampling, seed=(sampling.seed + i) % (2**32 - 1)) for i in range(n)]
-
-
-def _message(message: dict[str, Any], at: str) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise BodyError(f"`{at}.role` must be a text, as user or system", f"{at}.role")
-    if content is not None:
-        content = text_of(content, f"{at}.content", ("text", "input_text"))
-    elif role != "assistant":
-        raise BodyError(f"`{at}.content` is missing", f"{at}.content")
-    return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
 
 
 def text_of(content: Any, at: str, kinds: Collection[str], parts: str = "parts") -> str:

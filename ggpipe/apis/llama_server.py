@@ -1,4 +1,4 @@
-"""Bodies of llama-server's own endpoints."""
+"""llama-server's own endpoints: the bodies, and the objects of the reply to `/completion`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ggpipe.apis.bodies import GenerationBody, Prompt, PromptField, prompts_of
-from ggpipe.apis.sampling import TokenId
+from ggpipe.apis.bodies import GenerationBody, Prompt, TokenId
+from ggpipe.apis.completions import PromptField, prompts_of
 
 
 class NativeBody(GenerationBody, kw_only=True):

@@ -1,16 +1,24 @@
-"""Bodies of `/v1/responses`: items and instructions, which become a conversation."""
+"""OpenAI's `/v1/responses`: the body, whose items and instructions become a conversation, and the items and numbered
+events of the reply."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from ggpipe.apis.bodies import ChatBody, GenerationBody, text_of
+from ggpipe.apis.bodies import GenerationBody, text_of
+from ggpipe.apis.chat import ChatBody
+from ggpipe.apis.replies import chat_logprobs, finish_reason, timings
+from ggpipe.apis.writer import Event, Failure, Writer
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.core.prompt import Conversation
+from ggpipe.core.request import Token
 from ggpipe.errors import BodyError
+from ggpipe.stats.records import RequestStats
 
 RESPONSES = "/v1/responses"
 _WITH_LOGPROBS = "message.output_text.logprobs"
@@ -166,3 +174,157 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     """A function as chats have it."""
     _given(tool, "name", at)
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+class ResponseWriter(Writer):
+    """A response, whose items are its output."""
+
+    def __init__(self, body: ResponsesBody, model: str) -> None:
+        super().__init__()
+        self._n_events = 0
+        self._n_best = body.n_best_probs
+        text = {"format": {"type": "text"}} if body.text is None else msgspec.to_builtins(body.text)
+        self._response: dict[str, Any] = {
+            "id": f"resp_{secrets.token_hex(24)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": model,
+            "output": self._items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": text,
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def begin(self, stats: RequestStats) -> Iterator[Event]:
+        yield self._event("response.created", response=self._response)
+        yield self._event("response.in_progress", response=self._response)
+
+    def progress(self, prompt_progress: dict[str, Any]) -> Iterator[Event]:
+        yield self._event("response.in_progress", response=self._response, prompt_progress=prompt_progress)
+
+    def _reasoning(self, text: str) -> Iterator[Event]:
+        if not self._is("reasoning"):
+            yield from self._close()
+            yield from self._open({"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
+            yield from self._open_part({"type": "reasoning_text", "text": ""})
+        self._part["text"] += text
+        yield self._event("response.reasoning_text.delta", **self._place, content_index=0, delta=text)
+
+    def _text(self, text: str, tokens: Sequence[Token]) -> Iterator[Event]:
+        if not self._is("message"):
+            yield from self._close()
+            yield from self._open({"type": "message", "id": _id("msg"), "role": "assistant", "content": []})
+            yield from self._open_part({"type": "output_text", "annotations": [], "logprobs": [], "text": ""})
+        found = chat_logprobs(tokens, self._n_best)
+        probs = [] if found is None else list(found["content"])
+        self._part["text"] += text
+        self._part["logprobs"] += probs
+        yield self._event(
+            "response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=probs
+        )  # fmt: skip
+
+    def _begin_call(self, identity: str, name: str) -> Iterator[Event]:
+        yield from self._open(
+            {"type": "function_call", "id": _id("fc"), "call_id": identity, "name": name, "arguments": ""}
+        )
+
+    def _arguments(self, text: str) -> Iterator[Event]:
+        self._items[-1]["arguments"] += text
+        yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
+
+    def end(self, stats: RequestStats, stop_string: str = "") -> Iterator[Event]:
+        is_cut = finish_reason(stats) == "length"
+        status = "incomplete" if is_cut else "completed"
+        yield from self._close(status)
+        self._response |= {
+            "status": status,
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": {
+                "input_tokens": stats.n_prompt,
+                "input_tokens_details": {"cached_tokens": stats.counters.cached_tokens},
+                "output_tokens": stats.n_generated,
+                "output_tokens_details": {"reasoning_tokens": self._n_reasoning},
+                "total_tokens": stats.n_prompt + stats.n_generated,
+            },
+        }
+        yield self._event(f"response.{status}", response=self._response, timings=timings(stats))
+
+    def fail(self, error: Failure) -> Iterator[Event]:
+        # Some clients look at the event of that name, some at the response.
+        yield self._event("error", code=str(error.status), message=error.message, param=error.param)
+        for item in self._items[-1:] if self._is_open else ():
+            item["status"] = "incomplete"
+        self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        yield self._event("response.failed", response=self._response)
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        return self._response
+
+    def _event(self, kind: str, **further: Any) -> Event:
+        self._n_events += 1
+        return {"type": kind, "sequence_number": self._n_events - 1, **further}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        part: dict[str, Any] = self._items[-1]["content"][0]
+        return part
+
+    def _open(self, item: dict[str, Any]) -> Iterator[Event]:
+        self._items.append({**item, "status": "in_progress"})
+        self._is_open = True
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _open_part(self, part: dict[str, Any]) -> Iterator[Event]:
+        self._items[-1]["content"].append(part)
+        yield self._event("response.content_part.added", **self._place, content_index=0, part=part)
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        if not self._is_open:
+            return
+        item = self._items[-1]
+        match item["type"]:
+            case "function_call":
+                yield self._event(
+                    "response.function_call_arguments.done", **self._place, name=item["name"],
+                    arguments=item["arguments"],
+                )  # fmt: skip
+            case "reasoning":
+                yield from self._close_part("response.reasoning_text.done", text=self._part["text"])
+            case _:
+                part = self._part
+                yield from self._close_part(
+                    "response.output_text.done", text=part["text"], logprobs=part["logprobs"]
+                )  # fmt: skip
+        item["status"] = status
+        self._is_open = False
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _close_part(self, kind: str, **further: Any) -> Iterable[Event]:
+        yield self._event(kind, **self._place, content_index=0, **further)
+        yield self._event("response.content_part.done", **self._place, content_index=0, part=self._part)
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"

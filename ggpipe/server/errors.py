@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ggpipe.apis.sampling import BODY_NAMES
+from ggpipe.apis.bodies import BODY_NAMES
 from ggpipe.errors import BodyError, GgpipeError, PromptTooLong, QueueFull, SettingError, UsageError
 from ggpipe.server.json import JsonResponse
 

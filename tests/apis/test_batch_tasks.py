@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ggpipe.apis.batch_tasks import Format, Task, read_tasks
-from ggpipe.apis.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody
+from ggpipe.apis.chat import CHAT, ChatBody
+from ggpipe.apis.completions import COMPLETIONS, CompletionBody
 from ggpipe.apis.embeddings import EMBEDDINGS
 from ggpipe.apis.responses import RESPONSES
 from ggpipe.config.sampling import SamplingConfig

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from ggpipe.apis.bodies import ChatBody, CompletionBody, Mixed
+from ggpipe.apis.bodies import Mixed
+from ggpipe.apis.chat import ChatBody
+from ggpipe.apis.completions import CompletionBody
 from ggpipe.apis.decode import convert, decode
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import ToolChoice

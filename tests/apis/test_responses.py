@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ggpipe.apis.decode import convert
-from ggpipe.apis.response_writer import ResponseWriter
-from ggpipe.apis.responses import ResponsesBody, messages_of
+from ggpipe.apis.responses import ResponsesBody, ResponseWriter, messages_of
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import BodyError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ggpipe.apis.bodies import ChatBody
+from ggpipe.apis.chat import ChatBody
 from ggpipe.apis.llama_server import DetokenizeBody, TokenizeBody
 from ggpipe.apis.messages import CountBody
 from ggpipe.apis.responses import ResponsesBody

@@ -5,13 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody
-from ggpipe.apis.choices import ChatChoices, CompletionChoices
+from ggpipe.apis.bodies import GenerationBody
+from ggpipe.apis.chat import ChatBody, ChatChoices
+from ggpipe.apis.completions import CompletionBody, CompletionChoices
 from ggpipe.apis.llama_server import NativeBody
-from ggpipe.apis.message_writer import MessageWriter
-from ggpipe.apis.messages import MessagesBody
-from ggpipe.apis.response_writer import ResponseWriter
-from ggpipe.apis.responses import ResponsesBody
+from ggpipe.apis.messages import MessagesBody, MessageWriter
+from ggpipe.apis.responses import ResponsesBody, ResponseWriter
 from ggpipe.apis.writer import Writer
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.server.endpoints.shared import Server

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from ggpipe.api.feed import Feed
-from ggpipe.apis.answers import prob_of, probs_of, timings
 from ggpipe.apis.bodies import GenerationBody
+from ggpipe.apis.replies import prob_of, probs_of, timings
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from ggpipe._version import __version__
-from ggpipe.apis.answers import finish_reason, timings, usage
 from ggpipe.apis.bodies import GenerationBody
-from ggpipe.apis.choices import Choices
+from ggpipe.apis.replies import Choices, finish_reason, timings, usage
 from ggpipe.core.request import Token
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ggpipe.apis.decode import convert
-from ggpipe.apis.message_writer import MessageWriter
-from ggpipe.apis.messages import MessagesBody
+from ggpipe.apis.messages import MessagesBody, MessageWriter
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.errors import BodyError, SettingError

@@ -1,14 +1,18 @@
-"""OpenAI's objects about texts that were written, with llama-server's further fields."""
+"""What replies of several APIs have in common: choices, usage, log-probabilities and llama-server's figures."""
 
 from __future__ import annotations
 
+import abc
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.stats.records import RequestStats, rate
 from ggpipe.text.chat.answer import WholeAnswer
+from ggpipe.text.chat.tools.events import Event
 
 _LEAST = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
@@ -110,3 +114,53 @@ def timings(stats: RequestStats) -> dict[str, Any]:
     if counters.submitted_tokens:
         found |= {"draft_n": counters.submitted_tokens, "draft_n_accepted": counters.accepted_tokens}
     return found
+
+
+class Choices(abc.ABC):
+    """A reply in which each output is a choice: the response, and the chunks of a stream."""
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+    empty: ClassVar[Mapping[str, Any]]
+    """What a chunk without text has."""
+    first: ClassVar[Mapping[str, Any] | None] = None
+    """What the first chunk of each output has; None: it has no such chunk."""
+
+    def __init__(self, model: str, n_best: int | None, identity: str = "", **further: Any) -> None:
+        """`n_best`: as `n_best_probs` of bodies. `identity`: id of the response; empty: a random one. `further`: fields
+        of the response and of all chunks."""
+        identity = identity or self.prefix + secrets.token_hex(12)
+        self._common = {"id": identity, "created": int(time.time()), "model": model, **further}
+        self.n_best = n_best
+
+    def whole(self, outputs: Sequence[Written], splits: bool) -> dict[str, Any]:
+        """The response, once all outputs have ended. `splits`: reasoning is separated from the answer."""
+        choices = []
+        for index, output in enumerate(outputs):
+            answer = output.answer(splits)
+            choice = self.choice(index, self._whole(answer), finish_reason(output.stats, answer))
+            choices.append({**choice, "logprobs": self.logprobs(index, output.tokens)})
+        figures = {"usage": usage(outputs), "timings": timings(outputs[0].stats)}
+        return {"choices": choices, **self._common, "object": self.whole_object, **figures}
+
+    def chunk(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
+        """The next part of a stream."""
+        return {"choices": choices, **self._common, "object": self.chunk_object, **further}
+
+    @staticmethod
+    def choice(index: int, content: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+        """An output, or a part of it. `reason`: why it ended."""
+        return {"index": index, **content, "finish_reason": reason}
+
+    @abc.abstractmethod
+    def part(self, one: Event) -> dict[str, Any] | None:
+        """What a chunk has of this part of an output; None: there is no chunk for it."""
+
+    @abc.abstractmethod
+    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Log-probabilities of an output's next tokens; None if none were requested."""
+
+    @abc.abstractmethod
+    def _whole(self, answer: WholeAnswer) -> dict[str, Any]:
+        """What a response has of a whole output."""
