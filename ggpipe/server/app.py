@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ggpipe.errors import GgpipeError
 from ggpipe.server.endpoints.about import About
@@ -24,7 +25,6 @@ from ggpipe.server.keys import Keys
 from ggpipe.server.live import Live
 from ggpipe.server.log import RequestLog
 from ggpipe.server.origins import Origins
-from ggpipe.server.prefix import Prefix
 from ggpipe.server.replies.stream import ClientLeft
 from ggpipe.server.static import FOLDER_HEADERS, PAGE, PAGE_HEADERS, Files
 
@@ -98,6 +98,27 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     )
     found.router.redirect_slashes = False  # to a place that a header of the client names
     return found
+
+
+class Prefix:
+    """A prefix of all paths, for a server that shares its host name with others behind a proxy.
+
+    Whatever comes after it, the log included, sees paths without it. Paths that lack it are not found.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if path.startswith(f"{self._prefix}/"):
+            scope["path"] = path.removeprefix(self._prefix)
+            await self._app(scope, receive, send)
+        elif path == self._prefix:
+            await Response(status_code=308, headers={"Location": f"{self._prefix}/"})(scope, receive, send)
+        else:
+            await ApiError(404, "Not Found").response(path)(scope, receive, send)
 
 
 def _answering(endpoint: Endpoint) -> Endpoint:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ggpipe.api.feed import Feed
-from ggpipe.config.sampling import SamplingConfig
+from ggpipe.apis.llama_server import settings
 from ggpipe.core.kv.radix_tree import agreeing
 from ggpipe.core.request_spec import RequestSpec
 
@@ -20,7 +20,6 @@ Tokens = tuple[int, ...]
 
 _CONTINUED = 0.5
 """Share of a slot's tokens that a prompt begins with, at least, when it continues the slot's conversation."""
-_NOT_SHOWN = ("temp", "logit_bias", "grammar", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +133,3 @@ class Slots:
         if shared[most] > _CONTINUED * len(most.tokens):
             return most
         return min(free, key=lambda slot: slot.use.number if slot.use is not None else 0)
-
-
-def settings(sampling: SamplingConfig, n_predict: int) -> dict[str, Any]:
-    """How a text is drawn, without what may say something of the text."""
-    shown = {name: value for name, value in vars(sampling).items() if name not in _NOT_SHOWN}
-    return {**shown, "temperature": sampling.temp, "n_predict": n_predict, "max_tokens": n_predict}

@@ -9,14 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ggpipe.apis.decode import decode
-from ggpipe.apis.llama_server import SlotBody
+from ggpipe.apis.llama_server import SlotBody, settings
 from ggpipe.server import metrics
 from ggpipe.server.backend import Status
 from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
 from ggpipe.server.replies.openai import BUILD
-from ggpipe.server.slots import settings
 from ggpipe.text.chat.conversation import CHATML
 
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from ggpipe.apis.bodies import GenerationBody
 from ggpipe.apis.chat import ChatBody, ChatChoices
 from ggpipe.apis.completions import CompletionBody, CompletionChoices
-from ggpipe.apis.llama_server import NativeBody
+from ggpipe.apis.llama_server import NativeBody, NativeObjects
 from ggpipe.apis.messages import MessagesBody, MessageWriter
 from ggpipe.apis.responses import ResponsesBody, ResponseWriter
 from ggpipe.apis.writer import Writer
@@ -47,8 +47,8 @@ class Texts:
         body = await self._server.body(request, NativeBody)
         backend, is_of_draw = self._server.backend, bool(body.post_sampling_probs)
         fields = body.response_fields or ()
-        reply = NativeReply(self._server.model, is_of_draw, backend.slots.slot_of, backend.stop_string, fields)
-        return await self._answer(request, body, reply)
+        objects = NativeObjects(self._server.model, is_of_draw, fields)
+        return await self._answer(request, body, NativeReply(objects, backend.slots.slot_of, backend.stop_string))
 
     async def responses(self, request: Request) -> Response:
         """`/v1/responses`"""

@@ -1,42 +1,31 @@
-"""llama-server's own answers, of `/completion`."""
+"""llama-server's own replies, to `/completion`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from ggpipe.api.feed import Feed
 from ggpipe.apis.bodies import GenerationBody
-from ggpipe.apis.replies import prob_of, probs_of, timings
-from ggpipe.core.request import Finish, Token, TokenProb
+from ggpipe.apis.llama_server import NativeObjects
+from ggpipe.apis.replies import timings
+from ggpipe.core.request import Token
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.replies.stream import event, follow
-from ggpipe.server.slots import settings
-
-_MISSING = object()
-_STOP_TYPES = {
-    Finish.END_OF_TEXT: "eos", Finish.STOP_STRING: "word", Finish.NO_TOKEN: "eos", Finish.STOPPED: "none",
-}  # fmt: skip
 
 
 class NativeReply:
-    """Of llama-server's `/completion`."""
+    """An object for each output."""
 
     def __init__(
         self,
-        model: str,
-        post_sampling_probs: bool,
+        objects: NativeObjects,
         slot_of: Callable[[Feed], int],
         stop_string: Callable[[Generation], Awaitable[str]],
-        fields: Sequence[str] = (),
     ) -> None:
-        """`post_sampling_probs`: probabilities are those of the draw. `slot_of`: the slot of a text. `stop_string`: the
-        one that ended a text; empty: none has. `fields`: those of answers and of streams' ends; none: all."""
-        self._fields = fields
-        self._model = model
-        self._post_sampling_probs = post_sampling_probs
+        """`slot_of`: the slot of an output. `stop_string`: the one that ended an output, else empty."""
+        self._objects = objects
         self._slot_of = slot_of
         self._stop_string = stop_string
 
@@ -45,91 +34,27 @@ class NativeReply:
         async for news in follow(generations, False, bool(body.return_progress)):
             own = news.generation
             if news.progress is not None:
-                yield event({**self._part(own, "", [], stop=False), "prompt_progress": news.progress})
+                yield event({**self._part(own, "", []), "prompt_progress": news.progress})
             for token in news.tokens:
-                part = self._part(own, token.text, [token], stop=False)
+                part = self._part(own, token.text, [token])
                 yield event({**part, "timings": timings(own.stats)} if body.timings_per_token else part)
             if news.is_end:
-                last = {**self._part(own, own.feed.rest, [], stop=True), **await self._end(own)}
-                yield event(_chosen(last, self._fields))
+                yield event(await self._last(own, own.feed.rest, []))
 
     def failure(self, error: ApiError) -> bytes:
         """The event that ends a stream which failed."""
         return event(error.body)
 
     async def whole(self, generations: Sequence[Generation]) -> dict[str, Any] | list[dict[str, Any]]:
-        """The text and how it ended; of several texts a list of these."""
+        """The output and how it ended; a list if there are several."""
         found = []
         for own in generations:
-            text = "".join(token.text for token in own.feed.tokens) + own.feed.rest
-            answer = {**self._part(own, text, own.feed.tokens, stop=True), **await self._end(own)}
-            found.append(_chosen(answer, self._fields))
+            text = "".join(token.text for token in own.tokens) + own.feed.rest
+            found.append(await self._last(own, text, own.tokens))
         return found if len(found) > 1 else found[0]
 
-    def _part(self, generation: Generation, text: str, tokens: Sequence[Token], stop: bool) -> dict[str, Any]:
-        found = {
-            "index": generation.index,
-            "content": text,
-            "tokens": [token.id for token in tokens],
-            "stop": stop,
-            "id_slot": self._slot_of(generation.feed),
-            "tokens_predicted": generation.stats.n_generated,
-            "tokens_evaluated": generation.stats.n_prompt,
-        }
-        post = self._post_sampling_probs
-        best_name = "top_probs" if post else "top_logprobs"
-        probs = [
-            _native_prob(own, post) | {best_name: [_native_prob(one, post) for one in best]}
-            for own, best in probs_of(tokens)
-        ]
-        return found | {"completion_probabilities": probs} if probs else found
+    def _part(self, own: Generation, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+        return self._objects.part(own, self._slot_of(own.feed), text, tokens)
 
-    async def _end(self, generation: Generation) -> dict[str, Any]:
-        stats = generation.stats
-        kind = _STOP_TYPES.get(stats.finish, "limit") if stats.finish is not None else "limit"
-        return {
-            "model": self._model,
-            "stop_type": kind,
-            "stopping_word": await self._stop_string(generation),
-            "has_new_line": any("\n" in token.text for token in generation.feed.tokens),
-            "truncated": stats.finish is Finish.CONTEXT_FULL,
-            "generation_settings": _settings(generation),
-            "tokens_cached": stats.counters.cached_tokens,
-            "timings": timings(stats),
-        }
-
-
-def _settings(generation: Generation) -> dict[str, Any]:
-    """All settings of a text, also those that say something of it: its own client gets them."""
-    drawn = generation.spec.sampling
-    return {
-        **settings(drawn, generation.spec.n_predict),
-        "seed": generation.stats.seed,
-        "stop": drawn.stop,
-        "logit_bias": [
-            {"token": token, "bias": bias if math.isfinite(bias) else False} for token, bias in drawn.logit_bias
-        ],
-        "grammar": drawn.grammar,
-        "lora": [],
-    }
-
-
-def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """These fields of an answer; `timings/prompt_n` is one inside of another. No fields: all."""
-    if not fields:
-        return answer
-    found: dict[str, Any] = {}
-    for path in fields:
-        value: Any = answer
-        for name in path.split("/"):
-            value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
-        if value is not _MISSING:
-            found[path] = value
-    return found
-
-
-def _native_prob(one: TokenProb, post_sampling: bool) -> dict[str, Any]:
-    found = prob_of(one)
-    if post_sampling:
-        found["prob"] = math.exp(found.pop("logprob"))
-    return found
+    async def _last(self, own: Generation, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+        return self._objects.last(own, self._slot_of(own.feed), text, tokens, await self._stop_string(own))

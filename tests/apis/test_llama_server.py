@@ -1,0 +1,77 @@
+"""The objects of a reply to llama-server's `/completion`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from ggpipe.apis.llama_server import NativeObjects
+from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.request import Finish, Token, TokenProb
+from ggpipe.core.request_spec import RequestSpec
+from ggpipe.stats.records import RequestStats
+from ggpipe.text.chat.answer import WholeAnswer
+
+TOKEN = Token(7, "a\n", probs=(TokenProb(7, b"a\n", math.log(0.25)), TokenProb(8, b"\xc3", math.log(0.5))))
+
+
+@dataclass(frozen=True)
+class Output:
+    """One token of an output."""
+
+    stats: RequestStats
+    spec: RequestSpec
+    index: int = 1
+    prompt: int = 0
+    tokens: Sequence[Token] = (TOKEN,)
+
+    def answer(self, splits: bool) -> WholeAnswer:
+        raise NotImplementedError
+
+
+def output(finish: Finish) -> Output:
+    sampling = SamplingConfig(logit_bias=((5, float("-inf")), (6, 0.5)), stop=("b",), grammar="root ::= [^b]*")
+    spec = RequestSpec(prompt=(1, 2), n_predict=4, sampling=sampling)
+    return Output(RequestStats(n_prompt=2, token_times=[1.0], finish=finish, seed=3), spec)
+
+
+def test_a_part_has_its_tokens_and_their_probabilities() -> None:
+    part = NativeObjects("m", post_sampling_probs=False).part(output(Finish.LENGTH), 2, "a\n", [TOKEN])
+    (probs,) = part.pop("completion_probabilities")
+    assert part == {
+        "index": 1, "content": "a\n", "tokens": [7], "stop": False, "id_slot": 2, "tokens_predicted": 1,
+        "tokens_evaluated": 2,
+    }  # fmt: skip
+    assert (probs["id"], probs["logprob"], probs["top_logprobs"][0]["bytes"]) == (7, math.log(0.25), [0xC3])
+
+
+def test_probabilities_of_the_draw_are_no_logarithms() -> None:
+    part = NativeObjects("m", post_sampling_probs=True).part(output(Finish.LENGTH), 2, "a\n", [TOKEN])
+    (probs,) = part["completion_probabilities"]
+    assert probs["prob"] == pytest.approx(0.25)
+    assert probs["top_probs"][0]["prob"] == pytest.approx(0.5)
+    assert "logprob" not in probs
+
+
+@pytest.mark.parametrize(
+    ("finish", "kind"),
+    [
+        (Finish.END_OF_TEXT, "eos"), (Finish.STOP_STRING, "word"), (Finish.LENGTH, "limit"),
+        (Finish.CONTEXT_FULL, "limit"), (Finish.STOPPED, "none"),
+    ],
+)  # fmt: skip
+def test_the_last_part_says_how_the_output_ended(finish: Finish, kind: str) -> None:
+    last = NativeObjects("m", post_sampling_probs=False).last(output(finish), 2, "", [], "b")
+    assert (last["stop"], last["stop_type"], last["stopping_word"], last["has_new_line"]) == (True, kind, "b", True)
+    assert last["truncated"] == (finish is Finish.CONTEXT_FULL)
+    settings = last["generation_settings"]
+    assert (settings["seed"], settings["n_predict"], settings["stop"]) == (3, 4, ("b",))
+    assert settings["logit_bias"] == [{"token": 5, "bias": False}, {"token": 6, "bias": 0.5}]
+
+
+def test_a_reply_has_the_fields_that_were_chosen() -> None:
+    objects = NativeObjects("m", post_sampling_probs=False, fields=("content", "timings/prompt_n", "missing"))
+    assert objects.last(output(Finish.LENGTH), 2, "a", [], "") == {"content": "a", "timings/prompt_n": 2}
