@@ -36,7 +36,7 @@ _OF_SPECINFER = (CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class TaskOutput:
     """A text that was written for a task, or an embedding that was made."""
 
     prompt: int
@@ -104,7 +104,7 @@ class Results:
         """Tasks that have an answer."""
         return len(self._answered)
 
-    def answer(self, task: Task, texts: Sequence[Text]) -> None:
+    def answer(self, task: Task, texts: Sequence[TaskOutput]) -> None:
         """Write an answer. Raises RunError."""
         response = {"status_code": 200, "request_id": task.id, "body": body_of(task, self._model, texts)}
         entry: dict[str, Any] = {"id": task.id, "custom_id": task.custom_id, "response": response, "error": None}
@@ -201,7 +201,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if is_answer else None
 
 
-def body_of(task: Task, model: str, texts: Sequence[Text]) -> dict[str, Any]:
+def body_of(task: Task, model: str, texts: Sequence[TaskOutput]) -> dict[str, Any]:
     """A response of OpenAI's API to a task."""
     match task.body:
         case EmbeddingBody() as body:
@@ -216,7 +216,7 @@ def body_of(task: Task, model: str, texts: Sequence[Text]) -> dict[str, Any]:
             return kind(model, n_best, task.id).whole(texts, splits)
 
 
-def _response(identity: str, body: ResponsesBody, model: str, text: Text) -> dict[str, Any]:
+def _response(identity: str, body: ResponsesBody, model: str, text: TaskOutput) -> dict[str, Any]:
     assert text.marks is not None  # it is a conversation's
     writer, parser = ResponseWriter(body, model), AnswerParser(text.marks, identity, body.reasoning_format != "none")
     parts = [(parser.feed(text.marks.text_of(token.id, token.text)), [token]) for token in text.tokens]

@@ -16,8 +16,7 @@ import msgspec
 
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.config.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
-from ggpipe.core.prompt import Conversation, as_prompt
-from ggpipe.core.prompt import Prompt as RequestPrompt
+from ggpipe.core.prompt import Conversation, RequestPrompt, as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import BodyError, UsageError
 from ggpipe.text.grammar.gbnf import check
@@ -124,7 +123,7 @@ class Mixed:
     parts: tuple[int | str, ...]
 
 
-Prompt = str | Sequence[int] | Mixed | Conversation
+BodyPrompt = str | Sequence[int] | Mixed | Conversation
 """A text to continue, as such or as tokens, or a conversation to answer."""
 
 
@@ -197,7 +196,7 @@ class GenerationBody(SamplingBody, kw_only=True):
 
     @property
     @abc.abstractmethod
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[BodyPrompt]:
         """Each is answered by itself. Raises BodyError."""
 
     def requests(

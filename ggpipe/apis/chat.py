@@ -12,7 +12,7 @@ from ggpipe.core.request import Token
 from ggpipe.errors import BodyError
 from ggpipe.text.chat.answer import WholeAnswer
 from ggpipe.text.chat.tools.choice import tool_choice
-from ggpipe.text.chat.tools.events import Arguments, CallBegun, Event, Reasoning, Text
+from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, Reasoning, Text
 
 CHAT = "/v1/chat/completions"
 
@@ -68,7 +68,7 @@ class ChatChoices(Choices):
     empty: ClassVar[Mapping[str, Any]] = {"delta": {}}
     first: ClassVar[Mapping[str, Any] | None] = {"delta": {"role": "assistant", "content": None}}
 
-    def part(self, one: Event) -> dict[str, Any] | None:
+    def part(self, one: AnswerEvent) -> dict[str, Any] | None:
         match one:
             case Text(text):
                 return {"delta": {"content": text}}

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ggpipe.apis.bodies import MOST_CHOICES, GenerationBody, Mixed, Prompt, TokenId
+from ggpipe.apis.bodies import MOST_CHOICES, BodyPrompt, GenerationBody, Mixed, TokenId
 from ggpipe.apis.replies import Choices, text_logprobs
 from ggpipe.core.request import Token
 from ggpipe.errors import BodyError
 from ggpipe.text.chat.answer import WholeAnswer
-from ggpipe.text.chat.tools.events import Event, Text
+from ggpipe.text.chat.tools.events import AnswerEvent, Text
 
 COMPLETIONS = "/v1/completions"
 
@@ -28,7 +28,7 @@ PromptField = str | PromptObject | list[TokenId | str | list[TokenId | str] | Pr
 """One prompt, or several where a list has no token in itself."""
 
 
-def prompts_of(given: PromptField) -> Sequence[Prompt]:
+def prompts_of(given: PromptField) -> Sequence[BodyPrompt]:
     """The prompts of a body. Raises BodyError."""
     if not isinstance(given, list):
         return [_prompt(given, "prompt")]
@@ -43,7 +43,7 @@ def prompts_of(given: PromptField) -> Sequence[Prompt]:
     )  # fmt: skip
 
 
-def _prompt(one: str | PromptObject | list[int | str], at: str) -> Prompt:
+def _prompt(one: str | PromptObject | list[int | str], at: str) -> BodyPrompt:
     match one:
         case PromptObject(prompt_string=text, multimodal_data=data):
             if data:
@@ -64,7 +64,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: int | None = None
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[BodyPrompt]:
         return prompts_of(self.prompt)
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class CompletionChoices(Choices):
         self._n_chars: dict[int, int] = {}
         """Characters of each output's tokens whose log-probabilities were returned."""
 
-    def part(self, one: Event) -> dict[str, Any] | None:
+    def part(self, one: AnswerEvent) -> dict[str, Any] | None:
         return {"text": one.text} if isinstance(one, Text) else None
 
     def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ggpipe.apis.bodies import GenerationBody, Prompt, TokenId
+from ggpipe.apis.bodies import BodyPrompt, GenerationBody, TokenId
 from ggpipe.apis.completions import PromptField, prompts_of
-from ggpipe.apis.replies import Written, prob_of, probs_of, timings
+from ggpipe.apis.replies import WrittenOutput, prob_of, probs_of, timings
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.core.request_spec import RequestSpec
@@ -30,7 +30,7 @@ class NativeBody(GenerationBody, kw_only=True):
     """Those that the answer has; none: all."""
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[BodyPrompt]:
         return prompts_of(self.prompt)
 
 
@@ -54,7 +54,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[TokenId]
 
 
-class Output(Written, Protocol):
+class Output(WrittenOutput, Protocol):
     """An output, or what has come of it."""
 
     @property

@@ -16,7 +16,7 @@ import msgspec
 from ggpipe.apis.bodies import GenerationBody, text_of
 from ggpipe.apis.chat import ChatBody
 from ggpipe.apis.replies import finish_reason, timings
-from ggpipe.apis.writer import Event, Failure, Writer
+from ggpipe.apis.writer import ApiEvent, Failure, Writer
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation
@@ -210,31 +210,31 @@ class MessageWriter(Writer):
             "stop_sequence": None,
         }
 
-    def begin(self, stats: RequestStats) -> Iterator[Event]:
+    def begin(self, stats: RequestStats) -> Iterator[ApiEvent]:
         yield {"type": "message_start", "message": {**self._message, "usage": _usage(stats)}}
 
-    def progress(self, prompt_progress: dict[str, Any]) -> Iterable[Event]:
+    def progress(self, prompt_progress: dict[str, Any]) -> Iterable[ApiEvent]:
         return ()
 
-    def _reasoning(self, text: str) -> Iterator[Event]:
+    def _reasoning(self, text: str) -> Iterator[ApiEvent]:
         yield from self._open_if_needed("thinking")
         self._items[-1]["thinking"] += text
         yield self._delta(type="thinking_delta", thinking=text)
 
-    def _text(self, text: str, tokens: Sequence[Token]) -> Iterator[Event]:
+    def _text(self, text: str, tokens: Sequence[Token]) -> Iterator[ApiEvent]:
         yield from self._open_if_needed("text")
         self._items[-1]["text"] += text
         yield self._delta(type="text_delta", text=text)
 
-    def _begin_call(self, identity: str, name: str) -> Iterator[Event]:
+    def _begin_call(self, identity: str, name: str) -> Iterator[ApiEvent]:
         self._json = ""
         yield from self._open({"type": "tool_use", "id": identity, "name": name})
 
-    def _arguments(self, text: str) -> Iterator[Event]:
+    def _arguments(self, text: str) -> Iterator[ApiEvent]:
         self._json += text
         yield self._delta(type="input_json_delta", partial_json=text)
 
-    def end(self, stats: RequestStats, stop_string: str = "") -> Iterator[Event]:
+    def end(self, stats: RequestStats, stop_string: str = "") -> Iterator[ApiEvent]:
         yield from self._close()
         calls = any(block["type"] == "tool_use" for block in self._items)
         if stats.finish is Finish.CONTEXT_FULL:
@@ -250,27 +250,27 @@ class MessageWriter(Writer):
         yield {"type": "message_delta", "delta": ending, "usage": _usage(stats), "timings": timings(stats)}
         yield {"type": "message_stop"}
 
-    def fail(self, error: Failure) -> Iterable[Event]:
+    def fail(self, error: Failure) -> Iterable[ApiEvent]:
         return (error.anthropic_body,)
 
     @property
     def whole(self) -> dict[str, Any]:
         return self._message
 
-    def _delta(self, **delta: Any) -> Event:
+    def _delta(self, **delta: Any) -> ApiEvent:
         return {"type": "content_block_delta", "index": len(self._items) - 1, "delta": delta}
 
-    def _open_if_needed(self, kind: str) -> Iterator[Event]:
+    def _open_if_needed(self, kind: str) -> Iterator[ApiEvent]:
         if not self._is(kind):
             yield from self._close()
             yield from self._open({"type": kind})
 
-    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+    def _open(self, block: dict[str, Any]) -> Iterator[ApiEvent]:
         self._items.append({**block, **_BEGUN[block["type"]]})
         self._is_open = True
         yield {"type": "content_block_start", "index": len(self._items) - 1, "content_block": self._items[-1]}
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[ApiEvent]:
         if not self._is_open:
             return
         block = self._items[-1]

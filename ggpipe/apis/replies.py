@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Protocol
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.stats.records import RequestStats, rate
 from ggpipe.text.chat.answer import WholeAnswer
-from ggpipe.text.chat.tools.events import Event
+from ggpipe.text.chat.tools.events import AnswerEvent
 
 _LEAST = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 _FINISH = {Finish.END_OF_TEXT: "stop", Finish.STOP_STRING: "stop", Finish.NO_TOKEN: "stop"}
 
 
-class Written(Protocol):
+class WrittenOutput(Protocol):
     """A text that was written."""
 
     @property
@@ -81,7 +81,7 @@ def finish_reason(stats: RequestStats, answer: WholeAnswer | None = None) -> str
     return "tool_calls" if reason == "stop" and answer is not None and answer.calls else reason
 
 
-def usage(texts: Sequence[Written]) -> dict[str, Any]:
+def usage(texts: Sequence[WrittenOutput]) -> dict[str, Any]:
     """Tokens of all texts together; a prompt that several of them answer counts once."""
     prompts = {text.prompt: text.stats for text in reversed(texts)}
     n_prompt = sum(stats.n_prompt for stats in prompts.values())
@@ -134,7 +134,7 @@ class Choices(abc.ABC):
         self._common = {"id": identity, "created": int(time.time()), "model": model, **further}
         self.n_best = n_best
 
-    def whole(self, outputs: Sequence[Written], splits: bool) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[WrittenOutput], splits: bool) -> dict[str, Any]:
         """The response, once all outputs have ended. `splits`: reasoning is separated from the answer."""
         choices = []
         for index, output in enumerate(outputs):
@@ -154,7 +154,7 @@ class Choices(abc.ABC):
         return {"index": index, **content, "finish_reason": reason}
 
     @abc.abstractmethod
-    def part(self, one: Event) -> dict[str, Any] | None:
+    def part(self, one: AnswerEvent) -> dict[str, Any] | None:
         """What a chunk has of this part of an output; None: there is no chunk for it."""
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ import msgspec
 from ggpipe.apis.bodies import GenerationBody, text_of
 from ggpipe.apis.chat import ChatBody
 from ggpipe.apis.replies import chat_logprobs, finish_reason, timings
-from ggpipe.apis.writer import Event, Failure, Writer
+from ggpipe.apis.writer import ApiEvent, Failure, Writer
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Token
@@ -211,14 +211,14 @@ class ResponseWriter(Writer):
             "user": body.user,
         }
 
-    def begin(self, stats: RequestStats) -> Iterator[Event]:
+    def begin(self, stats: RequestStats) -> Iterator[ApiEvent]:
         yield self._event("response.created", response=self._response)
         yield self._event("response.in_progress", response=self._response)
 
-    def progress(self, prompt_progress: dict[str, Any]) -> Iterator[Event]:
+    def progress(self, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
         yield self._event("response.in_progress", response=self._response, prompt_progress=prompt_progress)
 
-    def _reasoning(self, text: str) -> Iterator[Event]:
+    def _reasoning(self, text: str) -> Iterator[ApiEvent]:
         if not self._is("reasoning"):
             yield from self._close()
             yield from self._open({"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
@@ -226,7 +226,7 @@ class ResponseWriter(Writer):
         self._part["text"] += text
         yield self._event("response.reasoning_text.delta", **self._place, content_index=0, delta=text)
 
-    def _text(self, text: str, tokens: Sequence[Token]) -> Iterator[Event]:
+    def _text(self, text: str, tokens: Sequence[Token]) -> Iterator[ApiEvent]:
         if not self._is("message"):
             yield from self._close()
             yield from self._open({"type": "message", "id": _id("msg"), "role": "assistant", "content": []})
@@ -239,16 +239,16 @@ class ResponseWriter(Writer):
             "response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=probs
         )  # fmt: skip
 
-    def _begin_call(self, identity: str, name: str) -> Iterator[Event]:
+    def _begin_call(self, identity: str, name: str) -> Iterator[ApiEvent]:
         yield from self._open(
             {"type": "function_call", "id": _id("fc"), "call_id": identity, "name": name, "arguments": ""}
         )
 
-    def _arguments(self, text: str) -> Iterator[Event]:
+    def _arguments(self, text: str) -> Iterator[ApiEvent]:
         self._items[-1]["arguments"] += text
         yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
 
-    def end(self, stats: RequestStats, stop_string: str = "") -> Iterator[Event]:
+    def end(self, stats: RequestStats, stop_string: str = "") -> Iterator[ApiEvent]:
         is_cut = finish_reason(stats) == "length"
         status = "incomplete" if is_cut else "completed"
         yield from self._close(status)
@@ -266,7 +266,7 @@ class ResponseWriter(Writer):
         }
         yield self._event(f"response.{status}", response=self._response, timings=timings(stats))
 
-    def fail(self, error: Failure) -> Iterator[Event]:
+    def fail(self, error: Failure) -> Iterator[ApiEvent]:
         # Some clients look at the event of that name, some at the response.
         yield self._event("error", code=str(error.status), message=error.message, param=error.param)
         for item in self._items[-1:] if self._is_open else ():
@@ -278,7 +278,7 @@ class ResponseWriter(Writer):
     def whole(self) -> dict[str, Any]:
         return self._response
 
-    def _event(self, kind: str, **further: Any) -> Event:
+    def _event(self, kind: str, **further: Any) -> ApiEvent:
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1, **further}
 
@@ -291,16 +291,16 @@ class ResponseWriter(Writer):
         part: dict[str, Any] = self._items[-1]["content"][0]
         return part
 
-    def _open(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _open(self, item: dict[str, Any]) -> Iterator[ApiEvent]:
         self._items.append({**item, "status": "in_progress"})
         self._is_open = True
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _open_part(self, part: dict[str, Any]) -> Iterator[Event]:
+    def _open_part(self, part: dict[str, Any]) -> Iterator[ApiEvent]:
         self._items[-1]["content"].append(part)
         yield self._event("response.content_part.added", **self._place, content_index=0, part=part)
 
-    def _close(self, status: str = "completed") -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[ApiEvent]:
         if not self._is_open:
             return
         item = self._items[-1]
@@ -321,7 +321,7 @@ class ResponseWriter(Writer):
         self._is_open = False
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _close_part(self, kind: str, **further: Any) -> Iterable[Event]:
+    def _close_part(self, kind: str, **further: Any) -> Iterable[ApiEvent]:
         yield self._event(kind, **self._place, content_index=0, **further)
         yield self._event("response.content_part.done", **self._place, content_index=0, part=self._part)
 

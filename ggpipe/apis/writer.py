@@ -10,7 +10,7 @@ from ggpipe.core.request import Token
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.tools import events
 
-Event = dict[str, Any]
+ApiEvent = dict[str, Any]
 """Of the API's stream."""
 
 
@@ -39,7 +39,7 @@ class Writer(abc.ABC):
         self._n_reasoning = 0
         """Tokens generated before the answer began, if the model reasoned."""
 
-    def add(self, parts: Sequence[events.Event], tokens: Sequence[Token]) -> Iterator[Event]:
+    def add(self, parts: Sequence[events.AnswerEvent], tokens: Sequence[Token]) -> Iterator[ApiEvent]:
         """The next parts, which came with these tokens."""
         self._n_tokens += len(tokens)
         self._has_answer = self._has_answer or any(isinstance(part, events.Text | events.CallBegun) for part in parts)
@@ -70,37 +70,37 @@ class Writer(abc.ABC):
         """The response so far; complete after `end`."""
 
     @abc.abstractmethod
-    def begin(self, stats: RequestStats) -> Iterable[Event]:
+    def begin(self, stats: RequestStats) -> Iterable[ApiEvent]:
         """Before the output."""
 
     @abc.abstractmethod
-    def progress(self, prompt_progress: dict[str, Any]) -> Iterable[Event]:
+    def progress(self, prompt_progress: dict[str, Any]) -> Iterable[ApiEvent]:
         """While the prompt is processed. `prompt_progress`: as in llama-server."""
 
     @abc.abstractmethod
-    def end(self, stats: RequestStats, stop_string: str = "") -> Iterable[Event]:
+    def end(self, stats: RequestStats, stop_string: str = "") -> Iterable[ApiEvent]:
         """The output has ended. `stop_string`: the one that ended it, if one has."""
 
     @abc.abstractmethod
-    def fail(self, error: Failure) -> Iterable[Event]:
+    def fail(self, error: Failure) -> Iterable[ApiEvent]:
         """The output ends with an error."""
 
     @abc.abstractmethod
-    def _text(self, text: str, tokens: Sequence[Token]) -> Iterable[Event]:
+    def _text(self, text: str, tokens: Sequence[Token]) -> Iterable[ApiEvent]:
         """Text of the answer."""
 
     @abc.abstractmethod
-    def _reasoning(self, text: str) -> Iterable[Event]:
+    def _reasoning(self, text: str) -> Iterable[ApiEvent]:
         """Text of the reasoning."""
 
     @abc.abstractmethod
-    def _begin_call(self, identity: str, name: str) -> Iterable[Event]:
+    def _begin_call(self, identity: str, name: str) -> Iterable[ApiEvent]:
         """The model calls a tool."""
 
     @abc.abstractmethod
-    def _arguments(self, text: str) -> Iterable[Event]:
+    def _arguments(self, text: str) -> Iterable[ApiEvent]:
         """The next part of the call's arguments."""
 
     @abc.abstractmethod
-    def _close(self) -> Iterable[Event]:
+    def _close(self) -> Iterable[ApiEvent]:
         """The open item, if there is one, is complete or cut off."""

@@ -89,7 +89,7 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     paths, allowed = [*public, *gets, *posts, "/"], config.origins(bool(keys))
     middleware = [Middleware(RequestLog, model=server.model, totals=server.backend.totals, paths=paths)]
     if config.api_prefix:
-        middleware.append(Middleware(Prefix, prefix=config.api_prefix))
+        middleware.append(Middleware(PathPrefix, prefix=config.api_prefix))
     middleware.append(Middleware(Origins, allowed=allowed, checks_names=is_on_loopback and not keys))
     found = Starlette(
         routes=routes,
@@ -100,7 +100,7 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     return found
 
 
-class Prefix:
+class PathPrefix:
     """A prefix of all paths, for a server that shares its host name with others behind a proxy.
 
     Whatever comes after it, the log included, sees paths without it. Paths that lack it are not found.

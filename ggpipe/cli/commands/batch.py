@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ggpipe.apis.batch_results import Results, Text
+from ggpipe.apis.batch_results import Results, TaskOutput
 from ggpipe.apis.batch_tasks import Task, read_tasks
 from ggpipe.apis.bodies import GenerationBody
 from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.channel.client import ClientRequest, EngineClient, StartedRanks
-from ggpipe.channel.events import Ended, Refused, TokenReady
+from ggpipe.channel.events import RequestEnded, RequestRefused, TokenReady
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
@@ -27,11 +27,11 @@ from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
 from ggpipe.errors import RunError, UsageError
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import BatchSettings, EmbeddingSettings, Models, Prompt
+from ggpipe.options.settings import BatchSettings, EmbeddingSettings, ModelSettings, PromptSettings
 from ggpipe.text.embeddings import chosen, normalized
 
 
@@ -41,10 +41,10 @@ def run(options: Options) -> int:
 
     @functools.cache
     def results() -> Results:
-        options[Chat].conversation("")  # mistakes in its settings are found before anything is read
+        options[ChatSettings].conversation("")  # mistakes in its settings are found before anything is read
         sampling_config(options)
-        tasks = read_tasks(own.input, own.format, options[Chat].conversation)
-        model = options[Models].target
+        tasks = read_tasks(own.input, own.format, options[ChatSettings].conversation)
+        model = options[ModelSettings].target
         return Results(own.output, own.output_format, tasks, model.name if model is not None else "")
 
     def front_end(ranks: StartedRanks) -> int:
@@ -59,7 +59,7 @@ class _Flight:
     """A task whose texts are being written, or embeddings made."""
 
     task: Task
-    texts: list[Text | None]
+    texts: list[TaskOutput | None]
     """Those that have ended; None for the others."""
     error: str = ""
     """Why one of them could not be written."""
@@ -86,8 +86,8 @@ class _Work:
         self._n_at_a_time = 2 * config.n_requests  # some wait in the head, so that it is never idle
         self._sampling: SamplingOf = functools.partial(sampling_config, options)
         self._speculation: SpeculationConfig = speculation_config(options)
-        self._chat = options[Chat]
-        self._n_predict = options[Prompt].n_predict
+        self._chat = options[ChatSettings]
+        self._n_predict = options[PromptSettings].n_predict
         self._color = options[BatchSettings].color
         self._embedding = options[EmbeddingSettings]
         self._left = collections.deque(results.left)
@@ -142,7 +142,7 @@ class _Work:
                 match event:
                     case TokenReady():
                         tally.n_tokens += 1
-                    case Ended() | Refused():
+                    case RequestEnded() | RequestRefused():
                         self._end(*self._places.pop(event.request))
             on_change()
 
@@ -181,9 +181,9 @@ class _Work:
         elif isinstance(body, EmbeddingBody) and request.ended is not None:
             numbers = np.frombuffer(request.ended.embedding[0], np.float32)
             vector = normalized(numbers, body.norm(self._embedding.embd_normalize))
-        flight.texts[index] = Text(
+        flight.texts[index] = TaskOutput(
             prompt=index // body.n_choices if isinstance(body, GenerationBody) else index, stats=request.stats,
-            prompt_tokens=request.prompt, tokens=request.tokens, rest=request.rest, marks=request.answer,
+            prompt_tokens=request.prompt, tokens=request.tokens, rest=request.rest, marks=request.answer_format,
             key=f"{flight.task.id}/{index}", vector=vector,
         )  # fmt: skip
         texts = [text for text in flight.texts if text is not None]

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from ggpipe.apis.bodies import GenerationBody
-from ggpipe.apis.writer import Event, Writer
+from ggpipe.apis.writer import ApiEvent, Writer
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
@@ -39,7 +39,7 @@ class NamedReply:
         """The events that end a stream which failed."""
         return b"".join(map(_named, self._writer.fail(error)))
 
-    async def _events(self, generation: Generation, shows_progress: bool) -> AsyncGenerator[Event, None]:
+    async def _events(self, generation: Generation, shows_progress: bool) -> AsyncGenerator[ApiEvent, None]:
         writer, has_begun = self._writer, False
         async for news in follow([generation], self._splits, shows_progress, by_token=True):
             if not has_begun:
@@ -56,6 +56,6 @@ class NamedReply:
                     yield one
 
 
-def _named(one: Event) -> bytes:
+def _named(one: ApiEvent) -> bytes:
     kind: str = one["type"]
     return b"event: " + kind.encode() + b"\ndata: " + dumps(one) + b"\n\n"
