@@ -118,7 +118,7 @@ class SimulationSpec:
     def changed(self, values: Mapping[str, float]) -> SimulationSpec:
         """With other values for some of `NAMES`. Raises UsageError where they make no sense."""
         own = {_SPECULATION[name]: _as_given(name, value) for name, value in values.items() if name in _SPECULATION}
-        n_draft = int(own.get("n_draft", self.speculation.n_draft))
+        n_draft = int(own.get("n_draft", self.speculation.most_drafted))
         n_min = int(own.get("n_min", self.speculation.n_min))
         speculation = replace(self.speculation, **{**own, "n_min": min(n_min, n_draft)})  # type: ignore[arg-type]
         traffic = {_TRAFFIC[name]: _as_given(name, value) for name, value in values.items() if name in _TRAFFIC}

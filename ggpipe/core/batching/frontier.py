@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 from ggpipe.core.batching import prompts
 from ggpipe.core.batching.load import Load, Take
-from ggpipe.core.batching.rows import Riders, Rounds, most_per_second, pays_beside_root, riders, usual_chain
+from ggpipe.core.batching.rows import Riders, Rounds, pays_beside_root, riders, usual_chain
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
+from ggpipe.core.run_cost import most_per_second
 from ggpipe.core.tree import Node
 
 _WAIT_LIMIT = 2.0
@@ -105,7 +106,7 @@ def _riders_of_one(load: Load, state: RequestState, probabilities: Sequence[floa
     if first_s is None or next_s is None:
         return Riders()
     cells = load.spare_cells + state.n_cells - state.n_used
-    most = max(min(cells, speculation.n_draft, load.limits.n_rows - 1, state.n_depths), 0)
+    most = max(min(cells, speculation.most_drafted, load.limits.n_rows - 1, state.n_depths), 0)
     return riders(probabilities[:most], most, load.cost, 1, drafter.calibration, first_s, next_s)
 
 
@@ -145,13 +146,13 @@ def look_ahead(load: Load, state: RequestState, calibration: Calibration, others
         return 0
     speculation, cost, rounds = state.request.speculation, load.cost, Rounds(load.cost, len(others) + 1)
     if others and (rounds.best >= load.n_stages or not state.is_async):
-        usual = most_per_second(usual_chain(calibration, speculation.n_draft, rounds.size), cost, rounds.size)
+        usual = most_per_second(usual_chain(calibration, speculation.most_drafted, rounds.size), cost, rounds.size)
         return math.ceil(usual / rounds.size)
     if not state.is_async or not speculation.continuous:
-        return speculation.n_draft
-    if load.n_stages == 1 and not pays_beside_root(min(speculation.n_draft, load.limits.n_rows - 1), cost, calibration):
+        return speculation.most_drafted
+    if load.n_stages == 1 and not pays_beside_root(min(speculation.most_drafted, load.limits.n_rows - 1), cost, calibration):
         return 0
-    usual = most_per_second(usual_chain(calibration, speculation.n_draft), cost)
+    usual = most_per_second(usual_chain(calibration, speculation.most_drafted), cost)
     return min(usual * (load.limits.n_in_flight + 1), calibration.reach)
 
 
@@ -169,7 +170,7 @@ def _best_first(load: Load, states: Iterable[RequestState]) -> Iterator[Found]:
 def _found(state: RequestState) -> Iterator[Found]:
     """As many draft tokens of one request as it may have in a run, the most probable path first."""
     tree = state.tree
-    for node in itertools.islice(state.draft_tokens(), state.request.speculation.n_draft):
+    for node in itertools.islice(state.draft_tokens(), state.request.speculation.most_drafted):
         yield Found(state, node, math.exp(node.log_path - tree.root.log_path))
 
 

@@ -11,7 +11,9 @@ What it decoded of an ended request's text is kept for prompts that begin alike 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import collections
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, Send
@@ -22,10 +24,12 @@ from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
 from ggpipe.core.prompt_chunks import chunk_end
+from ggpipe.core.run_cost import RunCost, most_per_second
 from ggpipe.core.tree import Node
 
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes
 _MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for whoever records what the draft proposed
+_BEST_FIRST_CANDIDATES = 8  # of each answer, for trees that grow best-first
 
 
 class DraftModel:
@@ -39,6 +43,8 @@ class DraftModel:
         self._in_flight: InFlight[Growth] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, pipeline.restored)
         self._requests: dict[int, Growth] = {}
+        self._cost = RunCost()
+        """What runs of draft tokens take."""
         self._attempt_s = 0.0
         """Of the latest run of draft tokens."""
 
@@ -140,6 +146,8 @@ class DraftModel:
             return
         if not run.n_text:
             self._attempt_s = now - run.submitted_at
+            if result.slowest_s > 0:
+                self._cost.ended(len(run.run.rows), result.slowest_s, result.total_s)
         for part in run.parts:
             part.owner.answered(part.nodes)
             if part.n_text and part.request in self._requests:
@@ -213,8 +221,10 @@ class DraftModel:
             return
         parts: list[Part[Growth]] = []
         wants, n_rows = {}, 0
+        n_best = self._n_best_first()
         for growth in list(self._requests.values()):
-            most = min(growth.begin.speculation.draft_rows, self._limits.n_rows - n_rows, self._free_cells)
+            n_own = n_best[growth] if growth.is_best_first else growth.begin.speculation.draft_rows
+            most = min(n_own, self._limits.n_rows - n_rows, self._free_cells)
             if nodes := growth.tree.place(growth.tips(), self._in_flight.next_run, most):
                 parts.append(self._part(growth, nodes, (), 0, wants))
                 n_rows += len(nodes)
@@ -223,6 +233,19 @@ class DraftModel:
                 )  # others come first next
         if parts:
             actions.append(self._submit(parts, wants, now))
+
+    def _n_best_first(self) -> Mapping[Growth, int]:
+        """How many tips of each tree that grows best-first are decoded next: the most probable paths of all requests, as
+        many as bring most for the run's time."""
+        tips = [
+            (growth.path_probability(node), growth)
+            for growth in self._requests.values()
+            if growth.is_best_first
+            for node in itertools.islice(growth.tips(), growth.begin.speculation.draft_rows)
+        ]
+        tips.sort(key=lambda tip: -tip[0])
+        n = most_per_second((probability for probability, _ in tips[: self._limits.n_rows]), self._cost)
+        return collections.Counter(growth for _, growth in tips[:n])
 
     def _chunk_end(self, growth: Growth) -> int:
         """Where the run ends that computes the next tokens of a text, where cells suffice. What follows the prompt is
@@ -270,7 +293,8 @@ class DraftModel:
 
     def _want(self, growth: Growth) -> Want:
         only_draft = self._vocabularies.only_draft if self._vocabularies is not None else ()
-        n = max(_MIN_CANDIDATES, growth.begin.speculation.n_parallel)
+        n = _BEST_FIRST_CANDIDATES if growth.is_best_first else _MIN_CANDIDATES
+        n = max(n, growth.begin.speculation.n_parallel)
         return Want(WantKind.TOP, n, (*growth.begin.banned, *only_draft))
 
     def _readable(self, token: int) -> int:
