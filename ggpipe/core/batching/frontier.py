@@ -150,7 +150,9 @@ def look_ahead(load: Load, state: RequestState, calibration: Calibration, others
         return math.ceil(usual / rounds.size)
     if not state.is_async or not speculation.continuous:
         return speculation.most_drafted
-    if load.n_stages == 1 and not pays_beside_root(min(speculation.most_drafted, load.limits.n_rows - 1), cost, calibration):
+    if load.n_stages == 1 and not pays_beside_root(
+        min(speculation.most_drafted, load.limits.n_rows - 1), cost, calibration
+    ):
         return 0
     usual = most_per_second(usual_chain(calibration, speculation.most_drafted), cost)
     return min(usual * (load.limits.n_in_flight + 1), calibration.reach)

@@ -4,14 +4,15 @@ rule                what it decides
 rounds              in how many runs the accepted tokens of all requests go round
 riders              draft tokens that go in with accepted tokens while the pipeline has room for runs behind theirs
 
-How long a run of draft tokens is, `run_cost.most_per_second` says. An accepted token is worth 1. A draft token is worth its probability: that of its whole path below the root. A row costs
-time in the slowest stage, which later runs wait for, and time in all stages, by which the next correction is late.
+The length of a run of draft tokens is up to `run_cost.most_per_second`. An accepted token is worth 1. A draft token is
+worth its probability: that of its whole path below the root. A row costs time in the slowest stage, which later runs
+wait for, and time in all stages, by which the next correction is late.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.drafters.calibration import Calibration

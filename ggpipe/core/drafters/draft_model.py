@@ -163,7 +163,7 @@ class DraftModel:
             or self._text_waits(growth)
             or bool(growth.tips())
         )
-        may_retry = growth.overlaps and growth.retry_at is None and growth.thresholds.can_fall
+        may_retry = growth.may_retry and growth.retry_at is None
         if not waits and may_retry and any(growth.may_grow(node) for node in growth.open):
             growth.thresholds.n_failed += 1
             growth.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
@@ -235,8 +235,8 @@ class DraftModel:
             actions.append(self._submit(parts, wants, now))
 
     def _n_best_first(self) -> Mapping[Growth, int]:
-        """How many tips of each tree that grows best-first are decoded next: the most probable paths of all requests, as
-        many as bring most for the run's time."""
+        """How many tips of each tree that grows best-first are decoded next: the most probable paths of all requests,
+        as many as bring most for the run's time."""
         tips = [
             (growth.path_probability(node), growth)
             for growth in self._requests.values()

@@ -75,6 +75,11 @@ class Growth:
         return self.begin.speculation.mode == "async" and self.begin.speculation.continuous
 
     @property
+    def may_retry(self) -> bool:
+        """What is not probable enough to be drafted now may be a little later."""
+        return self.overlaps and not self.is_best_first and self.thresholds.can_fall
+
+    @property
     def batch_is_full(self) -> bool:
         """The micro-batch has as many draft tokens as it may have."""
         return self.n_batch >= self.begin.speculation.most_drafted
@@ -131,7 +136,7 @@ class Growth:
                 self.calibration.judged(prob, candidate == token, is_best=i == 0)
 
     def grow(self) -> list[tuple[Expansion, ...]]:
-        """Turn candidates into draft tokens, as far as the policy and the lead allow; they are held until they are sent.
+        """Turn candidates into draft tokens, as far as policy and lead allow; they are held until they are sent.
 
         Returns the micro-batches that became full: they are to be sent at once.
         """

@@ -80,7 +80,7 @@ class RequestDrafters:
             state.pace.root_sent(drafter not in named_by, now)
 
     def judge(self, token: int, counters: Counters) -> None:
-        """The target's token after the root is known: each drafter that named one is judged by its own probabilities."""
+        """The target's token after the root is known: each drafter that named one is judged by its own numbers."""
         best: dict[int, tuple[Proposal, bool]] = {}
         named: list[tuple[Proposal, bool]] = []
         for node in self._tree.root.children.values():
