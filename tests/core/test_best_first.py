@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.draft_steps import END, Draft
 
@@ -10,7 +12,7 @@ from ggpipe.core.draft_messages import ROOT
 from ggpipe.core.drafters.calibration import Calibration
 
 
-def best_first(**settings: object) -> Draft:
+def best_first(**settings: Any) -> Draft:
     draft = Draft()
     draft.begin(policy="best-first", **settings)
     return draft
@@ -76,8 +78,8 @@ def test_micro_batches_have_a_limit() -> None:
     ("settings", "is_best_first"),
     [({}, True), ({"mode": "speculative"}, False), ({"continuous": False}, False), ({"policy": "thresholds"}, False)],
 )
-def test_when_trees_grow_best_first(settings: dict[str, object], is_best_first: bool) -> None:
-    config = SpeculationConfig(**settings)  # type: ignore[arg-type]
+def test_when_trees_grow_best_first(settings: dict[str, Any], is_best_first: bool) -> None:
+    config = SpeculationConfig(**settings)
     assert config.is_best_first == is_best_first
     assert config.most_drafted == (64 if is_best_first else 8)
     assert config.draft_rows == (16 if is_best_first else 1)
