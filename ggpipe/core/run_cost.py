@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 _LEARN = 0.2
@@ -24,6 +25,8 @@ _CLEARLY_MORE = 1.2
 """Times the accepted tokens a second that a longer run must bring beside accepted tokens. Below, runs of unequal length
 lose it again: 4 % for 4 requests on 2 stages where a row costs 0.9 of a run (simulated like tests/sim/test_serving).
 """
+_FIRST_ROWS = 8
+"""Rows of the longest run before any was timed."""
 _TRIALS = 2
 """Of a length, before its time is known."""
 _TRIAL_SHARE = 0.002
@@ -52,6 +55,12 @@ class RunCost:
         self._n_ended = 0
         self._ends: dict[int, collections.deque[int]] = {}
         """By a run's rows: when the last such runs ended, counted in runs."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the longest run that may be tried: twice as many as the longest one so far. Until then only a guess
+        says what such runs take."""
+        return max(2 * self._tried[-1] if self._tried else 0, _FIRST_ROWS)
 
     @property
     def is_known(self) -> bool:
@@ -164,6 +173,7 @@ def most_per_second(probabilities: Iterable[float], cost: RunCost, n_roots: int 
     follows it through the pipeline.
     """
     gain, best = float(n_roots), 0 if n_roots else 1
+    probabilities = itertools.islice(probabilities, max(cost.most_rows - n_roots, best))
     most = _CLEARLY_MORE * gain / cost.time(n_roots) if n_roots else 0.0
     one_s = cost.time(1)
     for n, probability in enumerate(probabilities, 1):

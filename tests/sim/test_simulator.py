@@ -103,10 +103,15 @@ def test_full_agreement_is_limited_by_the_slowest_stage() -> None:
     assert stats.decode_tps > 0.9 / 0.1, "a token in each of the slowest stage's times, or more where runs hold some"
 
 
+def test_a_draft_that_expects_to_be_wrong_drafts_nothing() -> None:
+    stats = checked(cluster((0.1,) * 4, 0.001), tokens(0.0), ASYNC)
+    assert stats.counters.drafted_tokens == 0
+
+
 def test_no_agreement_costs_nothing() -> None:
     """Rejected draft tokens are cancelled at once: each token takes a round, as without a draft."""
     own = cluster((0.1,) * 4, 0.001)
-    stats, plain = (checked(own, tokens(0.0), mode) for mode in (ASYNC, ITERATIVE))
+    stats, plain = (checked(own, tokens(0.0), mode) for mode in (replace(ASYNC, policy="thresholds"), ITERATIVE))
     assert stats.counters.accepted_tokens == 0
     assert not any(stats.drafted)
     assert stats.decode_tps is not None

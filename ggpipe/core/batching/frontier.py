@@ -94,6 +94,7 @@ def _accepted(load: Load, decoding: Sequence[RequestState], ready: Sequence[Requ
     else:  # runs of equal length: all that follow a longer one would wait for it
         usual = usual_chain(drafted.drafters.leading.calibration, load.limits.n_rows, rounds.size)
         n = rounds.size + most_per_second(usual, load.cost, rounds.size) - len(roots)
+        n = min(n, most_per_second(probabilities, load.cost, len(roots)))
     return Choice(_takes(roots, found, min(n, len(found))))
 
 
