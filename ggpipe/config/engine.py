@@ -22,6 +22,8 @@ FlashAttention = Literal["on", "off", "auto"]
 RopeScaling = Literal["none", "linear", "yarn"]
 Mode = Literal["iterative", "speculative", "async"]
 Policy = Literal["best-first", "thresholds"]
+THRESHOLDS = frozenset({"p_split", "p_recovery", "p_decay", "n_parallel"})
+"""Settings of `SpeculationConfig` that only the policy `thresholds` has a use for. Users choose it by giving one."""
 TensorWire = Literal["f32", "f16"]
 Saves = Literal["nothing", "prompt", "text"]
 Pooling = Literal["none", "mean", "cls", "last"]

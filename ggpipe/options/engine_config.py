@@ -11,6 +11,7 @@ from pathlib import Path
 from ggpipe.config.checks import check_range
 from ggpipe.config.engine import (
     MAX_SEQUENCES,
+    THRESHOLDS,
     ContextConfig,
     DraftConfig,
     EngineConfig,
@@ -24,9 +25,6 @@ from ggpipe.core.layout import Shares
 from ggpipe.errors import UsageError
 from ggpipe.options.option import Options
 from ggpipe.options.settings import Loading, Loras, Models, PromptCacheFile, Ranks
-
-_THRESHOLDS = frozenset({"p_split", "p_recovery", "p_decay", "n_parallel"})
-"""Settings that only the policy `thresholds` has a use for: giving one chooses it."""
 
 
 def engine_config(options: Options) -> EngineConfig:
@@ -138,7 +136,7 @@ def speculation_config(options: Options) -> SpeculationConfig:
     fields = options.fields(SpeculationConfig)
     if "n_min" in fields and "n_draft" in fields:
         fields["n_min"] = min(fields["n_min"], fields["n_draft"])
-    if not _THRESHOLDS.isdisjoint(fields):
+    if not THRESHOLDS.isdisjoint(fields):
         fields.setdefault("policy", "thresholds")
     speculation = SpeculationConfig(**fields)
     return speculation.as_chain if _drafts_chains(options) else speculation
