@@ -48,7 +48,7 @@ def test_nothing_is_drafted_below_p_accept_or_at_the_end() -> None:
 
 def test_the_draft_learns_how_much_its_candidates_are_worth() -> None:
     draft = Draft()
-    draft.begin(policy="best-first", lead=1)
+    draft.begin(policy="best-first", look_ahead=1)
     draft.answer({5: 0.99, 6: 0.001})
     assert [token for *_, token in draft.take_draft_tokens()] == [5]
     for epoch in range(1, 10):  # over-confident: the second candidate is right each time
@@ -64,7 +64,7 @@ def test_only_the_best_candidate_counts_for_the_agreement() -> None:
         calibration.judged(0.8, True)
         calibration.judged(0.15, False, is_best=False)
     assert calibration.agreement > 0.95
-    assert calibration.chance(0.15) < 0.05
+    assert calibration.probability(0.15) < 0.05
     assert calibration.n_judged == 100
 
 

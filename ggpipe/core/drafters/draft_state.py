@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ggpipe.core.draft_messages import ROOT, Begin, Candidates, Expansion
+from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.kv.radix_tree import Prefix
@@ -20,16 +20,16 @@ _MOST_NODES = 256
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Growth:
+class DraftState:
     """A request that is drafted for."""
 
-    begin: Begin
+    begin: BeginDrafting
     prefix: Prefix
     """What the prefix cache had of its prompt, and its tree."""
     thresholds: Thresholds
-    text: list[int]
+    tokens: list[int]
     """Prompt and accepted tokens; the root is the last."""
-    lead: int
+    look_ahead: int
     """Depth of the deepest draft token below the root, at most."""
     n_decoded: int = 0
     """Tokens of the text that are submitted."""
@@ -40,7 +40,7 @@ class Growth:
     calibration: Calibration = field(default_factory=Calibration)
     """How often candidates turned out right, those included that did not become draft tokens."""
     next_number: int = ROOT + 1
-    n_batch: int = 0
+    n_drafted: int = 0
     """Draft tokens in this micro-batch so far."""
     held: list[Expansion] = field(default_factory=list)
     """Not sent yet."""
@@ -80,14 +80,14 @@ class Growth:
         return self.overlaps and not self.is_best_first and self.thresholds.can_fall
 
     @property
-    def batch_is_full(self) -> bool:
+    def micro_batch_is_full(self) -> bool:
         """The micro-batch has as many draft tokens as it may have."""
-        return self.n_batch >= self.begin.speculation.most_drafted
+        return self.n_drafted >= self.begin.speculation.most_drafted
 
     @property
     def deepest(self) -> int:
         """Position of the last draft token that is of use now."""
-        return self.tree.root.pos + min(self.lead, self.begin.n_left - self.epoch - 1)
+        return self.tree.root.pos + min(self.look_ahead, self.begin.n_left - self.epoch - 1)
 
     @property
     def n_used(self) -> int:
@@ -96,7 +96,7 @@ class Growth:
 
     def may_grow(self, node: Node) -> bool:
         """Children of this node would be of use now."""
-        return node.pos < self.deepest and (self.overlaps or not self.batch_is_full)
+        return node.pos < self.deepest and (self.overlaps or not self.micro_batch_is_full)
 
     def tips(self) -> list[Node]:
         """Draft tokens to decode, the most probable path first."""
@@ -106,7 +106,7 @@ class Growth:
         """Of a node's path below the root."""
         return math.exp(node.log_path - self.tree.root.log_path)
 
-    def answered(self, nodes: Iterable[Node]) -> None:
+    def add_candidates(self, nodes: Iterable[Node]) -> None:
         """Logits of these nodes came: those that still hang on the root are open."""
         for node in nodes:
             if node.logits is not None and node.within(self.tree.root) and node.logits.ids:  # else all are banned
@@ -118,13 +118,13 @@ class Growth:
         for token in tokens:
             self._judge(token)
             dead += self.tree.advance(token)
-            self.text.append(token)
+            self.tokens.append(token)
             if self.tree.root.submitted:
-                self.n_decoded = len(self.text)
+                self.n_decoded = len(self.tokens)
         root = self.tree.root
         self.open = {node: best for node, best in self.open.items() if node.within(root)}
         self.epoch, self.complete, self.retry_at = epoch, False, None
-        self.n_batch = 0 if self.overlaps else sum(1 for _ in root.below())
+        self.n_drafted = 0 if self.overlaps else sum(1 for _ in root.below())
         self.thresholds.accepted()
         return dead
 
@@ -153,7 +153,7 @@ class Growth:
             if not self.may_grow(node) or room <= 0:
                 continue
             found, path = self.open[node], self.path_probability(node)
-            n, most = 0, min(len(found), room, speculation.most_drafted - self.n_batch)
+            n, most = 0, min(len(found), room, speculation.most_drafted - self.n_drafted)
             while n < most and self._is_worth(*found[n], path):
                 n += 1
             if n == 0:
@@ -161,16 +161,16 @@ class Growth:
             del self.open[node]
             room -= n
             self._expand(node, found, n)
-            if self.batch_is_full:
+            if self.micro_batch_is_full:
                 full.append(tuple(self.held))
-                self.held, self.n_batch = [], 0
+                self.held, self.n_drafted = [], 0
         return full
 
     def _is_worth(self, token: int, prob: float, path: float) -> bool:
         """A candidate becomes a draft token after a path of this probability."""
         if token in self.begin.ends or prob < self.begin.speculation.p_accept:
             return False
-        return path * self.calibration.chance(prob) >= _LEAST_PATH
+        return path * self.calibration.probability(prob) >= _LEAST_PATH
 
     def _grow_by_thresholds(self) -> list[tuple[Expansion, ...]]:
         full: list[tuple[Expansion, ...]] = []
@@ -187,28 +187,28 @@ class Growth:
             n = self._n_children(found, n_tips)
             n_tips += n - 1
             self._expand(node, found, n)
-            if self.overlaps and self.batch_is_full:
+            if self.overlaps and self.micro_batch_is_full:
                 full.append(tuple(self.held))
                 self.held = []
-                self.n_batch = 0
+                self.n_drafted = 0
                 self.thresholds.n_batches += 1
         return full
 
     def _n_children(self, found: Candidates, n_tips: int) -> int:
         """How many candidates become draft tokens: the best, and further ones while tips and the batch have room."""
         n, speculation = 1, self.begin.speculation
-        most = min(len(found), speculation.most_drafted - self.n_batch, 1 + speculation.n_parallel - n_tips)
+        most = min(len(found), speculation.most_drafted - self.n_drafted, 1 + speculation.n_parallel - n_tips)
         while n < most and found[n][1] >= self.thresholds.split and found[n][0] not in self.begin.ends:
             n += 1
         return n
 
     def _expand(self, node: Node, found: Candidates, n: int) -> None:
         for i, (token, prob) in enumerate(found[:n]):
-            self.tree.add(node, token, Proposal(0, self.next_number + i, prob), self.calibration.chance(prob))
+            self.tree.add(node, token, Proposal(0, self.next_number + i, prob), self.calibration.probability(prob))
         parent = ROOT if node is self.tree.root else node.proposals[0].number
         self.held.append(Expansion(parent, self.next_number, n, found))
         self.next_number += n
-        self.n_batch += n
+        self.n_drafted += n
 
 
 def candidates(row: RowLogits) -> Candidates:
