@@ -39,7 +39,7 @@ class Answer:
 
     @property
     def embedding(self) -> tuple[bytes, ...]:
-        """As `Ended.embedding`, when it is whole."""
+        """As `RequestEnded.embedding`, when it is whole."""
         return self._feed.embedding
 
     @property

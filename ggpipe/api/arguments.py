@@ -19,7 +19,7 @@ from ggpipe.errors import GgpipeError, SettingError
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
-from ggpipe.options.settings import Prompt
+from ggpipe.options.settings import PromptSettings
 from ggpipe.options.table import OPTIONS, SAMPLING
 
 NAMES = {
@@ -30,7 +30,7 @@ NAMES = {
 }
 """Keywords for settings that have other names in messages."""
 
-_OF_REQUESTS = (Prompt, SpeculationConfig, SamplingConfig, Constraint)
+_OF_REQUESTS = (PromptSettings, SpeculationConfig, SamplingConfig, Constraint)
 _COMMAND: Command = next(command for command in COMMANDS if command.name == "rank")
 
 _WITHOUT_FLAGS = tuple(

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from ggpipe.api.answer import Answer
 from ggpipe.api.feed import Feed
 
-Prompt = str | Sequence[int]
-Submit = Callable[[Prompt, Feed], None]
-Cancel = Callable[[Feed], None]
+TextOrTokens = str | Sequence[int]
+SubmitPrompt = Callable[[TextOrTokens, Feed], None]
+CancelFeed = Callable[[Feed], None]
 
 
 class Batch:
@@ -20,7 +20,9 @@ class Batch:
     Each loop begins with the first prompt. One that is left early cancels what is not answered.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], n_at_a_time: int, submit: Submit, cancel: Cancel) -> None:
+    def __init__(
+        self, prompts: Sequence[TextOrTokens], n_at_a_time: int, submit: SubmitPrompt, cancel: CancelFeed
+    ) -> None:
         """`n_at_a_time`: requests that the engine has at a time; enough of them wait there to keep it busy."""
         self._prompts = prompts
         self._n_at_a_time = n_at_a_time
@@ -52,7 +54,9 @@ class Batch:
 class _Flights:
     """The requests of one loop."""
 
-    def __init__(self, prompts: Sequence[Prompt], n_at_a_time: int, submit: Submit, cancel: Cancel) -> None:
+    def __init__(
+        self, prompts: Sequence[TextOrTokens], n_at_a_time: int, submit: SubmitPrompt, cancel: CancelFeed
+    ) -> None:
         self._submit, self._cancel = submit, cancel
         self._lock = threading.Lock()
         self._left = collections.deque((prompt, Feed(self._advance)) for prompt in prompts)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ggpipe.api.answer import Answer
 from ggpipe.api.arguments import ROWS, check_request, named, options_of
-from ggpipe.api.batch import Batch, Prompt
+from ggpipe.api.batch import Batch, TextOrTokens
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import EngineOptions, RequestOptions
@@ -23,21 +23,20 @@ from ggpipe.api.panel import Panel
 from ggpipe.config.checks import check_range
 from ggpipe.config.engine import MOST_NORM, Pooling
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prompt import Conversation, as_prompt
-from ggpipe.core.prompt import Prompt as ReadablePrompt
+from ggpipe.core.prompt import Conversation, RequestPrompt, as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.live.notebook import in_notebook
 from ggpipe.errors import GgpipeError, LaunchError, UsageError
 from ggpipe.launch import environment
 from ggpipe.options import settings
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.sampling import sampling_config
 from ggpipe.stats.records import RankStats
 from ggpipe.text.embeddings import Vector, chosen, normalized
 
-_NOT_FOR_RANKS = (SamplingConfig, Constraint, settings.Prompt)
+_NOT_FOR_RANKS = (SamplingConfig, Constraint, settings.PromptSettings)
 
 
 class Engine:
@@ -157,7 +156,9 @@ class Engine:
         names for it. Raises as `generate`; what the template refuses is the answer's error.
         """
         try:
-            chat = Chat(single_turn=True, template=chat_template, template_kwargs=dict(chat_template_kwargs or {}))
+            chat = ChatSettings(
+                single_turn=True, template=chat_template, template_kwargs=dict(chat_template_kwargs or {})
+            )
             conversation = chat.of_messages(messages, tools, tool_choice, parallel_tool_calls)
         except GgpipeError as e:
             raise named(e) from None
@@ -188,12 +189,12 @@ class Engine:
         own = chosen(pooling, self._thread.ask(lambda engine: engine.model.pooling).result())
         thread = self._thread
 
-        def submit(text: Prompt, feed: Feed) -> None:
+        def submit(text: TextOrTokens, feed: Feed) -> None:
             spec = RequestSpec(prompt=as_prompt(text), pooling=own)
             thread.submit(feed, lambda _: spec)
 
-        batch = Batch(prompts, self._n_at_a_time, submit, self._cancel)
-        found = [np.array([np.frombuffer(row, np.float32) for row in one.wait().embedding]) for one in batch]
+        micro_batch = Batch(prompts, self._n_at_a_time, submit, self._cancel)
+        found = [np.array([np.frombuffer(row, np.float32) for row in one.wait().embedding]) for one in micro_batch]
         return found if own == "none" else [normalized(rows[0], normalize) for rows in found]
 
     async def embed_async(
@@ -202,7 +203,7 @@ class Engine:
         """As `embed`, for an event loop. It goes on where the task is cancelled."""
         return await asyncio.to_thread(self.embed, texts, pooling=pooling, normalize=normalize)
 
-    def _answer(self, prompt: object, text: Prompt | Conversation, options: RequestOptions) -> Answer:
+    def _answer(self, prompt: object, text: TextOrTokens | Conversation, options: RequestOptions) -> Answer:
         feed = Feed()
         self._submit(options)(text, feed)
         return Answer(feed, lambda: self._cancel(feed), prompt)
@@ -210,10 +211,10 @@ class Engine:
     def _cancel(self, feed: Feed) -> None:
         self._thread.cancel(feed)
 
-    def _submit(self, options: RequestOptions) -> Callable[[Prompt | Conversation, Feed], None]:
+    def _submit(self, options: RequestOptions) -> Callable[[TextOrTokens | Conversation, Feed], None]:
         request, thread, panel = self._request(options), self._thread, self._panel
 
-        def submit(text: Prompt | Conversation, feed: Feed) -> None:
+        def submit(text: TextOrTokens | Conversation, feed: Feed) -> None:
             prompt = as_prompt(text)
             thread.submit(feed, lambda usual: request(usual, prompt))
             if panel is not None:
@@ -221,12 +222,12 @@ class Engine:
 
         return submit
 
-    def _request(self, options: RequestOptions) -> Callable[[SamplingConfig, ReadablePrompt], RequestSpec]:
+    def _request(self, options: RequestOptions) -> Callable[[SamplingConfig, RequestPrompt], RequestSpec]:
         """How a prompt becomes a request, with the sampling settings that the model's file recommends."""
         try:
             check_request(options)
             given = options_of({**self._keywords, **options})
-            prompt = replace(given[settings.Prompt], escape=False)
+            prompt = replace(given[settings.PromptSettings], escape=False)
             sampling = functools.partial(sampling_config, given.having(prompt))
             sampling(SamplingConfig())
             speculation = speculation_config(given)
@@ -237,7 +238,7 @@ class Engine:
         )
 
 
-def _checked(prompts: Iterable[Prompt]) -> list[Prompt]:
+def _checked(prompts: Iterable[TextOrTokens]) -> list[TextOrTokens]:
     """A list of them. Raises UsageError."""
     if isinstance(prompts, str):  # each of its letters would be a prompt
         raise UsageError(f"prompts must be a list of texts, got one text: write [{prompts[:40]!r}]")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ggpipe.api.arguments import in_keywords, named
 from ggpipe.api.feed import Feed
 from ggpipe.channel.client import ClientRequest, EngineClient
-from ggpipe.channel.events import Accepted, Ended, Event, Refused, TokenReady
+from ggpipe.channel.events import RequestAccepted, RequestEnded, RequestEvent, RequestRefused, TokenReady
 from ggpipe.channel.link import Waker
-from ggpipe.channel.started import User, supervised
+from ggpipe.channel.started import UserContact, supervised
 from ggpipe.channel.supervisor import Supervisor
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.sampling import SamplingConfig
@@ -29,7 +29,7 @@ from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, UsageError
 from ggpipe.launch.job import Job
 from ggpipe.options.option import Options
-from ggpipe.options.settings import Ranks
+from ggpipe.options.settings import RankSettings
 from ggpipe.planning.n_ranks import ranks_to_start
 from ggpipe.stats.records import RankStats
 
@@ -221,10 +221,10 @@ class EngineThread:
             if self._first_rank is not None:
                 self._first_rank(self._be_first)
                 return
-            n_ranks = ranks_to_start(self._config, self._options[Ranks].hostfile) or 1
-            job = Job(self._options.arguments({}), n_ranks, self._options[Ranks].hostfile)
-            user = User(show=self._show, report=lambda _: None, waker=self._waker)
-            n_restarts = self._options[Ranks].restart
+            n_ranks = ranks_to_start(self._config, self._options[RankSettings].hostfile) or 1
+            job = Job(self._options.arguments({}), n_ranks, self._options[RankSettings].hostfile)
+            user = UserContact(show=self._show, report=lambda _: None, waker=self._waker)
+            n_restarts = self._options[RankSettings].restart
             with supervised(job, self._config, n_restarts, self._options.arguments, user, self._begin) as ranks:
                 self._serve(ranks.load())
         except GgpipeError as e:
@@ -268,13 +268,13 @@ class EngineThread:
                 if (feed := self._of_request.get(event.request)) is not None:
                     self._take(event, feed)
 
-    def _take(self, event: Event, feed: Feed) -> None:
+    def _take(self, event: RequestEvent, feed: Feed) -> None:
         match event, self._feeds[feed]:
-            case Accepted(answer=answer), ClientRequest() as request:
+            case RequestAccepted(answer_format=answer), ClientRequest() as request:
                 feed.accept(request.prompt, answer)
             case TokenReady(_, token), _:
                 feed.add(token)
-            case Ended(rest=rest, not_saved=not_saved), ClientRequest(spec=spec):
+            case RequestEnded(rest=rest, not_saved=not_saved), ClientRequest(spec=spec):
                 del self._of_request[event.request]
                 self._show_all(not_saved)
                 feed.embedding = event.embedding
@@ -284,7 +284,7 @@ class EngineThread:
                 self._show_all(problems)
                 feed.n_saved_bytes = n_bytes
                 self._end(feed, error=_failed(problems))
-            case Refused(_, why), _:
+            case RequestRefused(_, why), _:
                 del self._of_request[event.request]
                 self._end(feed, error=self._named(why.to_error()))
 

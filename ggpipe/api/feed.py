@@ -30,7 +30,7 @@ class Feed:
         self.n_saved_bytes = 0
         """As `PrefixDone.n_bytes`."""
         self.embedding: tuple[bytes, ...] = ()
-        """As `Ended.embedding`."""
+        """As `RequestEnded.embedding`."""
         self.rest = ""
         """Text of a character whose last bytes never came."""
         self.marks: AnswerFormat | None = None

@@ -16,13 +16,13 @@ from ggpipe.stats.records import RankStats
 
 _FRAME_S = 0.2
 
-Ranks = Callable[[], Sequence[RankStats]]
+GetRanks = Callable[[], Sequence[RankStats]]
 
 
 class Panel:
     """The oldest of an engine's requests is shown. The panel stays as it was when the last one ended."""
 
-    def __init__(self, ranks: Ranks, make: Callable[[], NotebookPanel] = NotebookPanel) -> None:
+    def __init__(self, ranks: GetRanks, make: Callable[[], NotebookPanel] = NotebookPanel) -> None:
         self._ranks = ranks
         self._make = make
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ _LEAST = -9999.0
 _FINISH = {Finish.END_OF_TEXT: "stop", Finish.STOP_STRING: "stop", Finish.NO_TOKEN: "stop"}
 
 
-class Written(Protocol):
+class WrittenOutput(Protocol):
     """A text that was written."""
 
     @property
@@ -72,7 +72,7 @@ def finish_reason(stats: RequestStats, answer: WholeAnswer | None = None) -> str
     return "tool_calls" if reason == "stop" and answer is not None and answer.calls else reason
 
 
-def usage(texts: Sequence[Written]) -> dict[str, Any]:
+def usage(texts: Sequence[WrittenOutput]) -> dict[str, Any]:
     """Tokens of all texts together; a prompt that several of them answer counts once."""
     prompts = {text.prompt: text.stats for text in reversed(texts)}
     n_prompt = sum(stats.n_prompt for stats in prompts.values())

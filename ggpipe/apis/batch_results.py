@@ -38,7 +38,7 @@ _OF_SPECINFER = (CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class TaskOutput:
     """A text that was written for a task, or an embedding that was made."""
 
     prompt: int
@@ -100,7 +100,7 @@ class Results:
         """Tasks that have an answer."""
         return len(self._answered)
 
-    def answer(self, task: Task, texts: Sequence[Text]) -> None:
+    def answer(self, task: Task, texts: Sequence[TaskOutput]) -> None:
         """Write an answer. Raises RunError."""
         response = {"status_code": 200, "request_id": task.id, "body": body_of(task, self._model, texts)}
         entry: dict[str, Any] = {"id": task.id, "custom_id": task.custom_id, "response": response, "error": None}
@@ -197,7 +197,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if is_answer else None
 
 
-def body_of(task: Task, model: str, texts: Sequence[Text]) -> dict[str, Any]:
+def body_of(task: Task, model: str, texts: Sequence[TaskOutput]) -> dict[str, Any]:
     """A response of OpenAI's API to a task."""
     match task.body:
         case EmbeddingBody() as body:
@@ -216,7 +216,7 @@ def body_of(task: Task, model: str, texts: Sequence[Text]) -> dict[str, Any]:
     }
 
 
-def _choice(task: Task, index: int, text: Text) -> dict[str, Any]:
+def _choice(task: Task, index: int, text: TaskOutput) -> dict[str, Any]:
     n_best = task.body.n_best_probs if isinstance(task.body, GenerationBody) else None
     if text.marks is None:
         written = "".join(token.text for token in text.tokens) + text.rest
@@ -229,7 +229,7 @@ def _choice(task: Task, index: int, text: Text) -> dict[str, Any]:
     return {**choice, "logprobs": chat_logprobs(text.tokens, n_best)}
 
 
-def _response(identity: str, body: ResponsesBody, model: str, text: Text) -> dict[str, Any]:
+def _response(identity: str, body: ResponsesBody, model: str, text: TaskOutput) -> dict[str, Any]:
     assert text.marks is not None  # it is a conversation's
     writer, parser = ResponseWriter(body, model), AnswerParser(text.marks, identity, body.reasoning_format != "none")
     writing = Writing(writer)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ggpipe.apis.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, GenerationBody, Mixed, Prompt
+from ggpipe.apis.bodies import CHAT, COMPLETIONS, BodyPrompt, ChatBody, CompletionBody, GenerationBody, Mixed
 from ggpipe.apis.decode import convert
 from ggpipe.apis.embeddings import EMBEDDINGS, EmbeddingBody
 from ggpipe.apis.responses import RESPONSES, ResponsesBody
@@ -156,7 +156,7 @@ def _named(message: str) -> str:
     return re.sub(r"`(\w+)`", lambda found: f"`{BODY_NAMES.get(found[1], found[1])}`", message)
 
 
-def _key(prompts: Sequence[Prompt]) -> str:
+def _key(prompts: Sequence[BodyPrompt]) -> str:
     """Those of prompts that begin alike begin alike."""
     match prompts[0]:
         case str() as text:

@@ -35,7 +35,7 @@ class Mixed:
     parts: tuple[int | str, ...]
 
 
-Prompt = str | Sequence[int] | Mixed | Conversation
+BodyPrompt = str | Sequence[int] | Mixed | Conversation
 """A text to continue, as such or as tokens, or a conversation to answer."""
 
 
@@ -50,7 +50,7 @@ PromptField = str | PromptObject | list[TokenId | str | list[TokenId | str] | Pr
 """One prompt, or several where a list has no token in itself."""
 
 
-def prompts_of(given: PromptField) -> Sequence[Prompt]:
+def prompts_of(given: PromptField) -> Sequence[BodyPrompt]:
     """The prompts of a body. Raises BodyError."""
     if not isinstance(given, list):
         return [_prompt(given, "prompt")]
@@ -65,7 +65,7 @@ def prompts_of(given: PromptField) -> Sequence[Prompt]:
     )  # fmt: skip
 
 
-def _prompt(one: str | PromptObject | list[int | str], at: str) -> Prompt:
+def _prompt(one: str | PromptObject | list[int | str], at: str) -> BodyPrompt:
     match one:
         case PromptObject(prompt_string=text, multimodal_data=data):
             if data:
@@ -146,7 +146,7 @@ class GenerationBody(SamplingBody, kw_only=True):
 
     @property
     @abc.abstractmethod
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[BodyPrompt]:
         """Each is answered by itself. Raises BodyError."""
 
     def check(self) -> None:
@@ -231,7 +231,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: int | None = None
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[BodyPrompt]:
         return prompts_of(self.prompt)
 
     def check(self) -> None:

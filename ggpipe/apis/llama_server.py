@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ggpipe.apis.bodies import GenerationBody, Prompt, PromptField, prompts_of
+from ggpipe.apis.bodies import BodyPrompt, GenerationBody, PromptField, prompts_of
 from ggpipe.apis.sampling import TokenId
 
 
@@ -18,7 +18,7 @@ class NativeBody(GenerationBody, kw_only=True):
     """Those that the answer has; none: all."""
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[BodyPrompt]:
         return prompts_of(self.prompt)
 
 

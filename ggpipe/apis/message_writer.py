@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ggpipe.apis.answers import finish_reason, timings
-from ggpipe.apis.writer import Event
+from ggpipe.apis.writer import ApiEvent
 from ggpipe.core.request import Finish, Token
 from ggpipe.stats.records import RequestStats
 
@@ -39,37 +39,37 @@ class MessageWriter:
             "stop_sequence": None,
         }
 
-    def begin(self, stats: RequestStats) -> Iterator[Event]:
+    def begin(self, stats: RequestStats) -> Iterator[ApiEvent]:
         """In front of the answer."""
         yield {"type": "message_start", "message": {**self._message, "usage": _usage(stats)}}
 
-    def reasoning(self, text: str) -> Iterator[Event]:
+    def reasoning(self, text: str) -> Iterator[ApiEvent]:
         """The model thinks."""
         yield from self._open_if_needed("thinking")
         self._content[-1]["thinking"] += text
         yield self._delta(type="thinking_delta", thinking=text)
 
-    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterator[Event]:
+    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterator[ApiEvent]:
         """The model answers."""
         yield from self._open_if_needed("text")
         self._content[-1]["text"] += text
         yield self._delta(type="text_delta", text=text)
 
-    def begin_call(self, identity: str, name: str) -> Iterator[Event]:
+    def begin_call(self, identity: str, name: str) -> Iterator[ApiEvent]:
         """The model calls a tool."""
         self._arguments = ""
         yield from self._open({"type": "tool_use", "id": identity, "name": name})
 
-    def arguments(self, text: str) -> Iterator[Event]:
+    def arguments(self, text: str) -> Iterator[ApiEvent]:
         """The next part of the call's arguments."""
         self._arguments += text
         yield self._delta(type="input_json_delta", partial_json=text)
 
-    def end_call(self) -> Iterator[Event]:
+    def end_call(self) -> Iterator[ApiEvent]:
         """All of them have come."""
         yield from self._close()
 
-    def end(self, stats: RequestStats, stop_sequence: str | None) -> Iterator[Event]:
+    def end(self, stats: RequestStats, stop_sequence: str | None) -> Iterator[ApiEvent]:
         """The answer has ended. `stop_sequence`: the one that ended it."""
         yield from self._close()
         calls = any(block["type"] == "tool_use" for block in self._content)
@@ -91,20 +91,20 @@ class MessageWriter:
         """The answer so far, whole after `end`."""
         return self._message
 
-    def _delta(self, **delta: Any) -> Event:
+    def _delta(self, **delta: Any) -> ApiEvent:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
-    def _open_if_needed(self, kind: str) -> Iterator[Event]:
+    def _open_if_needed(self, kind: str) -> Iterator[ApiEvent]:
         if not self._is_open or self._content[-1]["type"] != kind:
             yield from self._open({"type": kind})
 
-    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+    def _open(self, block: dict[str, Any]) -> Iterator[ApiEvent]:
         yield from self._close()
         self._content.append({**block, **_BEGUN[block["type"]]})
         self._is_open = True
         yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": self._content[-1]}
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[ApiEvent]:
         """The open block is whole, or cut off."""
         if not self._is_open:
             return

@@ -11,7 +11,7 @@ import msgspec
 
 from ggpipe.apis.answers import chat_logprobs, finish_reason, timings
 from ggpipe.apis.responses import ResponsesBody
-from ggpipe.apis.writer import Event
+from ggpipe.apis.writer import ApiEvent
 from ggpipe.core.request import Token
 from ggpipe.stats.records import RequestStats
 
@@ -54,16 +54,16 @@ class ResponseWriter:
             "user": body.user,
         }
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[ApiEvent]:
         """In front of the answer."""
         yield self._event("response.created", response=self._response)
         yield self._event("response.in_progress", response=self._response)
 
-    def progress(self, prompt_progress: dict[str, Any]) -> Iterator[Event]:
+    def progress(self, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
         """While the prompt is computed, as llama-server has it."""
         yield self._event("response.in_progress", response=self._response, prompt_progress=prompt_progress)
 
-    def reasoning(self, text: str) -> Iterator[Event]:
+    def reasoning(self, text: str) -> Iterator[ApiEvent]:
         """The model thinks."""
         if not self._is("reasoning"):
             yield from self._close()
@@ -72,7 +72,7 @@ class ResponseWriter:
         self._part["text"] += text
         yield self._event("response.reasoning_text.delta", **self._place, content_index=0, delta=text)
 
-    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterator[Event]:
+    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterator[ApiEvent]:
         """The model answers. `tokens`: those with log-probabilities that came with the text."""
         if not self._is("message"):
             yield from self._close()
@@ -86,23 +86,23 @@ class ResponseWriter:
             "response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=probs
         )  # fmt: skip
 
-    def begin_call(self, identity: str, name: str) -> Iterator[Event]:
+    def begin_call(self, identity: str, name: str) -> Iterator[ApiEvent]:
         """The model calls a function."""
         yield from self._close()
         yield from self._open(
             {"type": "function_call", "id": _id("fc"), "call_id": identity, "name": name, "arguments": ""}
         )
 
-    def arguments(self, text: str) -> Iterator[Event]:
+    def arguments(self, text: str) -> Iterator[ApiEvent]:
         """The next part of the call's arguments."""
         self._output[-1]["arguments"] += text
         yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
 
-    def end_call(self) -> Iterator[Event]:
+    def end_call(self) -> Iterator[ApiEvent]:
         """All of them have come."""
         yield from self._close()
 
-    def end(self, stats: RequestStats, n_reasoning: int) -> Iterator[Event]:
+    def end(self, stats: RequestStats, n_reasoning: int) -> Iterator[ApiEvent]:
         """The answer has ended. `n_reasoning`: tokens that the model thought."""
         is_cut = finish_reason(stats) == "length"
         status = "incomplete" if is_cut else "completed"
@@ -121,7 +121,7 @@ class ResponseWriter:
         }
         yield self._event(f"response.{status}", response=self._response, timings=timings(stats))
 
-    def fail(self, status: int, message: str, param: str | None) -> Iterator[Event]:
+    def fail(self, status: int, message: str, param: str | None) -> Iterator[ApiEvent]:
         """The answer ends with an error. Some clients look at the event of that name, some at the response."""
         yield self._event("error", code=str(status), message=message, param=param)
         for item in self._output[-1:] if self._is_open else ():
@@ -134,7 +134,7 @@ class ResponseWriter:
         """The answer so far, whole after `end`."""
         return self._response
 
-    def _event(self, kind: str, **further: Any) -> Event:
+    def _event(self, kind: str, **further: Any) -> ApiEvent:
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1, **further}
 
@@ -150,16 +150,16 @@ class ResponseWriter:
         part: dict[str, Any] = self._output[-1]["content"][0]
         return part
 
-    def _open(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _open(self, item: dict[str, Any]) -> Iterator[ApiEvent]:
         self._output.append({**item, "status": "in_progress"})
         self._is_open = True
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
 
-    def _open_part(self, part: dict[str, Any]) -> Iterator[Event]:
+    def _open_part(self, part: dict[str, Any]) -> Iterator[ApiEvent]:
         self._output[-1]["content"].append(part)
         yield self._event("response.content_part.added", **self._place, content_index=0, part=part)
 
-    def _close(self, status: str = "completed") -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[ApiEvent]:
         """The open item is whole, or cut off."""
         if not self._is_open:
             return
@@ -181,7 +181,7 @@ class ResponseWriter:
         self._is_open = False
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
-    def _close_part(self, kind: str, **further: Any) -> Iterable[Event]:
+    def _close_part(self, kind: str, **further: Any) -> Iterable[ApiEvent]:
         yield self._event(kind, **self._place, content_index=0, **further)
         yield self._event("response.content_part.done", **self._place, content_index=0, part=self._part)
 

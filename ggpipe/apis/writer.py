@@ -8,26 +8,26 @@ from typing import Any, Protocol
 from ggpipe.core.request import Token
 from ggpipe.text.chat.tools import events
 
-Event = dict[str, Any]
+ApiEvent = dict[str, Any]
 """Of the API's stream."""
 
 
 class Writer(Protocol):
     """Makes an API's objects of an answer's parts."""
 
-    def reasoning(self, text: str) -> Iterable[Event]:
+    def reasoning(self, text: str) -> Iterable[ApiEvent]:
         """The model thinks."""
 
-    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterable[Event]:
+    def text(self, text: str, tokens: Sequence[Token] = ()) -> Iterable[ApiEvent]:
         """The model answers."""
 
-    def begin_call(self, identity: str, name: str) -> Iterable[Event]:
+    def begin_call(self, identity: str, name: str) -> Iterable[ApiEvent]:
         """The model calls a tool."""
 
-    def arguments(self, text: str) -> Iterable[Event]:
+    def arguments(self, text: str) -> Iterable[ApiEvent]:
         """The next part of the call's arguments."""
 
-    def end_call(self) -> Iterable[Event]:
+    def end_call(self) -> Iterable[ApiEvent]:
         """All of them have come."""
 
 
@@ -41,7 +41,7 @@ class Writing:
         self.n_reasoning = 0
         """Tokens that were written before the answer began, where the model thought."""
 
-    def add(self, parts: Sequence[events.Event], tokens: Sequence[Token]) -> Iterator[Event]:
+    def add(self, parts: Sequence[events.AnswerEvent], tokens: Sequence[Token]) -> Iterator[ApiEvent]:
         """What the writer makes of the next parts, which came with these tokens."""
         self._n_tokens += len(tokens)
         self._has_answer = self._has_answer or any(isinstance(part, events.Text | events.CallBegun) for part in parts)

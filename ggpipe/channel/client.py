@@ -22,7 +22,7 @@ from typing import Protocol
 
 import msgspec
 
-from ggpipe.channel.events import Accepted, Ended, Event, Refused, TokenReady
+from ggpipe.channel.events import RequestAccepted, RequestEnded, RequestEvent, RequestRefused, TokenReady
 from ggpipe.channel.messages import ModelInfo
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
@@ -47,11 +47,11 @@ class ClientRequest:
     """Filled in while the request is served. Times are this process's `time.monotonic`."""
     n_resumed: int
     """Tokens of its output that were known when the ranks that serve it now took it."""
-    accepted: Accepted | None = None
+    accepted: RequestAccepted | None = None
     """The answer to it; after a restart, the first one. None: it was not answered."""
     tokens: list[Token] = field(default_factory=list)
     """Its output, without `spec.resumed`."""
-    ended: Ended | None = None
+    ended: RequestEnded | None = None
     error: GgpipeError | None = None
     """Why it was not taken, or not ended."""
 
@@ -69,9 +69,9 @@ class ClientRequest:
         return tuple(part for part in own if isinstance(part, int)) if isinstance(own, tuple) else ()
 
     @property
-    def answer(self) -> AnswerFormat | None:
+    def answer_format(self) -> AnswerFormat | None:
         """How an answer to a conversation is marked, when it is accepted; None for other prompts."""
-        return self.accepted.answer if self.accepted is not None else None
+        return self.accepted.answer_format if self.accepted is not None else None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class ClientRequest:
 
     @property
     def rest(self) -> str:
-        """Text after the last token's, as `Ended.rest`."""
+        """Text after the last token's, as `RequestEnded.rest`."""
         return self.ended.rest if self.ended is not None else ""
 
     @property
@@ -164,7 +164,8 @@ class EngineClient(abc.ABC):
     # Many requests
 
     def submit(self, spec: RequestSpec, stats: RequestStats | None = None) -> ClientRequest:
-        """Have a request served. `Accepted` or `Refused` is the first of its events; a refused one has its `error`.
+        """Have a request served. `RequestAccepted` or `RequestRefused` is the first of its events; a refused one has
+        its `error`.
 
         `spec.speculation` needs a draft model. `stats` is filled in while the request is served.
         """
@@ -188,7 +189,7 @@ class EngineClient(abc.ABC):
 
     def save_prefix(self, tokens: tuple[int, ...], file: str) -> SavePrefix:
         """Have all ranks write a prefix to disk, under this name in their folders. It waits as requests do, and goes on
-        when ranks are started again. `PrefixDone` or `Refused` comes of it."""
+        when ranks are started again. `PrefixDone` or `RequestRefused` comes of it."""
         order = SavePrefix(next(self._ids), tokens, file)
         self._begin_order(order)
         return order
@@ -210,12 +211,12 @@ class EngineClient(abc.ABC):
         self._order(order)
 
     def cancel(self, request: ClientRequest | PrefixOrder) -> None:
-        """End a request soon; `Ended` follows, after tokens that are generated already. Or an order, unless ranks are
-        at it; `PrefixDone` follows. Does nothing when it is over."""
+        """End a request soon; `RequestEnded` follows, after tokens that are generated already. Or an order, unless
+        ranks are at it; `PrefixDone` follows. Does nothing when it is over."""
         if request.id in self._requests or request.id in self._orders:
             self._cancel(request.id)
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[RequestEvent]:
         """Wait for something to happen, at most 0.1 s. Returns what came, in order.
 
         When the user wants an end, all that is active is cancelled. Raises RunError when a rank breaks, Terminated
@@ -225,7 +226,7 @@ class EngineClient(abc.ABC):
         if stopping:
             for number in (*self._requests, *self._orders):
                 self._cancel(number)
-        events: list[Event] = []
+        events: list[RequestEvent] = []
         for event in self._step():
             if (own := self._requests.get(event.request)) is not None:
                 self._note(event, own)
@@ -236,11 +237,11 @@ class EngineClient(abc.ABC):
             self._owner.stopping = False  # only now: one that came while loading ends the first request
         return events
 
-    def _note(self, event: Event, request: ClientRequest) -> None:
+    def _note(self, event: RequestEvent, request: ClientRequest) -> None:
         """Note what came of a request."""
         stats, offset_s = request.stats, self._offset_s
         match event:
-            case Accepted():
+            case RequestAccepted():
                 stats.seed, stats.speculation, stats.ranks = event.seed, event.speculation, list(event.ranks)
                 if request.accepted is None:
                     request.accepted = event
@@ -251,11 +252,11 @@ class EngineClient(abc.ABC):
                 request.tokens.append(token)
                 stats.token_times.append(at_s + offset_s)
                 stats.drafted.append(token.drafted)
-            case Ended():
+            case RequestEnded():
                 stats.finish, stats.ended = event.finish, event.ended_s + offset_s
                 request.ended = event
                 self._requests.pop(request.id, None)
-            case Refused(_, why):
+            case RequestRefused(_, why):
                 request.error = why.to_error()
                 self._requests.pop(request.id, None)
 
@@ -381,4 +382,4 @@ class EngineClient(abc.ABC):
     def _cancel(self, number: int) -> None: ...
 
     @abc.abstractmethod
-    def _step(self) -> list[Event]: ...
+    def _step(self) -> list[RequestEvent]: ...

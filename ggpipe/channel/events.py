@@ -1,8 +1,8 @@
 """What comes of a request: made by the head's engine, and the same up to the front end's user, on a channel or not.
 
-`Accepted` or `Refused` comes first; after `Accepted` any number of `TokenReady`, then `Ended`. Of an order
-(`ggpipe/core/prefixes.py`), `PrefixDone` or `Refused` comes. Their numbers are the front end's. Times are the head's
-`time.monotonic`.
+`RequestAccepted` or `RequestRefused` comes first; after `RequestAccepted` any number of `TokenReady`, then
+`RequestEnded`. Of an order (`ggpipe/core/prefixes.py`), `PrefixDone` or `RequestRefused` comes. Their numbers are the
+front end's. Times are the head's `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.answer import AnswerFormat
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class ChannelMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of what a front end and the head send each other; the class name travels as the tag."""
 
 
-class Accepted(Message, frozen=True, kw_only=True):
+class RequestAccepted(ChannelMessage, frozen=True, kw_only=True):
     """A request was taken; it waits, or is served."""
 
     request: int
     prompt: tuple[int, ...]
     """Its tokens, where it was given as something else; else empty."""
-    answer: AnswerFormat | None
+    answer_format: AnswerFormat | None
     """How reasoning and calls of tools are marked in an answer to a conversation; None: it was none."""
     sampling: SamplingConfig | None
     """How tokens are drawn, where a conversation changed what was stated; else None."""
@@ -42,7 +42,7 @@ class Accepted(Message, frozen=True, kw_only=True):
     """Those that serve it, as `RequestStats.ranks`."""
 
 
-class TokenReady(Message, frozen=True):
+class TokenReady(ChannelMessage, frozen=True):
     """The next token of a request, and when it was drawn."""
 
     request: int
@@ -50,12 +50,13 @@ class TokenReady(Message, frozen=True):
     at_s: float
 
 
-class Figures(Message, frozen=True, kw_only=True):
-    """What was measured of a request since its last Figures; sent every tenth of a second, and before Ended."""
+class RequestFigures(ChannelMessage, frozen=True, kw_only=True):
+    """What was measured of a request since its last RequestFigures; sent every tenth of a second, and before
+    RequestEnded."""
 
     request: int
     counters: Counters
-    """The totals; tables by run and by lead only before Ended."""
+    """The totals; tables by run and by lead only before RequestEnded."""
     n_in_flight: int
     runs: tuple[RunRecord, ...]
     draft_runs: tuple[RunRecord, ...]
@@ -69,7 +70,7 @@ class Figures(Message, frozen=True, kw_only=True):
     """As `EngineClient.n_cells`."""
 
 
-class Ended(Message, frozen=True, kw_only=True):
+class RequestEnded(ChannelMessage, frozen=True, kw_only=True):
     """A request is over."""
 
     request: int
@@ -84,7 +85,7 @@ class Ended(Message, frozen=True, kw_only=True):
     """Its embedding, not normalized, where that is wanted: a vector of 32-bit floats, or one for each token."""
 
 
-class Failure(Message, frozen=True, kw_only=True):
+class Failure(ChannelMessage, frozen=True, kw_only=True):
     """An error of the input, or of this moment, as it travels: what an error of `ggpipe.errors` is made of."""
 
     error: str
@@ -118,15 +119,15 @@ class Failure(Message, frozen=True, kw_only=True):
         return kind(self.message, self.param) if issubclass(kind, BodyError) else kind(self.message)
 
 
-class Refused(Message, frozen=True):
+class RequestRefused(ChannelMessage, frozen=True):
     """A request or an order was not taken."""
 
     request: int
     why: Failure
 
 
-Event = Accepted | TokenReady | Ended | Refused | PrefixDone
-"""What front ends' users see of requests and orders; `Figures` go into their statistics."""
+RequestEvent = RequestAccepted | TokenReady | RequestEnded | RequestRefused | PrefixDone
+"""What front ends' users see of requests and orders; `RequestFigures` go into their statistics."""
 
-Sendable = Message | PrefixOrder | PrefixDone
+Sendable = ChannelMessage | PrefixOrder | PrefixDone
 """All that goes over a channel."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from ggpipe.channel.events import Failure, Sendable
-from ggpipe.channel.link import Link
-from ggpipe.channel.messages import Alive, Failed, FromFrontEnd, Line, Quit, Ready, Stop
+from ggpipe.channel.link import ChannelLink
+from ggpipe.channel.messages import Alive, EndRanks, FromFrontEnd, Interrupt, RanksFailed, Ready, UserLine
 from ggpipe.errors import GgpipeError, Interrupted, RunError
 
 _ALIVE_S = 1.0
@@ -21,7 +21,7 @@ class FrontEnd:
     All methods belong to the main thread.
     """
 
-    def __init__(self, connection: Link[FromFrontEnd], place: str) -> None:
+    def __init__(self, connection: ChannelLink[FromFrontEnd], place: str) -> None:
         """`place`: this rank and its host. The ranks are connected."""
         self._link = connection
         self._arrived: collections.deque[FromFrontEnd] = collections.deque()
@@ -53,16 +53,16 @@ class FrontEnd:
 
     def say(self, line: str) -> None:
         """Have a line shown to the user; settings stand in backticks in it."""
-        self.send(Line(line))
+        self.send(UserLine(line))
 
     def report(self, error: GgpipeError) -> None:
         """Send the error that the ranks end with."""
         if not error.is_reported:
             error.is_reported = True
-            self.send(Failed(Failure.of(error)))
+            self.send(RanksFailed(Failure.of(error)))
 
     def take(self) -> list[FromFrontEnd]:
-        """The messages since the last time; none of them is Stop or Quit."""
+        """The messages since the last time; none of them is Interrupt or EndRanks."""
         taken = []
         while self._arrived:
             taken.append(self._arrived.popleft())
@@ -83,16 +83,16 @@ class FrontEnd:
                 received = self._link.receive(_ALIVE_S)
             except RunError:
                 received = None
-            for message in [Quit()] if received is None else received:
+            for message in [EndRanks()] if received is None else received:
                 self._take(message)
             if time.monotonic() > self._link.sent_at + _ALIVE_S:
                 self._link.send_if_free(Alive())
 
     def _take(self, message: FromFrontEnd) -> None:
         match message:
-            case Quit():
+            case EndRanks():
                 self.has_left = True
-            case Stop():
+            case Interrupt():
                 pass
             case _:
                 self._arrived.append(message)

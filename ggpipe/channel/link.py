@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from ggpipe.channel import messages
 from ggpipe.channel.events import Failure, Sendable
-from ggpipe.channel.messages import VERSION, Failed, FromFrontEnd, FromHead
+from ggpipe.channel.messages import VERSION, FromFrontEnd, FromHead, RanksFailed
 from ggpipe.errors import GgpipeError, LaunchError, RunError, UsageError
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 
@@ -64,7 +64,7 @@ class Waker:
                 os.close(self.fd)
 
 
-class Link(Generic[M]):
+class ChannelLink(Generic[M]):
     """A connection; M is what comes in. Any thread may send; one at a time may receive."""
 
     def __init__(self, connection: socket.socket, decode: Callable[[bytes], M]) -> None:
@@ -218,7 +218,7 @@ class Listener:
         """The variables that the ranks need. They hold the secret: no command line may show them."""
         return {_ADDRESS: self._address, _SECRET: self._secret.hex()}
 
-    def accept(self, timeout_s: float) -> Link[FromHead] | None:
+    def accept(self, timeout_s: float) -> ChannelLink[FromHead] | None:
         """The link to the one process that knows the secret; None when it did not come in `timeout_s` seconds.
 
         Raises LaunchError when that one speaks another version.
@@ -248,7 +248,7 @@ class Listener:
                 self._pending.append(_Pending(connection, host, time.monotonic() + _GREETING_S))
         return None
 
-    def _greeted(self, pending: _Pending) -> Link[FromHead] | None:
+    def _greeted(self, pending: _Pending) -> ChannelLink[FromHead] | None:
         greeting = pending.greeting
         if not secrets.compare_digest(greeting[-_SECRET_BYTES:], self._secret) or not greeting.startswith(_MAGIC):
             self._drop(pending, "it does not know this job's secret")
@@ -261,7 +261,7 @@ class Listener:
                 f"{VERSION}: install the same ggpipe everywhere"
             )
         self._pending.remove(pending)
-        return Link(pending.connection, messages.from_head)
+        return ChannelLink(pending.connection, messages.from_head)
 
     def _drop(self, pending: _Pending, why: str | None) -> None:
         self._pending.remove(pending)
@@ -296,7 +296,7 @@ def address_for(host: str) -> str:
 # The ranks' side
 
 
-def connect() -> Link[FromFrontEnd]:
+def connect() -> ChannelLink[FromFrontEnd]:
     """The link to the front end that the environment names. Raises LaunchError when it cannot be reached."""
     address, secret = os.environ[_ADDRESS], bytes.fromhex(os.environ[_SECRET])
     host, _, port = address.rpartition(":")
@@ -308,7 +308,7 @@ def connect() -> Link[FromFrontEnd]:
             f"{socket.gethostname()} cannot reach the process that started it, at {address} ({e.strerror or e}): "
             "let TCP connections through, or start ggpipe on the first host"
         ) from e
-    return Link(connection, messages.from_front_end)
+    return ChannelLink(connection, messages.from_front_end)
 
 
 def report(error: GgpipeError) -> bool:
@@ -317,6 +317,6 @@ def report(error: GgpipeError) -> bool:
         link = connect()
     except LaunchError:
         return False
-    sent = link.send(Failed(Failure.of(error)))
+    sent = link.send(RanksFailed(Failure.of(error)))
     link.close()
     return sent

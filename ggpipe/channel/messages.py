@@ -1,21 +1,21 @@
 """What a front end and the head of its ranks send each other. Msgpack, typed.
 
-| phase    | the front end sends | the head sends                                    |
-|----------|---------------------|---------------------------------------------------|
-| start    |                     | Ready; of a rank that cannot start: Failed        |
-| loading  | Stop                | Loading …, Loaded                                 |
-| serving  | Submit              | Accepted, TokenReady …, Figures …, Ended          |
-|          |                     | Refused instead                                   |
-|          | SavePrefix,         | PrefixDone, or Refused                            |
-|          | RestorePrefix,      |                                                   |
-|          | ErasePrefix         |                                                   |
-|          | Cancel              |                                                   |
-|          | Tokenize            | Tokenized, or NotAnswered                         |
-|          | TokenizeChat        | ChatTokenized, or NotAnswered                     |
-|          | Detokenize          | Detokenized, or NotAnswered                       |
-|          | Measure             | Measured                                          |
-| profiling| Stop                | Profiled                                          |
-| any time | Quit                | Line, Alive (when silent for a second), Failed    |
+| phase     | the front end sends | the head sends                                                |
+|-----------|---------------------|---------------------------------------------------------------|
+| start     |                     | Ready; of a rank that cannot start: RanksFailed               |
+| loading   | Interrupt           | LoadProgress …, EngineLoaded                                  |
+| serving   | SubmitRequest       | RequestAccepted, TokenReady …, RequestFigures …, RequestEnded |
+|           |                     | RequestRefused instead                                        |
+|           | SavePrefix,         | PrefixDone, or RequestRefused                                 |
+|           | RestorePrefix,      |                                                               |
+|           | ErasePrefix         |                                                               |
+|           | CancelRequest       |                                                               |
+|           | Tokenize            | Tokenized, or NotAnswered                                     |
+|           | TokenizeChat        | ChatTokenized, or NotAnswered                                 |
+|           | Detokenize          | Detokenized, or NotAnswered                                   |
+|           | Measure             | Measured                                                      |
+| profiling | Interrupt           | Profiled                                                      |
+| any time  | EndRanks            | UserLine, Alive (when silent for a second), RanksFailed       |
 
 What comes of requests is in `events`, orders for prefixes are in `ggpipe/core/prefixes.py`. Times are the head's
 `time.monotonic`, those of a span its own rank's.
@@ -27,7 +27,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ggpipe.channel.events import Accepted, Ended, Failure, Figures, Message, Refused, Sendable, TokenReady
+from ggpipe.channel.events import (
+    ChannelMessage,
+    Failure,
+    RequestAccepted,
+    RequestEnded,
+    RequestFigures,
+    RequestRefused,
+    Sendable,
+    TokenReady,
+)
 from ggpipe.cluster.profile import Profile
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
@@ -37,7 +46,7 @@ from ggpipe.errors import RunError, UsageError
 from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.conversation import ChatPrompt
 
-VERSION = 18
+VERSION = 19
 """Of the messages and of how they travel. Raise it whenever one of them changes."""
 
 
@@ -72,33 +81,33 @@ class ModelInfo:
 # From the front end
 
 
-class Submit(Message, frozen=True):
+class SubmitRequest(ChannelMessage, frozen=True):
     """Serve a request, which has this number from now on."""
 
     request: int
     spec: RequestSpec
 
 
-class Cancel(Message, frozen=True):
-    """End a request soon; its Ended follows. Or an order: PrefixDone follows."""
+class CancelRequest(ChannelMessage, frozen=True):
+    """End a request soon; its RequestEnded follows. Or an order: PrefixDone follows."""
 
     request: int
 
 
-class Tokenize(Message, frozen=True):
+class Tokenize(ChannelMessage, frozen=True):
     """Answer with Tokenized."""
 
     text: bytes
     """UTF-8, as far as the user's text is."""
 
 
-class TokenizeChat(Message, frozen=True):
+class TokenizeChat(ChannelMessage, frozen=True):
     """Answer with ChatTokenized."""
 
     conversation: Conversation
 
 
-class Detokenize(Message, frozen=True):
+class Detokenize(ChannelMessage, frozen=True):
     """Answer with Detokenized."""
 
     tokens: tuple[int, ...]
@@ -106,30 +115,30 @@ class Detokenize(Message, frozen=True):
     """Special tokens have texts, too."""
 
 
-class Measure(Message, frozen=True):
+class Measure(ChannelMessage, frozen=True):
     """Ask all ranks for their CPU time and memory, and for their clocks if `clocks`; answer with Measured."""
 
     clocks: bool
 
 
-class Stop(Message, frozen=True):
+class Interrupt(ChannelMessage, frozen=True):
     """The user wants an end of the loading, or of the measuring."""
 
 
-class Quit(Message, frozen=True):
+class EndRanks(ChannelMessage, frozen=True):
     """End all ranks."""
 
 
 FromFrontEnd = (
-    Submit | SavePrefix | RestorePrefix | ErasePrefix | Cancel | Tokenize | TokenizeChat | Detokenize | Measure | Stop
-    | Quit
+    SubmitRequest | SavePrefix | RestorePrefix | ErasePrefix | CancelRequest | Tokenize | TokenizeChat | Detokenize
+    | Measure | Interrupt | EndRanks
 )  # fmt: skip
 
 
 # From the head
 
 
-class Ready(Message, frozen=True):
+class Ready(ChannelMessage, frozen=True):
     """The ranks are connected; nothing is loaded."""
 
     place: str
@@ -138,13 +147,13 @@ class Ready(Message, frozen=True):
     """The head's clock."""
 
 
-class Loading(Message, frozen=True):
+class LoadProgress(ChannelMessage, frozen=True):
     """How far the ranks' loading is."""
 
     ranks: tuple[RankStats, ...]
 
 
-class Loaded(Message, frozen=True, kw_only=True):
+class EngineLoaded(ChannelMessage, frozen=True, kw_only=True):
     """The engine serves requests."""
 
     ranks: tuple[RankStats, ...]
@@ -156,61 +165,62 @@ class Loaded(Message, frozen=True, kw_only=True):
     model: ModelInfo
 
 
-class NotAnswered(Message, frozen=True):
+class NotAnswered(ChannelMessage, frozen=True):
     """The answer to a question that cannot be answered."""
 
     why: Failure
 
 
-class Tokenized(Message, frozen=True):
+class Tokenized(ChannelMessage, frozen=True):
     """The answer to Tokenize."""
 
     tokens: tuple[int, ...]
 
 
-class ChatTokenized(Message, frozen=True):
+class ChatTokenized(ChannelMessage, frozen=True):
     """The answer to TokenizeChat."""
 
     prompt: ChatPrompt
 
 
-class Detokenized(Message, frozen=True):
+class Detokenized(ChannelMessage, frozen=True):
     """The answer to Detokenize."""
 
     pieces: tuple[bytes, ...]
 
 
-class Measured(Message, frozen=True):
+class Measured(ChannelMessage, frozen=True):
     """The answer to Measure."""
 
     ranks: tuple[RankStats, ...]
 
 
-class Profiled(Message, frozen=True):
+class Profiled(ChannelMessage, frozen=True):
     """The ranks have measured themselves and are leaving."""
 
     profile: Profile
 
 
-class Line(Message, frozen=True):
+class UserLine(ChannelMessage, frozen=True):
     """A line for the user, which names settings as messages of errors do."""
 
     text: str
 
 
-class Alive(Message, frozen=True):
+class Alive(ChannelMessage, frozen=True):
     """Nothing happened; the head's process is there."""
 
 
-class Failed(Message, frozen=True):
+class RanksFailed(ChannelMessage, frozen=True):
     """The ranks end with this error."""
 
     why: Failure
 
 
 FromHead = (
-    Ready | Loading | Loaded | Accepted | TokenReady | Figures | Ended | Refused | PrefixDone | Tokenized
-    | ChatTokenized | Detokenized | NotAnswered | Measured | Profiled | Line | Alive | Failed
+    Ready | LoadProgress | EngineLoaded | RequestAccepted | TokenReady | RequestFigures | RequestEnded | RequestRefused
+    | PrefixDone | Tokenized | ChatTokenized | Detokenized | NotAnswered | Measured | Profiled | UserLine | Alive
+    | RanksFailed
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

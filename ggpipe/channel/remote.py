@@ -15,39 +15,39 @@ from typing import Protocol, TypeVar
 
 from ggpipe.channel.client import ClientRequest, EngineClient, Stoppable
 from ggpipe.channel.events import (
-    Accepted,
-    Ended,
-    Event,
+    ChannelMessage,
     Failure,
-    Figures,
-    Message,
-    Refused,
+    RequestAccepted,
+    RequestEnded,
+    RequestEvent,
+    RequestFigures,
+    RequestRefused,
     Sendable,
     TokenReady,
 )
-from ggpipe.channel.link import Link, Waker
+from ggpipe.channel.link import ChannelLink, Waker
 from ggpipe.channel.messages import (
     Alive,
-    Cancel,
+    CancelRequest,
     ChatTokenized,
     Detokenize,
     Detokenized,
-    Failed,
+    EndRanks,
+    EngineLoaded,
     FromHead,
-    Line,
-    Loaded,
-    Loading,
+    Interrupt,
+    LoadProgress,
     Measure,
     Measured,
     NotAnswered,
     Profiled,
-    Quit,
+    RanksFailed,
     Ready,
-    Stop,
-    Submit,
+    SubmitRequest,
     Tokenize,
     TokenizeChat,
     Tokenized,
+    UserLine,
 )
 from ggpipe.cluster.profile import Profile
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
@@ -57,7 +57,7 @@ from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError, Ter
 from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.conversation import ChatPrompt
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=ChannelMessage)
 
 _TICK_S, _REPORT_S = 0.1, 1.0
 _LAST_LOOKS = 3  # for a report, once the head has gone
@@ -73,10 +73,10 @@ class RemoteRanks:
 
     def __init__(
         self,
-        link: Link[FromHead],
+        link: ChannelLink[FromHead],
         on_line: Callable[[str], None],
         cause: Callable[[], str | None] = lambda: None,
-        more_links: Callable[[], Link[FromHead] | None] = lambda: None,
+        more_links: Callable[[], ChannelLink[FromHead] | None] = lambda: None,
         rank_timeout_s: float = 30.0,
         ranks: list[RankStats] | None = None,
         waker: Waker | None = None,
@@ -93,7 +93,7 @@ class RemoteRanks:
         self.stopping = False
         """The user wants an end of what is going on."""
         self.is_open = True
-        """Quit was not sent yet."""
+        """EndRanks was not sent yet."""
         self._link = link
         self._on_line = on_line
         self._cause = cause
@@ -156,10 +156,10 @@ class RemoteRanks:
         match self._arrived.pop(0):
             case Alive():
                 return None
-            case Line(text):
+            case UserLine(text):
                 self._on_line(text)
                 return None
-            case Failed(why):
+            case RanksFailed(why):
                 raise why.to_error()
             case message:
                 return message
@@ -176,11 +176,11 @@ class RemoteRanks:
             time.sleep(_TICK_S)
 
     @staticmethod
-    def _take_report(link: Link[FromHead]) -> None:
+    def _take_report(link: ChannelLink[FromHead]) -> None:
         """Raises what a rank that is not the head has failed with."""
         with contextlib.closing(link):
             for message in link.receive(_REPORT_S) or ():
-                if isinstance(message, Failed):
+                if isinstance(message, RanksFailed):
                     raise message.why.to_error()
 
     def wait_for(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
@@ -198,14 +198,14 @@ class RemoteRanks:
         """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
         return RemoteEngine(self, self.loaded())
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> EngineLoaded:
         """As `load`, without an engine."""
 
         def show(message: FromHead) -> None:
-            if isinstance(message, Loading):
+            if isinstance(message, LoadProgress):
                 self.ranks[:] = message.ranks
 
-        loaded = self._result(Loaded, show)
+        loaded = self._result(EngineLoaded, show)
         self.ranks[:] = loaded.ranks
         return loaded
 
@@ -220,7 +220,7 @@ class RemoteRanks:
         while True:
             if self.stopping and not is_stopped:
                 is_stopped = True
-                self.send(Stop())
+                self.send(Interrupt())
             match self.receive():
                 case None:
                     pass
@@ -233,14 +233,14 @@ class RemoteRanks:
         """Have the ranks end. A second call does nothing."""
         if self.is_open:
             self.is_open = False
-            self._link.send(Quit(), attend=self._link.end)
+            self._link.send(EndRanks(), attend=self._link.end)
             self._link.close()
 
 
 class Restarts(Stoppable, Protocol):
     """What starts ranks again."""
 
-    def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, Loaded]:
+    def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, EngineLoaded]:
         """Other ranks, which have loaded, after those before died of this error. Raises what ends all of it."""
 
     def say(self, line: str) -> None:
@@ -250,7 +250,7 @@ class Restarts(Stoppable, Protocol):
 class RemoteEngine(EngineClient):
     """See the module's text. All methods but `stop` belong to the main thread."""
 
-    def __init__(self, ranks: RemoteRanks, loaded: Loaded, restarts: Restarts | None = None) -> None:
+    def __init__(self, ranks: RemoteRanks, loaded: EngineLoaded, restarts: Restarts | None = None) -> None:
         """`restarts`: None where ranks that die are not started again."""
         super().__init__(
             restarts or ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings, loaded.sampling,
@@ -290,7 +290,7 @@ class RemoteEngine(EngineClient):
     def _measure(self, clocks: bool) -> None:
         self._show(self._ask(Measure(clocks), Measured).ranks)
 
-    def _ask(self, question: Message, kind: type[M]) -> M:
+    def _ask(self, question: ChannelMessage, kind: type[M]) -> M:
         while True:
             try:
                 self._own.send(question)
@@ -323,7 +323,7 @@ class RemoteEngine(EngineClient):
         for request in self._requests.values():
             if request.id in self._cancelled:
                 ended_s = time.monotonic() - self._offset_s
-                self._kept.append(Ended(request=request.id, finish=Finish.STOPPED, ended_s=ended_s))
+                self._kept.append(RequestEnded(request=request.id, finish=Finish.STOPPED, ended_s=ended_s))
             else:
                 self.resume(request)
         for order in self._orders.values():
@@ -346,7 +346,7 @@ class RemoteEngine(EngineClient):
 
     def _submit(self, request: ClientRequest) -> None:
         request.stats.arrived = request.stats.arrived or time.monotonic()
-        self._begin_there(request.id, Submit(request.id, request.continued))
+        self._begin_there(request.id, SubmitRequest(request.id, request.continued))
 
     def _order(self, order: PrefixOrder) -> None:
         self._begin_there(order.id, order)
@@ -355,21 +355,21 @@ class RemoteEngine(EngineClient):
         try:
             self._own.send(message)
         except UsageError as e:
-            self._kept.append(Refused(number, Failure.of(e)))
+            self._kept.append(RequestRefused(number, Failure.of(e)))
 
     def _cancel(self, number: int) -> None:
         if number not in self._cancelled:
             self._cancelled.add(number)
-            self._own.send(Cancel(number))
+            self._own.send(CancelRequest(number))
 
-    def _step(self) -> list[Event]:
+    def _step(self) -> list[RequestEvent]:
         match self._kept.pop(0) if self._kept else self._receive():
-            case Accepted() | TokenReady() as event:
+            case RequestAccepted() | TokenReady() as event:
                 return [event]
-            case Ended() | Refused() | PrefixDone() as event:
+            case RequestEnded() | RequestRefused() | PrefixDone() as event:
                 self._cancelled.discard(event.request)
                 return [event]
-            case Figures() as figures:
+            case RequestFigures() as figures:
                 if (request := self._requests.get(figures.request)) is not None:
                     self._measured(figures, request)
                 return []
@@ -378,7 +378,7 @@ class RemoteEngine(EngineClient):
             case message:
                 raise RunError(f"the head sent {type(message).__name__} while it serves: use one ggpipe everywhere")
 
-    def _measured(self, figures: Figures, request: ClientRequest) -> None:
+    def _measured(self, figures: RequestFigures, request: ClientRequest) -> None:
         stats = request.stats
         cached = stats.counters.cached_tokens if request.n_resumed else figures.counters.cached_tokens
         stats.counters = dataclasses.replace(figures.counters, cached_tokens=cached)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ggpipe.channel.link import Link, Listener, Waker
+from ggpipe.channel.link import ChannelLink, Listener, Waker
 from ggpipe.channel.messages import FromHead
 from ggpipe.channel.remote import RemoteRanks
-from ggpipe.channel.supervisor import Supervisor, Way
+from ggpipe.channel.supervisor import StartMethod, Supervisor
 from ggpipe.config.engine import EngineConfig
 from ggpipe.errors import GgpipeError, HostError, LaunchError, RankError, StartError, Terminated
 from ggpipe.launch.hostfile import hosts_of
@@ -31,7 +31,7 @@ _FIRST_WITHIN_S = 600.0  # files may come slowly over a network; for a lost mach
 
 
 @dataclass(frozen=True, kw_only=True)
-class User:
+class UserContact:
     """Who is told what happens to the ranks. Settings stand in backticks in lines and errors."""
 
     show: Callable[[str], None]
@@ -50,7 +50,7 @@ def supervised(
     config: EngineConfig,
     n_restarts: int,
     arguments: Callable[[Mapping[str, object]], list[str]],
-    user: User,
+    user: UserContact,
     on_begin: Callable[[Supervisor], None],
 ) -> Iterator[Supervisor]:
     """A job's ranks, at most `n_restarts` times in ten minutes again where they die. They leave when the context is
@@ -61,7 +61,7 @@ def supervised(
     """
     timeout_s = config.pipeline.rank_timeout_s
 
-    def way(job: Job, is_first: bool = False) -> Way:
+    def way(job: Job, is_first: bool = False) -> StartMethod:
         least_s = _FIRST_WITHIN_S if is_first else _STARTS_WITHIN_S
         limit_s = max(_STARTS_WITHIN * timeout_s, least_s) if timeout_s else math.inf
 
@@ -73,9 +73,9 @@ def supervised(
             ranks = started(job, timeout_s, own.attend, user, limit_s, on_error, own.ranks)
             return _looking_for_hosts(ranks, job, own.attend) if is_first else ranks
 
-        return Way(start, job.line)
+        return StartMethod(start, job.line)
 
-    def again(attend: Callable[[], None]) -> list[Way]:
+    def again(attend: Callable[[], None]) -> list[StartMethod]:
         jobs = jobs_again(first, config, arguments, attend) if first.slots else [first]
         return [way(job) for job in jobs]
 
@@ -113,7 +113,7 @@ def started(
     job: Job,
     rank_timeout_s: float,
     attend: Callable[[], None],
-    user: User,
+    user: UserContact,
     limit_s: float = math.inf,
     on_start_error: Callable[[GgpipeError], None] | None = None,
     all_ranks: list[RankStats] | None = None,
@@ -137,7 +137,7 @@ def started(
 
 
 @contextlib.contextmanager
-def _at_once(processes: RankProcesses, user: User, on_error: Callable[[GgpipeError], None]) -> Iterator[None]:
+def _at_once(processes: RankProcesses, user: UserContact, on_error: Callable[[GgpipeError], None]) -> Iterator[None]:
     """An error that leaves it ends all ranks."""
     try:
         yield
@@ -151,7 +151,7 @@ def _at_once(processes: RankProcesses, user: User, on_error: Callable[[GgpipeErr
 
 
 @contextlib.contextmanager
-def _ended(processes: RankProcesses, user: User, wait_limit_s: float | None) -> Iterator[None]:
+def _ended(processes: RankProcesses, user: UserContact, wait_limit_s: float | None) -> Iterator[None]:
     """Errors that leave it are reported at once; then it waits until no rank is left.
 
     Ranks that take longer than `wait_limit_s` seconds are ended: mpirun waits for ever for a machine that was lost.
@@ -180,7 +180,7 @@ def _ended(processes: RankProcesses, user: User, wait_limit_s: float | None) -> 
 
 def _accepted(
     listener: Listener, processes: RankProcesses, attend: Callable[[], None], limit_s: float
-) -> Link[FromHead]:
+) -> ChannelLink[FromHead]:
     """The link to the first rank. Raises RankError when a rank dies before or is cut off, StartError when mpirun ends
     for another reason or it does not come in time."""
     deadline = time.monotonic() + limit_s

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-from ggpipe.channel.messages import Loaded
+from ggpipe.channel.messages import EngineLoaded
 from ggpipe.channel.remote import DEATHS, RemoteEngine, RemoteRanks
 from ggpipe.errors import GgpipeError, Interrupted, RunError, StartError, UsageError
 from ggpipe.stats.records import RankStats
@@ -40,7 +40,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Way:
+class StartMethod:
     """A way to start the ranks."""
 
     start: Callable[[Supervisor], AbstractContextManager[RemoteRanks]]
@@ -57,7 +57,7 @@ class Supervisor:
 
     def __init__(
         self,
-        ways: Callable[[Callable[[], None]], Sequence[Way]],
+        ways: Callable[[Callable[[], None]], Sequence[StartMethod]],
         n_restarts: int,
         on_line: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -117,7 +117,7 @@ class Supervisor:
 
     # The ranks
 
-    def start(self, way: Way) -> None:
+    def start(self, way: StartMethod) -> None:
         """Start ranks, of which nothing is loaded yet. Raises what they cannot start for.
 
         Those that die meanwhile are started again by `load`, if they may be.
@@ -129,7 +129,7 @@ class Supervisor:
                 raise
             self._died = e
 
-    def _start(self, way: Way) -> RemoteRanks:
+    def _start(self, way: StartMethod) -> RemoteRanks:
         self._current = started = self._context.enter_context(way.start(self))
         if self._failure is not None:
             started.fail(self._failure)
@@ -148,7 +148,7 @@ class Supervisor:
         except DEATHS as e:
             return RemoteEngine(*self.restarted(e), self)
 
-    def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, Loaded]:
+    def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, EngineLoaded]:
         """Other ranks, which have loaded. Raises the error that those before died of, when none are to be started.
 
         What cannot be repeated is a RunError now, since it worked before.
@@ -169,7 +169,7 @@ class Supervisor:
             self.is_loading = False
         raise RunError(str(error)) if isinstance(error, StartError) else error
 
-    def _loaded_again(self) -> tuple[RemoteRanks, Loaded]:
+    def _loaded_again(self) -> tuple[RemoteRanks, EngineLoaded]:
         ways = deque(self._ways(self.attend))
         while True:
             way = ways.popleft()

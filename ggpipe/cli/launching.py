@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ggpipe.channel.client import StartedRanks
 from ggpipe.channel.messages import Profiled
-from ggpipe.channel.started import User, started, supervised
+from ggpipe.channel.started import UserContact, started, supervised
 from ggpipe.channel.supervisor import Supervisor
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.messages import report, show, warn
@@ -23,7 +23,7 @@ from ggpipe.launch import environment
 from ggpipe.launch.job import Job
 from ggpipe.launch.slurm import allocated_hosts
 from ggpipe.options.option import Options
-from ggpipe.options.settings import Log, Ranks
+from ggpipe.options.settings import LogSettings, RankSettings
 from ggpipe.planning.n_ranks import ranks_to_start
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from ggpipe.engine.process import Attend, Report, Say, Settle
     from ggpipe.transport.base import Transport
 
-USER = User(show=show, report=report, leave=leave)
+USER = UserContact(show=show, report=report, leave=leave)
 
 NO_RESTART = "`restart` does nothing here: ggpipe starts only ranks again that it has started itself, with `shares`"
 
-FrontEnd = Callable[[StartedRanks], int]
+FrontEndMain = Callable[[StartedRanks], int]
 """What a command does with its ranks; returns the exit code."""
 
 
 def run_command(
     config: EngineConfig,
     options: Options,
-    front_end: FrontEnd,
+    front_end: FrontEndMain,
     prepare: Callable[[], object] = lambda: None,
     ctrl_c_ends: bool = True,
 ) -> int:
@@ -56,10 +56,13 @@ def run_command(
     """
     if not environment.is_rank() and not environment.is_served():
         prepare()
-        n_ranks = ranks_to_start(config, options[Ranks].hostfile)
+        n_ranks = ranks_to_start(config, options[RankSettings].hostfile)
         if n_ranks is not None:
-            check_model_files(config, options[Ranks].hostfile)
-            job, n_restarts = Job(options.arguments({}), n_ranks, options[Ranks].hostfile), options[Ranks].restart
+            check_model_files(config, options[RankSettings].hostfile)
+            job, n_restarts = (
+                Job(options.arguments({}), n_ranks, options[RankSettings].hostfile),
+                options[RankSettings].restart,
+            )
             with _signals() as signals:
 
                 def follow(own: Supervisor) -> None:
@@ -67,7 +70,7 @@ def run_command(
 
                 with supervised(job, config, n_restarts, options.arguments, USER, follow) as ranks:
                     return _exit_code(front_end(ranks), signals, ctrl_c_ends)
-    if options[Ranks].restart and options.is_given("restart") and environment.has_user():
+    if options[RankSettings].restart and options.is_given("restart") and environment.has_user():
         warn(NO_RESTART)
 
     def head(ranks: Head) -> int:
@@ -75,7 +78,7 @@ def run_command(
 
         return front_end(LocalRanks(ranks))
 
-    return run_this_rank(config, head, options[Log].verbose, ctrl_c_ends=ctrl_c_ends)
+    return run_this_rank(config, head, options[LogSettings].verbose, ctrl_c_ends=ctrl_c_ends)
 
 
 def check_model_files(config: EngineConfig, hostfile: Path | None) -> None:
@@ -98,7 +101,7 @@ def run_side_by_side(
     """
     if environment.is_rank():
         raise UsageError("`layouts` names several, of which ggpipe starts the ranks itself: leave out mpirun or srun")
-    n_ranks = [ranks_to_start(config, options[Ranks].hostfile) or 1 for config, options, _ in layouts]
+    n_ranks = [ranks_to_start(config, options[RankSettings].hostfile) or 1 for config, options, _ in layouts]
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_signals())
         supervisors: list[Supervisor] = []
@@ -117,7 +120,7 @@ def run_side_by_side(
 
         def started() -> Iterator[StartedRanks]:
             for (config, options, arguments), n in zip(layouts, n_ranks, strict=True):
-                job, n_restarts = Job(arguments, n, options[Ranks].hostfile), options[Ranks].restart
+                job, n_restarts = Job(arguments, n, options[RankSettings].hostfile), options[RankSettings].restart
                 again = options.arguments
                 yield stack.enter_context(supervised(job, config, n_restarts, again, USER, follow))
 

@@ -11,7 +11,7 @@ from ggpipe.config.engine import MAX_PREFIXES, ContextConfig
 from ggpipe.errors import UsageError
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
-    Models,
+    ModelSettings,
     SimulatedText,
     SimulatedTraffic,
 )
@@ -23,7 +23,7 @@ _AGREEMENT = 0.7
 
 def shapes_of(options: Options) -> tuple[ModelShape | None, ModelShape | None]:
     """The shapes of the target and of the draft, from the headers of their files; None where no file is named."""
-    models, context = options[Models], options[ContextConfig]
+    models, context = options[ModelSettings], options[ContextConfig]
     return _shape(models.target, context), _shape(models.the_draft, context)
 
 

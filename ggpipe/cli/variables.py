@@ -14,7 +14,7 @@ from typing import Any
 from ggpipe.cli.argv import SWITCHES
 from ggpipe.errors import UsageError
 from ggpipe.launch import environment
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.option import Command, Option
 from ggpipe.options.server import ServerConfig
 
@@ -58,7 +58,7 @@ def settled(
     out, variables = dict(given), {}
     for row in from_variables:
         overruled = any(row.name in names and named & names for names in _SAME_MATTER)
-        if overruled or (row.record is Chat and not single_turn):
+        if overruled or (row.record is ChatSettings and not single_turn):
             out[row] = command.default_of(row)
         else:
             variables[row.name] = row.variable

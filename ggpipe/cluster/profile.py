@@ -72,7 +72,7 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MeasuredLayers:
     """Another range of layers, measured in the same way."""
 
     layers: Layers
@@ -105,7 +105,7 @@ class RankProfile:
     """Times while no other rank of the same machine computes."""
     together: tuple[Point, ...]
     """Times while all ranks of the cluster compute."""
-    half: Part | None
+    half: MeasuredLayers | None
     """Fewer of the layers, alone; None where a single layer was measured."""
     overheads: Overheads
     """What ggpipe takes besides decoding."""
@@ -120,7 +120,7 @@ class RankProfile:
     guest: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Speed of a thread at nice 10 that works as long as a draft does for a row, while all ranks compute, relative to
     its speed alone. None where the ranks leave cores free, and for all but the first rank of a machine."""
-    draft: Part | None = None
+    draft: MeasuredLayers | None = None
     """All layers of `Profile.draft`, alone, with as many threads as the target. None where no draft was measured, or
     this rank's memory is too small for it."""
 
@@ -180,7 +180,7 @@ class Profile:
         if not self.ranks or [rank.rank for rank in self.ranks] != list(range(n_ranks)):
             raise ValueError("ranks are not numbered 0, 1, 2, …")
         for rank in self.ranks:
-            parts = [Part(rank.layers, rank.weight_bytes, rank.alone), *([rank.half] if rank.half else [])]
+            parts = [MeasuredLayers(rank.layers, rank.weight_bytes, rank.alone), *([rank.half] if rank.half else [])]
             if any(not 0 <= part.layers[0] < part.layers[1] <= model.n_layer for part in parts):
                 raise ValueError(f"rank {rank.rank} has layers that the model has not")
             if rank.draft is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from ggpipe.cluster.decode import decode
 from ggpipe.core.draft_messages import Candidates
@@ -21,13 +21,13 @@ BUNDLED = Path(__file__).parents[1] / "models" / "tales-recording.json"
 _FORMAT, _VERSION = "ggpipe recording", 1
 _DIGITS = 5
 
-Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+RecordedToken = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Flat = Annotated[tuple[Annotated[float, Meta(ge=0, le=2**31 - 1)], ...], Meta(min_length=2)]
 """Candidates in the file: a token, its probability, the next token, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
+class RecordedPrompt:
     """One prompt with the target's text, and the draft's candidates along it."""
 
     name: str
@@ -66,12 +66,12 @@ class Recording:
     seed: int
     sampling: dict[str, Any]
     """How the text was drawn; names as in SamplingConfig."""
-    takes: tuple[Take, ...]
+    prompts: tuple[RecordedPrompt, ...]
 
     @property
     def agreement(self) -> float:
         """Share of the texts' tokens that are the draft's best candidate."""
-        agrees = [own for take in self.takes for own in take.agrees]
+        agrees = [agrees_here for prompt in self.prompts for agrees_here in prompt.agrees]
         return sum(agrees) / len(agrees)
 
 
@@ -79,18 +79,18 @@ class _Prompt(Struct, frozen=True):
     """A take as it stands in a file."""
 
     name: str
-    prompt: Annotated[tuple[Token, ...], Meta(min_length=1)]
-    text: tuple[Token, ...]
+    prompt: Annotated[tuple[RecordedToken, ...], Meta(min_length=1)]
+    text: tuple[RecordedToken, ...]
     candidates: tuple[Flat, ...]
     after_rejection: tuple[Flat, ...] = ()
     astray: tuple[Flat, ...] = ()
     """`after_rejection` in older files."""
 
-    def take(self) -> Take:
+    def recorded(self) -> RecordedPrompt:
         after_rejection = self.after_rejection or self.astray
         if not len(self.text) == len(self.candidates) == len(after_rejection) > 0:
             raise ValueError(f"the text of {self.name} and its candidates differ in length")
-        return Take(
+        return RecordedPrompt(
             name=self.name,
             prompt=self.prompt,
             text=self.text,
@@ -104,7 +104,7 @@ class _File(Struct, frozen=True):
     draft: ModelName
     seed: int
     sampling: dict[str, Any]
-    takes: Annotated[tuple[_Prompt, ...], Meta(min_length=1)] = field(name="prompts")
+    prompts: Annotated[tuple[_Prompt, ...], Meta(min_length=1)]
 
 
 def dump(recording: Recording) -> str:
@@ -119,18 +119,18 @@ def dump(recording: Recording) -> str:
         "agreement": round(recording.agreement, _DIGITS),
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    takes = []
-    for take in recording.takes:
+    prompts = []
+    for recorded in recording.prompts:
         parts = {
-            "name": take.name,
-            "prompt": take.prompt,
-            "text": take.text,
-            "candidates": _flat(take.candidates),
-            "after_rejection": _flat(take.after_rejection),
+            "name": recorded.name,
+            "prompt": recorded.prompt,
+            "text": recorded.text,
+            "candidates": _flat(recorded.candidates),
+            "after_rejection": _flat(recorded.after_rejection),
         }
         rows = (f"{json.dumps(name)}: {json.dumps(part, separators=(',', ':'))}" for name, part in parts.items())
-        takes.append("{" + ",\n".join(rows) + "}")
-    return "{" + ",\n".join([*lines, '"prompts": [' + ",\n".join(takes) + "]"]) + "}\n"
+        prompts.append("{" + ",\n".join(rows) + "}")
+    return "{" + ",\n".join([*lines, '"prompts": [' + ",\n".join(prompts) + "]"]) + "}\n"
 
 
 def read(path: Path) -> Recording:
@@ -147,10 +147,10 @@ def read(path: Path) -> Recording:
         raise _unusable(path, f"it has version {content.get('version')}, this ggpipe reads version {_VERSION}")
     try:
         file = decode(content, _File)
-        takes = tuple(prompt.take() for prompt in file.takes)
+        prompts = tuple(prompt.recorded() for prompt in file.prompts)
     except ValueError as e:
         raise _unusable(path, str(e)) from e
-    return Recording(target=file.target, draft=file.draft, seed=file.seed, sampling=file.sampling, takes=takes)
+    return Recording(target=file.target, draft=file.draft, seed=file.seed, sampling=file.sampling, prompts=prompts)
 
 
 def _unusable(path: Path, why: str) -> UsageError:

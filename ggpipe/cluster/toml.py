@@ -78,14 +78,14 @@ _MOST_NODES = 1024
 _LOCAL = Link(60e-6, 5e9)
 _WEIGHT_BITS = (1.0, 64.0)  # of a model's weights, on average
 
-Text = Annotated[str, Meta(min_length=1, pattern=r"\S")]
-Count = Annotated[int, Meta(ge=1, le=10**15)]
-Positive = Annotated[float, Meta(gt=0, le=1e15)]
+NonEmptyText = Annotated[str, Meta(min_length=1, pattern=r"\S")]
+PositiveCount = Annotated[int, Meta(ge=1, le=10**15)]
+PositiveNumber = Annotated[float, Meta(gt=0, le=1e15)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Turns = Annotated[float, Meta(ge=1, le=10)]
 Nodes = Annotated[int, Meta(ge=1, le=_MOST_NODES)]
-Cores = Annotated[int, Meta(ge=1, le=4096)]
-Layers = Annotated[int, Meta(ge=1, le=4096)]
+CoreCount = Annotated[int, Meta(ge=1, le=4096)]
+LayerCount = Annotated[int, Meta(ge=1, le=4096)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
 
 _Overheads = defstruct(
@@ -100,7 +100,7 @@ class _Link(Struct, frozen=True, forbid_unknown_fields=True):
     """[network] and [local]."""
 
     latency_us: Microseconds
-    gbit_per_s: Positive
+    gbit_per_s: PositiveNumber
     sum_latency_us: Microseconds | None = None
 
     def link(self) -> Link:
@@ -115,13 +115,13 @@ class _Link(Struct, frozen=True, forbid_unknown_fields=True):
 class _Model(Struct, frozen=True, forbid_unknown_fields=True):
     """[target] and [draft]."""
 
-    layers: Layers
-    weights_gb: Positive
-    parameters_b: Positive
-    width: Count
-    kv_kb: Positive
-    name: Text | None = None
-    vocabulary: Count = 32000
+    layers: LayerCount
+    weights_gb: PositiveNumber
+    parameters_b: PositiveNumber
+    width: PositiveCount
+    kv_kb: PositiveNumber
+    name: NonEmptyText | None = None
+    vocabulary: PositiveCount = 32000
     tied: bool = False
 
     def __post_init__(self) -> None:
@@ -145,13 +145,13 @@ class _Model(Struct, frozen=True, forbid_unknown_fields=True):
 class _Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A [[node]] with its speeds."""
 
-    name: Text | None = None
+    name: NonEmptyText | None = None
     count: Nodes = 1
-    cores: Cores
-    memory_gb: Positive
-    memory_gb_per_s: Positive
-    core_gb_per_s: Positive | None = None
-    core_gflops: Positive
+    cores: CoreCount
+    memory_gb: PositiveNumber
+    memory_gb_per_s: PositiveNumber
+    core_gb_per_s: PositiveNumber | None = None
+    core_gflops: PositiveNumber
     crowd: Share | None = None
     turns: Turns = TURNS
 
@@ -159,12 +159,12 @@ class _Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class _ProfiledNode(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A [[node]] with a profile."""
 
-    name: Text | None = None
+    name: NonEmptyText | None = None
     count: Nodes = 1
-    profile: Text
+    profile: NonEmptyText
     profile_rank: Annotated[int, Meta(ge=0)] = 0
-    cores: Cores | None = None
-    memory_gb: Positive | None = None
+    cores: CoreCount | None = None
+    memory_gb: PositiveNumber | None = None
     crowd: Share | None = None
     turns: Turns | None = None
 
@@ -172,12 +172,12 @@ class _ProfiledNode(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
     """A cluster file."""
 
-    title: Text | None = None
+    title: NonEmptyText | None = None
     node: list[dict[str, Any]] = []
     target_on: list[str] | None = None
     draft_on: list[str] = []
-    layer_split: Text | None = None
-    threads: list[Count] = []
+    layer_split: NonEmptyText | None = None
+    threads: list[PositiveCount] = []
     target: _Model | None = None
     draft: _Model | None = None
     network: _Link | None = None

@@ -63,14 +63,14 @@ class Vocabularies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+class BeginDrafting:
     """A request to draft for."""
 
     request: int
     prompt: tuple[int, ...]
     n_left: int
     """Tokens that may be generated."""
-    lead: int
+    look_ahead: int
     """Depth of the deepest draft token below the last accepted token, at most."""
     ends: frozenset[int]
     """Tokens that end the text."""
@@ -91,16 +91,16 @@ class Accepted:
     epoch: int
     """All tokens accepted so far."""
     tokens: tuple[int, ...]
-    lead: int
-    """Replaces the one of `Begin`."""
+    look_ahead: int
+    """Replaces the one of `BeginDrafting`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class EndDrafting:
     """No more draft tokens are needed for this request."""
 
     request: int
 
 
-Steering = Begin | Accepted | Done
+DrafterMessage = BeginDrafting | Accepted | EndDrafting
 """What the head sends to a drafter."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ggpipe.core.draft_messages import MicroBatch, Steering
-from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Want
+from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
+from ggpipe.core.messages import LogitsRequest, RowLogits, Run, RunRecord, RunResult
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 
@@ -14,10 +14,11 @@ from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request came in. `want`: what sampling its first token takes. `counters`: to be kept up to date for it."""
+    """A request came in. `logits_request`: what sampling its first token takes. `counters`: to be kept up to date for
+    it."""
 
     request: Request
-    want: Want
+    logits_request: LogitsRequest
     counters: Counters = field(default_factory=Counters)
     draft_check: DraftCheck | None = None
     """Says which draft tokens may be sampled; None: all may."""
@@ -32,13 +33,13 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was sampled as asked. `end`: it ends the text. `want`: what sampling the one after it takes. `stop`: the
-    text ends behind it, with a stop string."""
+    """A token was sampled as asked. `end`: it ends the text. `logits_request`: what sampling the one after it takes.
+    `stop`: the text ends behind it, with a stop string."""
 
     request: int
     token: int
     end: bool
-    want: Want
+    logits_request: LogitsRequest
     stop: bool = False
 
 
@@ -68,11 +69,11 @@ class NoToken:
 class Drafted:
     """A drafter sent draft tokens."""
 
-    batch: MicroBatch
+    micro_batch: MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRequest:
     """The user wants no more of a request, or of an order."""
 
     request: int
@@ -83,9 +84,9 @@ class Tick:
     """The time has come that `wake_at` named: the scheduler's, or a drafter's."""
 
 
-Event = (
+SchedulerEvent = (
     Arrived | RunEnded | Sampled | RowNeeded | RowFetched | NoToken | Drafted | SavePrefix | RestorePrefix | ErasePrefix
-    | PrefixDone | Stop | Tick
+    | PrefixDone | StopRequest | Tick
 )  # fmt: skip
 """`PrefixDone`: all ranks have saved or restored their parts."""
 
@@ -94,7 +95,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitRun:
     """Put a run into the pipeline."""
 
     run: Run
@@ -143,18 +144,18 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelRuns:
     """Runs whose results nobody needs: stages skip or stop them."""
 
     runs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Steer:
+class ToDrafter:
     """Send this to a drafter, by its id."""
 
     drafter: int
-    message: Steering
+    message: DrafterMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +173,7 @@ class Finished:
     reason: Finish
 
 
-Action = Submit | Sample | Fetch | Replay | Embed | Emit | Cancel | Steer | RunDone | Finished | PrefixDone
+SchedulerAction = (
+    SubmitRun | Sample | Fetch | Replay | Embed | Emit | CancelRuns | ToDrafter | RunDone | Finished | PrefixDone
+)
 """`PrefixDone`: nothing of the order is in flight."""

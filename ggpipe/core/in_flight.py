@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ggpipe.core.events import Cancel, Submit
-from ggpipe.core.messages import KvOp, Restore, Row, RowLogits, Run, RunRecord, RunResult, Save, Want
+from ggpipe.core.events import CancelRuns, SubmitRun
+from ggpipe.core.messages import KvOp, LogitsRequest, Restore, Row, RowLogits, Run, RunRecord, RunResult, Save
 from ggpipe.core.tree import Node, SequenceIds
 
 Owner = TypeVar("Owner")
@@ -19,7 +19,7 @@ Owner = TypeVar("Owner")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Part(Generic[Owner]):
+class RunPart(Generic[Owner]):
     """One owner's rows of a run: text first, then nodes."""
 
     owner: Owner
@@ -31,13 +31,13 @@ class Part(Generic[Owner]):
     run: int = -1
     n_live: int = 0
     """Rows that are not rejected, and whose owner goes on."""
-    text_answers: list[RowLogits] = field(default_factory=list)
+    prompt_logits: list[RowLogits] = field(default_factory=list)
     """What came back of rows that are text."""
     after: int = -1
     """The run that carries the text in front of these rows, if it was in flight when this one was submitted."""
 
     @property
-    def n_text(self) -> int:
+    def n_prompt_rows(self) -> int:
         """Rows in front of the nodes."""
         return len(self.rows) - len(self.nodes)
 
@@ -47,7 +47,7 @@ class RunInFlight(Generic[Owner]):
     """A run in the pipeline. One without parts only carries operations."""
 
     run: Run
-    parts: Sequence[Part[Owner]]
+    parts: Sequence[RunPart[Owner]]
     submitted_at: float
     cancelled: bool = False
     saved: frozenset[int] = frozenset()
@@ -59,9 +59,9 @@ class RunInFlight(Generic[Owner]):
         return any(part.n_live for part in self.parts)
 
     @property
-    def n_text(self) -> int:
+    def n_prompt_rows(self) -> int:
         """Rows that are no nodes."""
-        return sum(part.n_text for part in self.parts)
+        return sum(part.n_prompt_rows for part in self.parts)
 
     @property
     def needs(self) -> set[int]:
@@ -83,22 +83,22 @@ class InFlight(Generic[Owner]):
         self.n_computed = 0
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
         self._runs: dict[int, RunInFlight[Owner]] = {}
-        self._of: dict[Owner, dict[int, Part[Owner]]] = {}
+        self._of: dict[Owner, dict[int, RunPart[Owner]]] = {}
 
     @property
-    def has_text(self) -> bool:
+    def has_prompt_rows(self) -> bool:
         """A run with rows that are no nodes is or will be computed."""
-        return any(run.n_text and not run.cancelled for run in self._runs.values())
+        return any(run.n_prompt_rows and not run.cancelled for run in self._runs.values())
 
-    def of(self, owner: Owner) -> Collection[Part[Owner]]:
+    def of(self, owner: Owner) -> Collection[RunPart[Owner]]:
         """An owner's parts of runs in flight, the oldest first."""
         return self._of.get(owner, {}).values()
 
     def computed(self, owner: Owner, n: int) -> int:
         """How many tokens from the first of an owner's text on have cells for certain; `n` are submitted."""
         for part in self.of(owner):
-            text = (row.pos for row in part.rows[: part.n_text])
-            n = min([n, *text, *(node.pos for node in part.nodes if not node.dead)])
+            prompt_rows = (row.pos for row in part.rows[: part.n_prompt_rows])
+            n = min([n, *prompt_rows, *(node.pos for node in part.nodes if not node.dead)])
         return n
 
     def is_computed(self, run: int) -> bool:
@@ -106,41 +106,52 @@ class InFlight(Generic[Owner]):
         return run in self._runs and not self._runs[run].cancelled
 
     def submit(
-        self, parts: Sequence[Part[Owner]], wants: tuple[Want, ...], now: float, kept_from: int | None = None
-    ) -> Submit:
+        self,
+        parts: Sequence[RunPart[Owner]],
+        logits_requests: tuple[LogitsRequest, ...],
+        now: float,
+        kept_from: int | None = None,
+    ) -> SubmitRun:
         """Put a run of these parts, one for each owner, into the pipeline. `kept_from`: as of Run; None: this one."""
         for part in parts:
-            own = self._of.setdefault(part.owner, {})
+            own_parts = self._of.setdefault(part.owner, {})
             part.run, part.n_live = self.next_run, len(part.rows)
-            part.after = next((before.run for before in reversed(own.values()) if before.n_text), -1)
-            own[part.run] = part
+            part.after = next((before.run for before in reversed(own_parts.values()) if before.n_prompt_rows), -1)
+            own_parts[part.run] = part
         self.n_computed += 1
-        run = self._enter(parts, wants, now, kept_from=kept_from)
-        return Submit(run)
+        run = self._enter(parts, logits_requests, now, kept_from=kept_from)
+        return SubmitRun(run)
 
-    def submit_ops(self, now: float) -> Submit:
+    def submit_ops(self, now: float) -> SubmitRun:
         """Put the waiting operations into the pipeline by themselves."""
-        return Submit(self._enter((), (), now))
+        return SubmitRun(self._enter((), (), now))
 
-    def submit_save(self, owner: Owner, save: Save | Restore, now: float) -> Submit:
+    def submit_save(self, owner: Owner, save: Save | Restore, now: float) -> SubmitRun:
         """Have a sequence of an owner saved or restored, behind the waiting operations; it is cancelled with its text's
         runs."""
         run = self._enter((), (), now, save)
         if owner in self._of:
-            self._runs[run.id].saved = frozenset(part.run for part in self.of(owner) if part.n_text)
-        return Submit(run)
+            self._runs[run.id].saved = frozenset(part.run for part in self.of(owner) if part.n_prompt_rows)
+        return SubmitRun(run)
 
     def _enter(
         self,
-        parts: Sequence[Part[Owner]],
-        wants: tuple[Want, ...],
+        parts: Sequence[RunPart[Owner]],
+        logits_requests: tuple[LogitsRequest, ...],
         now: float,
         save: Save | Restore | None = None,
         kept_from: int | None = 0,
     ) -> Run:
         rows = tuple(row for part in parts for row in part.rows)
         kept_from = self.next_run if kept_from is None else kept_from
-        run = Run(id=self.next_run, rows=rows, ops=tuple(self.ops), wants=wants, save=save, kept_from=kept_from)
+        run = Run(
+            id=self.next_run,
+            rows=rows,
+            ops=tuple(self.ops),
+            logits_requests=logits_requests,
+            save=save,
+            kept_from=kept_from,
+        )
         self.next_run += 1
         self.ops.clear()
         self._runs[run.id] = RunInFlight(run=run, parts=parts, submitted_at=now)
@@ -152,16 +163,16 @@ class InFlight(Generic[Owner]):
         if ended is None:
             raise ValueError(f"run {result.run} is not in flight")
         for part in ended.parts:
-            own = self._of[part.owner]
-            del own[result.run]
-            if not own:
+            own_parts = self._of[part.owner]
+            del own_parts[result.run]
+            if not own_parts:
                 del self._of[part.owner]
         self.n_computed -= bool(ended.parts) and not ended.cancelled
-        takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_text, *part.nodes)]
+        takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_prompt_rows, *part.nodes)]
         for row in result.rows:
             part, node = takers[row.row]
             if node is None:
-                part.text_answers.append(row)
+                part.prompt_logits.append(row)
             else:
                 node.logits = row
         return ended
@@ -169,9 +180,9 @@ class InFlight(Generic[Owner]):
     def drop(self, owner: Owner, dead: Iterable[Node]) -> tuple[int, ...]:
         """Count rows out whose nodes died. Returns the runs that nobody needs any more: none of their rows lives, and
         no row of a run that goes on, dead or alive, has its parent in them (it could not be computed without)."""
-        own, any_empty = self._of.get(owner, {}), False
+        own_parts, any_empty = self._of.get(owner, {}), False
         for node in dead:
-            if (part := own.get(node.run)) is not None:
+            if (part := own_parts.get(node.run)) is not None:
                 part.n_live -= 1
                 any_empty = any_empty or part.n_live == 0
         return self._unneeded() if any_empty else ()
@@ -250,6 +261,6 @@ def records_of(ended: RunInFlight[Owner], result: RunResult) -> tuple[RunRecord,
     )
 
 
-def cancel_action(cancelled: Sequence[RunInFlight[Owner]]) -> Cancel:
+def cancel_action(cancelled: Sequence[RunInFlight[Owner]]) -> CancelRuns:
     """The action that stops these runs."""
-    return Cancel(tuple(run.run.id for run in cancelled))
+    return CancelRuns(tuple(run.run.id for run in cancelled))

@@ -27,7 +27,7 @@ class KvOp:
     p1: int = -1
 
 
-class WantKind(enum.IntEnum):
+class LogitsKind(enum.IntEnum):
     """What a row's logits are needed for."""
 
     TOP = 0  # the n best; n = 1 is the argmax
@@ -36,10 +36,10 @@ class WantKind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class LogitsRequest:
     """What is wanted back of a row's logits; banned tokens count as minus infinity."""
 
-    kind: WantKind
+    kind: LogitsKind
     n: int = 1
     banned: tuple[int, ...] = ()
     keeps: bool = False
@@ -59,8 +59,8 @@ class Row:
     seqs: tuple[int, ...]
     """Sequence ids that the token's KV cell belongs to."""
     request: int
-    want: int = -1
-    """Index of the row's `Want` in the run's table; -1: nothing is wanted back."""
+    logits_request: int = -1
+    """Index of the row's `LogitsRequest` in the run's table; -1: nothing is wanted back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Run:
     id: int
     rows: tuple[Row, ...]
     ops: tuple[KvOp, ...] = ()
-    wants: tuple[Want, ...] = ()
+    logits_requests: tuple[LogitsRequest, ...] = ()
     cancelled: bool = False
     save: Save | Restore | None = None
     """Of a run without rows: what to save, or to restore, behind its operations."""
@@ -113,8 +113,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RowLogits:
-    """What came back for one row: token ids (best first, then those of `Want.also`) with their logits; FULL: logits of
-    all ids in order; HIDDEN: the last hidden state."""
+    """What came back for one row: token ids (best first, then those of `LogitsRequest.also`) with their logits; FULL:
+    logits of all ids in order; HIDDEN: the last hidden state."""
 
     row: int
     ids: tuple[int, ...] | None
@@ -124,7 +124,7 @@ class RowLogits:
     log_sum_exp: float
     """Of all logits; not a number where it was not wanted."""
     n_also: int = 0
-    """How many of the last ones are only here because `Want.also` names them."""
+    """How many of the last ones are only here because `LogitsRequest.also` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import msgspec
 
 
-class _Travelling(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class _PrefixMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all that front end and head send each other about prefixes; the class name travels as the tag."""
 
 
-class SavePrefix(_Travelling, frozen=True):
+class SavePrefix(_PrefixMessage, frozen=True):
     """Write a prefix to disk. What the prefix cache does not have of it is computed first."""
 
     id: int
@@ -22,7 +22,7 @@ class SavePrefix(_Travelling, frozen=True):
     """Name in the folder of saved prefixes; each rank has its own part."""
 
 
-class RestorePrefix(_Travelling, frozen=True):
+class RestorePrefix(_PrefixMessage, frozen=True):
     """Put a prefix from disk into the prefix cache."""
 
     id: int
@@ -31,7 +31,7 @@ class RestorePrefix(_Travelling, frozen=True):
     file: str
 
 
-class ErasePrefix(_Travelling, frozen=True):
+class ErasePrefix(_PrefixMessage, frozen=True):
     """Take out of the prefix cache what these tokens begin with. Files stay."""
 
     id: int
@@ -41,7 +41,7 @@ class ErasePrefix(_Travelling, frozen=True):
 PrefixOrder = SavePrefix | RestorePrefix | ErasePrefix
 
 
-class PrefixDone(_Travelling, frozen=True):
+class PrefixDone(_PrefixMessage, frozen=True):
     """An order is carried out, as far as `problems` allow, or it was cancelled."""
 
     request: int

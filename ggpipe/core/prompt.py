@@ -63,11 +63,11 @@ class Conversation:
         return last if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
 
-Prompt = bytes | tuple[int | bytes, ...] | Conversation
+RequestPrompt = bytes | tuple[int | bytes, ...] | Conversation
 """A text in UTF-8, as far as the user's text is; tokens, with texts between them; or a conversation."""
 
 
-def as_prompt(given: str | Iterable[int | str] | Conversation) -> Prompt:
+def as_prompt(given: str | Iterable[int | str] | Conversation) -> RequestPrompt:
     """A prompt as users of Python give it. Bytes that are not UTF-8 are surrogates in texts. Raises UsageError for
     other surrogates."""
     match given:

@@ -127,7 +127,7 @@ class Request:
     """Tokens that end the text: nothing is drafted behind them."""
     banned: tuple[int, ...] = ()
     """Tokens that are never sampled."""
-    want_grows: bool = False
+    logits_request_grows: bool = False
     """Sampling takes one more of the best logits for each further token in the text (penalties look back on it)."""
     is_stopped: bool = False
     """There is a stop string in the text that other ranks generated: nothing is left to do."""
@@ -219,16 +219,16 @@ class Counters:
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had: they were not computed."""
 
-    def submitted(self, leads: Iterable[int]) -> None:
+    def submitted(self, depths: Iterable[int]) -> None:
         """A run went into the pipeline with one draft token at each of these depths."""
-        for lead in leads:
+        for depth in depths:
             self.submitted_tokens += 1
-            self.by_lead.setdefault(lead, [0, 0])[0] += 1
+            self.by_lead.setdefault(depth, [0, 0])[0] += 1
 
-    def accepted(self, lead: int) -> None:
+    def accepted(self, depth: int) -> None:
         """The target confirmed a draft token that was submitted at this depth."""
         self.accepted_tokens += 1
-        self.by_lead[lead][1] += 1
+        self.by_lead[depth][1] += 1
 
     def judged(self, drafter: int, is_right: bool) -> None:
         """A drafter named a token to follow the text, and the target's token is known."""

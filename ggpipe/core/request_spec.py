@@ -6,7 +6,7 @@ import msgspec
 
 from ggpipe.config.engine import Pooling, SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prompt import Conversation, Prompt
+from ggpipe.core.prompt import Conversation, RequestPrompt
 from ggpipe.errors import UsageError
 
 
@@ -14,7 +14,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted, and how. A new attribute of requests is declared here, set by front ends, and read where it
     matters; nothing between them names it."""
 
-    prompt: Prompt
+    prompt: RequestPrompt
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn. The head adds a conversation's grammar and marks of reasoning."""
     n_predict: int = -1

@@ -23,11 +23,11 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ggpipe.core.draft_messages import Begin, MicroBatch
+from ggpipe.core.draft_messages import BeginDrafting, MicroBatch
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.events import Finished
 from ggpipe.core.kv.radix_tree import Prefix
-from ggpipe.core.messages import Restore, Save, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Restore, Save
 from ggpipe.core.prefixes import PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, DraftCheck, Finish, Request
 from ggpipe.core.tree import Node, Tree
@@ -78,7 +78,7 @@ class SequenceState(abc.ABC):
     admitted_at: float = 0.0
     """When it was admitted."""
     keeps: bool = False
-    """Some of its rows are kept (`Want.keeps`): what it wants may have changed since they were submitted."""
+    """Some of its rows are kept (`LogitsRequest.keeps`): what it wants may have changed since they were submitted."""
     is_saved: bool = False
     """All that is to be saved of its prompt is."""
 
@@ -141,7 +141,7 @@ class SequenceState(abc.ABC):
         """Where the next run may end in its prompt, with so many rows of it at most."""
         return self.n_past + n_most
 
-    def want_at(self, position: int) -> Want | None:
+    def logits_request_at(self, position: int) -> LogitsRequest | None:
         """What is wanted back of its row at this position; None: nothing is."""
         return None
 
@@ -197,7 +197,7 @@ class PrefixState(SequenceState):
     def transfer(self) -> Save | Restore:
         """What stages are sent when it is ready."""
         kind = Save if isinstance(self.order, SavePrefix) else Restore
-        return kind(self.id, self.tree.own, self.prompt, self.order.file)
+        return kind(self.id, self.tree.seq, self.prompt, self.order.file)
 
     def transferred(self, done: PrefixDone) -> None:
         """All ranks have done so."""
@@ -211,11 +211,11 @@ class RequestState(SequenceState):
     """A request that is being served."""
 
     request: Request
-    want: Want
+    logits_request: LogitsRequest
     """What sampling the next token takes."""
     finish: Finish | None = None
     """Why it ends; None before `Phase.ENDING`."""
-    text: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
     """Accepted tokens; their number is the epoch."""
     n_sent: int = 0
     """Accepted tokens that the drafters were sent."""
@@ -241,7 +241,7 @@ class RequestState(SequenceState):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.text) if self.request.spec.cache_prompt else ()
+        return (*self.prompt, *self.output) if self.request.spec.cache_prompt else ()
 
     @property
     def decodes(self) -> bool:
@@ -256,12 +256,12 @@ class RequestState(SequenceState):
     @property
     def epoch(self) -> int:
         """Accepted tokens."""
-        return len(self.text)
+        return len(self.output)
 
     @property
     def n_in(self) -> int:
         root = self.tree.root
-        return root.pos + root.submitted if self.text or root.submitted else self.n_past
+        return root.pos + root.submitted if self.output or root.submitted else self.n_past
 
     @property
     def saves_prompt(self) -> bool:
@@ -272,26 +272,27 @@ class RequestState(SequenceState):
         end, wanted = self.n_past + n_most, self.request.wanted
         if self.saves_prompt:
             end = min(end, len(self.request.prompt) - 1)
-        if self.n_past < wanted.stop and self.want.kind is not WantKind.TOP:
+        if self.n_past < wanted.stop and self.logits_request.kind is not LogitsKind.TOP:
             end = min(end, max(wanted.start, self.n_past) + _MOST_WHOLE_ROWS)
         return end
 
-    def want_at(self, position: int) -> Want | None:
-        lead = position - self.tree.root.pos
-        if lead < 0:
-            return self.want if position in self.request.wanted else None
-        if self.request.want_grows and self.want.kind is WantKind.TOP:
-            return replace(self.want, n=self.want.n + lead)
-        return self.want
+    def logits_request_at(self, position: int) -> LogitsRequest | None:
+        depth = position - self.tree.root.pos
+        if depth < 0:
+            return self.logits_request if position in self.request.wanted else None
+        if self.request.logits_request_grows and self.logits_request.kind is LogitsKind.TOP:
+            return replace(self.logits_request, n=self.logits_request.n + depth)
+        return self.logits_request
 
-    def begin(self, n_ctx: int, lead: int) -> Begin:
-        """What a drafter is sent of it, in a context of that size. `lead`: how far it may be ahead of the root."""
+    def begin(self, n_ctx: int, look_ahead: int) -> BeginDrafting:
+        """What a drafter is sent of it, in a context of that size. `look_ahead`: how far it may be ahead of the
+        root."""
         request = self.request
-        return Begin(
+        return BeginDrafting(
             request=request.id,
             prompt=request.prompt,
             n_left=(self.reserve if request.n_predict >= 0 else n_ctx) - len(request.prompt),
-            lead=lead,
+            look_ahead=look_ahead,
             ends=request.ends,
             banned=request.banned,
             speculation=request.speculation,
@@ -314,22 +315,22 @@ class RequestState(SequenceState):
 
     def accept(self, token: int) -> list[Node]:
         """The target's next token is known: it becomes the root. Returns the nodes that died of it."""
-        self.text.append(token)
+        self.output.append(token)
         self.drafters.judge(token, self.counters)
         dead = self.tree.advance(token)
         self.drafters.advanced(dead, self.epoch)
         root = self.tree.root
         if root.submitted:
-            self.counters.accepted(root.lead)
+            self.counters.accepted(root.depth)
         self.counters.rejected(node.run for node in dead if node.submitted)
         return dead
 
-    def add(self, batch: MicroBatch, now: float) -> None:
+    def add(self, micro_batch: MicroBatch, now: float) -> None:
         """A drafter sent draft tokens: add those to the tree that may still be accepted."""
-        if batch.drafter in self.drafters:
+        if micro_batch.drafter in self.drafters:
             self.drafted_at = now
-            self.counters.drafted_tokens += sum(expansion.n for expansion in batch.expansions)
-            self.drafters.add(batch, self.text, self._may_follow, now)
+            self.counters.drafted_tokens += sum(expansion.n for expansion in micro_batch.expansions)
+            self.drafters.add(micro_batch, self.output, self._may_follow, now)
 
     def _may_follow(self, parent: Node, token: int) -> bool:
         """Nothing is drafted behind the end of a text, and nothing that cannot be sampled."""

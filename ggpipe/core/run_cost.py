@@ -42,7 +42,7 @@ class RunCost:
         """The numbers of rows with a time, ascending."""
         self.length = 1.0
         """A run's time in all stages, as a multiple of that in its slowest."""
-        self._text_row_s: dict[int, float] = {}
+        self._prompt_row_s: dict[int, float] = {}
         """What a prompt's row adds to a run's time in its slowest stage, by the bits of the run's number of rows."""
         self._n_ended = 0
         self._ends: dict[int, collections.deque[int]] = {}
@@ -81,35 +81,35 @@ class RunCost:
         ends = self._ends.get(n_rows)
         return ends is None or len(ends) < _TRIALS or ends[0] <= self._n_ended - lasting
 
-    def text_ended(self, n_rows: int, n_text: int, slowest_s: float) -> None:
-        """A run with `n_text` tokens of prompts and `n_rows` others came back.
+    def prompt_ended(self, n_rows: int, n_prompt_rows: int, slowest_s: float) -> None:
+        """A run with `n_prompt_rows` tokens of prompts and `n_rows` others came back.
 
         Rows get dearer as the prompt goes on: what one number of rows shows of it goes for all.
         """
-        first, n_all = max(n_rows, 1), n_rows + n_text
+        first, n_all = max(n_rows, 1), n_rows + n_prompt_rows
         if n_all == first:
             return
         row_s = max(slowest_s - self.seconds(first), 0.0) / (n_all - first)
         bits = n_all.bit_length()
-        known = self._text_row_s.get(bits, row_s)
+        known = self._prompt_row_s.get(bits, row_s)
         more = _LEARN * (row_s - known)
         if known:
-            for other in self._text_row_s:
-                self._text_row_s[other] *= 1 + more / known
-        self._text_row_s[bits] = known + more
+            for other in self._prompt_row_s:
+                self._prompt_row_s[other] *= 1 + more / known
+        self._prompt_row_s[bits] = known + more
 
-    def text_s(self, n_rows: int, n_text: int) -> float:
-        """Time of a run with `n_text` tokens of prompts and `n_rows` others in its slowest stage; 0 before the first
-        run."""
-        first, n_all = max(n_rows, 1), n_rows + n_text
-        return self.seconds(first) + (n_all - first) * (self.text_row_s(n_all) or 0.0)
+    def prompt_s(self, n_rows: int, n_prompt_rows: int) -> float:
+        """Time of a run with `n_prompt_rows` tokens of prompts and `n_rows` others in its slowest stage; 0 before the
+        first run."""
+        first, n_all = max(n_rows, 1), n_rows + n_prompt_rows
+        return self.seconds(first) + (n_all - first) * (self.prompt_row_s(n_all) or 0.0)
 
-    def text_row_s(self, n_all: int) -> float | None:
+    def prompt_row_s(self, n_all: int) -> float | None:
         """What each row of prompts beyond a run's first row adds to its time in its slowest stage, in runs of `n_all`
         rows; None before the first prompt."""
         bits = n_all.bit_length()
-        nearest = min(self._text_row_s, key=lambda other: abs(other - bits), default=None)
-        return None if nearest is None else self._text_row_s[nearest]
+        nearest = min(self._prompt_row_s, key=lambda other: abs(other - bits), default=None)
+        return None if nearest is None else self._prompt_row_s[nearest]
 
     def seconds(self, n: int) -> float:
         """Time of a run of `n` rows in its slowest stage; 0 before the first run."""

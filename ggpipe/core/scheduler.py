@@ -27,15 +27,13 @@ from collections.abc import Sequence
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import frontier
-from ggpipe.core.batching.load import Load, Take
-from ggpipe.core.draft_messages import Accepted, Done, MicroBatch
+from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
+from ggpipe.core.draft_messages import Accepted, EndDrafting, MicroBatch
 from ggpipe.core.events import (
-    Action,
     Arrived,
     Drafted,
     Embed,
     Emit,
-    Event,
     Fetch,
     Finished,
     NoToken,
@@ -46,13 +44,15 @@ from ggpipe.core.events import (
     RunEnded,
     Sample,
     Sampled,
-    Steer,
-    Stop,
+    SchedulerAction,
+    SchedulerEvent,
+    StopRequest,
     Tick,
+    ToDrafter,
 )
-from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
+from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
-from ggpipe.core.messages import Row, RowLogits, RunResult, Save, Want
+from ggpipe.core.messages import LogitsRequest, Row, RowLogits, RunResult, Save
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Counters, Finish, Limits, Request
 from ggpipe.core.request_state import Phase, PrefixState, RequestState, SequenceState
@@ -66,21 +66,21 @@ class Scheduler:
         """`restored`: as of `PrefixCache`."""
         self._limits = limits
         self._in_flight: InFlight[SequenceState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
-        self._load = Load(limits, self._in_flight)
+        self._pipeline = PipelineState(limits, self._in_flight)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
         self._admission = Admission(limits, self._prefixes)
         self._states = self._admission.states
         self._now = 0.0
         self._wake_at: float | None = None
-        self._steering: list[Steer] = []
+        self._to_drafters: list[ToDrafter] = []
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: SchedulerEvent, now: float) -> list[SchedulerAction]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back).
 
         Raises ValueError for a prompt that is empty or fills the context, and for a run that is not in flight.
         """
-        actions: list[Action] = []
-        self._now = self._load.now = now
+        actions: list[SchedulerAction] = []
+        self._now = self._pipeline.now = now
         match event:
             case Arrived(request):
                 self._arrived(event, request, actions)
@@ -95,8 +95,8 @@ class Scheduler:
             case NoToken(request_id):
                 if (state := self._open(request_id)) is not None:
                     self._end(state, Finish.NO_TOKEN, actions)
-            case Drafted(batch):
-                self._drafted(batch)
+            case Drafted(micro_batch):
+                self._drafted(micro_batch)
             case SavePrefix() | RestorePrefix():
                 self._admission.wait(event)
                 self._admit(actions)
@@ -105,13 +105,13 @@ class Scheduler:
                 actions.append(PrefixDone(order_id))
             case PrefixDone():
                 self._transferred(event, actions)
-            case Stop(request_id):
+            case StopRequest(request_id):
                 self._stop(request_id, actions)
             case Tick():
                 pass
         self._fill(actions)
-        actions += self._steering  # the pipeline first
-        self._steering.clear()
+        actions += self._to_drafters  # the pipeline first
+        self._to_drafters.clear()
         if self._in_flight.ops and not self._states:  # no run is coming that could carry them
             actions.append(self._in_flight.submit_ops(now))
         return actions
@@ -124,7 +124,7 @@ class Scheduler:
     @property
     def cost(self) -> RunCost:
         """What runs of this pipeline take."""
-        return self._load.cost
+        return self._pipeline.cost
 
     @property
     def n_in_flight(self) -> int:
@@ -157,7 +157,7 @@ class Scheduler:
 
     # Requests
 
-    def _arrived(self, arrived: Arrived, request: Request, actions: list[Action]) -> None:
+    def _arrived(self, arrived: Arrived, request: Request, actions: list[SchedulerAction]) -> None:
         n_ctx, n_prompt = self._limits.n_ctx, len(request.prompt)
         if request.n_resumed and (reason := request.is_over(n_ctx)):  # the ranks died before they said so
             actions.append(Finished(request.id, reason))
@@ -172,36 +172,36 @@ class Scheduler:
         state = self._states.get(request_id)
         return state if isinstance(state, RequestState) and state.is_open else None
 
-    def _admit(self, actions: list[Action]) -> None:
+    def _admit(self, actions: list[SchedulerAction]) -> None:
         for state in self._admission.admit():
             state.admitted_at = self._now
             if isinstance(state, PrefixState):
                 self._transfer(state, actions)
             elif isinstance(state, RequestState) and state.request.drafts:
-                self._set_leads(state)
+                self._set_look_aheads(state)
                 for drafter, known in state.drafters:
-                    actions.append(Steer(drafter, state.begin(self._limits.n_ctx, known.lead)))
+                    actions.append(ToDrafter(drafter, state.begin(self._limits.n_ctx, known.look_ahead)))
 
-    def _transfer(self, state: PrefixState, actions: list[Action]) -> None:
+    def _transfer(self, state: PrefixState, actions: list[SchedulerAction]) -> None:
         """Have all stages write a prefix to disk, or read it from there, if that is possible now."""
         if state.is_ready:
             state.enter(Phase.TRANSFER)
             self._admission.make_room()
             actions.append(self._in_flight.submit_save(state, state.transfer, self._now))
 
-    def _transferred(self, done: PrefixDone, actions: list[Action]) -> None:
+    def _transferred(self, done: PrefixDone, actions: list[SchedulerAction]) -> None:
         state = self._states[done.request]
         assert isinstance(state, PrefixState)
         state.transferred(done)
         self._close(state, actions)
 
-    def _set_leads(self, state: RequestState) -> None:
+    def _set_look_aheads(self, state: RequestState) -> None:
         """How far each drafter may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
         for _, drafter in state.drafters:
-            drafter.lead = frontier.look_ahead(self._load, state, drafter.calibration, others)
+            drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
 
-    def _stop(self, number: int, actions: list[Action]) -> None:
+    def _stop(self, number: int, actions: list[SchedulerAction]) -> None:
         match self._states.get(number):
             case RequestState(is_open=True) as state:
                 self._end(state, Finish.STOPPED, actions)
@@ -212,11 +212,11 @@ class Scheduler:
                 actions.append(Finished(number, Finish.STOPPED) if is_request else PrefixDone(number))
                 self._admit(actions)  # those behind it may need fewer cells
 
-    def _end(self, state: RequestState, reason: Finish, actions: list[Action]) -> None:
+    def _end(self, state: RequestState, reason: Finish, actions: list[SchedulerAction]) -> None:
         state.finish = reason
         self._close(state, actions)
 
-    def _close(self, state: SequenceState, actions: list[Action]) -> None:
+    def _close(self, state: SequenceState, actions: list[SchedulerAction]) -> None:
         """It is over when nothing of it is in flight any more. What is computed of it may be kept."""
         state.enter(Phase.ENDING)
         clean = not self._in_flight.of(state) and not state.tree.n_submitted
@@ -225,7 +225,7 @@ class Scheduler:
         if isinstance(state, RequestState):
             if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
                 self._save(state, computed, actions)
-            actions += [Steer(drafter, Done(state.id)) for drafter, _ in state.drafters]
+            actions += [ToDrafter(drafter, EndDrafting(state.id)) for drafter, _ in state.drafters]
         self._cancel(self._in_flight.leave(state), actions)
         self._end_if_drained(state, actions)
 
@@ -233,7 +233,7 @@ class Scheduler:
         """Its tokens, as far as they are computed and may go into the prefix cache."""
         return state.tokens[: self._in_flight.computed(state, state.n_in)]
 
-    def _end_if_drained(self, state: SequenceState, actions: list[Action]) -> None:
+    def _end_if_drained(self, state: SequenceState, actions: list[SchedulerAction]) -> None:
         if state.is_open or self._in_flight.of(state):
             return
         state.enter(Phase.ENDED)
@@ -243,7 +243,7 @@ class Scheduler:
 
     # The pipeline
 
-    def _fill(self, actions: list[Action]) -> None:
+    def _fill(self, actions: list[SchedulerAction]) -> None:
         """Submit what there is to submit and the pipeline has room for."""
         self._wake_at = None
         self._admission.make_room()
@@ -253,83 +253,87 @@ class Scheduler:
             states = [state for state in self._states.values() if state.has_rows]
             if not states:
                 return
-            self._load.spare_cells = self._admission.spare_cells
-            choice = frontier.choose(self._load, states)
+            self._pipeline.spare_cells = self._admission.spare_cells
+            choice = frontier.choose(self._pipeline, states)
             self._wake_at = choice.wake_at
-            if not self._submit(choice.takes, actions):
+            if not self._submit(choice.schedule, actions):
                 return
 
-    def _save(self, state: SequenceState, tokens: tuple[int, ...], actions: list[Action]) -> None:
-        save = Save(state.id, state.tree.own, tokens)
+    def _save(self, state: SequenceState, tokens: tuple[int, ...], actions: list[SchedulerAction]) -> None:
+        save = Save(state.id, state.tree.seq, tokens)
         actions.append(self._in_flight.submit_save(state, save, self._now))
 
-    def _submit(self, takes: Sequence[Take], actions: list[Action]) -> bool:
+    def _submit(self, schedule: Sequence[ScheduledRows], actions: list[SchedulerAction]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
-        for take in takes:
-            state, prompt = take.state, take.state.prompt[:-1]
-            if take.n_prompt and state.saves_prompt and state.n_past == len(prompt):
+        for scheduled in schedule:
+            state, prompt = scheduled.state, scheduled.state.prompt[:-1]
+            if scheduled.n_prompt and state.saves_prompt and state.n_past == len(prompt):
                 state.is_saved = True
                 self._save(state, prompt, actions)
-        wants: dict[Want, int] = {}
-        parts = [part for take in takes if (part := self._part(take, wants)) is not None]
+        logits_requests: dict[LogitsRequest, int] = {}
+        parts = [part for scheduled in schedule if (part := self._part(scheduled, logits_requests)) is not None]
         if not parts:
             return False
         self._admission.make_room()
-        self._load.submitted(parts, only_one=len(parts) == len(self._states) == 1)
+        self._pipeline.submitted(parts, only_one=len(parts) == len(self._states) == 1)
         kept = [state.oldest_run for state in self._states.values() if state.is_open and state.keeps]
         kept_from = min((run for run in kept if run is not None), default=None)
-        actions.append(self._in_flight.submit(parts, tuple(wants), self._now, kept_from))
+        actions.append(self._in_flight.submit(parts, tuple(logits_requests), self._now, kept_from))
         for part in parts:
             if isinstance(part.owner, PrefixState):
                 self._transfer(part.owner, actions)
         return True
 
-    def _part(self, take: Take, wants: dict[Want, int]) -> Part[SequenceState] | None:
-        state, tree = take.state, take.state.tree
-        end, nodes, most = state.prompt_end(take.n_prompt), take.nodes, take.most
-        if take.n_prompt:
-            self._prefixes.stands_at(state.prefix, state.n_past)
-        if take.n_prompt and end == len(state.prompt) and isinstance(state, RequestState):
+    def _part(
+        self, scheduled: ScheduledRows, logits_requests: dict[LogitsRequest, int]
+    ) -> RunPart[SequenceState] | None:
+        state, tree = scheduled.state, scheduled.state.tree
+        end, nodes, most = state.prompt_end(scheduled.n_prompt), scheduled.nodes, scheduled.most
+        if scheduled.n_prompt:
+            self._prefixes.checkpoint(state.prefix, state.n_past)
+        if scheduled.n_prompt and end == len(state.prompt) and isinstance(state, RequestState):
             end, nodes, most = end - 1, [tree.root], 1
             state.enter(Phase.DECODING)
-        own: tuple[int, ...] = (tree.own,)
-        cells = [(state.prompt[i], i, own) for i in range(state.n_past, end)]
+        own_seqs: tuple[int, ...] = (tree.seq,)
+        cells = [(state.prompt[i], i, own_seqs) for i in range(state.n_past, end)]
         state.n_past = max(state.n_past, end)
         placed = tree.place(nodes, self._in_flight.next_run, most)
         cells += [(node.token, node.pos, tuple(sorted(node.seqs))) for node in placed]
         rows = []
         for token, pos, seqs in cells:
-            want = state.want_at(pos)
-            index = wants.setdefault(want, len(wants)) if want is not None else -1
-            rows.append(Row(token=token, pos=pos, seqs=seqs, request=state.id, want=index))
+            logits_request = state.logits_request_at(pos)
+            index = (
+                logits_requests.setdefault(logits_request, len(logits_requests)) if logits_request is not None else -1
+            )
+            rows.append(Row(token=token, pos=pos, seqs=seqs, request=state.id, logits_request=index))
         if not rows:
             return None
         n_draft_tokens = len(placed) - (tree.root in placed)
-        state.counters.submitted(node.lead for node in placed if node is not tree.root)
+        state.counters.submitted(node.depth for node in placed if node is not tree.root)
         state.counters.speculative_runs += n_draft_tokens > 0
-        return Part(owner=state, request=state.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens)
+        return RunPart(owner=state, request=state.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens)
 
-    def _run_ended(self, result: RunResult, actions: list[Action]) -> None:
+    def _run_ended(self, result: RunResult, actions: list[SchedulerAction]) -> None:
         run = self._in_flight.end(result)
         if not run.parts:
             return
-        self._load.learn(run, result)
+        self._pipeline.learn(run, result)
         actions.append(RunDone(records_of(run, result)))
         for part in run.parts:
             state = part.owner
-            if part.n_text and state.is_open and not run.cancelled:
+            if part.n_prompt_rows and state.is_open and not run.cancelled:
                 self._prefixes.grow(state.prefix, self._computed(state))
             if result.rows and not run.cancelled:
                 state.counters.verified_runs += part.n_draft_tokens > 0
             if not state.is_open:
                 self._end_if_drained(state, actions)
             elif isinstance(state, RequestState):
-                if part.text_answers:
-                    rows = tuple(part.text_answers)
+                if part.prompt_logits:
+                    rows = tuple(part.prompt_logits)
                     actions.append(Embed(part.request, rows) if state.embeds else Replay(part.request, rows))
                 self._sample(state, actions)
 
-    def _cancel(self, runs: Sequence[int], actions: list[Action]) -> None:
+    def _cancel(self, runs: Sequence[int], actions: list[SchedulerAction]) -> None:
         """Have these runs skipped or stopped, but for those of requests whose runs are not to be cancelled."""
         cancelled = self._in_flight.cancel(runs, lambda state: state.may_cancel)
         for run in cancelled:
@@ -341,7 +345,7 @@ class Scheduler:
 
     # The tree
 
-    def _sample(self, state: RequestState, actions: list[Action]) -> None:
+    def _sample(self, state: RequestState, actions: list[SchedulerAction]) -> None:
         """Have the next token sampled as soon as the root's logits are there."""
         root = state.tree.root
         if root.logits is None or state.phase is not Phase.DECODING:
@@ -354,7 +358,7 @@ class Scheduler:
         state.enter(Phase.SAMPLING)
         actions.append(Sample(state.id, root.logits))
 
-    def _row_needed(self, request_id: int, actions: list[Action]) -> None:
+    def _row_needed(self, request_id: int, actions: list[SchedulerAction]) -> None:
         if (state := self._open(request_id)) is None:
             return  # stopped meanwhile
         state.enter(Phase.FETCHING)
@@ -362,17 +366,17 @@ class Scheduler:
         assert root.logits is not None
         actions.append(Fetch(request_id, root.run, root.logits.row))
 
-    def _row_fetched(self, request_id: int, row: RowLogits, actions: list[Action]) -> None:
+    def _row_fetched(self, request_id: int, row: RowLogits, actions: list[SchedulerAction]) -> None:
         if (state := self._open(request_id)) is None:
             return
         state.tree.root.logits = row
         state.enter(Phase.SAMPLING)
         actions.append(Sample(request_id, row))
 
-    def _sampled(self, event: Sampled, actions: list[Action]) -> None:
+    def _sampled(self, event: Sampled, actions: list[SchedulerAction]) -> None:
         if (state := self._open(event.request)) is None:
             return  # stopped meanwhile
-        state.want, state.keeps = event.want, state.keeps or event.want.keeps
+        state.logits_request, state.keeps = event.logits_request, state.keeps or event.logits_request.keeps
         if event.end:
             self._end(state, Finish.END_OF_TEXT, actions)
             return
@@ -391,19 +395,19 @@ class Scheduler:
             self._cancel(self._in_flight.drop(state, dead), actions)
             self._sample(state, actions)
             if state.phase is Phase.DECODING:
-                self._steer(state)
+                self._inform_drafters(state)
         self._admit(actions)  # rejected draft tokens may have held the cells that the next request needs
 
-    def _steer(self, state: RequestState) -> None:
+    def _inform_drafters(self, state: RequestState) -> None:
         if state.request.drafts:
-            tokens = tuple(state.text[state.n_sent :])
+            tokens = tuple(state.output[state.n_sent :])
             state.n_sent = state.epoch
             state.drafters.root_sent(self._now)
-            self._set_leads(state)
+            self._set_look_aheads(state)
             for drafter, known in state.drafters:
-                accepted = Accepted(state.id, state.epoch, tokens, known.lead)
-                self._steering.append(Steer(drafter, accepted))
+                accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead)
+                self._to_drafters.append(ToDrafter(drafter, accepted))
 
-    def _drafted(self, batch: MicroBatch) -> None:
-        if (state := self._open(batch.request)) is not None:
-            state.add(batch, self._now)
+    def _drafted(self, micro_batch: MicroBatch) -> None:
+        if (state := self._open(micro_batch.request)) is not None:
+            state.add(micro_batch, self._now)

@@ -44,17 +44,17 @@ class Node:
     parent: Node | None = None
     proposals: list[Proposal] = field(default_factory=list)
     """Of the drafters that named it; none: the target's own token."""
-    chance: float = 1.0
+    probability: float = 1.0
     """Probability of this token after its parent, as the tree's owner judges the proposals; 1 for accepted ones."""
     log_path: float = 0.0
-    """Logarithm of the chances of all draft tokens up to this one. Accepted ones add the same to every path."""
+    """Logarithm of the probabilities of all draft tokens up to this one. Accepted ones add the same to every path."""
     children: dict[int, Node] = field(default_factory=dict)
     """By token."""
     seqs: set[int] = field(default_factory=set)
     """Ids whose path goes through it; empty until it is submitted."""
     run: int = -1
     """The run that carries it; -1 before it is submitted."""
-    lead: int = 0
+    depth: int = 0
     """Its depth below the root when it was submitted."""
     logits: RowLogits | None = None
     """What its run brought back for it."""
@@ -88,11 +88,11 @@ class Node:
             rest += node.children.values()
 
 
-def _reckon(nodes: Iterable[Node]) -> None:
+def _update_log_paths(nodes: Iterable[Node]) -> None:
     """Set the paths' probabilities of these draft tokens, parents before children."""
     for node in nodes:
         if node.parent is not None:
-            node.log_path = node.parent.log_path + math.log(max(node.chance, _LEAST))
+            node.log_path = node.parent.log_path + math.log(max(node.probability, _LEAST))
 
 
 class SequenceIds:
@@ -127,43 +127,43 @@ class Tree:
     The operations of all trees that share a pipeline go into one list, in pipeline order.
     """
 
-    def __init__(self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int, own: int | None = None) -> None:
-        """`token` at `pos` is the last one of the prompt. `own`: an id taken from `ids`; None takes one."""
+    def __init__(self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int, seq: int | None = None) -> None:
+        """`token` at `pos` is the last one of the prompt. `seq`: an id taken from `ids`; None takes one."""
         self._ids = ids
         self._ops = ops
         ids.reserved -= 1
-        self.own = ids.take() if own is None else own
+        self.seq = ids.take() if seq is None else seq
         """The id of the accepted text."""
         self.root = Node(token=token, pos=pos)
-        self._tips: dict[int, Node] = {self.own: self.root}
+        self._tips: dict[int, Node] = {self.seq: self.root}
         """By id: the deepest node of its path that is in a run."""
         self._open: dict[Node, None] = {}
         """Draft tokens that are in no run yet, and whose parent is in one or is the root."""
         self.n_submitted = 0
         """Live nodes below the root that are in a run, or were: each holds a cell."""
 
-    def add(self, parent: Node, token: int, proposal: Proposal, chance: float) -> Node:
+    def add(self, parent: Node, token: int, proposal: Proposal, probability: float) -> Node:
         """Add a draft token that a drafter named. A token that is in the tree already gets a further proposal, and
-        `chance` where that is the better one."""
+        `probability` where that is the better one."""
         if (node := parent.children.get(token)) is not None:
             node.proposals.append(proposal)
-            if chance > node.chance:
-                node.chance = chance
-                _reckon((node, *node.below()))
+            if probability > node.probability:
+                node.probability = probability
+                _update_log_paths((node, *node.below()))
             return node
-        node = Node(token=token, pos=parent.pos + 1, parent=parent, proposals=[proposal], chance=chance)
-        _reckon((node,))
+        node = Node(token=token, pos=parent.pos + 1, parent=parent, proposals=[proposal], probability=probability)
+        _update_log_paths((node,))
         parent.children[token] = node
         if parent is self.root or parent.submitted:
             self._open[node] = None
         return node
 
-    def reckon(self, chance: Callable[[Node], float]) -> None:
-        """Judge all draft tokens again: `chance` says how probable each is after its parent."""
+    def reevaluate(self, probability: Callable[[Node], float]) -> None:
+        """Judge all draft tokens again: `probability` says how probable each is after its parent."""
         nodes = list(self.root.below())
         for node in nodes:
-            node.chance = chance(node)
-        _reckon(nodes)
+            node.probability = probability(node)
+        _update_log_paths(nodes)
 
     def best_first(self) -> Iterator[Node]:
         """Draft tokens that are in no run yet, the most probable path first, so parents before their children."""
@@ -187,10 +187,10 @@ class Tree:
                 break
             parent = node.parent
             if parent is None:
-                node.seqs = {self.own}
+                node.seqs = {self.seq}
             elif not parent.submitted or not self._branch(parent, node, run):
                 continue
-            node.run, node.lead = run, node.pos - self.root.pos
+            node.run, node.depth = run, node.pos - self.root.pos
             self._open.pop(node, None)
             self._open.update(dict.fromkeys(node.children.values()))
             for seq in node.seqs:
@@ -230,7 +230,7 @@ class Tree:
         self.n_submitted -= sum(node.submitted for node in dead) + child.submitted
         self._keep(child.seqs, child.pos)
         if not child.submitted:
-            self._tips[self.own] = child
+            self._tips[self.seq] = child
         old.children, child.parent = {}, None
         self.root = child
         return dead
@@ -238,11 +238,11 @@ class Tree:
     def _keep(self, seqs: set[int], pos: int) -> None:
         """Free all ids but these; with none, the own one stays, up to `pos`."""
         if seqs:
-            if self.own not in seqs:
-                self.own = min(seqs)
-        elif self._tips[self.own] is not self.root:
-            self._ops.append(KvOp(KvKind.RM, self.own, p0=pos))
-        for seq in [s for s in self._tips if s not in seqs and s != self.own]:
+            if self.seq not in seqs:
+                self.seq = min(seqs)
+        elif self._tips[self.seq] is not self.root:
+            self._ops.append(KvOp(KvKind.RM, self.seq, p0=pos))
+        for seq in [s for s in self._tips if s not in seqs and s != self.seq]:
             self._free(seq)
 
     def _free(self, seq: int) -> None:
@@ -256,7 +256,7 @@ class Tree:
             node.dead = True
         self._open.clear()
         for seq in list(self._tips):
-            if not keep or seq != self.own:
+            if not keep or seq != self.seq:
                 self._free(seq)
         self._ids.reserved += 1
         self.n_submitted = 0
@@ -278,9 +278,9 @@ class Tree:
         parents = [node for node in (self.root, *self.root.below()) if node is self.root or node.submitted]
         waiting = {child for node in parents for child in node.children.values() if not child.submitted}
         assert set(self._open) == waiting
-        assert self.own in self._tips
+        assert self.seq in self._tips
         for seq, tip in self._tips.items():
             assert tip.within(self.root), f"the tip of id {seq} is not in the tree"
-            assert seq in tip.seqs or (seq == self.own and tip is self.root)
+            assert seq in tip.seqs or (seq == self.seq and tip is self.root)
             assert not any(seq in child.seqs for child in tip.children.values()), f"id {seq} goes on below its tip"
         return frozenset(self._tips)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.core.request import Token, TokenProb
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.llama.constrained_sampler import Drawn, sampler_at
@@ -40,11 +40,15 @@ class ActiveRequest:
         if spec.sampling.remembers_rows:
             self._to_replay.extend((token, place in spec.redrawn) for place, token in enumerate(spec.resumed))
 
-    def want(self) -> Want:
+    def logits_request(self) -> LogitsRequest:
         """What its first rows must bring back."""
         if self.spec.pooling is not None:
-            return Want(WantKind.HIDDEN)
-        return self.sampler.replay_want(len(self._to_replay)) if self._to_replay else self.sampler.want()
+            return LogitsRequest(LogitsKind.HIDDEN)
+        return (
+            self.sampler.replay_logits_request(len(self._to_replay))
+            if self._to_replay
+            else self.sampler.logits_request()
+        )
 
     def replay(self, rows: Sequence[RowLogits]) -> None:
         """The rows that its next tokens were drawn from, in order."""

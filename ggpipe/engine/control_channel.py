@@ -14,7 +14,7 @@ from ggpipe.engine.inbox import Inbox
 from ggpipe.errors import GgpipeError, RankError, RunError
 from ggpipe.transport import control
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
-from ggpipe.transport.control import Abort, AnyControlMessage, ControlMessage, Failed
+from ggpipe.transport.control import Abort, AnyControlMessage, ControlMessage, RankFailed
 
 T = TypeVar("T")
 M = TypeVar("M", bound=ControlMessage)
@@ -66,7 +66,7 @@ class ControlChannel(Generic[T]):
 
     def fail(self, error: GgpipeError) -> None:
         """Send this rank's error to the head."""
-        self.send(HEAD, Failed(self.transport.place, type(error).__name__, str(error)))
+        self.send(HEAD, RankFailed(self.transport.place, type(error).__name__, str(error)))
 
     # Receiving
 
@@ -82,7 +82,7 @@ class ControlChannel(Generic[T]):
         if not (isinstance(event, Message) and event.kind is Kind.CONTROL):
             return event
         match control.decode(event.payload):
-            case Failed() as failed:
+            case RankFailed() as failed:
                 raise error_of(failed)
             case Abort():
                 raise RankError("the head gave up: another rank failed, or the user stopped it")
@@ -173,7 +173,7 @@ class ControlChannel(Generic[T]):
                 continue
 
 
-def error_of(failed: Failed) -> GgpipeError:
+def error_of(failed: RankFailed) -> GgpipeError:
     """What the head raises when another rank failed: a usage error of the same class, or RankError."""
     text = f"{failed.place}: {failed.message}"
     kind: Any = getattr(errors, failed.error, None)

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ggpipe.config.engine import SpeculationConfig
-from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
 from ggpipe.core.drafters import registry
-from ggpipe.core.drafters.base import Drafter, DraftEvent, Send
-from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
+from ggpipe.core.drafters.base import Drafter, DraftEvent, ToHead
+from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord, RunResult
 from ggpipe.engine.pipeline import Pipeline
@@ -49,11 +49,11 @@ class Drafters:
         """Ranks that hold layers of this drafter's model."""
         return 0 if drafter in self._in_head else len(self._models[drafter].stage_ranks)
 
-    def steer(self, drafter: int, message: Steering) -> list[MicroBatch]:
+    def send(self, drafter: int, message: DrafterMessage) -> list[MicroBatch]:
         """Send a message to a drafter; returns what it answers at once."""
         if drafter in self._in_head:
             return self._in_head[drafter].answer(message)
-        self._transport.send(self._models[drafter].head, Kind.STEER, codec.steering_message(message))
+        self._transport.send(self._models[drafter].head, Kind.TO_DRAFTER, codec.drafter_message(message))
         return []
 
 
@@ -80,14 +80,14 @@ class DraftHead:
         """Give the state machine an event, and perform its actions."""
         for action in self._drafter.handle(event, time.monotonic()):
             match action:
-                case Submit(run):
+                case SubmitRun(run):
                     self._pipeline.submit(run)
-                case Cancel(runs):
+                case CancelRuns(runs):
                     self._pipeline.cancel(runs)
                 case RunDone(records):
                     self._records += records
-                case Send(batch):
-                    self._send(batch, self._records)
+                case ToHead(micro_batch):
+                    self._send(micro_batch, self._records)
                     self._records = []
 
     def wait_s(self) -> float | None:

@@ -1,7 +1,7 @@
 """The engine: loaded ranks that serve any number of requests at a time.
 
 engine.submit(1, RequestSpec(prompt=b"Once upon", sampling=SamplingConfig(temp=0)))
-while not any(isinstance(event, Ended) for event in engine.step()):
+while not any(isinstance(event, RequestEnded) for event in engine.step()):
     ...
 
 It knows nothing of terminals and command lines. All methods belong to one thread, which works on requests while it is
@@ -16,17 +16,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ggpipe.channel.events import Accepted, Ended, Failure, Refused, TokenReady
-from ggpipe.channel.events import Event as RequestEvent
+from ggpipe.channel.events import Failure, RequestAccepted, RequestEnded, RequestEvent, RequestRefused, TokenReady
 from ggpipe.config.engine import FIRST_DRAFT, TARGET, Saves, SpeculationConfig
-from ggpipe.core.draft_messages import Begin
+from ggpipe.core.draft_messages import BeginDrafting
 from ggpipe.core.events import (
     Arrived,
-    Cancel,
+    CancelRuns,
     Drafted,
     Embed,
     Emit,
-    Event,
     Fetch,
     Finished,
     NoToken,
@@ -37,10 +35,11 @@ from ggpipe.core.events import (
     RunEnded,
     Sample,
     Sampled,
-    Steer,
-    Stop,
-    Submit,
+    SchedulerEvent,
+    StopRequest,
+    SubmitRun,
     Tick,
+    ToDrafter,
 )
 from ggpipe.core.messages import RowLogits, Run, RunResult
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
@@ -50,7 +49,7 @@ from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.engine.active_request import ActiveRequest
 from ggpipe.engine.control_channel import Received
-from ggpipe.engine.head import DraftUpdate, LoadedHead, News, PartSpan
+from ggpipe.engine.head import DraftUpdate, HeadEvent, LoadedHead, PartSpan
 from ggpipe.engine.prompt_reader import PromptReader
 from ggpipe.engine.stage_thread import Fetched
 from ggpipe.errors import QueueFull, UsageError
@@ -63,7 +62,7 @@ from ggpipe.stats.run_counter import RunCounter
 from ggpipe.transport.control import PrefixSaved
 
 
-class Engine:
+class EngineCore:
     """See the module's text."""
 
     def __init__(self, head: LoadedHead) -> None:
@@ -81,7 +80,7 @@ class Engine:
         self._saves: Saves = prompt_cache.saves if prompt_cache is not None and head.limits.n_prefixes else "nothing"
         self._n_unsaved: collections.Counter[int] = collections.Counter()
         """By request: ranks that are to save their parts."""
-        self._unsaved: dict[int, Ended] = {}
+        self._unsaved: dict[int, RequestEnded] = {}
         """Requests that are over but for that."""
         self._orders: dict[int, list[PrefixSaved]] = {}
         """By order that is not carried out: what the ranks said that have done their part."""
@@ -106,26 +105,26 @@ class Engine:
     # Requests
 
     def submit(self, number: int, spec: RequestSpec, stats: RequestStats | None = None) -> None:
-        """Have a request served: `Accepted` or `Refused` comes of it next.
+        """Have a request served: `RequestAccepted` or `RequestRefused` comes of it next.
 
         `number` names it in all events; no other active request has it. `stats`: figures are filled in while the
-        request is served, all that `Figures` has. A token that ends the text is not given out; with a stop string, the
-        text ends before it and the tokens after it. Requests beyond those that fit wait.
+        request is served, all that `RequestFigures` has. A token that ends the text is not given out; with a stop
+        string, the text ends before it and the tokens after it. Requests beyond those that fit wait.
         """
         try:
             self._begin(number, spec, stats if stats is not None else RequestStats())
         except (UsageError, QueueFull) as e:
-            self._events.append(Refused(number, Failure.of(e)))
+            self._events.append(RequestRefused(number, Failure.of(e)))
 
     def order(self, order: PrefixOrder) -> None:
-        """Have a prefix saved, restored or erased: `PrefixDone` or `Refused` comes of it. It waits as requests do, and
-        its id is none of theirs."""
+        """Have a prefix saved, restored or erased: `PrefixDone` or `RequestRefused` comes of it. It waits as requests
+        do, and its id is none of theirs."""
         try:
             self._check_room()
             self.prompts.check(order.tokens)
             check_order(order, self._head.limits, self._head.head.config.slot_save_path is not None)
         except (UsageError, QueueFull) as e:
-            self._events.append(Refused(order.id, Failure.of(e)))
+            self._events.append(RequestRefused(order.id, Failure.of(e)))
         else:
             self._orders[order.id] = []
             self._work([order])
@@ -159,16 +158,16 @@ class Engine:
             drafters=self._head.drafters.chosen(possible),
             ends=self._ends,
             banned=sampler.banned,
-            want_grows=sampler.want_grows,
+            logits_request_grows=sampler.logits_request_grows,
             is_stopped=active.decoder.is_stopped,
             saves=saves,
         )
         stats.ranks = [rank.unused() for rank in self.ranks]
         self._active[number] = active
-        accepted = Accepted(
+        accepted = RequestAccepted(
             request=number,
             prompt=() if read.tokens == spec.prompt else read.tokens,
-            answer=read.answer,
+            answer_format=read.answer_format,
             sampling=None if read.sampling == spec.sampling else read.sampling,
             seed=sampler.seed,
             speculation=possible,
@@ -177,13 +176,13 @@ class Engine:
         )
         self._events.append(accepted)
         draft_check = sampler.draft_check if isinstance(sampler, ConstrainedSampler) else None
-        self._work([Arrived(request, active.want(), stats.counters, draft_check)])
+        self._work([Arrived(request, active.logits_request(), stats.counters, draft_check)])
 
     def cancel(self, number: int) -> None:
-        """End a request soon, if it is not over; `Ended` follows, after tokens that are generated already. Or an order,
-        which is carried out all the same when ranks are at it; `PrefixDone` follows."""
+        """End a request soon, if it is not over; `RequestEnded` follows, after tokens that are generated already. Or an
+        order, which is carried out all the same when ranks are at it; `PrefixDone` follows."""
         if number in self._active or number in self._orders:
-            self._work([Stop(number)])
+            self._work([StopRequest(number)])
 
     # Work
 
@@ -207,15 +206,15 @@ class Engine:
         while time.monotonic() < deadline:
             self._take(self._head.next())
 
-    def _take(self, news: News) -> None:
+    def _take(self, news: HeadEvent) -> None:
         match news:
             case RunResult() as result:
                 self._work([RunEnded(result)])
             case Fetched(request, row):
                 self._work([RowFetched(request, row)])
-            case DraftUpdate(batch, records):
-                self._counter.add(records, FIRST_DRAFT + batch.drafter)
-                self._work([Drafted(batch)])
+            case DraftUpdate(micro_batch, records):
+                self._counter.add(records, FIRST_DRAFT + micro_batch.drafter)
+                self._work([Drafted(micro_batch)])
             case PartSpan(run, span):
                 self._counter.add_part(run, span)
             case Received(_, PrefixSaved() as saved):
@@ -223,7 +222,7 @@ class Engine:
             case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
                 self._work([Tick()])
 
-    def _work(self, events: Sequence[Event]) -> None:
+    def _work(self, events: Sequence[SchedulerEvent]) -> None:
         """Give the scheduler events and do all that comes of them: the pipeline first, the user second."""
         waiting = collections.deque(events)
         for_user: list[Emit | Finished | RunDone | PrefixDone] = []
@@ -238,20 +237,22 @@ class Engine:
         for active in self._active.values():
             active.stats.n_in_flight = self._scheduler.n_in_flight
 
-    def _perform(self, action: Submit | Cancel | Steer | Sample | Fetch | Replay | Embed) -> Sequence[Event]:
+    def _perform(
+        self, action: SubmitRun | CancelRuns | ToDrafter | Sample | Fetch | Replay | Embed
+    ) -> Sequence[SchedulerEvent]:
         """Perform one action; returns the events that follow from it at once."""
         match action:
-            case Submit(run):
+            case SubmitRun(run):
                 self._head.submit(run)
                 self._note_starts(run)
                 if run.save is not None and run.save.request in self._active:
                     self._n_unsaved[run.save.request] += self._head.n_ranks
-            case Cancel(runs):
+            case CancelRuns(runs):
                 self._head.cancel(runs)
-            case Steer(drafter, message):
-                if isinstance(message, Begin) and message.saves != "nothing":
+            case ToDrafter(drafter, message):
+                if isinstance(message, BeginDrafting) and message.saves != "nothing":
                     self._n_unsaved[message.request] += self._head.drafters.n_ranks(drafter)
-                return [Drafted(batch) for batch in self._head.drafters.steer(drafter, message)]
+                return [Drafted(micro_batch) for micro_batch in self._head.drafters.send(drafter, message)]
             case Replay(request, rows):
                 self._active[request].replay(rows)
             case Embed(request, rows):
@@ -270,7 +271,7 @@ class Engine:
             case RunDone(records):
                 self._counter.add(records, TARGET)
             case Finished(request, reason):
-                self._unsaved[request] = Ended(request=request, finish=reason, ended_s=time.monotonic())
+                self._unsaved[request] = RequestEnded(request=request, finish=reason, ended_s=time.monotonic())
                 self._finish_saved(request)
             case PrefixDone(request):
                 del self._orders[request]
@@ -290,7 +291,9 @@ class Engine:
         if token is None:
             return RowNeeded(request)
         is_end = token in self._ends
-        return Sampled(request, token, is_end, active.sampler.want(), not is_end and active.decoder.is_stopped)
+        return Sampled(
+            request, token, is_end, active.sampler.logits_request(), not is_end and active.decoder.is_stopped
+        )
 
     def _emit(self, request: int, active: ActiveRequest, drafted: bool) -> None:
         if isinstance(active.sampler, ConstrainedSampler):

@@ -15,7 +15,7 @@ from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError,
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
-from ggpipe.llama.stage import Cut
+from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.transport.base import Transport
 from ggpipe.transport.control import Hello
 
@@ -98,7 +98,7 @@ def check_memory(
             )
 
 
-def check_cuts(cuts: list[Cut], architecture: str) -> None:
+def check_cuts(cuts: list[BoundaryTensors], architecture: str) -> None:
     """Does each stage get what it needs? `cuts` in pipeline order. Raises IndivisibleModelError."""
     for before, after in itertools.pairwise(cuts):
         if after.wanted - before.produced:

@@ -17,7 +17,7 @@ from ggpipe.engine.control_channel import ControlChannel, Received
 from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.inner_draft import InnerDraft
 from ggpipe.engine.pipeline import Pipeline
-from ggpipe.engine.stage_thread import Broke, Ended, Fetched, Notice, Passed, Saved
+from ggpipe.engine.stage_thread import Fetched, Notice, Passed, ResultReady, Saved, StageFailed
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
@@ -37,7 +37,7 @@ _FLUSH_S = 5.0
 class DraftUpdate:
     """Draft tokens, and the draft's runs that ended since the last ones."""
 
-    batch: MicroBatch
+    micro_batch: MicroBatch
     records: tuple[RunRecord, ...]
 
 
@@ -49,7 +49,7 @@ class PartSpan:
     span: Span
 
 
-News = RunResult | Fetched | DraftUpdate | PartSpan | Received | None
+HeadEvent = RunResult | Fetched | DraftUpdate | PartSpan | Received | None
 """What `LoadedHead.next` brings."""
 
 
@@ -94,7 +94,7 @@ class Head:
             raise self._failure()
         event = self.channel.inbox.next(min(timeout_s, _TICK_S))
         match event:
-            case Broke(error):
+            case StageFailed(error):
                 raise error
             case Message(kind=Kind.CONTROL):
                 return self.channel.read(event)
@@ -116,7 +116,7 @@ class Head:
         """The user wants an end, or this process is to end."""
         return self.stopping or self._failure is not None
 
-    def measure_usage(self, next_event: Callable[[], object], attend: Callable[[News], None]) -> None:
+    def measure_usage(self, next_event: Callable[[], object], attend: Callable[[HeadEvent], None]) -> None:
         """Fill in `cpu_s` and `resident_bytes` of all processes that answer within seconds. `next_event` brings events,
         of which other ones go to `attend`."""
         for rank in self._process_ranks:
@@ -126,7 +126,7 @@ class Head:
         for rank, usage in {HEAD: own, **others}.items():
             self.ranks[rank].cpu_s, self.ranks[rank].resident_bytes = usage.cpu_s, usage.resident_bytes
 
-    def align_clocks(self, next_event: Callable[[], object], attend: Callable[[News], None]) -> None:
+    def align_clocks(self, next_event: Callable[[], object], attend: Callable[[HeadEvent], None]) -> None:
         """Fill in `clock_offset_s` of all ranks, from the quickest of some pings. One machine's ranks share a clock.
         Events as for `measure_usage`."""
         for rank in self._process_ranks:
@@ -227,7 +227,7 @@ class LoadedHead:
 
     # Receiving
 
-    def next(self, wake_at: float | None = None) -> News:
+    def next(self, wake_at: float | None = None) -> HeadEvent:
         """Wait for something to happen, at most a tick, and not beyond `wake_at` (`time.monotonic`).
 
         Raises what another rank, or a stage of ours, failed with.
@@ -238,7 +238,7 @@ class LoadedHead:
                 return received
             case Message() as message:
                 return self._read(message)
-            case Ended(result):
+            case ResultReady(result):
                 return result
             case Fetched() as fetched:
                 return fetched

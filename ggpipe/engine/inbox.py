@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ggpipe.transport.base import Kind, Message, Transport
-from ggpipe.transport.bell import Bell
+from ggpipe.transport.wake_event import WakeEvent
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Inbox(Generic[T]):
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._arrived: collections.deque[Message | T] = collections.deque()
-        self._bell = Bell()
+        self._wake = WakeEvent()
         self._order = threading.Lock()
         self.take_run: Callable[[Message], None] | None = None
         """Who gets runs instead of `next`'s caller; called from the thread that polls."""
@@ -48,21 +48,21 @@ class Inbox(Generic[T]):
         """Seconds for which the main thread may stop polling: somebody else polls, or nothing can come; or None."""
         self._quiet_since = time.monotonic()
         self._called = False
-        transport.set_waker(self._bell.ring)
+        transport.set_waker(self._wake.set)
 
     def put(self, notice: T) -> None:
         """From any thread."""
         self._arrived.append(notice)
-        self._bell.ring()
+        self._wake.set()
 
     def wake(self) -> None:
         """End the wait of the main thread, which then polls. From any thread."""
-        self._bell.ring()
+        self._wake.set()
 
     def call(self) -> None:
         """Have `next` return, with None if nothing else came. From any thread."""
         self._called = True
-        self._bell.ring()
+        self._wake.set()
 
     def pump(self) -> bool:
         """Poll once and hand on what came, in the order in which it came; False when nothing did. From any thread."""
@@ -74,7 +74,7 @@ class Inbox(Generic[T]):
                 self.take_run(message)
             else:
                 self._arrived.append(message)
-                self._bell.ring()
+                self._wake.set()
             return True
 
     def next(self, timeout_s: float) -> Message | T | None:
@@ -93,9 +93,9 @@ class Inbox(Generic[T]):
                 self._called = False
                 return None
             if not self._transport.must_poll:
-                self._bell.wait(timeout_s - waited_s)
+                self._wake.wait(timeout_s - waited_s)
             elif (relief_s := self.relieved()) is not None:
-                self._bell.wait(relief_s)
+                self._wake.wait(relief_s)
                 self._quiet_since = time.monotonic()
             else:
-                self._bell.wait(poll_interval(now - self._quiet_since))
+                self._wake.wait(poll_interval(now - self._quiet_since))

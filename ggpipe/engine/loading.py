@@ -21,15 +21,15 @@ from ggpipe.engine.control_channel import Received
 from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.head import Head, LoadedHead
 from ggpipe.engine.pipeline import Pipeline
-from ggpipe.engine.stage_thread import Loaded, Loading, Outcome, Passed, StageThread
+from ggpipe.engine.stage_thread import Loaded, Loading, Passed, RunNotice, StageThread
 from ggpipe.errors import Interrupted, MemoryNeededError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
-from ggpipe.llama.stage import Cut, Stage
+from ggpipe.llama.stage import BoundaryTensors, Stage
 from ggpipe.llama.vocab import Vocab, VocabOutline
 from ggpipe.transport.base import HEAD
-from ggpipe.transport.control import DraftVocab, Hello, Load, StageLoaded, StageLoading, StartDraft
+from ggpipe.transport.control import DraftVocab, Hello, LoadLayers, StageLoaded, StageLoading, StartDraft
 
 
 def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
@@ -44,7 +44,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         part = (layout, *draft_layouts)[hello.model]
         ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
         if rank != HEAD:
-            head.channel.send(rank, Load(part, agreed.warmup))
+            head.channel.send(rank, LoadLayers(part, agreed.warmup))
     with contextlib.ExitStack() as loaded:  # closed again when loading fails
         pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed)))
         vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
@@ -169,8 +169,8 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
     """The target's pipeline; our own stage begins to load, if we hold layers."""
     inbox, transport = head.channel.inbox, head.transport
 
-    def start(deliver: Callable[[Outcome], None]) -> StageThread:
-        def deliver_here(outcome: Outcome) -> None:
+    def start(deliver: Callable[[RunNotice], None]) -> StageThread:
+        def deliver_here(outcome: RunNotice) -> None:
             deliver(outcome)
             if isinstance(outcome, Passed):
                 inbox.wake()  # from now on an answer may come
@@ -242,7 +242,7 @@ class _Progress:
     def __init__(self, head: Head, n_ranks: int) -> None:
         self._head = head
         self._n_ranks = n_ranks
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[int, BoundaryTensors] = {}
         self._contexts: dict[int, _Context] = {}
         self._restored: dict[int, Restored] = {}
 
@@ -250,7 +250,7 @@ class _Progress:
     def done(self) -> bool:
         return len(self._cuts) == self._n_ranks
 
-    def cuts_of(self, layout: Layout) -> list[Cut]:
+    def cuts_of(self, layout: Layout) -> list[BoundaryTensors]:
         return [self._cuts[stage.ranks[0]] for stage in layout.stages]
 
     def context_of(self, layout: Layout) -> _Context:
@@ -300,11 +300,11 @@ class _Progress:
                 stats.load_s, stats.threads = loaded.load_s, loaded.threads
                 if stats.rank == rank:  # a process of its own
                     stats.resident_bytes = loaded.resident_bytes
-                cut = Cut(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
+                cut = BoundaryTensors(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
                 self._restored[rank] = loaded.restored
                 self._loaded(rank, cut, _context(loaded))
 
-    def _loaded(self, rank: int, cut: Cut, context: _Context) -> None:
+    def _loaded(self, rank: int, cut: BoundaryTensors, context: _Context) -> None:
         stats = self._head.ranks[rank]
         stats.loaded_bytes = stats.load_bytes = max(stats.load_bytes, 1)
         self._cuts[rank], self._contexts[rank] = cut, context

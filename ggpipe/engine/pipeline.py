@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Run
-from ggpipe.engine.stage_thread import Ended, Fetched, Outcome, PartDone, Passed, StageThread
+from ggpipe.engine.stage_thread import Fetched, PartDone, Passed, ResultReady, RunNotice, StageThread
 from ggpipe.transport import codec
 from ggpipe.transport.base import HEAD, Kind, Transport
 
@@ -19,8 +19,8 @@ class Pipeline:
         transport: Transport,
         layout: Layout,
         rank: int,
-        ended: Callable[[Ended | Fetched], None],
-        start: Callable[[Callable[[Outcome], None]], StageThread] | None,
+        ended: Callable[[ResultReady | Fetched], None],
+        start: Callable[[Callable[[RunNotice], None]], StageThread] | None,
     ) -> None:
         """We are `rank` in it. `ended` takes the results of our own stage when it is the last one, in its thread, and
         rows that were fetched from it.
@@ -70,10 +70,10 @@ class Pipeline:
         assert self._own is not None
         self._own.fetch(request, run, row)
 
-    def deliver(self, outcome: Outcome) -> None:
+    def deliver(self, outcome: RunNotice) -> None:
         """Send on what came of a run in our own stage; from its thread where the transport allows."""
         match outcome:
-            case Ended() | Fetched():
+            case ResultReady() | Fetched():
                 self._ended(outcome)
             case Passed(message):
                 for rank in self._receivers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ggpipe.channel import link
-from ggpipe.channel.events import Message
+from ggpipe.channel.events import ChannelMessage
 from ggpipe.channel.front_end import FrontEnd
 from ggpipe.config.engine import EngineConfig
 from ggpipe.engine.head import Head
@@ -107,7 +107,7 @@ def run_alike(
     work: Callable[[Transport, Attend, Say], T],
     report: Report = lambda _: None,
     say: Say = lambda _: None,
-    result: Callable[[T], Message] | None = None,
+    result: Callable[[T], ChannelMessage] | None = None,
 ) -> T:
     """As `run_rank`, for work that all ranks do together; on the head, `result` makes a message for the front end that
     it serves. When it returns, this process is not a rank any more."""

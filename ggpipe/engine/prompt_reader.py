@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prompt import Conversation, Prompt
+from ggpipe.core.prompt import Conversation, RequestPrompt
 from ggpipe.errors import UsageError
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.chat.answer import AnswerFormat, answer_format
@@ -24,7 +24,7 @@ class ReadPrompt:
     tokens: tuple[int, ...]
     sampling: SamplingConfig
     """How the tokens of its completion are drawn."""
-    answer: AnswerFormat | None = None
+    answer_format: AnswerFormat | None = None
     """How a conversation's answer is marked."""
 
 
@@ -35,9 +35,9 @@ class PromptReader:
         self._vocab = vocab
         self._templates: dict[str, ChatTemplate] = {}
         """By source: a model may have one for tools beside the usual one."""
-        self._last: tuple[Prompt, tuple[int, ...] | ChatPrompt] | None = None
+        self._last: tuple[RequestPrompt, tuple[int, ...] | ChatPrompt] | None = None
 
-    def read(self, prompt: Prompt, sampling: SamplingConfig) -> ReadPrompt:
+    def read(self, prompt: RequestPrompt, sampling: SamplingConfig) -> ReadPrompt:
         """A request's prompt. The same one again, before `forget`, takes no time: several completions are wanted.
 
         Raises UsageError for what is no token of the model, and where a template does not take a conversation.
@@ -46,7 +46,7 @@ class PromptReader:
             self._last = prompt, self._read(prompt)
         match self._last[1]:
             case ChatPrompt() as chat:
-                return ReadPrompt(tokens=chat.tokens, sampling=chat.held(sampling), answer=chat.answer)
+                return ReadPrompt(tokens=chat.tokens, sampling=chat.held(sampling), answer_format=chat.answer)
             case tokens:
                 return ReadPrompt(tokens=tokens, sampling=sampling)
 
@@ -54,7 +54,7 @@ class PromptReader:
         """The prompt that was read last is not kept any more."""
         self._last = None
 
-    def _read(self, prompt: Prompt) -> tuple[int, ...] | ChatPrompt:
+    def _read(self, prompt: RequestPrompt) -> tuple[int, ...] | ChatPrompt:
         try:
             match prompt:
                 case bytes():

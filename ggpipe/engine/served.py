@@ -6,21 +6,21 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from ggpipe.channel.events import Ended, Failure, Figures, Message, Refused, Sendable
+from ggpipe.channel.events import ChannelMessage, Failure, RequestEnded, RequestFigures, RequestRefused, Sendable
 from ggpipe.channel.front_end import FrontEnd
 from ggpipe.channel.link import framed
 from ggpipe.channel.messages import (
-    Cancel,
+    CancelRequest,
     ChatTokenized,
     Detokenize,
     Detokenized,
+    EngineLoaded,
     FromFrontEnd,
-    Loaded,
-    Loading,
+    LoadProgress,
     Measure,
     Measured,
     NotAnswered,
-    Submit,
+    SubmitRequest,
     Tokenize,
     TokenizeChat,
     Tokenized,
@@ -43,11 +43,11 @@ def serve(front_end: FrontEnd, head: Head) -> None:
         nonlocal shown_at
         if time.monotonic() > shown_at + _FIGURES_S:
             shown_at = time.monotonic()
-            front_end.send(Loading(tuple(head.ranks)))
+            front_end.send(LoadProgress(tuple(head.ranks)))
 
     session = Session.load(head, on_progress)
     front_end.send(
-        Loaded(
+        EngineLoaded(
             ranks=tuple(session.ranks),
             n_ctx=session.n_ctx,
             can_speculate=session.can_speculate,
@@ -78,10 +78,10 @@ class _Server:
             self._front_end.send(*answers)
         news: list[Sendable] = []
         for event in self._session.engine.step():
-            if isinstance(event, Ended):
+            if isinstance(event, RequestEnded):
                 stats = self._stats[event.request]
                 news.append(self._figures(event.request, stats, stats.counters))
-            if isinstance(event, Ended | Refused):
+            if isinstance(event, RequestEnded | RequestRefused):
                 self._stats.pop(event.request, None)  # orders have none
             news.append(event)
         if self._stats and time.monotonic() > self._figures_at + _FIGURES_S:
@@ -90,14 +90,14 @@ class _Server:
         if news:
             self._front_end.send(*news)
 
-    def _handle(self, message: FromFrontEnd) -> list[Message]:
+    def _handle(self, message: FromFrontEnd) -> list[ChannelMessage]:
         match message:
-            case Submit(number, spec):
+            case SubmitRequest(number, spec):
                 stats = self._stats[number] = RequestStats()
                 self._session.engine.submit(number, spec, stats)
             case SavePrefix() | RestorePrefix() | ErasePrefix():
                 self._session.engine.order(message)
-            case Cancel(number):
+            case CancelRequest(number):
                 self._session.engine.cancel(number)
             case Tokenize(text):
                 own = text.decode("utf-8", "surrogateescape")
@@ -113,9 +113,9 @@ class _Server:
                 return [Measured(tuple(self._session.ranks))]
         return []
 
-    def _figures(self, number: int, stats: RequestStats, counters: Counters | None = None) -> Figures:
+    def _figures(self, number: int, stats: RequestStats, counters: Counters | None = None) -> RequestFigures:
         """All since the last time. `counters`: with their tables, which grow with the text."""
-        figures = Figures(
+        figures = RequestFigures(
             request=number,
             counters=counters or dataclasses.replace(stats.counters, rejected_rows={}, by_lead={}),
             n_in_flight=stats.n_in_flight,
@@ -131,7 +131,7 @@ class _Server:
         return figures
 
 
-def _answer(answer: Callable[[], Message]) -> Message:
+def _answer(answer: Callable[[], ChannelMessage]) -> ChannelMessage:
     try:
         message = answer()
         framed(message)  # which may be too large

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ggpipe.channel.client import ClientRequest, EngineClient
-from ggpipe.channel.events import Event
+from ggpipe.channel.events import RequestEvent
 from ggpipe.channel.messages import ModelInfo
 from ggpipe.core.prefixes import PrefixOrder
 from ggpipe.core.prompt import Conversation
-from ggpipe.engine.engine import Engine
+from ggpipe.engine.engine import EngineCore
 from ggpipe.engine.head import Head
 from ggpipe.engine.loading import load_all
 from ggpipe.llama.gguf import ModelFile
@@ -29,7 +29,7 @@ class Session(EngineClient):
     """See the module's text. All methods but `stop` belong to the main thread."""
 
     def __init__(
-        self, head: Head, engine: Engine, warnings: tuple[str, ...] = (), model: ModelInfo | None = None
+        self, head: Head, engine: EngineCore, warnings: tuple[str, ...] = (), model: ModelInfo | None = None
     ) -> None:
         """`head`: the one that the engine was loaded with; it says when the user wants an end."""
         sampling = engine.vocab.sampling()
@@ -45,7 +45,7 @@ class Session(EngineClient):
         Raises the first error that any rank met, and RunError when the user stops it.
         """
         loaded = load_all(head, on_progress)
-        engine = Engine(loaded)
+        engine = EngineCore(loaded)
         head.at_close(engine.close)
         return cls(head, engine, loaded.warnings, _model_info(loaded.model_file, loaded.vocab))
 
@@ -81,7 +81,7 @@ class Session(EngineClient):
     def _cancel(self, number: int) -> None:
         self.engine.cancel(number)
 
-    def _step(self) -> list[Event]:
+    def _step(self) -> list[RequestEvent]:
         events = self.engine.step()
         self.n_cells = self.engine.n_cells
         return events

@@ -12,12 +12,12 @@ from ggpipe.core.messages import Restore, Restored, RowLogits, Run, RunResult, S
 from ggpipe.engine.inbox import poll_interval
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama.group import Membership
-from ggpipe.llama.layers import Progress
+from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Stage
 from ggpipe.transport import codec
 from ggpipe.transport.base import Payload
-from ggpipe.transport.bell import Bell
+from ggpipe.transport.wake_event import WakeEvent
 
 _POLL_QUIET_S = 50e-3
 _NAMING_S = 5.0
@@ -48,7 +48,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ResultReady:
     """A run is through: this was the last stage."""
 
     result: RunResult
@@ -81,14 +81,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
+class StageFailed:
     """Loading or a run failed; nothing more is computed."""
 
     error: GgpipeError
 
 
-Outcome = Passed | Ended | PartDone | Fetched
-Notice = Loading | Loaded | Outcome | Saved | Broke
+RunNotice = Passed | ResultReady | PartDone | Fetched
+Notice = Loading | Loaded | RunNotice | Saved | StageFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class StageThread:
     def __init__(
         self,
         rank: int,
-        load: Callable[[Progress], Stage],
+        load: Callable[[OnProgress], Stage],
         notify: Callable[[Notice], None],
-        deliver: Callable[[Outcome], None],
+        deliver: Callable[[RunNotice], None],
         pump: Callable[[], bool] | None = None,
         poll_s: tuple[float, float] = (1e-3, 10e-3),
         prompt_cache: PromptCache | None = None,
@@ -129,7 +129,7 @@ class StageThread:
         self._prefix_files = prefix_files
         self._group = group
         self._jobs: collections.deque[_Job] = collections.deque()
-        self._bell = Bell()
+        self._wake = WakeEvent()
         self._last_run_s = 0.0
         self._last_active = time.monotonic()
         self._cancelled: set[int] = set()
@@ -146,14 +146,14 @@ class StageThread:
     def submit(self, run: Run) -> None:
         """Compute a run as the first stage."""
         self._jobs.append(_Job(run, b"", (), None))
-        self._bell.ring()
+        self._wake.set()
         time.sleep(0)  # let the stage's thread have the GIL
 
     def submit_message(self, message: Payload) -> None:
         """Compute the run of a message from the rank before this one."""
         run, header, spans, at = codec.read_run(message)
         self._jobs.append(_Job(run, header, spans, memoryview(message)[at:]))
-        self._bell.ring()
+        self._wake.set()
 
     def cancel(self, runs: tuple[int, ...]) -> None:
         """Nobody needs these runs: skip them, or stop the one that is being computed. Their markers still pass."""
@@ -173,7 +173,7 @@ class StageThread:
     def close(self) -> None:
         """Drop the runs that are not done yet, stop the one being computed, free the stage."""
         self._closing = True
-        self._bell.ring()
+        self._wake.set()
         if self._group is not None:
             self._group.leave()
         while self._thread.is_alive() and not (self._group is not None and self._group.is_joining):
@@ -201,7 +201,7 @@ class StageThread:
                 self._cancelled.discard(job.run.id)
                 with self._keeping:  # nobody asks for these rows before the result is out
                     self._deliver(outcome)
-                    if isinstance(outcome, Ended) and outcome.result.rows:
+                    if isinstance(outcome, ResultReady) and outcome.result.rows:
                         self._keep(stage, job.run)
                 if save is not None:  # the next stages save theirs meanwhile
                     self._notify(self._save(stage, save))
@@ -209,13 +209,13 @@ class StageThread:
             stage.close()
         except GgpipeError as e:
             if self._group is not None and self._group.is_lost:  # whoever finds a rank dead can say which
-                self._bell.wait(_NAMING_S)
+                self._wake.wait(_NAMING_S)
             if not self._closing:
-                self._notify(Broke(e))
+                self._notify(StageFailed(e))
         except Exception as e:  # a bug, but the other ranks must be informed
             error = RunError(f"internal error: {type(e).__name__}: {e}")
             error.__cause__ = e
-            self._notify(Broke(error))
+            self._notify(StageFailed(error))
 
     def _keep(self, stage: Stage, run: Run) -> None:
         if rows := stage.kept(run):
@@ -252,9 +252,9 @@ class StageThread:
             if self._jobs:
                 return self._jobs.popleft()
             if self._pump is None:
-                self._bell.wait(None)
+                self._wake.wait(None)
             elif not self._pump():
-                self._bell.wait(poll_interval(time.monotonic() - start))
+                self._wake.wait(poll_interval(time.monotonic() - start))
         return None
 
     def relief_s(self) -> float | None:
@@ -270,7 +270,7 @@ class StageThread:
         least_s, most_s = self._poll_s
         return min(max(self._last_run_s / 4, least_s), most_s)
 
-    def _compute(self, stage: Stage, job: _Job) -> Outcome:
+    def _compute(self, stage: Stage, job: _Job) -> RunNotice:
         start = time.monotonic()
         run = job.run
         header = b"" if stage.is_last else (job.header or codec.run_header(run))
@@ -286,7 +286,7 @@ class StageThread:
             return PartDone(run.id, self._span(start, outcome.compute_s, 0))
         if stage.is_last:
             span = self._span(start, outcome.compute_s, 0)
-            return Ended(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))
+            return ResultReady(RunResult(run.id, outcome.rows, (*job.spans, span), run.cancelled))
         message = outcome.outgoing
         span = self._span(start, outcome.compute_s, len(message))
         message[:headroom] = codec.header_with(header, (*job.spans, span), run.cancelled)

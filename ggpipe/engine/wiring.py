@@ -10,7 +10,7 @@ from ggpipe.core.layout import part_shares
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Membership
-from ggpipe.llama.layers import Progress
+from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.libllama import native
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Stage
@@ -80,14 +80,14 @@ def stage_loader(
     files: Sequence[PromptCache | PrefixFiles | None] = (),
     group: Membership | None = None,
     warmup: bool = False,
-) -> Callable[[Progress], Stage]:
+) -> Callable[[OnProgress], Stage]:
     """A function that makes this rank's stage of the model of this id, given a callback for its progress, and describes
     it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if there are
     several. `warmup`: as of `Stage`."""
     threads, part = threads_of(config, transport, model), config.part_of(model)
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
-    def load(progress: Progress) -> Stage:
+    def load(progress: OnProgress) -> Stage:
         if shares_cores:
             machine.yield_to_others()
         n_prefixes = config.n_prefixes(part.context)

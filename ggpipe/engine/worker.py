@@ -17,16 +17,16 @@ from ggpipe.engine.control_channel import ControlChannel, Received
 from ggpipe.engine.drafters import DraftHead
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import (
-    Broke,
-    Ended,
     Fetched,
     Loaded,
     Loading,
     Notice,
-    Outcome,
     PartDone,
     Passed,
+    ResultReady,
+    RunNotice,
     Saved,
+    StageFailed,
     StageThread,
 )
 from ggpipe.errors import GgpipeError, RunError
@@ -41,7 +41,7 @@ from ggpipe.transport.control import (
     AskUsage,
     Clock,
     DraftVocab,
-    Load,
+    LoadLayers,
     PrefixSaved,
     Quit,
     StageLoaded,
@@ -78,7 +78,7 @@ class Worker:
             match self._channel.receive().message:
                 case Quit(exit_code):
                     return exit_code
-                case Load(layout, warmup):
+                case LoadLayers(layout, warmup):
                     with contextlib.closing(self._load(layout, model_file, warmup)) as pipeline:
                         return self._serve(pipeline)
                 case message:
@@ -99,7 +99,7 @@ class Worker:
             with contextlib.closing(Vocab(model_file, self._config.part_of(self._model).model)) as vocab:
                 self._channel.send(HEAD, DraftVocab(**asdict(vocab.outline())))
 
-        def start(deliver: Callable[[Outcome], None]) -> StageThread:
+        def start(deliver: Callable[[RunNotice], None]) -> StageThread:
             stage = layout.stage_of(rank)
             group = wiring.membership(self._config, self._transport, stage.ranks)
             load = wiring.stage_loader(
@@ -130,13 +130,13 @@ class Worker:
             self._inbox.relieved = thread.relief_s
             return thread
 
-        def ended(outcome: Ended | Fetched) -> None:
+        def ended(outcome: ResultReady | Fetched) -> None:
             """Called in the stage's thread where the transport allows."""
             if layout.head == rank:
                 self._inbox.put(outcome)
                 return
             match outcome:
-                case Ended(result):
+                case ResultReady(result):
                     self._transport.send(layout.head, Kind.RESULT, codec.result_message(result))
                 case Fetched(request, row):
                     self._transport.send(layout.head, Kind.FETCHED, codec.fetched_message(request, row))
@@ -163,15 +163,15 @@ class Worker:
                         pipeline.cancel_own(codec.read_ids(payload))
                     case Message(_, Kind.FETCH, payload):
                         pipeline.fetch_own(*codec.read_fetch(payload))
-                    case Message(_, Kind.STEER, payload) if draft_head is not None:
-                        draft_head.handle(codec.read_steering(payload))
+                    case Message(_, Kind.TO_DRAFTER, payload) if draft_head is not None:
+                        draft_head.handle(codec.read_drafter_message(payload))
                     case Message(_, Kind.RESULT, payload) if draft_head is not None:
                         draft_head.ended(codec.read_result(payload))
                     case None if draft_head is not None:
                         draft_head.tick()
-                    case Ended(result) if draft_head is not None:
+                    case ResultReady(result) if draft_head is not None:
                         draft_head.ended(result)
-                    case Passed() | Ended() | PartDone() | Fetched() as outcome:
+                    case Passed() | ResultReady() | PartDone() | Fetched() as outcome:
                         pipeline.deliver(outcome)
                     case Saved(request, problem, n_bytes):
                         place = f"{self._transport.place}: " if problem else ""
@@ -181,7 +181,7 @@ class Worker:
                     case Loaded() as loaded:
                         machine.collect_new_objects()
                         self._channel.send(HEAD, self._stage_loaded(loaded))
-                    case Broke(error):
+                    case StageFailed(error):
                         self._channel.fail(error)
             except GgpipeError as e:
                 self._channel.fail(e)
@@ -202,5 +202,5 @@ class Worker:
             restored=loaded.restored,
         )
 
-    def _send_micro_batch(self, batch: MicroBatch, records: Sequence[RunRecord]) -> None:
-        self._transport.send(HEAD, Kind.MICRO_BATCH, codec.micro_batch_message(batch, records))
+    def _send_micro_batch(self, micro_batch: MicroBatch, records: Sequence[RunRecord]) -> None:
+        self._transport.send(HEAD, Kind.MICRO_BATCH, codec.micro_batch_message(micro_batch, records))

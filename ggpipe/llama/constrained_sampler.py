@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError
-from ggpipe.llama.draft_check import DraftCheck
+from ggpipe.llama.draft_check import GrammarDraftCheck
 from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import Vocab
@@ -55,31 +55,31 @@ class ConstrainedSampler:
         """They were the same as those listed before."""
         self._fitting_token: int | None = None
         """The token that was drawn last, until it is accepted."""
-        self._asked: tuple[Want, frozenset[int] | None, Want] | None = None
+        self._asked: tuple[LogitsRequest, frozenset[int] | None, LogitsRequest] | None = None
         """The last of the sampler's wants, the tokens named beside it, and what it was made into."""
         self.banned = own.banned
         self.seed = own.seed
-        self.want_grows = own.want_grows
-        self.draft_check = DraftCheck(grammar)
+        self.logits_request_grows = own.logits_request_grows
+        self.draft_check = GrammarDraftCheck(grammar)
         """Says which draft tokens fit."""
 
-    def want(self) -> Want:
+    def logits_request(self) -> LogitsRequest:
         """What drawing the next token takes: the row is kept, and a few more come than without the grammar.
 
         Where only few tokens fit, those come. Draft tokens' rows get the same: often as much fits behind them.
         """
-        want = self._own.want()
-        if want.kind is WantKind.FULL:
-            return want
+        logits_request = self._own.logits_request()
+        if logits_request.kind is LogitsKind.FULL:
+            return logits_request
         if self._is_narrow and not self._is_steady:
             self._list()
         named = self._listed if self._is_narrow else None
-        if self._asked is None or self._asked[0] is not want or self._asked[1] is not named:
+        if self._asked is None or self._asked[0] is not logits_request or self._asked[1] is not named:
             if named is None:
-                asked = replace(want, n=max(_MORE * want.n, _LEAST), keeps=True)
+                asked = replace(logits_request, n=max(_MORE * logits_request.n, _LEAST), keeps=True)
             else:
-                asked = replace(want, keeps=True, also=tuple(named.union(want.also)))
-            self._asked = want, named, asked
+                asked = replace(logits_request, keeps=True, also=tuple(named.union(logits_request.also)))
+            self._asked = logits_request, named, asked
         return self._asked[2]
 
     def _list(self) -> None:
@@ -101,11 +101,12 @@ class ConstrainedSampler:
         return self._listed if self._is_narrow else None
 
     def sample(self, row: RowLogits) -> Drawn | None:
-        """Draw from a row that was asked for by `want`; None: the whole row is needed, with which to call this again.
+        """Draw from a row that was asked for by `logits_request`; None: the whole row is needed, with which to call
+        this again.
 
         Raises NoTokenFits.
         """
-        if row.ids is not None and self._own.want().kind is WantKind.FULL:
+        if row.ids is not None and self._own.logits_request().kind is LogitsKind.FULL:
             return None  # a draft token's row, submitted when fewer candidates were enough
         self._check_written()
         if not self._is_rejected:
@@ -134,19 +135,23 @@ class ConstrainedSampler:
 
     def _without_grammar(self, row: RowLogits) -> RowLogits:
         """What the last rank would have sent of this row without the grammar."""
-        want = self._own.want()
-        if row.ids is None or len(row.ids) == want.n:
+        logits_request = self._own.logits_request()
+        if row.ids is None or len(row.ids) == logits_request.n:
             return row
-        others = [place for place in range(want.n, len(row.ids)) if row.ids[place] in want.also] if want.also else ()
-        ids = row.ids[: want.n] + tuple(row.ids[place] for place in others)
-        logits = row.logits[: want.n] + tuple(row.logits[place] for place in others)
+        others = (
+            [place for place in range(logits_request.n, len(row.ids)) if row.ids[place] in logits_request.also]
+            if logits_request.also
+            else ()
+        )
+        ids = row.ids[: logits_request.n] + tuple(row.ids[place] for place in others)
+        logits = row.logits[: logits_request.n] + tuple(row.logits[place] for place in others)
         return RowLogits(row.row, ids, logits, row.log_sum_exp)
 
     def _fitting(self, row: RowLogits) -> RowLogits | None:
         """The row's tokens that fit, or the best ones of them: as many as the sampler looks at. None: this row has not
         as many, and may not have all. Where the whole vocabulary has not as many, others fill up, with logits of minus
         infinity."""
-        want = self._own.want()
+        logits_request = self._own.logits_request()
         if row.ids is not None:
             few = self._few
             if few is None:
@@ -155,20 +160,20 @@ class ConstrainedSampler:
             else:
                 fits = [id in few for id in row.ids]
             pairs = list(itertools.compress(zip(row.ids, row.logits, strict=True), fits))
-            if sum(fits[: len(row.ids) - row.n_also]) < want.n:
+            if sum(fits[: len(row.ids) - row.n_also]) < logits_request.n:
                 if few is None or len(pairs) != len(few):
                     return None
                 others = itertools.compress(row.ids, (not fits for fits in fits))
-                pairs += [(id, -math.inf) for id in itertools.islice(others, max(want.n - len(pairs), 0))]
+                pairs += [(id, -math.inf) for id in itertools.islice(others, max(logits_request.n - len(pairs), 0))]
             found, their_logits = zip(*pairs, strict=True)
             return RowLogits(row.row, found, their_logits, row.log_sum_exp)
         logits = np.array(row.logits, np.float32)
         logits[list(self.banned)] = -np.inf
-        n = want.n if want.kind is WantKind.TOP else len(logits)
+        n = logits_request.n if logits_request.kind is LogitsKind.TOP else len(logits)
         best = self._grammar.best(logits, n)
         masked = np.full_like(logits, -np.inf)
         masked[best] = logits[best]
-        if want.kind is WantKind.FULL:
+        if logits_request.kind is LogitsKind.FULL:
             return replace(row, logits=masked)
         order = np.lexsort((best, -logits[best]))
         ids = best[order][:n]
@@ -193,8 +198,8 @@ class ConstrainedSampler:
             self._own.accept((token,))
 
     def settle(self) -> None:
-        """Do what `accept` and `want` have left for later: when the run is being computed that it would hold up. Does
-        nothing when this is closed."""
+        """Do what `accept` and `logits_request` have left for later: when the run is being computed that it would hold
+        up. Does nothing when this is closed."""
         if self._is_closed:
             return
         self._grammar.settle()
@@ -220,9 +225,9 @@ class ConstrainedSampler:
         if not fits:
             raise NoTokenFits
 
-    def replay_want(self, _: int) -> Want:
-        """As `Sampler.replay_want`: whole rows, for tokens that were drawn again."""
-        return Want(WantKind.FULL, banned=self._own.want().banned)
+    def replay_logits_request(self, _: int) -> LogitsRequest:
+        """As `Sampler.replay_logits_request`: whole rows, for tokens that were drawn again."""
+        return LogitsRequest(LogitsKind.FULL, banned=self._own.logits_request().banned)
 
     def replay(self, row: RowLogits, token: int, is_second: bool) -> None:
         """As `resume`, for one token and the row that it was drawn from."""

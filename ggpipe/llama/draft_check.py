@@ -10,7 +10,7 @@ _SHARE = 0.02  # of the time since a request began, for looking at draft tokens
 _AT_ONCE_S = 20e-3
 
 
-class DraftCheck:
+class GrammarDraftCheck:
     """Which draft tokens fit a grammar. It is followed along the paths that are asked for, which takes a copy for each
     place; where that takes long, draft tokens count as fitting."""
 

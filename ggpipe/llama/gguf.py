@@ -16,7 +16,7 @@ from ggpipe.cluster.model_file import check_model_file
 from ggpipe.errors import ModelError
 from ggpipe.llama.libllama import ggml, logged_errors, start
 
-Value = int | float | str | bool | tuple[int, ...]
+MetadataValue = int | float | str | bool | tuple[int, ...]
 """Of metadata."""
 
 _MAX_LAYERS = 512  # libllama aborts the process at more
@@ -38,7 +38,7 @@ class ModelFile:
     """One model, in one file or in several (`NAME-00001-of-0000N.gguf`)."""
 
     paths: tuple[Path, ...]
-    metadata: Mapping[str, Value]
+    metadata: Mapping[str, MetadataValue]
     """The first file's; long arrays, and those of texts, are left out."""
     array_lengths: Mapping[str, int]
     tensors: Mapping[str, TensorInfo]
@@ -116,7 +116,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class _Header:
-    metadata: dict[str, Value]
+    metadata: dict[str, MetadataValue]
     array_lengths: dict[str, int]
     tensors: list[tuple[str, int, int, str]]
     data_offset: int
@@ -200,13 +200,13 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _value(gguf: int, key: int) -> Value | None:
+def _value(gguf: int, key: int) -> MetadataValue | None:
     """None for arrays of texts and of fractions, and for long ones, as those of a vocabulary are."""
     kind = _kind(gguf, key)
     if kind == _STRING:
         return _text(_string(gguf, key))
     if kind != _ARRAY:
-        return cast(Value, _SCALARS[kind](gguf, key))
+        return cast(MetadataValue, _SCALARS[kind](gguf, key))
     n, number = int(_array_length(gguf, key)), _NUMBERS.get(_array_kind(gguf, key))
     if number is None or n > _MOST_NUMBERS:
         return None

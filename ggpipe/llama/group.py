@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ggpipe.config.engine import MAX_PARTS, ContextConfig, ModelConfig
-from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
@@ -149,60 +149,64 @@ def joined(stage: native.Stage, group: Group, file: ModelFile, model: ModelConfi
         lib.llama_model_free(shape)
 
 
-def together(group: Group, columns: Sequence[int], wants: Sequence[Want], own: Sequence[RowLogits]) -> list[RowLogits]:
+def together(
+    group: Group, columns: Sequence[int], logits_requests: Sequence[LogitsRequest], own: Sequence[RowLogits]
+) -> list[RowLogits]:
     """On part 0: the rows' logits, put together from what each part has of them; on other parts nothing.
 
-    All parts call it. `columns`: how many tokens each part has, in their order. `wants`: of each row. `own`: what this
-    part has of the rows: of its own tokens only, with their ids.
+    All parts call it. `columns`: how many tokens each part has, in their order. `logits_requests`: of each row. `own`:
+    what this part has of the rows: of its own tokens only, with their ids.
     """
     if group.part > 0:
         n = columns[group.part]
-        message = b"".join(_packed(row, want, n) for row, want in zip(own, wants, strict=True))
+        message = b"".join(
+            _packed(row, logits_request, n) for row, logits_request in zip(own, logits_requests, strict=True)
+        )
         group.sum.send(_address(message), len(message))
         return []
     rows = [[row] for row in own]
     for part, n in enumerate(columns[1:], 1):
-        received = bytearray(sum(_form(want, n).size for want in wants))
+        received = bytearray(sum(_form(logits_request, n).size for logits_request in logits_requests))
         group.sum.receive(part, _address(received), len(received))
         at = 0
-        for row, want in zip(rows, wants, strict=True):
-            row.append(_unpacked(row[0].row, received, at, want, n))
-            at += _form(want, n).size
-    return [_merged(row, want) for row, want in zip(rows, wants, strict=True)]
+        for row, logits_request in zip(rows, logits_requests, strict=True):
+            row.append(_unpacked(row[0].row, received, at, logits_request, n))
+            at += _form(logits_request, n).size
+    return [_merged(row, logits_request) for row, logits_request in zip(rows, logits_requests, strict=True)]
 
 
-def _form(want: Want, n_tokens: int) -> struct.Struct:
+def _form(logits_request: LogitsRequest, n_tokens: int) -> struct.Struct:
     """A part's message of a row, of which it has so many tokens: logits, or ids, logits, and the log-sum-exp."""
-    n = min(want.n, n_tokens)
-    return struct.Struct(f"={n_tokens}f" if want.kind is WantKind.FULL else f"={n}i{n}fd")
+    n = min(logits_request.n, n_tokens)
+    return struct.Struct(f"={n_tokens}f" if logits_request.kind is LogitsKind.FULL else f"={n}i{n}fd")
 
 
-def _packed(row: RowLogits, want: Want, n_tokens: int) -> bytes:
+def _packed(row: RowLogits, logits_request: LogitsRequest, n_tokens: int) -> bytes:
     if row.ids is None:
         return bytes(row.logits.tobytes())
-    missing = min(want.n, n_tokens) - len(row.ids)  # banned
-    return _form(want, n_tokens).pack(
+    missing = min(logits_request.n, n_tokens) - len(row.ids)  # banned
+    return _form(logits_request, n_tokens).pack(
         *row.ids, *(_NO_TOKEN,) * missing, *row.logits, *(0.0,) * missing, row.log_sum_exp
     )
 
 
-def _unpacked(number: int, message: bytearray, at: int, want: Want, n_tokens: int) -> RowLogits:
-    form = _form(want, n_tokens)
-    if want.kind is WantKind.FULL:
+def _unpacked(number: int, message: bytearray, at: int, logits_request: LogitsRequest, n_tokens: int) -> RowLogits:
+    form = _form(logits_request, n_tokens)
+    if logits_request.kind is LogitsKind.FULL:
         return RowLogits(number, None, np.frombuffer(message, np.float32, n_tokens, at), 0.0)
     *values, log_sum_exp = form.unpack_from(message, at)
     ids = tuple(id for id in values[: len(values) // 2] if id != _NO_TOKEN)
     return RowLogits(number, ids, tuple(values[len(values) // 2 :][: len(ids)]), log_sum_exp)
 
 
-def _merged(parts: Sequence[RowLogits], want: Want) -> RowLogits:
+def _merged(parts: Sequence[RowLogits], logits_request: LogitsRequest) -> RowLogits:
     """As one part would have it, but for rounding in the log-sum-exp."""
-    if want.kind is WantKind.FULL:
+    if logits_request.kind is LogitsKind.FULL:
         return RowLogits(parts[0].row, None, np.concatenate([part.logits for part in parts]), 0.0)
     all_of_them = [pair for part in parts for pair in zip(part.ids or (), part.logits, strict=True)]
-    best = sorted(all_of_them, key=lambda pair: (-pair[1], pair[0]))[: want.n]
+    best = sorted(all_of_them, key=lambda pair: (-pair[1], pair[0]))[: logits_request.n]
     log_sum_exp = math.nan
-    if want.sums and want.n > 1 and best:
+    if logits_request.sums and logits_request.n > 1 and best:
         greatest = best[0][1]
         log_sum_exp = greatest + math.log(sum(math.exp(part.log_sum_exp - greatest) for part in parts if part.ids))
     return RowLogits(parts[0].row, tuple(id for id, _ in best), tuple(logit for _, logit in best), log_sum_exp)

@@ -19,7 +19,7 @@ from ggpipe.llama.machine import advise, lock_memory
 from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.params import model_params, place_layers
 
-Progress = Callable[[int, int], bool]
+OnProgress = Callable[[int, int], bool]
 """Called while loading with bytes done and total bytes; False stops the loading."""
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14; mmap does not name it
@@ -88,7 +88,7 @@ def load_layers(
     layers: tuple[int, int],
     config: ModelConfig,
     keep: list[object],
-    progress: Progress | None,
+    progress: OnProgress | None,
     in_group: bool,
 ) -> Any:
     """A `llama_model` with layers [first, last) on the stage's devices; hold `keep` as long.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.config.engine import ContextConfig, ModelConfig
-from ggpipe.core.messages import Row, RowLogits, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits
 from ggpipe.errors import RunError, SettingError
 from ggpipe.llama.libllama import lib, native
 
@@ -104,7 +104,7 @@ def context_params(config: ContextConfig, threads: int, threads_batch: int) -> A
     return params
 
 
-class Batch:
+class LlamaBatch:
     """A `llama_batch` over arrays that are filled again for each run."""
 
     def __init__(self, n_rows: int, n_seq: int, pins: int) -> None:
@@ -139,7 +139,7 @@ class Batch:
         for i, row in enumerate(rows):
             tokens[i] = row.token
             pos[i] = row.pos
-            flags[i] = outputs and row.want >= 0
+            flags[i] = outputs and row.logits_request >= 0
             ids = (*row.seqs, *(seq + self._pins for seq in row.seqs)) if self._pins else row.seqs
             counts[i] = len(ids)
             at = i * self._n_seq
@@ -147,29 +147,35 @@ class Batch:
                 seqs[at + k] = seq
 
 
-def whole_row(row: int, logits: NDArray[np.float32], want: Want) -> RowLogits:
-    """What a want of the kind FULL is: all but what is banned."""
+def whole_row(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest) -> RowLogits:
+    """What a request of the kind FULL brings: all but what is banned."""
     logits = logits.copy()
-    logits[list(want.banned)] = -np.inf
+    logits[list(logits_request.banned)] = -np.inf
     return RowLogits(row, None, logits, 0.0)
 
 
-def best_of(row: int, logits: NDArray[np.float32], want: Want, first: int = 0) -> RowLogits:
-    """What a want of the kind TOP is, for tokens from `first` on; `want` counts from there too."""
-    ids, best, log_sum_exp = native.top(logits.ctypes.data, len(logits), want.n, want.banned, want.sums)
-    others = list(set(want.also).difference(ids)) if want.also else []
+def best_of(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest, first: int = 0) -> RowLogits:
+    """What a request of the kind TOP brings, for tokens from `first` on; `logits_request` counts from there too."""
+    ids, best, log_sum_exp = native.top(
+        logits.ctypes.data, len(logits), logits_request.n, logits_request.banned, logits_request.sums
+    )
+    others = list(set(logits_request.also).difference(ids)) if logits_request.also else []
     if others:
         ids, best = ids + others, best + logits[others].tolist()
     found = tuple(first + id for id in ids) if first else tuple(ids)
     return RowLogits(row, found, tuple(best), log_sum_exp, len(others))
 
 
-def hidden_states(given: bytes, asking: Sequence[tuple[int, Want]], width: int) -> list[RowLogits]:
-    """What wants of the kind HIDDEN are. `given`: the last hidden states of all rows that ask for anything, which are
-    `asking`, by their numbers; nothing where the model has none."""
-    if not any(want.kind is WantKind.HIDDEN for _, want in asking):
+def hidden_states(given: bytes, asking: Sequence[tuple[int, LogitsRequest]], width: int) -> list[RowLogits]:
+    """What requests of the kind HIDDEN bring. `given`: the last hidden states of all rows that ask for anything, which
+    are `asking`, by their numbers; nothing where the model has none."""
+    if not any(logits_request.kind is LogitsKind.HIDDEN for _, logits_request in asking):
         return []
     states = np.frombuffer(given, np.float32)
     rows = states.reshape(-1, width) if states.size == len(asking) * width else [NO_STATE] * len(asking)
     found = zip(asking, rows, strict=True)
-    return [RowLogits(i, None, state, 0.0) for (i, want), state in found if want.kind is WantKind.HIDDEN]
+    return [
+        RowLogits(i, None, state, 0.0)
+        for (i, logits_request), state in found
+        if logits_request.kind is LogitsKind.HIDDEN
+    ]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.vocab import Vocab
@@ -59,7 +59,7 @@ class Sampler:
         windows = {name: n_ctx if n < 0 else min(n, n_ctx) for name, n in windows.items()}
         n_seen = max((windows[name] for name in config.active_samplers if name in windows), default=0)
         self._window: collections.deque[int] = collections.deque(maxlen=n_seen)
-        self._want = None if n_seen else self._wanted()
+        self._logits_request = None if n_seen else self._wanted()
         self._chain: Any = None
         if not config.greedy or config.penalizes:
             self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
@@ -67,15 +67,15 @@ class Sampler:
             for sampler in (*_filters(config, vocab, windows, self.seed), self._draw):
                 lib.llama_sampler_chain_add(self._chain, sampler)
 
-    def want(self) -> Want:
+    def logits_request(self) -> LogitsRequest:
         """What drawing the next token takes.
 
         The best k are still among the best k + (tokens that penalties and biases may lower) and those that biases
         raise.
         """
-        return self._want or self._wanted()
+        return self._logits_request or self._wanted()
 
-    def _wanted(self) -> Want:
+    def _wanted(self) -> LogitsRequest:
         n, banned = self._n_vocab, () if self._shows_model else self.banned
         if self._config.n_best is not None:
             n = self._config.n_best + len(self._biases) - len(self._raised) + len(set(self._window))
@@ -83,16 +83,16 @@ class Sampler:
             is_limited = self._config.reasoning_marks is not None  # a token that is written may be any
             n = self._n_vocab if is_limited else max(n, self._config.n_probs, _LEAST_FOR_SUM)
         if n + len(banned) >= self._n_vocab:
-            return Want(WantKind.FULL, banned=banned)
-        return Want(WantKind.TOP, n, banned, sums=self._shows_model, also=self._raised)
+            return LogitsRequest(LogitsKind.FULL, banned=banned)
+        return LogitsRequest(LogitsKind.TOP, n, banned, sums=self._shows_model, also=self._raised)
 
     @property
-    def want_grows(self) -> bool:
-        """`want` takes one more of the best logits for each further token of the text, at most."""
+    def logits_request_grows(self) -> bool:
+        """`logits_request` takes one more of the best logits for each further token of the text, at most."""
         return bool(self._window.maxlen)
 
     def sample(self, row: RowLogits, of_model: RowLogits | None = None) -> int:
-        """Draw from a row that was asked for by `want`. `of_model`: the row before tokens were left out."""
+        """Draw from a row that was asked for by `logits_request`. `of_model`: the row before tokens were left out."""
         token = self._sample(row)
         if self._shows_model:
             self.probs = _model_probs(of_model or row, token, self._config.n_probs)
@@ -181,10 +181,14 @@ class Sampler:
             array = lib.llama_token_data_array(ctypes.pointer(candidate), 1, -1, False)
             lib.llama_sampler_apply(self._draw, ctypes.byref(array))
 
-    def replay_want(self, n: int) -> Want:
+    def replay_logits_request(self, n: int) -> LogitsRequest:
         """What replaying the rows of `n` tokens takes, and drawing the next one."""
-        want = self.want()
-        return replace(want, n=want.n + n) if self.want_grows and want.kind is WantKind.TOP else want
+        logits_request = self.logits_request()
+        return (
+            replace(logits_request, n=logits_request.n + n)
+            if self.logits_request_grows and logits_request.kind is LogitsKind.TOP
+            else logits_request
+        )
 
     def replay(self, row: RowLogits, token: int, _: bool = False) -> None:
         """As `resume`, for one token and the row that it was drawn from."""

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.config.engine import ContextConfig, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.errors import IndivisibleModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group, context_of_group, joined, together
-from ggpipe.llama.layers import Progress, apply_loras, load_layers
+from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.model_header import ModelHeader
-from ggpipe.llama.params import Batch, best_of, context_params, hidden_states, whole_row
+from ggpipe.llama.params import LlamaBatch, best_of, context_params, hidden_states, whole_row
 
 _FRAME = struct.Struct("<QQ")  # native/wire.cpp: bytes of the name, bytes of data
 _N_NOISES = 256
@@ -37,7 +37,7 @@ _DIFFER_IN_COMPANY = ("qwen4exp", "minimax-01")
 
 
 @dataclass(frozen=True)
-class Cut:
+class BoundaryTensors:
     """What a dry run found to cross a stage's borders: tensor names, with how often each crosses."""
 
     wanted: Counter[str]
@@ -69,7 +69,7 @@ class Stage:
         model: ModelConfig,
         context: ContextConfig,
         threads: tuple[int, int],
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
         n_prefixes: int = 0,
         saves_states: bool = False,
         group: Group | None = None,
@@ -97,7 +97,7 @@ class Stage:
         self._model: Any = None
         self._context: Any = None
         self._noises: Any = None
-        self._kinds: Set[WantKind] = frozenset()
+        self._kinds: Set[LogitsKind] = frozenset()
         """What rows of the last run asked for."""
         self._gathered: dict[int, RowLogits] = {}
         """Whole rows that a group put together of the last run, by the row's number."""
@@ -153,12 +153,12 @@ class Stage:
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
-        self._batch = Batch(self.n_ubatch, n_own, self._pins)
+        self._batch = LlamaBatch(self.n_ubatch, n_own, self._pins)
 
-    def _dry_run(self) -> Cut:
+    def _dry_run(self) -> BoundaryTensors:
         """Decode one token of nothing: warms the stage up, and shows whether the cut is sound."""
         token = max(int(lib.llama_vocab_bos(lib.llama_model_get_vocab(self._model))), 0)
-        self._batch.fill((Row(token=token, pos=0, seqs=(0,), request=0, want=0),), self.is_last)
+        self._batch.fill((Row(token=token, pos=0, seqs=(0,), request=0, logits_request=0),), self.is_last)
         self._native.n_threads = self._threads[0]
         self._native.begin_run(0, None, 0)
         status = lib.llama_decode(self._context, self._batch.struct)
@@ -172,7 +172,7 @@ class Stage:
                 "between ranks; run it on one rank (without `shares`)"
             )
         self.forget_all()
-        return Cut(Counter(self._native.wanted), Counter(self._native.produced))
+        return BoundaryTensors(Counter(self._native.wanted), Counter(self._native.produced))
 
     def _check_group(self) -> None:
         """Raises RunError when the group could not compute the last run."""
@@ -219,7 +219,7 @@ class Stage:
         self._batch.fill(run.rows, self.is_last)
         timing_only = incoming is None and not self.is_first
         received = self._noise(run) if timing_only else incoming  # a name of its own: libllama reads it until end_run
-        if self.is_last and (kinds := {want.kind for want in run.wants}) != self._kinds:
+        if self.is_last and (kinds := {logits_request.kind for logits_request in run.logits_requests}) != self._kinds:
             self._want_hidden(kinds)
         self._native.n_threads = self._threads[len(run.rows) > 1]
         self._native.begin_run(run.id if self._may_abort(run) else _NO_RUN, received, headroom)
@@ -239,12 +239,12 @@ class Stage:
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
         return Outcome(outgoing, self._extract(run) if self.is_last else (), compute_s, False)
 
-    def _want_hidden(self, kinds: Set[WantKind]) -> None:
+    def _want_hidden(self, kinds: Set[LogitsKind]) -> None:
         """Have the last hidden states of the next run kept where they are wanted, and nothing behind them computed if
         nothing else is."""
         self._kinds = kinds
         self._native.want_hidden(
-            self._width if WantKind.HIDDEN in kinds else 0, skips_logits=kinds == {WantKind.HIDDEN}
+            self._width if LogitsKind.HIDDEN in kinds else 0, skips_logits=kinds == {LogitsKind.HIDDEN}
         )
 
     def _noise(self, run: Run) -> bytes:
@@ -344,26 +344,34 @@ class Stage:
         first = sum(columns[: self.group.part]) if self.group else 0
         n_own = columns[self.group.part] if self.group else self._n_vocab
         found: list[RowLogits] = []
-        wants: list[Want] = []
-        asking = [(i, run.wants[row.want]) for i, row in enumerate(run.rows) if row.want >= 0]
+        logits_requests: list[LogitsRequest] = []
+        asking = [
+            (i, run.logits_requests[row.logits_request]) for i, row in enumerate(run.rows) if row.logits_request >= 0
+        ]
         hidden = hidden_states(self._native.hidden, asking, self._width)
-        for i, want in asking:
-            if want.kind is WantKind.HIDDEN:
+        for i, logits_request in asking:
+            if logits_request.kind is LogitsKind.HIDDEN:
                 continue
-            if self.group and (want.keeps or want.also):
-                want = replace(want, kind=WantKind.FULL)
-            wants.append(want)
-            own = replace(want, banned=tuple(id - first for id in want.banned if first <= id < first + n_own))
+            if self.group and (logits_request.keeps or logits_request.also):
+                logits_request = replace(logits_request, kind=LogitsKind.FULL)
+            logits_requests.append(logits_request)
+            own = replace(
+                logits_request, banned=tuple(id - first for id in logits_request.banned if first <= id < first + n_own)
+            )
             logits = self._logits(i)[first : first + n_own]
-            found.append(whole_row(i, logits, own) if want.kind is WantKind.FULL else best_of(i, logits, own, first))
-        if self.group and wants:
-            found = together(self.group, columns, wants, found)
+            found.append(
+                whole_row(i, logits, own) if logits_request.kind is LogitsKind.FULL else best_of(i, logits, own, first)
+            )
+        if self.group and logits_requests:
+            found = together(self.group, columns, logits_requests, found)
             self._check_group()
             self._gathered = {row.row: row for row in found if row.ids is None}
-            asked = [run.wants[run.rows[row.row].want] for row in found]
+            asked = [run.logits_requests[run.rows[row.row].logits_request] for row in found]
             found = [
-                best_of(row.row, row.logits, want) if row.ids is None and want.kind is WantKind.TOP else row
-                for row, want in zip(found, asked, strict=True)
+                best_of(row.row, row.logits, logits_request)
+                if row.ids is None and logits_request.kind is LogitsKind.TOP
+                else row
+                for row, logits_request in zip(found, asked, strict=True)
             ]
         if self.group and self.group.part > 0:
             return ()
@@ -371,11 +379,13 @@ class Stage:
 
     def kept(self, run: Run) -> dict[int, RowLogits]:
         """The whole rows of the run that was decoded last, of those that are to be kept, by their numbers in it."""
-        wants = {i: run.wants[row.want] for i, row in enumerate(run.rows) if row.want >= 0}
-        kept = {i: want for i, want in wants.items() if want.keeps}
+        logits_requests = {
+            i: run.logits_requests[row.logits_request] for i, row in enumerate(run.rows) if row.logits_request >= 0
+        }
+        kept = {i: logits_request for i, logits_request in logits_requests.items() if logits_request.keeps}
         if self.group:
             return {i: self._gathered[i] for i in kept}
-        return {i: whole_row(i, self._logits(i), want) for i, want in kept.items()}
+        return {i: whole_row(i, self._logits(i), logits_request) for i, logits_request in kept.items()}
 
     def _logits(self, row: int) -> NDArray[np.float32]:
         """Of the last run's row, until the next one is decoded."""

@@ -15,7 +15,7 @@ from ggpipe.text.chat.tools.choice import tool_choice
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class ChatSettings:
     """How a prompt becomes a conversation with a model that was trained for it."""
 
     single_turn: bool = False

@@ -12,13 +12,13 @@ from ggpipe.config.engine import (
 )
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.options import settings
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command
 from ggpipe.options.server import ServerConfig
 
-_WEIGHTS = (settings.Models, settings.Loading, ModelConfig, settings.Loras)
-_COMPUTING = (ContextConfig, PipelineConfig, settings.Ranks, DraftConfig, settings.Log)
+_WEIGHTS = (settings.ModelSettings, settings.LoadSettings, ModelConfig, settings.LoraSettings)
+_COMPUTING = (ContextConfig, PipelineConfig, settings.RankSettings, DraftConfig, settings.LogSettings)
 _OF_REASONING = frozenset({"reasoning_budget", "reasoning_budget_message"})
 
 COMMANDS: tuple[Command, ...] = (
@@ -32,8 +32,8 @@ COMMANDS: tuple[Command, ...] = (
         records=(
             *_WEIGHTS,
             *_COMPUTING,
-            settings.Prompt,
-            Chat,
+            settings.PromptSettings,
+            ChatSettings,
             settings.PromptCacheFile,
             SpeculationConfig,
             SamplingConfig,
@@ -51,7 +51,15 @@ COMMANDS: tuple[Command, ...] = (
         already. Without a terminal on stdin, what comes from there is one question (behind that of -p), whose answer
         goes to stdout. Ranks that die are started again, three times in ten minutes, and the answer goes on.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, Chat, SpeculationConfig, SamplingConfig, settings.ChatOutput),
+        records=(
+            *_WEIGHTS,
+            *_COMPUTING,
+            settings.PromptSettings,
+            ChatSettings,
+            SpeculationConfig,
+            SamplingConfig,
+            settings.ChatOutput,
+        ),
         leave_out=frozenset({"single_turn"}),
         required=frozenset({"model"}),
         reads_variables=True,
@@ -69,8 +77,8 @@ COMMANDS: tuple[Command, ...] = (
             *_WEIGHTS,
             *_COMPUTING,
             EngineConfig,
-            settings.Prompt,
-            Chat,
+            settings.PromptSettings,
+            ChatSettings,
             SpeculationConfig,
             SamplingConfig,
             Constraint,
@@ -88,7 +96,7 @@ COMMANDS: tuple[Command, ...] = (
         The target alone writes the text, on as many ranks as --mpi-layer-split names. The draft reads it in the first
         rank.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, SamplingConfig, settings.RecordSettings),
+        records=(*_WEIGHTS, *_COMPUTING, settings.PromptSettings, SamplingConfig, settings.RecordSettings),
         leave_out=frozenset({"file", *_OF_REASONING}),
         required=frozenset({"model", "output"}),
         defaults={"n_predict": 256},
@@ -101,13 +109,13 @@ COMMANDS: tuple[Command, ...] = (
         headers of GGUF files.
         """,
         records=(
-            settings.Cluster,
-            settings.Models,
+            settings.ClusterSettings,
+            settings.ModelSettings,
             settings.SimulatedText,
             settings.SimulatedTraffic,
             ContextConfig,
             PipelineConfig,
-            settings.Ranks,
+            settings.RankSettings,
             DraftConfig,
             SpeculationConfig,
             settings.SimulateSettings,
@@ -143,7 +151,7 @@ COMMANDS: tuple[Command, ...] = (
         Without CLUSTER the machines of --hostfile, or this one, are measured first. Memory comes from the model's
         header, speeds from short simulations. The last line is a command to paste.
         """,
-        records=(settings.Cluster, *_WEIGHTS, *_COMPUTING, settings.SimulatedText, settings.PlanSettings),
+        records=(settings.ClusterSettings, *_WEIGHTS, *_COMPUTING, settings.SimulatedText, settings.PlanSettings),
         leave_out=frozenset(
             {
                 "shares",
@@ -186,7 +194,14 @@ COMMANDS: tuple[Command, ...] = (
         Models are loaded once. Each mode warms up, then the rounds follow. Ctrl-C ends the bench and shows the results
         so far. With several --mpi-layer-split, layouts are compared in the fastest mode, or in those of --modes.
         """,
-        records=(*_WEIGHTS, *_COMPUTING, settings.Prompt, SpeculationConfig, SamplingConfig, settings.BenchSettings),
+        records=(
+            *_WEIGHTS,
+            *_COMPUTING,
+            settings.PromptSettings,
+            SpeculationConfig,
+            SamplingConfig,
+            settings.BenchSettings,
+        ),
         leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares", "stop", *_OF_REASONING}),
         required=frozenset({"model"}),
         defaults={"n_predict": 128, "seed": 1},
@@ -200,10 +215,10 @@ COMMANDS: tuple[Command, ...] = (
         take space on the disk. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, other tale.
         """,
         records=(
-            settings.Loading,
+            settings.LoadSettings,
             ModelConfig,
             *_COMPUTING,
-            settings.Prompt,
+            settings.PromptSettings,
             SpeculationConfig,
             SamplingConfig,
             settings.GenerateOutput,
@@ -226,8 +241,8 @@ COMMANDS: tuple[Command, ...] = (
             *_COMPUTING,
             ServerConfig,
             settings.EmbeddingSettings,
-            settings.Prompt,
-            Chat,
+            settings.PromptSettings,
+            ChatSettings,
             EngineConfig,
             SpeculationConfig,
             SamplingConfig,
@@ -244,7 +259,7 @@ COMMANDS: tuple[Command, ...] = (
         records=(
             *_WEIGHTS,
             *_COMPUTING,
-            settings.Prompt,
+            settings.PromptSettings,
             settings.PromptCacheFile,
             EngineConfig,
             SpeculationConfig,

@@ -23,7 +23,7 @@ from ggpipe.core.drafters import registry
 from ggpipe.core.layout import Shares
 from ggpipe.errors import UsageError
 from ggpipe.options.option import Options
-from ggpipe.options.settings import Loading, Loras, Models, PromptCacheFile, Ranks
+from ggpipe.options.settings import LoadSettings, LoraSettings, ModelSettings, PromptCacheFile, RankSettings
 
 
 def engine_config(options: Options) -> EngineConfig:
@@ -31,7 +31,7 @@ def engine_config(options: Options) -> EngineConfig:
 
     Most commands have no use for what earlier requests of the same job computed, and `bench` must not.
     """
-    speculation, given = speculation_config(options), options[Ranks].split
+    speculation, given = speculation_config(options), options[RankSettings].split
     n_drafters = _n_drafters(options, speculation)
     target = given.split.target if given.split is not None else None
     serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
@@ -55,7 +55,7 @@ def _sequences(n_each: int, n_requests: int) -> int:
 def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
     """How many drafters draft for a request. Raises UsageError where there is none for what is asked, or a draft model
     without need."""
-    names, n_models = speculation.drafters, len(options[Models].drafts)
+    names, n_models = speculation.drafters, len(options[ModelSettings].drafts)
     if given_mode(options) in ("async", "speculative"):
         if names == ():
             raise UsageError(f"`mode` {speculation.mode} needs a drafter, and `spec_type` is none: name one there")
@@ -74,18 +74,18 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
 
 def check_draft(options: Options, what: str) -> None:
     """Raises UsageError when there is no draft model, which `what` needs."""
-    if not options[Models].drafts:
+    if not options[ModelSettings].drafts:
         raise UsageError(f"{what} needs a draft model: name one with `draft.model`")
 
 
 def model_config(options: Options) -> ModelConfig:
     """The target model."""
-    path, loras = options[Models].target, options[Loras]
+    path, loras = options[ModelSettings].target, options[LoraSettings]
     if path is None:
         raise UsageError("name a model with `model`")
     adapters = (*((lora, 1.0) for lora in loras.plain), *loras.scaled)
     fields = options.fields(ModelConfig)
-    return ModelConfig(path=path, load_mode=options[Loading].mode, loras=adapters, **fields)
+    return ModelConfig(path=path, load_mode=options[LoadSettings].mode, loras=adapters, **fields)
 
 
 def draft_configs(options: Options, n_seq: int = 1) -> tuple[DraftConfig, ...]:
@@ -93,7 +93,7 @@ def draft_configs(options: Options, n_seq: int = 1) -> tuple[DraftConfig, ...]:
 
     They are loaded as the target is. Their contexts are as large, but positions, kernels and metadata are their own.
     """
-    paths, target, split = options[Models].drafts, options[ContextConfig], options[Ranks].split.split
+    paths, target, split = options[ModelSettings].drafts, options[ContextConfig], options[RankSettings].split.split
     parts = split.drafts if split is not None else ()
     if len(parts) > max(len(paths), 1):
         raise UsageError(
@@ -102,7 +102,7 @@ def draft_configs(options: Options, n_seq: int = 1) -> tuple[DraftConfig, ...]:
     if parts:
         check_draft(options, "a split with ranks behind the /")
     fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
-    mode = options[Loading].mode
+    mode = options[LoadSettings].mode
     context = ContextConfig(
         n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq,
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
@@ -140,7 +140,7 @@ def speculation_config(options: Options) -> SpeculationConfig:
 
 def warnings_of(options: Options) -> list[str]:
     """Settings that are not used as they were given."""
-    if _drafts_chains(options) and options[Models].drafts and options[SpeculationConfig].n_parallel > 1:
+    if _drafts_chains(options) and options[ModelSettings].drafts and options[SpeculationConfig].n_parallel > 1:
         return ["`exact` without flash attention drafts chains: `n_parallel` 1 is used"]
     return []
 

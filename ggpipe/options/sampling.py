@@ -10,7 +10,7 @@ from ggpipe.config.sampling import SamplingConfig, samplers_by_name
 from ggpipe.options.escapes import unescape
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
-from ggpipe.options.settings import Prompt
+from ggpipe.options.settings import PromptSettings
 
 SamplingOf = Callable[[SamplingConfig], SamplingConfig]
 """How tokens are drawn, by what is to be taken where nothing is given (`EngineClient.sampling`)."""
@@ -21,9 +21,9 @@ def sampling_config(options: Options, of_model: SamplingConfig | None = None) ->
     """How tokens are drawn. `of_model`: for what is not given. Raises SettingError."""
     fields = options.fields(SamplingConfig)
     for name in ("dry_sequence_breakers", "stop"):
-        if name in fields and options[Prompt].escape:
+        if name in fields and options[PromptSettings].escape:
             fields[name] = tuple(unescape(text) for text in fields[name])
-    if "reasoning_budget_message" in fields and options[Prompt].escape:
+    if "reasoning_budget_message" in fields and options[PromptSettings].escape:
         fields["reasoning_budget_message"] = unescape(fields["reasoning_budget_message"])
     return replace(of_model or SamplingConfig(), **fields, grammar=options[Constraint].gbnf())
 

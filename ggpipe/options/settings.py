@@ -28,7 +28,7 @@ BENCH_MODES = ("iterative", "speculative", "async", "single")
 
 
 @dataclass(frozen=True)
-class Models:
+class ModelSettings:
     """The model files."""
 
     target: Path | None = None
@@ -47,7 +47,7 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadSettings:
     """How weights are loaded into memory."""
 
     load_mode: Literal["auto"] | LoadMode = "auto"
@@ -68,7 +68,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Loras:
+class LoraSettings:
     """LoRA adapters."""
 
     plain: tuple[Path, ...] = ()
@@ -76,7 +76,7 @@ class Loras:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptSettings:
     """The text to continue, and how far."""
 
     text: str | None = None
@@ -122,7 +122,7 @@ class GivenSplit:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankSettings:
     """The ranks, and what each of them holds."""
 
     split: GivenSplit = GivenSplit()
@@ -136,7 +136,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Log:
+class LogSettings:
     """Messages beside the result."""
 
     verbose: bool = False
@@ -243,7 +243,7 @@ class BenchSettings:
     modes: tuple[str, ...] = ()
     """Empty: all that are possible; where layouts are compared, the fastest one."""
     layouts: tuple[str, ...] = ()
-    """Splits as of `Ranks`, to be compared where there are several. Empty: the layers are spread evenly over the
+    """Splits as of `RankSettings`, to be compared where there are several. Empty: the layers are spread evenly over the
     ranks."""
     color: Color = "auto"
     csv: Path | None = None
@@ -294,7 +294,7 @@ class ProfileSettings:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSettings:
     """The cluster that `simulate` and `plan` are about."""
 
     path: Path | None = None

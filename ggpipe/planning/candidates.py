@@ -17,7 +17,7 @@ from ggpipe.planning.evaluate import Candidate
 from ggpipe.planning.groups import grouped
 from ggpipe.planning.placements import Arrangement, arrangements
 from ggpipe.planning.splits import good_splits
-from ggpipe.planning.stage_tables import N_PAST, ROWS, Part, Stage, StageTables
+from ggpipe.planning.stage_tables import N_PAST, ROWS, StageRank, StageRanks, StageTables
 from ggpipe.sim.groups import group_cost
 from ggpipe.sim.virtual_cluster import stage_cost
 
@@ -244,12 +244,12 @@ class CandidateSearch:
         )
 
 
-def _stages(arrangement: Arrangement) -> list[Stage]:
+def _stages(arrangement: Arrangement) -> list[StageRanks]:
     found = []
     for ranks in arrangement.stages:
         shares = part_shares(len(ranks), arrangement.tensor_split)
         both = zip(ranks, shares, strict=True)
-        found.append(tuple(Part(arrangement.target[i].node, arrangement.threads[i], share) for i, share in both))
+        found.append(tuple(StageRank(arrangement.target[i].node, arrangement.threads[i], share) for i, share in both))
     return found
 
 

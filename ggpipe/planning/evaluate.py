@@ -14,7 +14,7 @@ from ggpipe.core.layout import Layout
 from ggpipe.planning.placements import Arrangement
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Served, Sizes
+from ggpipe.sim.simulator import SimulationResult, Sizes
 from ggpipe.stats.traffic import traffic_summary
 
 _SHORT, _LONG, _TEXTS = 64, 128, 2
@@ -117,7 +117,7 @@ class Evaluator:
         traffic = None
         if self._users is not None:
             traffic, n_texts = Traffic(users=self._users, n_total=self._users * (_EACH if carefully else 1)), 1
-        served: list[Served] = []
+        served: list[SimulationResult] = []
         for tokens in _some(self._tokens, n_texts):
             setup = SimulationSpec(
                 cluster=spec,
@@ -139,11 +139,11 @@ class Evaluator:
 def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Recording]:
     """The first `n` texts."""
     if isinstance(tokens, Recording):
-        return [replace(tokens, takes=tokens.takes[:n])]
+        return [replace(tokens, prompts=tokens.prompts[:n])]
     return [replace(tokens, seed=tokens.seed + i) for i in range(n)]
 
 
-def _evaluation(served: Sequence[Served], is_shared: bool, firsts: Sequence[int]) -> Evaluation:
+def _evaluation(served: Sequence[SimulationResult], is_shared: bool, firsts: Sequence[int]) -> Evaluation:
     requests = [stats for one in served for stats in one.requests]
     n_tokens = sum(stats.n_generated - 1 for stats in requests)
     decode_s = sum(stats.decode_s for stats in requests)
@@ -160,5 +160,7 @@ def _evaluation(served: Sequence[Served], is_shared: bool, firsts: Sequence[int]
 
 def tokens_of_users(users: int, tokens: SyntheticText | Recording) -> int:
     """The context that the simulations of so many users take, in tokens."""
-    n_prompt = max(len(take.prompt) for take in tokens.takes) if isinstance(tokens, Recording) else tokens.n_prompt
+    n_prompt = (
+        max(len(recorded.prompt) for recorded in tokens.prompts) if isinstance(tokens, Recording) else tokens.n_prompt
+    )
     return users * (n_prompt + _LONG)

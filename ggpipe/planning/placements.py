@@ -1,6 +1,6 @@
 """Possible placements of ranks: machines in an order; the draft on one of them, inside the head, or nowhere.
 
-An `Arrangement` has no split yet; with the number of layers at each place it becomes a `Placement`.
+An `Arrangement` has no split yet; with the number of layers at each place it becomes a `VirtualPlacement`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.engine import TensorWire
 from ggpipe.core.layout import Layout
 from ggpipe.errors import UsageError
-from ggpipe.sim.virtual_cluster import Placement
+from ggpipe.sim.virtual_cluster import VirtualPlacement
 
 _KINDS = 6  # kinds of machines that are tried for the draft
 _DRAFT_CORES = 4  # a draft that shares a machine gets one core in this many
@@ -72,7 +72,7 @@ class Arrangement:
 
     def placed(
         self, spec: ClusterSpec, counts: Sequence[int], draft_layers: int | None
-    ) -> tuple[ClusterSpec, Placement]:
+    ) -> tuple[ClusterSpec, VirtualPlacement]:
         """The cluster with the links measured between these places, and the placement of its ranks."""
         used, ranks = self._used(counts), self._ranks(counts)
         starts, sizes = [sum(counts[:i]) for i in used], tuple(self.sizes[i] for i in used)
@@ -87,7 +87,7 @@ class Arrangement:
             for (i, a), (j, b) in itertools.permutations(places, 2)
             if a.rank is not None and b.rank is not None and (a.rank, b.rank) in spec.links
         }
-        placement = Placement(
+        placement = VirtualPlacement(
             target_on=tuple(place.node for _, place in places[: len(ranks)]),
             draft_on=tuple(place.node for _, place in places[len(ranks) :]),
             layout=layout,

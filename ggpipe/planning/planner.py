@@ -25,7 +25,7 @@ from ggpipe.planning.evaluate import Candidate, Evaluator
 from ggpipe.planning.placements import Arrangement, Place
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes
-from ggpipe.sim.virtual_cluster import Placement
+from ggpipe.sim.virtual_cluster import VirtualPlacement
 
 _WORTH = 1.03  # another setting than the default, or another placement, has to be this much faster
 _NOISE = 1.04  # noise of careful simulations: an even split that is this much slower may be as good
@@ -91,17 +91,17 @@ class Prediction:
 class Plan:
     """Ranks, and their predicted speed."""
 
-    placement: Placement
+    placement: VirtualPlacement
     places: tuple[Place, ...]
     """The place of each rank."""
     ranks: tuple[RankPlan, ...]
     best: Prediction
     predictions: Mapping[Mode, Prediction]
     """Each mode's speed with these ranks."""
-    elsewhere: Mapping[Mode, tuple[Placement, Prediction]]
+    elsewhere: Mapping[Mode, tuple[VirtualPlacement, Prediction]]
     """Modes that would be clearly faster with other ranks, or that need others, with those ranks."""
     n_simulations: int
-    alternative: tuple[Placement, Prediction] | None = None
+    alternative: tuple[VirtualPlacement, Prediction] | None = None
     """The fastest without groups where the plan has some, and with groups where it has none; None where that cannot
     be."""
     with_floats: Prediction | None = None
@@ -169,7 +169,7 @@ class _Search:
         best = max(found, key=lambda mode: self._worth(*found[mode]))
         candidate, prediction = found[best]
         predictions = {best: prediction}
-        elsewhere: dict[Mode, tuple[Placement, Prediction]] = {}
+        elsewhere: dict[Mode, tuple[VirtualPlacement, Prediction]] = {}
         for mode, (other, own) in found.items():
             if mode == best:
                 continue
@@ -256,7 +256,7 @@ class _Search:
 
     def _alternative(
         self, estimates: Sequence[Estimate], modes: Sequence[Mode], best: Candidate
-    ) -> tuple[Placement, Prediction] | None:
+    ) -> tuple[VirtualPlacement, Prediction] | None:
         """With groups if `best` has none, and without if it has some: the best of those that were simulated, or by its
         estimate, in the fastest mode."""
         found = []
@@ -364,7 +364,7 @@ class _Search:
         evaluation = self._evaluator.evaluate(candidate, mode, speculation, carefully=True)
         return Prediction(mode, speculation, evaluation.tokens_per_s, evaluation.ttft_s)
 
-    def _placement(self, candidate: Candidate) -> Placement:
+    def _placement(self, candidate: Candidate) -> VirtualPlacement:
         n_draft = self._draft.n_layer if self._draft and candidate.arrangement.drafts else None
         return candidate.arrangement.placed(self._spec, candidate.counts, n_draft)[1]
 

@@ -21,7 +21,7 @@ N_PAST = 160
 
 
 @dataclass(frozen=True)
-class Part:
+class StageRank:
     """A rank of a stage."""
 
     node: int
@@ -30,7 +30,7 @@ class Part:
     """Of the tensors; 1 where the stage has no other rank."""
 
 
-Stage = tuple[Part, ...]
+StageRanks = tuple[StageRank, ...]
 
 
 class StageTables:
@@ -46,7 +46,7 @@ class StageTables:
         self._factors: dict[object, list[float]] = {}
         self._memory: dict[float, NDArray[np.float64]] = {}
 
-    def seconds(self, stage: Stage) -> NDArray[np.float64]:
+    def seconds(self, stage: StageRanks) -> NDArray[np.float64]:
         """[a, b]: seconds of a run of one row in layers [a, b), with the message to the next stage; else infinite."""
         if (key := self._key(stage)) not in self._seconds:
             spec, shape = self._spec, self._target
@@ -62,7 +62,7 @@ class StageTables:
             self._seconds[key] = _table(shape.n_layer, seconds)
         return self._seconds[key]
 
-    def row_factors(self, stage: Stage) -> list[float]:
+    def row_factors(self, stage: StageRanks) -> list[float]:
         """Times of runs of `ROWS` rows, as multiples of one row's."""
         if (key := self._key(stage)) not in self._factors:
             times_s = self._run_s(stage, (0, max(self._target.n_layer // 2, 1)), ROWS)
@@ -83,9 +83,9 @@ class StageTables:
 
     def speed(self, node: int, threads: int) -> float:
         """Of a node with so many threads, relative to others: layers a second."""
-        return 1 / self._run_s((Part(node, threads, 1.0),), (0, max(self._target.n_layer // 2, 1)), (1,))[0]
+        return 1 / self._run_s((StageRank(node, threads, 1.0),), (0, max(self._target.n_layer // 2, 1)), (1,))[0]
 
-    def _run_s(self, stage: Stage, layers: tuple[int, int], rows: Sequence[int]) -> list[float]:
+    def _run_s(self, stage: StageRanks, layers: tuple[int, int], rows: Sequence[int]) -> list[float]:
         """Seconds of runs of so many rows; with the sums of a group, whose slowest part the others wait for."""
         spec, shape = self._spec, self._target
         costs = [stage_cost(spec.nodes[p.node], shape.part(p.share), layers, p.threads) for p in stage]
@@ -95,7 +95,7 @@ class StageTables:
         group = group_cost(spec, shape, layers, [p.node for p in stage])
         return [own + group.seconds(n, n) for n, own in zip(rows, own_s, strict=True)]
 
-    def _key(self, stage: Stage) -> object:
+    def _key(self, stage: StageRanks) -> object:
         """Equal for stages that are alike: sums may have been measured for some nodes."""
         nodes = [part.node for part in stage]
         where = nodes if self._spec.sums and len(stage) > 1 else map(nodes.index, nodes)

@@ -58,7 +58,7 @@ class BenchSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class BenchWork:
     """What is measured."""
 
     prompts: Mapping[str, tuple[int, ...]]
@@ -78,7 +78,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class BenchTurn:
     """One request."""
 
     mode: BenchMode
@@ -93,7 +93,7 @@ class Turn:
         return case_name(self.layout, self.mode)
 
 
-def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -> Work:
+def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -> BenchWork:
     """The part of `spec` that is possible with a loaded engine; `say` gets a line on whatever is left out.
 
     Raises UsageError when no prompt or no mode is left.
@@ -123,7 +123,7 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -
         modes = tuple(mode for mode in modes if mode != "single")
     if not modes:
         raise UsageError(f"there is nothing to measure: mode {', '.join(spec.modes or ())} is left out")
-    return Work(
+    return BenchWork(
         prompts=prompts,
         modes=modes,
         layouts=spec.layouts,
@@ -136,14 +136,14 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -
 
 def turns(
     prompts: Sequence[str], modes: Sequence[BenchMode], rounds: int, layouts: Sequence[str] = ("",)
-) -> list[Turn]:
+) -> list[BenchTurn]:
     """Each case once to warm up; then round by round, and in each prompt by prompt, another case first every time."""
     cases = _cases(modes, layouts)
-    order = [Turn(mode, 0, prompts[0], layout) for layout, mode in cases]
+    order = [BenchTurn(mode, 0, prompts[0], layout) for layout, mode in cases]
     for i in range(rounds):
         for j, prompt in enumerate(prompts):
             first = (i + j) % len(cases)
-            order += [Turn(mode, i + 1, prompt, layout) for layout, mode in (*cases[first:], *cases[:first])]
+            order += [BenchTurn(mode, i + 1, prompt, layout) for layout, mode in (*cases[first:], *cases[:first])]
     return order
 
 
@@ -154,8 +154,8 @@ def _cases(modes: Sequence[BenchMode], layouts: Sequence[str]) -> list[tuple[str
 def measure(
     engines: Mapping[str, EngineClient],
     single: EngineClient | None,
-    work: Work,
-    on_turn: Callable[[Turn], None] = lambda _: None,
+    work: BenchWork,
+    on_turn: Callable[[BenchTurn], None] = lambda _: None,
 ) -> Iterator[BenchRun]:
     """Serve all turns by the layouts' engines; those of mode `single` by an engine of its own. Ends early when an
     engine is stopped.

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 
 from ggpipe.cluster.links import Overheads
 from ggpipe.config.engine import SpeculationConfig
-from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Submit
-from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
+from ggpipe.core.events import Arrived, RunEnded, Sample, Sampled, SchedulerEvent, SubmitRun
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunResult, Span
 from ggpipe.core.request import Counters, Limits, Request
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.profiling.stage_timing import Samples, TimedStage
 from ggpipe.transport import codec
-from ggpipe.transport.bell import Bell
+from ggpipe.transport.wake_event import WakeEvent
 
 _REST_S = 5e-3
 _LEAST_ROUNDS, _MOST_ROUNDS = 4, 25
 _STOPPED_ROWS = 8
 _POLLS, _POLL_S = 100, 100e-6
-_GREEDY = Want(WantKind.TOP, 1)
+_GREEDY = LogitsRequest(LogitsKind.TOP, 1)
 
 
 def measure_stops(timed: TimedStage, budget_s: float) -> tuple[float, float]:
@@ -72,11 +72,11 @@ def _rounds(budget_s: float) -> Iterator[int]:
 
 def _poll_s(pump: Callable[[], bool]) -> float:
     """CPU seconds of a poll for messages by a thread that sleeps between two polls."""
-    bell = Bell()
+    wake = WakeEvent()
     start_s = time.thread_time()
     for _ in range(_POLLS):
         pump()
-        bell.wait(_POLL_S)
+        wake.wait(_POLL_S)
     return (time.thread_time() - start_s) / _POLLS
 
 
@@ -100,12 +100,12 @@ class HeadWork:
         codec.run_header(self._run)
         return time.perf_counter() - start_s
 
-    def _submitted(self, event: Event) -> Run:
+    def _submitted(self, event: SchedulerEvent) -> Run:
         """The run that follows from an event."""
         actions = self._scheduler.handle(event, time.monotonic())
         while actions:
             match actions.pop(0):
-                case Submit(run):
+                case SubmitRun(run):
                     return run
                 case Sample(request, row):
                     token = row.ids[0] if row.ids is not None else 0

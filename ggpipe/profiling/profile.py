@@ -80,12 +80,12 @@ def profile_ranks(
     channel: ControlChannel[Notice] = ControlChannel(transport, attend, links.on_message)
     with channel.failing_together(), contextlib.closing(ProfiledRank(channel, links, config)) as rank:
         if transport.rank == HEAD:
-            return _Lead(channel, rank, budget_s, on_line).profile(layers)
+            return _ProfileHead(channel, rank, budget_s, on_line).profile(layers)
         rank.serve()
         return None
 
 
-class _Lead:
+class _ProfileHead:
     """The head while a cluster is profiled: asks all ranks, itself included."""
 
     def __init__(

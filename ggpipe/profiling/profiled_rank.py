@@ -7,7 +7,7 @@ import statistics
 import time
 from dataclasses import replace
 
-from ggpipe.cluster.profile import ModelFacts, Part, Point
+from ggpipe.cluster.profile import MeasuredLayers, ModelFacts, Point
 from ggpipe.config.engine import FIRST_DRAFT, TARGET, EngineConfig
 from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import ControlChannel
@@ -133,7 +133,7 @@ class ProfiledRank:
             points = self._together(budget_s)
         return TogetherMeasured(points, self._guest.share)
 
-    def _draft_alone(self, budget_s: float) -> Part | None:
+    def _draft_alone(self, budget_s: float) -> MeasuredLayers | None:
         """All of the draft, with the target's threads: times are scaled to others later, as the target's are."""
         draft, draft_file, facts = self._draft, self._draft_file, self.draft
         assert draft is not None
@@ -147,7 +147,7 @@ class ProfiledRank:
         points, short = self._short_and_long(timed, budget_s * _DRAFT_SHORT, budget_s * _DRAFT_LONG)
         self.close()
         self._guest_s = short.fastest_s
-        return Part(layers, facts.weight_bytes(layers), points, short.more_for_change_s)
+        return MeasuredLayers(layers, facts.weight_bytes(layers), points, short.more_for_change_s)
 
     def _alone(self, layers: tuple[int, int], budget_s: float) -> AloneMeasured:
         single, _ = wiring.threads_of(self.config, self._channel.transport, TARGET)
@@ -188,7 +188,7 @@ class ProfiledRank:
             timed = self._load_target(layers)
         return measure_stops(timed, budget_s)
 
-    def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[Part | None, float]:
+    def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[MeasuredLayers | None, float]:
         """The first half of the layers, and its fastest run of one row; None where there is none."""
         a, b = layers
         if b - a == 1:
@@ -202,7 +202,7 @@ class ProfiledRank:
             return None, 0.0
         samples = stage_timing.measure_short(timed, budget_s, (1, 8))
         points = samples.points(stage_timing.cells_before(timed.stage.n_ctx))
-        return Part(some, self.model.weight_bytes(some), tuple(points)), samples.fastest_s
+        return MeasuredLayers(some, self.model.weight_bytes(some), tuple(points)), samples.fastest_s
 
     def _together(self, budget_s: float) -> tuple[Point, ...]:
         """Few rows, until all ranks are ready to stop. The head counts who is, and then stops all."""

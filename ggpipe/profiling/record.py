@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ggpipe.channel.client import EngineClient
-from ggpipe.cluster.recording import ModelName, Recording, Take
+from ggpipe.cluster.recording import ModelName, RecordedPrompt, Recording
 from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.draft_messages import Candidates, Vocabularies
-from ggpipe.core.drafters.growth import candidates
-from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.core.drafters.draft_state import candidates
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import Interrupted, ModelError, UsageError
@@ -106,12 +106,12 @@ def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pa
     """Read the target's texts with the draft, in this process."""
     n_tokens = max(len(own.prompt) + len(own.text) for own in written)
     threads = _threads(spec.target, spec.draft, machine.cores())
-    takes = []
+    prompts = []
     with DraftReader(spec.draft, n_tokens, threads, pair.vocabularies, pair.banned) as reader:
         for own in written:
             trace = reader.read(own.prompt, own.text, spec.n_candidates)
-            takes.append(
-                Take(
+            prompts.append(
+                RecordedPrompt(
                     name=own.name, prompt=own.prompt, text=own.text, candidates=trace.candidates,
                     after_rejection=trace.after_rejection,
                 )
@@ -121,7 +121,7 @@ def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pa
         for part in (spec.target, spec.draft)
     )
     sampling = {name: value for name, value in asdict(spec.sampling).items() if name != "seed"}
-    return Recording(target=target, draft=draft, seed=seed, sampling=sampling, takes=tuple(takes))
+    return Recording(target=target, draft=draft, seed=seed, sampling=sampling, prompts=tuple(prompts))
 
 
 def _threads(config: EngineConfig, draft: DraftConfig, cores: int) -> tuple[int, int]:
@@ -181,34 +181,34 @@ class DraftReader:
     def read(self, prompt: tuple[int, ...], text: tuple[int, ...], n_candidates: int) -> DraftTrace:
         """The draft's candidates at each token of the text, and after a rejected one there."""
         self._stage.forget_all()
-        want = Want(WantKind.TOP, n_candidates, self._banned)
+        logits_request = LogitsRequest(LogitsKind.TOP, n_candidates, self._banned)
         tokens = [self._vocabularies.for_draft(token) for token in (*prompt, *text)]
         n_prompt, n_read = len(prompt), len(tokens) - 1
         rows = [
-            Row(token=tokens[pos], pos=pos, seqs=(0,), request=0, want=0 if pos >= n_prompt - 1 else -1)
+            Row(token=tokens[pos], pos=pos, seqs=(0,), request=0, logits_request=0 if pos >= n_prompt - 1 else -1)
             for pos in range(n_read)
         ]
         on_text: list[Candidates] = []
         for chunk in _chunks(rows, self._n_rows):
-            on_text += self._decode(chunk, (), want)
+            on_text += self._decode(chunk, (), logits_request)
         rejected = [
             Row(
                 token=next(t for t, _ in best if t != token),
                 pos=n_prompt + i,
                 seqs=(i % _N_BRANCHES + 1,),
                 request=0,
-                want=0,
+                logits_request=0,
             )
             for i, (best, token) in enumerate(zip(on_text, text, strict=True))
         ]
         after_rejection: list[Candidates] = []
         for chunk in _chunks(rejected, min(_N_BRANCHES, self._n_rows)):
             ops = [op for row in chunk for op in _branch(row.seqs[0], row.pos)]
-            after_rejection += self._decode(chunk, tuple(ops), want)
+            after_rejection += self._decode(chunk, tuple(ops), logits_request)
         return DraftTrace(tuple(on_text), tuple(after_rejection))
 
-    def _decode(self, rows: Sequence[Row], ops: tuple[KvOp, ...], want: Want) -> list[Candidates]:
-        run = Run(id=next(self._run_ids), rows=tuple(rows), ops=ops, wants=(want,))
+    def _decode(self, rows: Sequence[Row], ops: tuple[KvOp, ...], logits_request: LogitsRequest) -> list[Candidates]:
+        run = Run(id=next(self._run_ids), rows=tuple(rows), ops=ops, logits_requests=(logits_request,))
         return [candidates(row) for row in self._stage.decode(run, None).rows]
 
     def close(self) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from ggpipe.cluster.profile import Point
-from ggpipe.core.messages import KvKind, KvOp, Row, Run, Span, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run, Span
 from ggpipe.engine.control_channel import ControlChannel
-from ggpipe.engine.stage_thread import Broke, Ended, Loaded, Notice, Passed, StageThread
-from ggpipe.llama.layers import Progress
+from ggpipe.engine.stage_thread import Loaded, Notice, Passed, ResultReady, StageFailed, StageThread
+from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.stage import Stage
 from ggpipe.transport import codec
 
@@ -19,7 +19,7 @@ ROWS = (1, 2, 4, 8, 16, 32)
 FEW_ROWS = (1, 2, 4, 8)
 CHUNK_ROWS = 128
 SHORT_CELLS, LONG_CELLS = 32, 512
-_TOP = Want(WantKind.TOP, 40, sums=False)  # what sampling asks for by default
+_TOP = LogitsRequest(LogitsKind.TOP, 40, sums=False)  # what sampling asks for by default
 _MOST_ROUNDS, _MOST_RUNS, _MOST_LONG_RUNS = 15, 60, 5
 _SLICE_S, _SHARED_S = 5e-3, 0.5
 
@@ -30,7 +30,7 @@ class TimedStage:
     def __init__(
         self,
         channel: ControlChannel[Notice],
-        load: Callable[[Progress], Stage],
+        load: Callable[[OnProgress], Stage],
         n_vocab: int,
         poll_s: tuple[float, float],
     ) -> None:
@@ -71,11 +71,11 @@ class TimedStage:
                 pos=self.n_past + i,
                 seqs=(0,),
                 request=0,
-                want=0 if i in wanting else -1,
+                logits_request=0 if i in wanting else -1,
             )
             for i in range(n_rows)
         )
-        run = Run(id=self._id, rows=rows, ops=ops, wants=(_TOP,))
+        run = Run(id=self._id, rows=rows, ops=ops, logits_requests=(_TOP,))
         start = time.perf_counter()
         self._thread.submit(run)
         span, _ = self._outcome()
@@ -89,7 +89,7 @@ class TimedStage:
     def pass_marker(self) -> float:
         """Seconds of a run that was cancelled before it arrived."""
         self._id += 1
-        self._thread.submit(Run(id=self._id, rows=(), ops=(), wants=(), cancelled=True))
+        self._thread.submit(Run(id=self._id, rows=(), ops=(), logits_requests=(), cancelled=True))
         return self._outcome()[0].busy_s
 
     def stop(self, n_rows: int, after_s: float) -> float | None:
@@ -97,7 +97,7 @@ class TimedStage:
         ended before. Only with models that roll back."""
         self._id += 1
         rows = tuple(Row(token=i, pos=self.n_past + i, seqs=(0,), request=0) for i in range(n_rows))
-        self._thread.submit(Run(id=self._id, rows=rows, ops=(KvOp(KvKind.RM, 0, p0=self.n_past),), wants=()))
+        self._thread.submit(Run(id=self._id, rows=rows, ops=(KvOp(KvKind.RM, 0, p0=self.n_past),), logits_requests=()))
         time.sleep(after_s)
         start = time.monotonic()
         self._thread.cancel((self._id,))
@@ -113,8 +113,8 @@ class TimedStage:
     def _outcome(self) -> tuple[Span, bool]:
         """Our span of the run that was submitted, and whether it was cancelled."""
         outcome = self._wait()
-        assert isinstance(outcome, Passed | Ended)
-        if isinstance(outcome, Ended):
+        assert isinstance(outcome, Passed | ResultReady)
+        if isinstance(outcome, ResultReady):
             return outcome.result.spans[-1], outcome.result.cancelled
         run, _, spans, _ = codec.read_run(outcome.message)
         return spans[-1], run.cancelled
@@ -134,7 +134,7 @@ class TimedStage:
     def _wait(self) -> Notice:
         """The next notice. Raises what the stage, or another rank, failed with."""
         notice = self._channel.notice()
-        if isinstance(notice, Broke):
+        if isinstance(notice, StageFailed):
             raise notice.error
         return notice
 

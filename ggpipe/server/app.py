@@ -24,7 +24,7 @@ from ggpipe.server.keys import Keys
 from ggpipe.server.live import Live
 from ggpipe.server.log import RequestLog
 from ggpipe.server.origins import Origins
-from ggpipe.server.prefix import Prefix
+from ggpipe.server.prefix import PathPrefix
 from ggpipe.server.replies.stream import ClientLeft
 from ggpipe.server.static import Folder, Page
 
@@ -89,7 +89,7 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     paths, allowed = [*public, *gets, *posts, "/"], config.origins(bool(keys))
     middleware = [Middleware(RequestLog, model=server.model, totals=server.backend.totals, paths=paths)]
     if config.api_prefix:
-        middleware.append(Middleware(Prefix, prefix=config.api_prefix))
+        middleware.append(Middleware(PathPrefix, prefix=config.api_prefix))
     middleware.append(Middleware(Origins, allowed=allowed, checks_names=is_on_loopback and not keys))
     found = Starlette(
         routes=routes,

@@ -19,7 +19,7 @@ from ggpipe.channel.messages import ModelInfo
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import PrefixOrder
-from ggpipe.core.prompt import Conversation, Prompt
+from ggpipe.core.prompt import Conversation, RequestPrompt
 from ggpipe.core.request import Finish, Token
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError
@@ -360,7 +360,7 @@ class Backend:
             raise
 
 
-def size_of(prompt: Prompt) -> int:
+def size_of(prompt: RequestPrompt) -> int:
     """About the bytes of its text. A conversation's are those of its JSON."""
     match prompt:
         case bytes():

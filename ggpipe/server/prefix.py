@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ggpipe.server.errors import ApiError
 
 
-class Prefix:
+class PathPrefix:
     """Takes the prefix off paths, for all that comes after it and for the log; there is nothing at other paths."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

@@ -18,14 +18,14 @@ import uvicorn
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.engine.signals import Signals
 from ggpipe.errors import SettingError, Terminated
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server.app import application
 from ggpipe.server.backend import Backend
 from ggpipe.server.connections import protocol
 from ggpipe.server.endpoints.shared import Server
-from ggpipe.server.receiving import Bodies
+from ggpipe.server.receiving import BodyReader
 from ggpipe.server.saved_slots import SavedSlots
 
 _LAST_WORDS_S = 2
@@ -43,7 +43,7 @@ class Serving:
     """What is served, and to whom."""
 
     config: ServerConfig
-    chat: Chat
+    chat: ChatSettings
     embeddings: EmbeddingSettings
     model: str
     path: str
@@ -139,7 +139,7 @@ async def _serve(
     saved_slots = SavedSlots(backend, serving.slot_save_path)
     server = Server(
         backend=backend,
-        bodies=Bodies(config.max_body_mib, config.timeout_s),
+        bodies=BodyReader(config.max_body_mib, config.timeout_s),
         config=config,
         chat=serving.chat,
         embeddings=serving.embeddings,

@@ -13,7 +13,7 @@ _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # as zlib takes them
 _BODIES = 4  # of full size, that may arrive at the same time
 
 
-class Bodies:
+class BodyReader:
     """Belongs to the event loop."""
 
     def __init__(self, most_mib: int, limit_s: float) -> None:

@@ -24,7 +24,7 @@ _NOT_SHOWN = ("temp", "logit_bias", "grammar", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class SlotRequest:
     """A text of a slot."""
 
     number: int
@@ -41,7 +41,7 @@ class Slot:
 
     def __init__(self, id: int) -> None:
         self.id = id
-        self.use: Use | None = None
+        self.use: SlotRequest | None = None
         """The text that is written in it, or the last one."""
 
     @property
@@ -88,7 +88,7 @@ class Slots:
     def __init__(self, n: int) -> None:
         self._slots = [Slot(id) for id in range(n)]
         self._n_uses = 0
-        self._waiting: collections.deque[Use] = collections.deque()
+        self._waiting: collections.deque[SlotRequest] = collections.deque()
 
     def begin(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> None:
         """A request came in. It gets a slot when there is a free one: the one of number `wanted`, if that is free."""
@@ -110,9 +110,9 @@ class Slots:
         """The number of the slot in which a text is written, or was; -1: it waits, or another one was since."""
         return next((slot.id for slot in self.all() if slot.use is not None and slot.use.feed is feed), -1)
 
-    def _use(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> Use:
+    def _use(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> SlotRequest:
         self._n_uses += 1
-        return Use(number=self._n_uses, prompt=prompt, spec=spec, feed=feed, wanted=wanted)
+        return SlotRequest(number=self._n_uses, prompt=prompt, spec=spec, feed=feed, wanted=wanted)
 
     def _settle(self) -> None:
         """Requests that wait go to slots that have become free, in the order in which the engine serves them."""

@@ -13,7 +13,7 @@ from prometheus_client import Histogram
 
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.request import Finish
-from ggpipe.stats.activity import Part, part, parts_of
+from ggpipe.stats.activity import RankWork, part, parts_of
 from ggpipe.stats.records import RankStats, RequestStats
 
 _MOST_POSITIONS = 64
@@ -25,9 +25,9 @@ class Links:
     """Time between the end of a run in a stage and its start in the next one: on the link, and waiting there."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Part, float] = collections.defaultdict(float)
+        self.seconds: dict[RankWork, float] = collections.defaultdict(float)
         """By the rank that sends."""
-        self.n_runs: collections.Counter[Part] = collections.Counter()
+        self.n_runs: collections.Counter[RankWork] = collections.Counter()
 
     def add(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
         """Count a request's runs. `ranks`: all, with the offsets of their clocks."""
@@ -36,7 +36,7 @@ class Links:
             if not run.cancelled:
                 self._add(run, speakers)
 
-    def _add(self, run: RunRecord, speakers: dict[Part, RankStats]) -> None:
+    def _add(self, run: RunRecord, speakers: dict[RankWork, RankStats]) -> None:
         spans = [(speakers[span.rank, run.model], span) for span in run.spans if (span.rank, run.model) in speakers]
         for (own, span), (other, next_span) in itertools.pairwise(spans):
             if own.host != other.host and own.clock_offset_s == other.clock_offset_s:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 
-class Clock:
+class VirtualClock:
     """Seconds since the start. Actions of the same time run in the order in which they were planned."""
 
     def __init__(self) -> None:

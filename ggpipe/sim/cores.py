@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ggpipe.sim.clock import Clock
+from ggpipe.sim.clock import VirtualClock
 
 NICE_WEIGHT = 110 / 1024
 """A thread's share of a core at nice 10, relative to an ordinary thread's (Linux' scheduler)."""
@@ -12,7 +12,7 @@ NICE_WEIGHT = 110 / 1024
 _MOST_SHARE = 0.95
 
 
-class Task:
+class CpuTask:
     """Work on one node."""
 
     __slots__ = ("done", "left_s", "rate", "since", "team", "threads", "version", "weight")
@@ -40,15 +40,15 @@ class Cores:
     take a part of a core and crowd nobody: what they slow down is in the measured `NodeSpec.turns`.
     """
 
-    def __init__(self, clock: Clock, n: int, crowd: float = 1.0) -> None:
+    def __init__(self, clock: VirtualClock, n: int, crowd: float = 1.0) -> None:
         self._clock = clock
         self._n = n
         self._crowd = crowd
-        self._tasks: list[Task] = []
+        self._tasks: list[CpuTask] = []
         self._wanted = 0
         self._polling = 0.0
 
-    def start(self, task: Task) -> None:
+    def start(self, task: CpuTask) -> None:
         """Begin to work on a task."""
         task.since = self._clock.now
         self._tasks.append(task)
@@ -64,19 +64,19 @@ class Cores:
         if self._tasks:
             self._share(None)
 
-    def stop(self, task: Task) -> None:
+    def stop(self, task: CpuTask) -> None:
         """Stop a task before its end."""
         task.version += 1
         self._remove(task)
 
-    def _remove(self, task: Task) -> None:
+    def _remove(self, task: CpuTask) -> None:
         were_enough = self._are_enough
         self._tasks.remove(task)
         self._wanted -= task.threads
         if not were_enough:
             self._share(None)
 
-    def _share(self, new: Task | None) -> None:
+    def _share(self, new: CpuTask | None) -> None:
         """Update all rates, and plan the ends of tasks whose rate changed."""
         if self._are_enough:
             for task in self._tasks:
@@ -118,7 +118,7 @@ class Cores:
             hungry = [i for i in hungry if i not in full]
         return cores
 
-    def _set_rate(self, task: Task, rate: float) -> None:
+    def _set_rate(self, task: CpuTask, rate: float) -> None:
         now = self._clock.now
         task.left_s -= (now - task.since) * task.rate
         task.since, task.rate = now, rate
@@ -144,7 +144,7 @@ def weight_of(guest: float, n_cores: int, crowd: float) -> float:
 class OwnCores(Cores):
     """As Cores, for a node that runs one task at a time, as most nodes of a cluster do: a fast path."""
 
-    def start(self, task: Task) -> None:
+    def start(self, task: CpuTask) -> None:
         """See Cores."""
 
         def end() -> None:
@@ -153,6 +153,6 @@ class OwnCores(Cores):
 
         self._clock.after(task.left_s, end)
 
-    def stop(self, task: Task) -> None:
+    def stop(self, task: CpuTask) -> None:
         """See Cores."""
         task.version = 1

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from ggpipe.core.draft_messages import MicroBatch, Steering
+from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
 from ggpipe.core.drafters import registry
-from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, Send
-from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
+from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
-from ggpipe.sim.clock import Clock
+from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores
 from ggpipe.sim.network import Network
 from ggpipe.sim.pipeline import VirtualPipeline
 from ggpipe.sim.stage import Process
-from ggpipe.sim.text import Tokens
+from ggpipe.sim.text import SimulatedTokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
 from ggpipe.transport.base import HEAD
 
-_STEER_BYTES, _MICRO_BATCH_BYTES = 200, 400
+_DRAFTER_MESSAGE_BYTES, _MICRO_BATCH_BYTES = 200, 400
 MicroBatchArrived = Callable[[MicroBatch, tuple[RunRecord, ...]], None]
 """Called with the draft's message and the draft's runs since the one before."""
 
@@ -34,10 +34,10 @@ class HeadDraft:
         self._drafter = registry.WITHOUT_MODEL[kind](drafter)
         self._answered = answered
 
-    def steer(self, message: Steering) -> int:
+    def receive(self, message: DrafterMessage) -> int:
         """The head says this; returns the number of messages that it takes."""
-        for batch in self._drafter.answer(message):
-            self._answered(batch)
+        for micro_batch in self._drafter.answer(message):
+            self._answered(micro_batch)
         return 0
 
 
@@ -46,13 +46,13 @@ class VirtualDraft:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         network: Network,
         cores: list[Cores],
         processes: list[Process],
         cluster: VirtualCluster,
         model: PipelineSpec,
-        tokens: Mapping[int, Tokens],
+        tokens: Mapping[int, SimulatedTokens],
         limits: Limits,
         arrived: MicroBatchArrived,
         drafter: int,
@@ -74,7 +74,7 @@ class VirtualDraft:
         self._answers: dict[int, tuple[RowLogits, ...]] = {}
         self._records: list[RunRecord] = []
 
-    def steer(self, message: Steering) -> int:
+    def receive(self, message: DrafterMessage) -> int:
         """The head says this; returns the number of messages that it takes."""
 
         def arrive() -> None:
@@ -83,31 +83,31 @@ class VirtualDraft:
         if self.rank == HEAD:
             self._handle(message)
             return 0
-        self._network.send(HEAD, self.rank, _STEER_BYTES, arrive)
+        self._network.send(HEAD, self.rank, _DRAFTER_MESSAGE_BYTES, arrive)
         return 1
 
     def _handle(self, event: DraftEvent) -> None:
         n_messages = 0
         for action in self._drafter.handle(event, self._clock.now):
             match action:
-                case Submit(run):
+                case SubmitRun(run):
                     self._answers[run.id] = self._paths.answers(run)
                     n_messages += self._pipeline.submit(run)
-                case Cancel(runs):
+                case CancelRuns(runs):
                     n_messages += self._pipeline.cancel(runs)
                 case RunDone(records):
                     self._records += records
-                case Send(batch):
+                case ToHead(micro_batch):
                     n_messages += self.rank != HEAD
-                    self._send(batch, tuple(self._records))
+                    self._send(micro_batch, tuple(self._records))
                     self._records = []
         self._process.send(n_messages)
         wake_at = self._drafter.wake_at
         if wake_at is not None:
             self._clock.at(wake_at, self._tick)
 
-    def _send(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
-        self._network.send(self.rank, HEAD, _MICRO_BATCH_BYTES, lambda: self._arrived(batch, records))
+    def _send(self, micro_batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
+        self._network.send(self.rank, HEAD, _MICRO_BATCH_BYTES, lambda: self._arrived(micro_batch, records))
 
     def _tick(self) -> None:
         wake_at = self._drafter.wake_at
@@ -125,7 +125,7 @@ class VirtualDraft:
 class _Paths:
     """Which of the draft's sequences have left the text, and what it therefore says of a row."""
 
-    def __init__(self, tokens: Mapping[int, Tokens]) -> None:
+    def __init__(self, tokens: Mapping[int, SimulatedTokens]) -> None:
         """`tokens`: of each request."""
         self._tokens = tokens
         self._left: dict[int, int] = {}
@@ -138,7 +138,7 @@ class _Paths:
             self._apply(op)
         for row in run.rows:
             self._follow(row)
-        return tuple(self._answer(i, row) for i, row in enumerate(run.rows) if row.want >= 0)
+        return tuple(self._answer(i, row) for i, row in enumerate(run.rows) if row.logits_request >= 0)
 
     def _apply(self, op: KvOp) -> None:
         at = self._left.get(op.seq)
@@ -153,7 +153,7 @@ class _Paths:
 
     def _follow(self, row: Row) -> None:
         tokens = self._tokens[row.request]
-        i, text = row.pos - len(tokens.prompt), tokens.text
+        i, text = row.pos - len(tokens.prompt), tokens.output
         if i >= 0 and (i >= len(text) or text[i] != row.token):
             for seq in row.seqs:
                 self._left[seq] = min(self._left.get(seq, row.pos), row.pos)

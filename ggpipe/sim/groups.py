@@ -20,7 +20,7 @@ _BEST_BYTES = 328  # the best 40 tokens of a row, as llama/group.py packs them
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Exchange:
     """Messages that one node sends to others, or to its own ranks, for each message that a part sends to each other."""
 
     times: SumTimes
@@ -38,7 +38,7 @@ class GroupCost:
     """Values in a row that are added up."""
     sum_s: float
     """As `Overheads.sum_s`."""
-    ways: tuple[_Way, ...]
+    exchanges: tuple[_Exchange, ...]
     """Those that are unlike; a sum waits for the slowest."""
     row_bytes: int
     """What a part but 0 sends to part 0 of a row that wants logits; 0 but for the last stage."""
@@ -52,7 +52,9 @@ class GroupCost:
             self._known[n_rows] = self.n_sums * (self.sum_seconds(n_rows) + self.sum_s) + self._exchange(1)
         if not (n_wanted and self.row_bytes):
             return self._known[n_rows]
-        return self._known[n_rows] + max(way.times.seconds(n_wanted * self.row_bytes) for way in self.ways)
+        return self._known[n_rows] + max(
+            exchange.times.seconds(n_wanted * self.row_bytes) for exchange in self.exchanges
+        )
 
     def sum_seconds(self, n_rows: int) -> float:
         """Seconds of one sum of so many rows."""
@@ -65,7 +67,9 @@ class GroupCost:
             n_bytes, phases = self._bytes(math.ceil(n_values / self.n_parts)), 2  # reduce-scatter, allgather
         else:
             n_bytes, phases = self._bytes(n_values), 1
-        return phases * max(way.times.seconds(way.n_messages * n_bytes, self.halves) for way in self.ways)
+        return phases * max(
+            exchange.times.seconds(exchange.n_messages * n_bytes, self.halves) for exchange in self.exchanges
+        )
 
     def _bytes(self, n_values: int) -> int:
         return SUM_HEAD_BYTES + n_values * (2 if self.halves else FLOAT_BYTES)
@@ -81,17 +85,18 @@ def group_cost(
     """The cost of layers [a, b) beyond `stage_cost` of the slowest part. `node_of`: the node of each part."""
     n_parts, n_on = len(node_of), Counter(node_of)
     if len(n_on) == 1:
-        ways = [_Way(spec.sums_between(node_of[0], node_of[0]), n_parts - 1)]
+        ways = [_Exchange(spec.sums_between(node_of[0], node_of[0]), n_parts - 1)]
     else:  # what a node's parts send leaves it by one network card
         ways = [
-            _Way(spec.sums_between(a, b), n_on[a] * (n_parts - n_on[a])) for a, b in itertools.permutations(n_on, 2)
+            _Exchange(spec.sums_between(a, b), n_on[a] * (n_parts - n_on[a]))
+            for a, b in itertools.permutations(n_on, 2)
         ]
     return GroupCost(
         n_parts=n_parts,
         n_sums=shape.sums_per_layer * (layers[1] - layers[0]),
         width=shape.n_embd,
         sum_s=spec.overheads.sum_s,
-        ways=tuple(dict.fromkeys(ways)),
+        exchanges=tuple(dict.fromkeys(ways)),
         row_bytes=_BEST_BYTES if layers[1] == shape.n_layer else 0,
         halves=wire == "f16" and len(n_on) > 1,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ggpipe.sim.clock import Clock
+from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.virtual_cluster import VirtualCluster
 
 
@@ -23,7 +23,7 @@ class _Route:
 class Network:
     """Delivers messages between ranks. A node sends one after the other; messages from rank to rank stay in order."""
 
-    def __init__(self, clock: Clock, cluster: VirtualCluster) -> None:
+    def __init__(self, clock: VirtualClock, cluster: VirtualCluster) -> None:
         self._clock = clock
         self._cluster = cluster
         self._free_at = [0.0] * len(cluster.nodes)

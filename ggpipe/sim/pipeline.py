@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 
 from ggpipe.core.messages import Run, Span
-from ggpipe.sim.clock import Clock
+from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores
 from ggpipe.sim.network import Network
-from ggpipe.sim.stage import HEADER_BYTES, Part, Process, VirtualStage, header_bytes
+from ggpipe.sim.stage import HEADER_BYTES, Process, StagePart, VirtualStage, header_bytes
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
 
 _ANSWER_BYTES = 48
@@ -20,7 +20,7 @@ class VirtualPipeline:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         network: Network,
         cores: list[Cores],
         processes: list[Process],
@@ -45,7 +45,7 @@ class VirtualPipeline:
         for rank, ranks in self._ranks.items():
             nodes = [cluster.node_of[own] for own in ranks]
             parts = [
-                Part(cores[node], processes[own], cluster, pipeline.stages[own], own, nodes.count(node))
+                StagePart(cores[node], processes[own], cluster, pipeline.stages[own], own, nodes.count(node))
                 for own, node in zip(ranks, nodes, strict=True)
             ]
             row_bytes = 0 if rank == last else pipeline.row_bytes
@@ -70,7 +70,7 @@ class VirtualPipeline:
     def _pass_on(self, run: Run, spans: tuple[Span, ...], rank: int) -> None:
         following = self._following[rank]
         if following is None:
-            n_bytes = spans[-1].sent_bytes + _ANSWER_BYTES * sum(row.want >= 0 for row in run.rows)
+            n_bytes = spans[-1].sent_bytes + _ANSWER_BYTES * sum(row.logits_request >= 0 for row in run.rows)
             self._network.send(rank, self._head, n_bytes, lambda: self._ended(run, spans))
         else:
             self._send(rank, following, spans[-1].sent_bytes, run, spans)

@@ -17,9 +17,9 @@ from ggpipe.config.engine import MAX_PARTS, Mode, SpeculationConfig
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
-from ggpipe.sim.simulator import Asked, Served, Sizes, serve
-from ggpipe.sim.text import Confidence, SyntheticTokens, Tokens, recorded
-from ggpipe.sim.virtual_cluster import Placement, build
+from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, Sizes, serve
+from ggpipe.sim.text import Confidence, SimulatedTokens, SyntheticTokens, recorded
+from ggpipe.sim.virtual_cluster import VirtualPlacement, build
 from ggpipe.stats.records import RequestStats
 
 _MOST_TOKENS = 1_000_000  # of a prompt and its text
@@ -68,7 +68,7 @@ class SimulationSpec:
     """One simulation, without its mode."""
 
     cluster: ClusterSpec
-    placement: Placement
+    placement: VirtualPlacement
     target: ModelShape
     draft: ModelShape | None
     speculation: SpeculationConfig
@@ -135,7 +135,7 @@ class SimulationSpec:
         """As `serve`: the requests alone."""
         return [stats for served in self.serve(mode) for stats in served.requests]
 
-    def serve(self, mode: Mode) -> list[Served]:
+    def serve(self, mode: Mode) -> list[SimulationResult]:
         """Simulate the traffic. Without it: a request by itself or, with a recording, one for each of its prompts.
 
         Raises UsageError as `check`.
@@ -149,14 +149,14 @@ class SimulationSpec:
         together = [asked] if self.traffic is not None else [[one] for one in asked]
         return [serve(virtual, requests, speculation, sizes) for requests in together]
 
-    def _asked(self) -> Sequence[Asked]:
+    def _asked(self) -> Sequence[SimulatedRequest]:
         if self.traffic is None:
             alone = Arrival(at_s=0.0)
-            n_texts = len(self.tokens.takes) if isinstance(self.tokens, Recording) else 1
-            return [Asked(self._text(i, alone), alone) for i in range(n_texts)]
-        return [Asked(self._text(i, arrival), arrival) for i, arrival in enumerate(self.traffic.arrivals())]
+            n_texts = len(self.tokens.prompts) if isinstance(self.tokens, Recording) else 1
+            return [SimulatedRequest(self._text(i, alone), alone) for i in range(n_texts)]
+        return [SimulatedRequest(self._text(i, arrival), arrival) for i, arrival in enumerate(self.traffic.arrivals())]
 
-    def _text(self, i: int, arrival: Arrival) -> Tokens:
+    def _text(self, i: int, arrival: Arrival) -> SimulatedTokens:
         """The text of a request, counted from 0."""
         n_predict = self.n_predict if arrival.n_predict is None else arrival.n_predict
         n_all = n_predict + (arrival.n_prompt or (0 if isinstance(self.tokens, Recording) else self.tokens.n_prompt))
@@ -165,8 +165,8 @@ class SimulationSpec:
                 f"a prompt and a text of {n_all} tokens are too long to simulate: at most {_MOST_TOKENS} are possible"
             )
         if isinstance(self.tokens, Recording):
-            takes = self.tokens.takes
-            return recorded(takes[i % len(takes)], None if n_predict < 0 else n_predict, arrival.n_prompt)
+            prompts = self.tokens.prompts
+            return recorded(prompts[i % len(prompts)], None if n_predict < 0 else n_predict, arrival.n_prompt)
         n_prompt = arrival.n_prompt or self.tokens.n_prompt
         return _synthetic(replace(self.tokens, n_prompt=n_prompt, seed=self.tokens.seed + i), n_predict)
 
@@ -181,7 +181,7 @@ class SimulationSpec:
             self.tokens, agreement=agreement, n_prompt=int(values.get("prompt-tokens", self.tokens.n_prompt))
         )
 
-    def _placement(self, values: Mapping[str, float]) -> Placement:
+    def _placement(self, values: Mapping[str, float]) -> VirtualPlacement:
         if "group" not in values:
             return self.placement
         size, n_ranks = int(values["group"]), len(self.placement.target_on)
@@ -229,8 +229,8 @@ def _synthetic(tokens: SyntheticText, n_text: int) -> SyntheticTokens:
     return SyntheticTokens(tokens.agreement, tokens.n_prompt, n_text, tokens.seed, tokens.confidence)
 
 
-def _n_tokens(tokens: Tokens) -> int:
-    return len(tokens.prompt) + len(tokens.text)
+def _n_tokens(tokens: SimulatedTokens) -> int:
+    return len(tokens.prompt) + len(tokens.output)
 
 
 def _as_given(name: str, value: float) -> float:

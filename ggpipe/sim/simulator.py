@@ -13,39 +13,39 @@ from ggpipe.config.engine import FIRST_DRAFT, MAX_SEQUENCES, TARGET, Speculation
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.events import (
-    Action,
     Arrived,
-    Cancel,
+    CancelRuns,
     Drafted,
     Emit,
-    Event,
     Finished,
     RunDone,
     RunEnded,
     Sample,
     Sampled,
-    Steer,
-    Submit,
+    SchedulerAction,
+    SchedulerEvent,
+    SubmitRun,
     Tick,
+    ToDrafter,
 )
-from ggpipe.core.messages import RowLogits, Run, RunRecord, RunResult, Span, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits, Request
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.sim.arrivals import Arrival
-from ggpipe.sim.clock import Clock
+from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores, OwnCores
 from ggpipe.sim.draft import HeadDraft, VirtualDraft
 from ggpipe.sim.network import Network
 from ggpipe.sim.pipeline import VirtualPipeline
 from ggpipe.sim.stage import Process
-from ggpipe.sim.text import Tokens
+from ggpipe.sim.text import SimulatedTokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
-from ggpipe.stats.activity import Part, part
+from ggpipe.stats.activity import RankWork, part
 from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.transport.base import HEAD
 
-_ONE = Want(WantKind.TOP, 1)
+_ONE = LogitsRequest(LogitsKind.TOP, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimulatedRequest:
     """A request that is to be simulated, with all of its text."""
 
-    tokens: Tokens
+    tokens: SimulatedTokens
     arrival: Arrival
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class SimulationResult:
     """Requests that shared a pipeline. Times are virtual seconds since the simulation's start."""
 
     requests: tuple[RequestStats, ...]
@@ -80,7 +80,7 @@ class Served:
 
 def simulate(
     cluster: VirtualCluster,
-    tokens: Tokens,
+    tokens: SimulatedTokens,
     speculation: SpeculationConfig,
     n_predict: int,
     sizes: Sizes | None = None,
@@ -89,15 +89,18 @@ def simulate(
 
     Raises ValueError when the text is shorter than `n_predict`, or the context too small for it.
     """
-    if len(tokens.text) < n_predict:
-        raise ValueError(f"the text has {len(tokens.text)} tokens, fewer than {n_predict}")
-    asked = Asked(tokens, Arrival(at_s=0.0, n_predict=n_predict))
+    if len(tokens.output) < n_predict:
+        raise ValueError(f"the text has {len(tokens.output)} tokens, fewer than {n_predict}")
+    asked = SimulatedRequest(tokens, Arrival(at_s=0.0, n_predict=n_predict))
     return serve(cluster, (asked,), speculation, sizes).requests[0]
 
 
 def serve(
-    cluster: VirtualCluster, requests: Sequence[Asked], speculation: SpeculationConfig, sizes: Sizes | None = None
-) -> Served:
+    cluster: VirtualCluster,
+    requests: Sequence[SimulatedRequest],
+    speculation: SpeculationConfig,
+    sizes: Sizes | None = None,
+) -> SimulationResult:
     """Requests that share the pipeline, until all of them have ended.
 
     Raises ValueError when the context is too small for one of them.
@@ -118,9 +121,9 @@ def serve(
             gc.enable()
 
 
-def _n_predict(asked: Asked) -> int:
+def _n_predict(asked: SimulatedRequest) -> int:
     n_predict = asked.arrival.n_predict
-    return len(asked.tokens.text) if n_predict is None else n_predict
+    return len(asked.tokens.output) if n_predict is None else n_predict
 
 
 @dataclass(slots=True)
@@ -128,17 +131,21 @@ class _Active:
     """A request of the simulation."""
 
     request: Request
-    tokens: Tokens
+    tokens: SimulatedTokens
     stats: RequestStats
-    work: dict[Part, RankStats]
+    work: dict[RankWork, RankStats]
     """Each rank's work for it."""
 
 
 class _Simulation:
     def __init__(
-        self, cluster: VirtualCluster, requests: Sequence[Asked], speculation: SpeculationConfig, sizes: Sizes
+        self,
+        cluster: VirtualCluster,
+        requests: Sequence[SimulatedRequest],
+        speculation: SpeculationConfig,
+        sizes: Sizes,
     ) -> None:
-        clock = self._clock = Clock()
+        clock = self._clock = VirtualClock()
         self._overheads = cluster.overheads
         cores = [_cores(clock, cluster, number) for number in range(len(cluster.nodes))]
         processes = [Process(clock, cores[node], rank, cluster) for rank, node in enumerate(cluster.node_of)]
@@ -183,13 +190,13 @@ class _Simulation:
         self._n_left = len(requests)
         self._wakes_at = math.inf
 
-    def run(self) -> Served:
+    def run(self) -> SimulationResult:
         self._arrive(None)
         while self._n_left and self._clock.step():
             pass
         if self._n_left:
             raise RuntimeError("the simulated requests stand still: a bug of the scheduler")
-        return Served(tuple(active.stats for active in self._active.values()), self._ranks)
+        return SimulationResult(tuple(active.stats for active in self._active.values()), self._ranks)
 
     def _arrive(self, after: int | None) -> None:
         """Plan the requests that follow the end of `after`, or the start."""
@@ -209,30 +216,30 @@ class _Simulation:
         self._not_started.add(request)
         self._handle(Arrived(active.request, _ONE, active.stats.counters))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: SchedulerEvent) -> None:
         self._perform(self._scheduler.handle(event, self._clock.now))
 
-    def _perform(self, first: list[Action]) -> None:
+    def _perform(self, first: list[SchedulerAction]) -> None:
         actions, n_messages = collections.deque(first), 0
         while actions:
             match actions.popleft():
-                case Submit(run):
+                case SubmitRun(run):
                     self._started(run)
                     n_messages += self._pipeline.submit(run)
-                case Cancel(runs):
+                case CancelRuns(runs):
                     n_messages += self._pipeline.cancel(runs)
                 case RunDone(records):
                     self._count(records, TARGET)
                 case Sample(request, _):
                     active = self._active[request]
-                    token = active.tokens.text[active.stats.n_generated]
+                    token = active.tokens.output[active.stats.n_generated]
                     actions.extend(self._scheduler.handle(Sampled(request, token, False, _ONE), self._clock.now))
                 case Emit(request, _, drafted):
                     stats = self._active[request].stats
                     stats.token_times.append(self._clock.now)
                     stats.drafted.append(drafted)
-                case Steer(drafter, message):
-                    n_messages += self._drafts[drafter].steer(message)
+                case ToDrafter(drafter, message):
+                    n_messages += self._drafts[drafter].receive(message)
                 case Finished(request, reason):
                     stats = self._active[request].stats
                     stats.finish, stats.ended = reason, self._clock.now
@@ -257,23 +264,25 @@ class _Simulation:
 
     def _result_arrived(self, run: Run, spans: tuple[Span, ...]) -> None:
         def ended() -> None:
-            rows = () if run.cancelled else tuple(_answer(i) for i, row in enumerate(run.rows) if row.want >= 0)
+            rows = (
+                () if run.cancelled else tuple(_answer(i) for i, row in enumerate(run.rows) if row.logits_request >= 0)
+            )
             self._handle(RunEnded(RunResult(run.id, rows, spans, run.cancelled)))
 
         self._process.receive(spans[-1].rank, ended, _n_requests(run))
 
-    def _answered(self, batch: MicroBatch) -> None:
+    def _answered(self, micro_batch: MicroBatch) -> None:
         """A drafter in the head's process answered."""
-        self._process.do(self._overheads.event_s, lambda: self._handle(Drafted(batch)))
+        self._process.do(self._overheads.event_s, lambda: self._handle(Drafted(micro_batch)))
 
-    def _micro_batch_arrived(self, batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
+    def _micro_batch_arrived(self, micro_batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
         """A drafter's message is there."""
 
         def drafted() -> None:
             self._count(records, FIRST_DRAFT)
-            self._handle(Drafted(batch))
+            self._handle(Drafted(micro_batch))
 
-        self._process.receive(self._drafts[batch.drafter].rank, drafted)
+        self._process.receive(self._drafts[micro_batch.drafter].rank, drafted)
 
     def _count(self, records: Iterable[RunRecord], model: int) -> None:
         """Add runs to the statistics of ranks and requests. The records of one run follow each other."""
@@ -290,7 +299,7 @@ class _Simulation:
             last = record.id
 
 
-def _active(number: int, asked: Asked, speculation: SpeculationConfig, cluster: VirtualCluster) -> _Active:
+def _active(number: int, asked: SimulatedRequest, speculation: SpeculationConfig, cluster: VirtualCluster) -> _Active:
     tokens = asked.tokens
     spec = RequestSpec(prompt=tokens.prompt, n_predict=_n_predict(asked), speculation=speculation)
     drafters = _drafters(cluster, speculation)
@@ -314,10 +323,10 @@ def _n_requests(run: Run) -> int:
     """Requests whose next token may be sampled from a run; at least 1."""
     if not run.rows or run.cancelled or run.rows[0].request == run.rows[-1].request:  # a request's rows are together
         return 1
-    return max(len({row.request for row in run.rows if row.want >= 0}), 1)
+    return max(len({row.request for row in run.rows if row.logits_request >= 0}), 1)
 
 
-def _cores(clock: Clock, cluster: VirtualCluster, number: int) -> Cores:
+def _cores(clock: VirtualClock, cluster: VirtualCluster, number: int) -> Cores:
     node = cluster.nodes[number]
     ranks = [rank for rank, place in enumerate(cluster.node_of) if place == number]
     heads = (HEAD, cluster.draft.layout.head if cluster.draft else HEAD)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from ggpipe.cluster.links import Overheads
 from ggpipe.core.messages import Row, Run, Span
-from ggpipe.sim.clock import Clock
-from ggpipe.sim.cores import Cores, OwnCores, Task
+from ggpipe.sim.clock import VirtualClock
+from ggpipe.sim.cores import Cores, CpuTask, OwnCores
 from ggpipe.sim.groups import GroupCost
 from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster
 
@@ -26,7 +26,7 @@ class Process:
     """A rank's Python: its threads work one after the other, since they share an interpreter. The main thread polls
     less often while a stage of the process computes."""
 
-    def __init__(self, clock: Clock, cores: Cores, rank: int, cluster: VirtualCluster) -> None:
+    def __init__(self, clock: VirtualClock, cores: Cores, rank: int, cluster: VirtualCluster) -> None:
         self._clock = clock
         self._cores = cores
         self._rank = rank
@@ -81,7 +81,7 @@ class Process:
             action()
             self._next()
 
-        self._cores.start(Task(work_s, 1, weight, done))
+        self._cores.start(CpuTask(work_s, 1, weight, done))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,13 +91,13 @@ class _Job:
     start_s: float = 0.0
     decode_s: float = math.inf
     """Start of its decode."""
-    tasks: dict[Part, Task] = field(default_factory=dict)
+    tasks: dict[StagePart, CpuTask] = field(default_factory=dict)
     """What its parts compute now."""
     n_left: int = 0
     """Parts that are still at it."""
 
 
-class Part:
+class StagePart:
     """A rank's part of a stage: all of it, or what one rank of a group computes."""
 
     def __init__(
@@ -132,8 +132,8 @@ class VirtualStage:
 
     def __init__(
         self,
-        clock: Clock,
-        parts: Sequence[Part],
+        clock: VirtualClock,
+        parts: Sequence[StagePart],
         group: GroupCost | None,
         overheads: Overheads,
         rank: int,
@@ -209,7 +209,7 @@ class VirtualStage:
                 decode = functools.partial(self._decode, job, part, changed, rested)
                 part.process.do(self._overheads.run_s, decode, part.weight)
 
-    def _decode(self, job: _Job, part: Part, changed: bool, rested: bool) -> None:
+    def _decode(self, job: _Job, part: StagePart, changed: bool, rested: bool) -> None:
         if self._current is not job:
             return
         if job.run.id in self._cancelled:
@@ -218,13 +218,13 @@ class VirtualStage:
             job.decode_s = min(job.decode_s, self._clock.now)
             self._start(job, part, part.work_s(job.run.rows, changed, rested))
 
-    def _start(self, job: _Job, part: Part, work_s: float) -> None:
-        task = job.tasks[part] = Task(
+    def _start(self, job: _Job, part: StagePart, work_s: float) -> None:
+        task = job.tasks[part] = CpuTask(
             work_s, part.spec.threads, part.weight, functools.partial(self._part_done, job, part), part.team
         )
         part.cores.start(task)
 
-    def _part_done(self, job: _Job, part: Part) -> None:
+    def _part_done(self, job: _Job, part: StagePart) -> None:
         if self._current is not job:
             return
         job.tasks.pop(part, None)
@@ -232,7 +232,7 @@ class VirtualStage:
         if job.n_left:
             return
         if self._group is not None and job.run.rows and not job.run.cancelled:
-            n_wanted = sum(row.want >= 0 for row in job.run.rows)
+            n_wanted = sum(row.logits_request >= 0 for row in job.run.rows)
             self._clock.after(self._group.seconds(len(job.run.rows), n_wanted), lambda: self._done(job))
         else:
             self._done(job)

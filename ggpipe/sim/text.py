@@ -10,22 +10,22 @@ import random
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from ggpipe.cluster.recording import Recording, Take
+from ggpipe.cluster.recording import RecordedPrompt, Recording
 from ggpipe.core.draft_messages import Candidates
 from ggpipe.errors import UsageError
 
 Confidence = Literal["calibrated", "overconfident", "underconfident"]
 
 
-class Tokens(Protocol):
+class SimulatedTokens(Protocol):
     """One request: the target's tokens, and the draft's candidates."""
 
     prompt: tuple[int, ...]
-    text: tuple[int, ...]
+    output: tuple[int, ...]
     """What the target generates after the prompt."""
 
     def candidates(self, position: int, after_rejection: bool) -> Candidates:
-        """The draft's candidates at text[position], which may lie past the text's end.
+        """The draft's candidates at output[position], which may lie past the output's end.
 
         `after_rejection`: the path holds a draft token that the target rejects. The draft is about as confident there,
         and its candidates mean nothing.
@@ -56,12 +56,12 @@ class RecordedTokens:
             raise ValueError("a recording has candidates for each token of its text, and at least one token")
         n_text = len(text) if n_text is None else n_text
         self.prompt = prompt
-        self.text = (tuple(text) * -(-n_text // len(text)))[:n_text]
+        self.output = (tuple(text) * -(-n_text // len(text)))[:n_text]
         self._on_text, self._after_rejection = tuple(candidates), tuple(after_rejection)
         self._n = len(text)
 
     def candidates(self, position: int, after_rejection: bool) -> Candidates:
-        """See `Tokens`."""
+        """See `SimulatedTokens`."""
         if after_rejection:
             return self._after_rejection[(position - 1) % self._n]
         return self._on_text[position % self._n]
@@ -118,13 +118,13 @@ class SyntheticTokens:
             )
             text.append(ids[drawn])
             on_text.append(tuple(zip(ids, _sharpened(probs, _SHARPNESS[confidence]), strict=False)))
-        self.text = tuple(text)
+        self.output = tuple(text)
         self._on_text = tuple(on_text)
         rng.shuffle(on_text)
         self._after_rejection = tuple(on_text)
 
     def candidates(self, position: int, after_rejection: bool) -> Candidates:
-        """See `Tokens`. After a rejected draft token: the candidates of some other position."""
+        """See `SimulatedTokens`. After a rejected draft token: the candidates of some other position."""
         own = self._after_rejection if after_rejection else self._on_text
         return own[position % len(own)]
 
@@ -177,15 +177,17 @@ def _sharpened(probs: Sequence[float], sharpness: float) -> list[float]:
     return [power / total for power in powers]
 
 
-def recorded(take: Take, n_text: int | None = None, n_prompt: int | None = None) -> RecordedTokens:
+def recorded(recorded_prompt: RecordedPrompt, n_text: int | None = None, n_prompt: int | None = None) -> RecordedTokens:
     """A recorded prompt as a request with `n_text` tokens; None: as many as were recorded. `n_prompt`: tokens of the
     prompt, which repeats where more than it has are wanted."""
-    prompt = take.prompt
+    prompt = recorded_prompt.prompt
     if n_prompt is not None:
         prompt = (prompt * -(-n_prompt // len(prompt)))[:n_prompt]
-    return RecordedTokens(prompt, take.text, take.candidates, take.after_rejection, n_text)
+    return RecordedTokens(
+        prompt, recorded_prompt.text, recorded_prompt.candidates, recorded_prompt.after_rejection, n_text
+    )
 
 
 def requests_of(recording: Recording, n_text: int | None = None) -> tuple[RecordedTokens, ...]:
     """The requests of a recording, one for each prompt, with `n_text` tokens; None: as many as were recorded."""
-    return tuple(recorded(take, n_text) for take in recording.takes)
+    return tuple(recorded(prompt, n_text) for prompt in recording.prompts)

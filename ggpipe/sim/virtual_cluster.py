@@ -1,6 +1,7 @@
 """The virtual cluster: nodes, the ranks on them, their stages, the links between them.
 
-It is built from a `ClusterSpec`, the models' shapes and a `Placement`: which rank holds which layers on which node.
+It is built from a `ClusterSpec`, the models' shapes and a `VirtualPlacement`: which rank holds which layers on which
+node.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
-from ggpipe.cluster.profile import Part, Point, RankProfile
+from ggpipe.cluster.profile import MeasuredLayers, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.config.engine import TensorWire
 from ggpipe.core.layout import Layout, Shares, Split, lay_out, part_shares
@@ -91,7 +92,7 @@ class VirtualCluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class VirtualPlacement:
     """The node, layers and threads of each rank. Target ranks come first."""
 
     target_on: tuple[int, ...]
@@ -126,7 +127,7 @@ class Placement:
         return frozenset(size for own in (self.layout, self.draft_layout) if own for size in own.group_sizes)
 
 
-def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None) -> Placement:
+def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None) -> VirtualPlacement:
     """The placement in a cluster file. Raises LaunchError for a split that the models' layers do not allow."""
     draft_on = spec.draft_on if draft is not None else ()
     layout = lay_out(target.n_layer, len(spec.target_on), spec.shares, 0, spec.group_sizes)
@@ -134,7 +135,7 @@ def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None
     if draft is not None and draft_on:
         shares, sizes = spec.draft_shares or None, spec.draft_group_sizes
         draft_layout = lay_out(draft.n_layer, len(draft_on), shares, len(spec.target_on), sizes)
-    return Placement(
+    return VirtualPlacement(
         target_on=spec.target_on,
         draft_on=draft_on,
         layout=layout,
@@ -143,7 +144,9 @@ def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None
     )
 
 
-def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: ModelShape | None) -> VirtualCluster:
+def build(
+    spec: ClusterSpec, placement: VirtualPlacement, target: ModelShape, draft: ModelShape | None
+) -> VirtualCluster:
     """The virtual cluster."""
     node_of = placement.node_of
     threads = [threads_of(spec, placement, rank) for rank in range(len(node_of))]
@@ -188,7 +191,7 @@ def build(spec: ClusterSpec, placement: Placement, target: ModelShape, draft: Mo
     )
 
 
-def threads_of(spec: ClusterSpec, placement: Placement, rank: int) -> int:
+def threads_of(spec: ClusterSpec, placement: VirtualPlacement, rank: int) -> int:
     """A rank's threads: as given, or its part of its node's cores."""
     if placement.threads:
         return placement.threads[rank]
@@ -260,7 +263,7 @@ def _measured(node: NodeSpec, shape: ModelShape, layers: tuple[int, int], thread
 
 
 def _measured_draft(
-    node: NodeSpec, part: Part, shape: ModelShape, layers: tuple[int, int], threads: int
+    node: NodeSpec, part: MeasuredLayers, shape: ModelShape, layers: tuple[int, int], threads: int
 ) -> MeasuredCost:
     """Scale the measured draft's times to these layers of this draft. `fixed_s` was measured with the target, and may
     be more than a small draft takes."""
@@ -277,7 +280,7 @@ def _change_s(node: NodeSpec, layers: tuple[int, int], is_draft: bool) -> float:
     """`StageSpec.change_s`, by the number of layers: a graph has nodes for each of them."""
     if node.profile is None:
         return 0.0
-    measured: Part | RankProfile = node.profile
+    measured: MeasuredLayers | RankProfile = node.profile
     if is_draft and node.profile.draft is not None:
         measured = node.profile.draft
     a, b = measured.layers
@@ -295,13 +298,13 @@ def _rise(draft: Sequence[Point], target: Sequence[Point]) -> Iterator[Point]:
             yield Point(point.rows, pasts[-1], point.seconds * long[point.rows] / short[point.rows])
 
 
-def _node(spec: ClusterSpec, placement: Placement, number: int) -> VirtualNode:
+def _node(spec: ClusterSpec, placement: VirtualPlacement, number: int) -> VirtualNode:
     node, crowd = spec.nodes[number], _crowd(spec, placement, number)
     nice_weight = NICE_WEIGHT if node.guest is None else weight_of(node.guest, node.cores, crowd)
     return VirtualNode(name=node.name, cores=node.cores, crowd=crowd, turns=node.turns, nice_weight=nice_weight)
 
 
-def _crowd(spec: ClusterSpec, placement: Placement, number: int) -> float:
+def _crowd(spec: ClusterSpec, placement: VirtualPlacement, number: int) -> float:
     """A node's `Cores.crowd`: as given, else as its ranks share its memory throughput."""
     node = spec.nodes[number]
     if node.crowd is not None:
@@ -315,6 +318,6 @@ def _crowd(spec: ClusterSpec, placement: Placement, number: int) -> float:
     return statistics.fmean(shares) if shares else 1.0
 
 
-def _shared(placement: Placement, rank: int) -> bool:
+def _shared(placement: VirtualPlacement, rank: int) -> bool:
     """The draft's rank shares its node with ranks of the target."""
     return placement.node_of[rank] in placement.target_on

@@ -10,11 +10,11 @@ from ggpipe.config.engine import TARGET
 from ggpipe.core.layout import layer_range
 from ggpipe.stats.records import RankStats, RequestStats
 
-Part = tuple[int, int]
+RankWork = tuple[int, int]
 """A rank, and the id of the model that its work is for: a process can work for several models."""
 
 
-def part(rank: RankStats) -> Part:
+def part(rank: RankStats) -> RankWork:
     """The rank, and the model that the numbers are of."""
     return rank.rank, rank.model
 
@@ -61,13 +61,13 @@ def with_work(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[Ran
     return [(rank, work.get(part(rank), rank)) for rank in ranks]
 
 
-def wasted_s(stats: RequestStats) -> Mapping[Part, float]:
+def wasted_s(stats: RequestStats) -> Mapping[RankWork, float]:
     """Seconds of decoding that did not help the request; 0 for a rank that wasted none.
 
     That is all of a cancelled run, and the share of rejected rows of any other run. A draft's run counts only when it
     was cancelled: drafting a token that is rejected was not in vain.
     """
-    wasted: dict[Part, float] = collections.defaultdict(float)
+    wasted: dict[RankWork, float] = collections.defaultdict(float)
     for run in stats.runs:
         rejected = stats.counters.rejected_rows.get(run.id, 0)
         share = run.share if run.cancelled else min(rejected / run.n_run_rows, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from ggpipe.stats.activity import Part, part
+from ggpipe.stats.activity import RankWork, part
 from ggpipe.stats.records import RankStats
 
 _WINDOW_S = 1.0
@@ -21,7 +21,7 @@ class Occupancy:
     """
 
     def __init__(self) -> None:
-        self._samples: dict[Part, collections.deque[tuple[float, float, int]]] = {}
+        self._samples: dict[RankWork, collections.deque[tuple[float, float, int]]] = {}
 
     def sample(self, ranks: Sequence[RankStats], now: float) -> list[float]:
         """Add a sample of the totals at time `now` (seconds). Returns shares, 0 to 1, in the order of `ranks`."""

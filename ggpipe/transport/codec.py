@@ -17,10 +17,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Steering
+from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.messages import (
     KvKind,
     KvOp,
+    LogitsKind,
+    LogitsRequest,
     Restore,
     Row,
     RowLogits,
@@ -29,28 +31,27 @@ from ggpipe.core.messages import (
     RunResult,
     Save,
     Span,
-    Want,
-    WantKind,
 )
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
 VERSION = 11
-# version, flags, spans, wants, run, first run of kept rows, rows, operations, sequence ids of all rows, ids that wants
-# name, numbers of what is to be saved or restored, bytes of a row mask (for rows that died in flight; 0 so far)
+# version, flags, spans, logits requests, run, first run of kept rows, rows, operations, sequence ids of all rows, ids
+# that wants name, numbers of what is to be saved or restored, bytes of a row mask (for rows that died in flight; 0 so
+# far)
 _RUN = struct.Struct("<BBHIqqIIIIII")
 _OP = struct.Struct("<Biiii")
 # kind, keeps, sums, n, banned ids, other ids
-_WANT = struct.Struct("<B??III")
+_LOGITS_REQUEST = struct.Struct("<B??III")
 _SPAN = struct.Struct("<idddq")
 # version, flags, spans, run, rows
 _RESULT = struct.Struct("<BBHqI")
 # row, kind, count, how many of them come last since they are named, log-sum-exp
 _ROW = struct.Struct("<iiIId")
-# version, kind, request, epoch, lead, tokens
-_STEER = struct.Struct("<BBqqiI")
+# version, kind, request, epoch, look-ahead, tokens
+_TO_DRAFTER = struct.Struct("<BBqqiI")
 _BEGIN, _ACCEPTED, _DONE = 1, 2, 3
-_BEGIN_DECODER = msgspec.msgpack.Decoder(Begin)  # once a request: no hot path
+_BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
 # version, complete, drafter, request, epoch, expansions, runs
 _MICRO_BATCH = struct.Struct("<BBHqqII")
 _EXPANSION = struct.Struct("<iiII")
@@ -70,8 +71,8 @@ _FLAGS_AND_SPANS, _FLAGS_AT = struct.Struct("<BH"), 1  # of a run
 def run_header(run: Run) -> bytes:
     """The run's header without spans."""
     seqs = [s for row in run.rows for s in row.seqs]
-    named = [t for want in run.wants for t in (*want.banned, *want.also)]
-    table = [x for row in run.rows for x in (row.token, row.pos, row.request, row.want, len(row.seqs))]
+    named = [t for r in run.logits_requests for t in (*r.banned, *r.also)]
+    table = [x for row in run.rows for x in (row.token, row.pos, row.request, row.logits_request, len(row.seqs))]
     save: tuple[int, ...] = ()
     if run.save is not None:
         name = run.save.file.encode()
@@ -79,10 +80,10 @@ def run_header(run: Run) -> bytes:
         save = (run.save.request, run.save.seq, restores, len(name), *name, *run.save.tokens)
     flags = _CANCELLED if run.cancelled else 0
     return b"".join((
-        _RUN.pack(VERSION, flags, 0, len(run.wants), run.id, run.kept_from, len(run.rows), len(run.ops),
+        _RUN.pack(VERSION, flags, 0, len(run.logits_requests), run.id, run.kept_from, len(run.rows), len(run.ops),
                   len(seqs), len(named), len(save), 0),
         *(_OP.pack(op.kind, op.seq, op.dst, op.p0, op.p1) for op in run.ops),
-        *(_WANT.pack(want.kind, want.keeps, want.sums, want.n, len(want.banned), len(want.also)) for want in run.wants),
+        *(_LOGITS_REQUEST.pack(r.kind, r.keeps, r.sums, r.n, len(r.banned), len(r.also)) for r in run.logits_requests),
         _ints(named), _ints(table), _ints(seqs), _ints(save),
     ))  # fmt: skip
 
@@ -100,23 +101,23 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     """A run, its header without spans, the spans, and where the activations start."""
     view = memoryview(payload)
     _check_version(view)
-    _, flags, n_spans, n_wants, run_id, kept_from, n_rows, n_ops, n_seqs, n_named, n_save, n_mask = _RUN.unpack_from(
-        view
+    _, flags, n_spans, n_logits_requests, run_id, kept_from, n_rows, n_ops, n_seqs, n_named, n_save, n_mask = (
+        _RUN.unpack_from(view)
     )
     at = _RUN.size
     ops: tuple[KvOp, ...] = ()
     if n_ops:
         ops = tuple(KvOp(KvKind(kind), *rest) for kind, *rest in _OP.iter_unpack(view[at : at + n_ops * _OP.size]))
         at += n_ops * _OP.size
-    wants: list[Want] = []
-    if n_wants:
-        heads = list(_WANT.iter_unpack(view[at : at + n_wants * _WANT.size]))
-        at += n_wants * _WANT.size
+    logits_requests: list[LogitsRequest] = []
+    if n_logits_requests:
+        heads = list(_LOGITS_REQUEST.iter_unpack(view[at : at + n_logits_requests * _LOGITS_REQUEST.size]))
+        at += n_logits_requests * _LOGITS_REQUEST.size
         named = iter(_read_ints(view, at, n_named))
         at += 4 * n_named
         for kind, keeps, sums, n, n_banned, n_also in heads:
             banned, also = tuple(itertools.islice(named, n_banned)), tuple(itertools.islice(named, n_also))
-            wants.append(Want(WantKind(kind), n, banned, keeps, sums, also))
+            logits_requests.append(LogitsRequest(LogitsKind(kind), n, banned, keeps, sums, also))
     table = _read_ints(view, at, 5 * n_rows)
     at += 20 * n_rows
     seqs = _read_ints(view, at, n_seqs)
@@ -130,8 +131,10 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
     at += n_mask
     rows, used = [], 0
     for i in range(0, 5 * n_rows, 5):
-        token, pos, request, want, n = table[i : i + 5]
-        rows.append(Row(token=token, pos=pos, seqs=tuple(seqs[used : used + n]), request=request, want=want))
+        token, pos, request, logits_request, n = table[i : i + 5]
+        rows.append(
+            Row(token=token, pos=pos, seqs=tuple(seqs[used : used + n]), request=request, logits_request=logits_request)
+        )
         used += n
     header = bytes(view[:at])
     spans, at = _read_spans(view, at, n_spans)
@@ -139,7 +142,7 @@ def read_run(payload: Payload) -> tuple[Run, bytes, tuple[Span, ...], int]:
         id=run_id,
         rows=tuple(rows),
         ops=ops,
-        wants=tuple(wants),
+        logits_requests=tuple(logits_requests),
         cancelled=bool(flags & _CANCELLED),
         save=save,
         kept_from=kept_from,
@@ -156,10 +159,10 @@ def result_message(result: RunResult) -> Payload:
     for row in result.rows:
         if row.ids is None:
             logits = np.asarray(row.logits, "<f4").tobytes()
-            parts += [_ROW.pack(row.row, WantKind.FULL, len(logits) // 4, 0, row.log_sum_exp), logits]
+            parts += [_ROW.pack(row.row, LogitsKind.FULL, len(logits) // 4, 0, row.log_sum_exp), logits]
         else:
             n = len(row.ids)
-            parts += [_ROW.pack(row.row, WantKind.TOP, n, row.n_also, row.log_sum_exp), _ints(row.ids)]
+            parts += [_ROW.pack(row.row, LogitsKind.TOP, n, row.n_also, row.log_sum_exp), _ints(row.ids)]
             parts.append(struct.pack(f"<{n}f", *row.logits))
     return b"".join(parts)
 
@@ -174,7 +177,7 @@ def read_result(payload: Payload) -> RunResult:
     for _ in range(n_rows):
         row, kind, n, n_also, log_sum_exp = _ROW.unpack_from(view, at)
         at += _ROW.size
-        if kind == WantKind.TOP:
+        if kind == LogitsKind.TOP:
             ids = tuple(_read_ints(view, at, n))
             logits = struct.unpack_from(f"<{n}f", view, at + 4 * n)
             rows.append(RowLogits(row, ids, logits, log_sum_exp, n_also))
@@ -234,29 +237,29 @@ def read_part_span(payload: Payload) -> tuple[int, Span]:
     return _PART_SPAN.unpack_from(view)[1], span
 
 
-def steering_message(message: Steering) -> Payload:
+def drafter_message(message: DrafterMessage) -> Payload:
     """A message to a drafter."""
     match message:
-        case Accepted(request, epoch, tokens, lead):
-            return _STEER.pack(VERSION, _ACCEPTED, request, epoch, lead, len(tokens)) + _ints(tokens)
-        case Done(request):
-            return _STEER.pack(VERSION, _DONE, request, 0, 0, 0)
-        case Begin():
-            return _STEER.pack(VERSION, _BEGIN, message.request, 0, 0, 0) + msgspec.msgpack.encode(message)
+        case Accepted(request, epoch, tokens, look_ahead):
+            return _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, len(tokens)) + _ints(tokens)
+        case EndDrafting(request):
+            return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0)
+        case BeginDrafting():
+            return _TO_DRAFTER.pack(VERSION, _BEGIN, message.request, 0, 0, 0) + msgspec.msgpack.encode(message)
 
 
-def read_steering(payload: Payload) -> Steering:
-    """The inverse of `steering_message`."""
+def read_drafter_message(payload: Payload) -> DrafterMessage:
+    """The inverse of `drafter_message`."""
     view = memoryview(payload)
     _check_version(view)
-    _, kind, request, epoch, lead, n = _STEER.unpack_from(view)
-    tokens = _read_ints(view, _STEER.size, n)
+    _, kind, request, epoch, look_ahead, n = _TO_DRAFTER.unpack_from(view)
+    tokens = _read_ints(view, _TO_DRAFTER.size, n)
     if kind == _ACCEPTED:
-        return Accepted(request, epoch, tokens, lead)
+        return Accepted(request, epoch, tokens, look_ahead)
     if kind == _DONE:
-        return Done(request)
+        return EndDrafting(request)
     try:
-        return _BEGIN_DECODER.decode(view[_STEER.size :])
+        return _BEGIN_DECODER.decode(view[_TO_DRAFTER.size :])
     except msgspec.MsgspecError as e:
         raise RunError(f"an unreadable message to the draft arrived ({e}): use one ggpipe everywhere") from e
 

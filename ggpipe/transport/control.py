@@ -1,28 +1,28 @@
 """Control messages between ranks: everything but runs, results and draft tokens. Msgpack behind a version byte.
 
-| where                | the head sends                | another rank sends                      |
-|----------------------|-------------------------------|-----------------------------------------|
-| `planning/auto`      |                               | RankFacts                               |
-|                      | StartProfile (then a profile) |                                         |
-|                      | UseShares                     |                                         |
-| `profiling/profile`  |                               | ProfileHello                            |
-|                      | MeasureDraft                  | DraftMeasured                           |
-|                      | MeasureAlone                  | AloneMeasured                           |
-|                      | MeasureTogether               | ReadyToStop                             |
-|                      | StopTogether                  | TogetherMeasured                        |
-|                      | MeasureTurn                   | TurnMeasured                            |
-|                      | MeasureLink                   | LinkMeasured                            |
-|                      | MeasureSums                   | SumsMeasured                            |
-|                      | EndProfile                    |                                         |
-| `engine/loading`     |                               | Hello                                   |
-|                      | Load                          | DraftVocab, StageLoading …, StageLoaded |
-|                      | StartDraft                    |                                         |
-| `engine/engine`      |                               | PrefixSaved                             |
-| `engine/head`        | AskClock                      | Clock                                   |
-|                      | AskUsage                      | Usage                                   |
-|                      | Quit                          |                                         |
-| at any time          | Abort                         | Failed                                  |
-| `transport/heartbeat`| Beat, Abort                   | Beat                                    |
+| where                 | the head sends                | another rank sends                      |
+|-----------------------|-------------------------------|-----------------------------------------|
+| `planning/auto`       |                               | RankFacts                               |
+|                       | StartProfile (then a profile) |                                         |
+|                       | UseShares                     |                                         |
+| `profiling/profile`   |                               | ProfileHello                            |
+|                       | MeasureDraft                  | DraftMeasured                           |
+|                       | MeasureAlone                  | AloneMeasured                           |
+|                       | MeasureTogether               | ReadyToStop                             |
+|                       | StopTogether                  | TogetherMeasured                        |
+|                       | MeasureTurn                   | TurnMeasured                            |
+|                       | MeasureLink                   | LinkMeasured                            |
+|                       | MeasureSums                   | SumsMeasured                            |
+|                       | EndProfile                    |                                         |
+| `engine/loading`      |                               | Hello                                   |
+|                       | LoadLayers                    | DraftVocab, StageLoading …, StageLoaded |
+|                       | StartDraft                    |                                         |
+| `engine/engine`       |                               | PrefixSaved                             |
+| `engine/head`         | AskClock                      | Clock                                   |
+|                       | AskUsage                      | Usage                                   |
+|                       | Quit                          |                                         |
+| at any time           | Abort                         | RankFailed                              |
+| `transport/heartbeat` | Beat, Abort                   | Beat                                    |
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from __future__ import annotations
 import msgspec
 
 from ggpipe.cluster.links import Overheads
-from ggpipe.cluster.profile import Part, Point
+from ggpipe.cluster.profile import MeasuredLayers, Point
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Restored
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 11
+VERSION = 12
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -69,7 +69,7 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     """Available on its machine, before anything is loaded."""
 
 
-class Load(ControlMessage, frozen=True):
+class LoadLayers(ControlMessage, frozen=True):
     """Load your layers of this layout of the target, or of the draft on a draft rank."""
 
     layout: Layout
@@ -103,9 +103,9 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """For runs of one token, and for longer ones."""
     resident_bytes: int
     wanted: dict[str, int]
-    """Tensors that the stage needs from the stage before it, as `llama.stage.Cut.wanted`."""
+    """Tensors that the stage needs from the stage before it, as `llama.stage.BoundaryTensors.wanted`."""
     produced: dict[str, int]
-    """Tensors that the stage sends to the next stage, as `llama.stage.Cut.produced`."""
+    """Tensors that the stage sends to the next stage, as `llama.stage.BoundaryTensors.produced`."""
     n_ctx: int
     """KV cells of the context that libllama made."""
     n_batch: int
@@ -195,7 +195,7 @@ class MeasureDraft(ControlMessage, frozen=True):
 class DraftMeasured(ControlMessage, frozen=True):
     """All layers of the draft model; None where the rank's memory is too small for it."""
 
-    draft: Part | None
+    draft: MeasuredLayers | None
 
 
 class MeasureAlone(ControlMessage, frozen=True):
@@ -209,7 +209,7 @@ class AloneMeasured(ControlMessage, frozen=True, kw_only=True):
     """The answer to MeasureAlone; the fields are those of `cluster.profile.RankProfile`."""
 
     alone: tuple[Point, ...]
-    half: Part | None
+    half: MeasuredLayers | None
     memory_bytes_per_s: float
     overheads: Overheads
     change_s: float
@@ -325,7 +325,7 @@ class UseShares(ControlMessage, frozen=True):
 # Failing
 
 
-class Failed(ControlMessage, frozen=True):
+class RankFailed(ControlMessage, frozen=True):
     """A rank has failed; `place` says which, `error` is the name of a class in `ggpipe.errors`."""
 
     place: str
@@ -350,13 +350,13 @@ class Beat(ControlMessage, frozen=True):
 
 
 AnyControlMessage = (
-    Hello | Load | DraftVocab | StageLoading | StageLoaded | StartDraft
+    Hello | LoadLayers | DraftVocab | StageLoading | StageLoaded | StartDraft
     | PrefixSaved | AskClock | Clock | AskUsage | Usage | Quit
     | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
     | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured
     | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | MeasureSums | SumsMeasured | EndProfile
     | RankFacts | StartProfile | UseShares
-    | Failed | Abort | Beat
+    | RankFailed | Abort | Beat
 )  # fmt: skip
 """Every control message there is."""
 

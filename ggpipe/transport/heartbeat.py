@@ -28,8 +28,8 @@ from ggpipe.errors import GgpipeError, SilentRankError, Terminated
 from ggpipe.launch.environment import end_job
 from ggpipe.transport import control
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
-from ggpipe.transport.bell import Bell
 from ggpipe.transport.control import Abort, Beat, ControlMessage
+from ggpipe.transport.wake_event import WakeEvent
 
 _INTERVAL_S = 1.0
 _INTERVALS = 6  # in the timeout, at least
@@ -114,14 +114,14 @@ class Heartbeat:
         self._is_reported = False
         self._stopping = False
         self._ending = threading.Lock()
-        self._bell = Bell()
+        self._wake = WakeEvent()
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """All ranks are leaving: no more beats."""
         self._stopping = True
-        self._bell.ring()
+        self._wake.set()
         self._thread.join()
 
     def end_process(self) -> NoReturn:
@@ -145,7 +145,7 @@ class Heartbeat:
             self._alive.clear()
         if number == signal.SIGCONT:
             self._continued_s = now
-        self._bell.ring()
+        self._wake.set()
 
     def gone(self) -> str:
         """After SIGTERM on the head: `rank 1 (node2) is gone` in words, or nothing where all live. Takes a moment, in
@@ -176,7 +176,7 @@ class Heartbeat:
         while not self._stopping:
             is_signalled = time.monotonic() < self._signalled_s + _SIGNALS_S
             self._send(Beat(process=os.getpid(), is_signalled=is_signalled))
-            self._bell.wait(self._liveness.wait_s(time.monotonic()))
+            self._wake.wait(self._liveness.wait_s(time.monotonic()))
             self._liveness.tick(time.monotonic())
             self._receive()
             if silent := self._liveness.silent(time.monotonic()):

@@ -43,7 +43,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.sim.simulation_spec import SimulationSpec
 from ggpipe.sim.simulator import Sizes
-from ggpipe.sim.virtual_cluster import Placement
+from ggpipe.sim.virtual_cluster import VirtualPlacement
 from scripts.models.make_pair import Shape, make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def setup_of(spec: ClusterSpec, pair: Pair, recording: Path, layout: str, n_draf
     target_shape, draft_shape = (shape_of(ModelFile.open(path)) for path in (pair.target, pair.draft))
     split = parse_split(LAYOUTS[layout])
     n_target, n_draft_ranks = split.target.n_ranks, split.n_draft_ranks
-    placement = Placement(
+    placement = VirtualPlacement(
         target_on=(0,) * n_target,
         draft_on=(0,) * n_draft_ranks,
         layout=lay_out(target_shape.n_layer, n_target, split.target.shares, 0, split.target.group_sizes),

@@ -44,7 +44,7 @@ from ggpipe.launch import mpirun
 from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.stage import Cut, Outcome
+from ggpipe.llama.stage import BoundaryTensors, Outcome
 from ggpipe.stats.records import RequestStats
 from scripts.models.make_pair import Shape, make_pair
 
@@ -65,7 +65,7 @@ class SleepingStage:
 
     def __init__(self, n_layer: int, layers: tuple[int, int], token_s: float, agreement: float) -> None:
         self.is_first, self.is_last = layers[0] == 0, layers[1] == n_layer
-        self.cut = Cut(collections.Counter(), collections.Counter())
+        self.cut = BoundaryTensors(collections.Counter(), collections.Counter())
         self.n_ctx = N_CTX
         self._run_s = token_s * (layers[1] - layers[0]) / n_layer
         self._agreement = agreement
@@ -81,7 +81,11 @@ class SleepingStage:
             time.sleep(min(left, 1e-3))
         if run.id in self._cancelled:
             return Outcome(bytearray(headroom), (), time.monotonic() - start, True)
-        rows = tuple(self._answer(i, row, run.wants[row.want].n) for i, row in enumerate(run.rows) if row.want >= 0)
+        rows = tuple(
+            self._answer(i, row, run.logits_requests[row.logits_request].n)
+            for i, row in enumerate(run.rows)
+            if row.logits_request >= 0
+        )
         return Outcome(bytearray(headroom + 8192), rows if self.is_last else (), time.monotonic() - start, False)
 
     def _answer(self, i: int, row: Row, n: int) -> RowLogits:

@@ -26,7 +26,7 @@ from typing import Any
 
 from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.messages import Row, Run, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
@@ -210,15 +210,22 @@ def job_hops(path: Path, pairs: int) -> int:
 
 def whole_decode(stage: Stage) -> list[float]:
     """Decode times of single tokens behind a prompt of 16, seconds."""
-    want = (Want(WantKind.TOP, 1),)
+    want = (LogitsRequest(LogitsKind.TOP, 1),)
     tokens, seconds = prompt_tokens(16), []
     stage.forget_all()
-    rows = tuple(Row(token=t, pos=i, seqs=(0,), request=0, want=0 if i == 15 else -1) for i, t in enumerate(tokens))
-    outcome = stage.decode(Run(id=1, rows=rows, wants=want), None)
+    rows = tuple(
+        Row(token=t, pos=i, seqs=(0,), request=0, logits_request=0 if i == 15 else -1) for i, t in enumerate(tokens)
+    )
+    outcome = stage.decode(Run(id=1, rows=rows, logits_requests=want), None)
     for i in range(N_DECODE - 1):
         token = outcome.rows[0].ids[0] if outcome.rows[0].ids else 0
         outcome = stage.decode(
-            Run(id=2 + i, rows=(Row(token=token, pos=16 + i, seqs=(0,), request=0, want=0),), wants=want), None
+            Run(
+                id=2 + i,
+                rows=(Row(token=token, pos=16 + i, seqs=(0,), request=0, logits_request=0),),
+                logits_requests=want,
+            ),
+            None,
         )
         seconds.append(outcome.compute_s)
     return seconds

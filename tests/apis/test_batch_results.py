@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ggpipe.apis.batch_results import OutputFormat, Results, Text, body_of
+from ggpipe.apis.batch_results import OutputFormat, Results, TaskOutput, body_of
 from ggpipe.apis.batch_tasks import Task, read_tasks
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import UsageError
@@ -23,10 +23,10 @@ def tasks_of(folder: Path, text: str = "b\na\nc\n") -> list[Task]:
     return read_tasks(folder / "in", None, lambda _: None)
 
 
-def answered(text: str = "one", marks: AnswerFormat | None = None) -> list[Text]:
+def answered(text: str = "one", marks: AnswerFormat | None = None) -> list[TaskOutput]:
     stats = RequestStats(n_prompt=2, arrived=1.0, token_times=[1.5, 2.5], finish=Finish.LENGTH)
     tokens = [Token(5, text), Token(6, "!")]
-    return [Text(prompt=0, stats=stats, prompt_tokens=(7, 8), tokens=tokens, rest="", marks=marks)]
+    return [TaskOutput(prompt=0, stats=stats, prompt_tokens=(7, 8), tokens=tokens, rest="", marks=marks)]
 
 
 def results(folder: Path, tasks: list[Task], format: OutputFormat = "openai") -> Results:

@@ -12,8 +12,17 @@ import pytest
 
 from ggpipe.channel import link, messages
 from ggpipe.channel.events import Failure
-from ggpipe.channel.link import Link, Listener, address_for
-from ggpipe.channel.messages import Alive, Cancel, Failed, FromFrontEnd, FromHead, Line, Quit, Tokenize
+from ggpipe.channel.link import ChannelLink, Listener, address_for
+from ggpipe.channel.messages import (
+    Alive,
+    CancelRequest,
+    EndRanks,
+    FromFrontEnd,
+    FromHead,
+    RanksFailed,
+    Tokenize,
+    UserLine,
+)
 from ggpipe.errors import LaunchError, ModelError, RunError, Terminated, UsageError
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 
@@ -30,7 +39,7 @@ class Lines:
         host, port = self.listener.environment[ADDRESS].rsplit(":", 1)
         self.address = (host, int(port))
 
-    def accept(self) -> Link[FromHead]:
+    def accept(self) -> ChannelLink[FromHead]:
         """What is connected, waited for."""
         while (accepted := self.listener.accept(WAIT_S)) is None:
             pass
@@ -65,12 +74,12 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link[FromHead], Link[FromFrontEnd]]]:
+def pair() -> Iterator[tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]]:
     """The front end's end and the head's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    front_end, head = Link(one, messages.from_head), Link(other, messages.from_front_end)
+    front_end, head = ChannelLink(one, messages.from_head), ChannelLink(other, messages.from_front_end)
     yield front_end, head
     front_end.close()
     head.close()
@@ -83,14 +92,14 @@ def test_the_process_with_the_secret_is_connected(lines: Lines) -> None:
     head = link.connect()
     front_end = lines.accept()
     assert front_end.is_local
-    assert head.send(Alive(), Line("a line"))
+    assert head.send(Alive(), UserLine("a line"))
     got = front_end.receive(WAIT_S)
     assert got
     while len(got) < 2:
         got += front_end.receive(WAIT_S) or []
-    assert got == [Alive(), Line("a line")]
-    assert front_end.send(Quit())
-    assert head.receive(WAIT_S) == [Quit()]
+    assert got == [Alive(), UserLine("a line")]
+    assert front_end.send(EndRanks())
+    assert head.receive(WAIT_S) == [EndRanks()]
     front_end.close()
     assert head.receive(WAIT_S) is None
     assert lines.said == []
@@ -157,7 +166,7 @@ def test_a_rank_that_cannot_start_reports_it(lines: Lines) -> None:
     reporting.join()
     assert received
     (failed,) = received
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RanksFailed)
     error = failed.why.to_error()
     assert (type(error), str(error)) == (ModelError, "`model` is damaged")
     assert accepted.receive(WAIT_S) is None
@@ -173,16 +182,16 @@ def test_the_address_for_another_machine() -> None:
 # Frames
 
 
-def test_messages_in_pieces_and_in_one_piece(pair: tuple[Link[FromHead], Link[FromFrontEnd]]) -> None:
+def test_messages_in_pieces_and_in_one_piece(pair: tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]) -> None:
     front_end, head = pair
     text = Tokenize(b"a" * 3_000_000)
-    sender = threading.Thread(target=lambda: front_end.send(text, Cancel(1), Cancel(2)))
+    sender = threading.Thread(target=lambda: front_end.send(text, CancelRequest(1), CancelRequest(2)))
     sender.start()
     got: list[FromFrontEnd] = []
     while len(got) < 3:
         got += head.receive(WAIT_S) or []
     sender.join()
-    assert got == [text, Cancel(1), Cancel(2)]
+    assert got == [text, CancelRequest(1), CancelRequest(2)]
     assert head.receive(0) == []
 
 
@@ -193,19 +202,21 @@ def test_messages_in_pieces_and_in_one_piece(pair: tuple[Link[FromHead], Link[Fr
         ((link.MAX_FRAME_BYTES + 1).to_bytes(4, "little"), "at most 67108864 are taken"),
     ],
 )
-def test_what_is_no_message(data: bytes, why: str, pair: tuple[Link[FromHead], Link[FromFrontEnd]]) -> None:
+def test_what_is_no_message(
+    data: bytes, why: str, pair: tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]
+) -> None:
     front_end, head = pair
     front_end._connection.sendall(data)
     with pytest.raises(RunError, match=why):
         head.receive(WAIT_S)
 
 
-def test_a_message_that_is_too_large(pair: tuple[Link[FromHead], Link[FromFrontEnd]]) -> None:
+def test_a_message_that_is_too_large(pair: tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]) -> None:
     with pytest.raises(UsageError, match="at most 67108864 can be sent: give less"):
         pair[0].send(Tokenize(bytes(link.MAX_FRAME_BYTES)))
 
 
-def test_a_reader_who_does_not_read(pair: tuple[Link[FromHead], Link[FromFrontEnd]]) -> None:
+def test_a_reader_who_does_not_read(pair: tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]) -> None:
     """The sender can be ended; a message that may be left out is, and nothing breaks."""
     front_end, head = pair
     n_asked = 0
@@ -219,17 +230,17 @@ def test_a_reader_who_does_not_read(pair: tuple[Link[FromHead], Link[FromFrontEn
 
     def send_on() -> None:
         while True:
-            head.send(Line("x" * 1_000_000), attend=attend)
+            head.send(UserLine("x" * 1_000_000), attend=attend)
 
     with pytest.raises(Terminated):
         send_on()
     assert n_asked == 3
     got = front_end.receive(WAIT_S)
     assert got
-    assert all(isinstance(message, Line) for message in got)
+    assert all(isinstance(message, UserLine) for message in got)
 
 
-def test_a_reader_who_has_gone(pair: tuple[Link[FromHead], Link[FromFrontEnd]]) -> None:
+def test_a_reader_who_has_gone(pair: tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]) -> None:
     front_end, head = pair
     front_end.close()
     while head.send(Alive()):

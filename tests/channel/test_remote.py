@@ -17,10 +17,10 @@ from support.requests import asked
 
 from ggpipe.channel import link, messages, remote
 from ggpipe.channel.client import EngineClient
-from ggpipe.channel.events import Failure, Message
+from ggpipe.channel.events import ChannelMessage, Failure
 from ggpipe.channel.front_end import FrontEnd
-from ggpipe.channel.link import Link
-from ggpipe.channel.messages import Failed, FromFrontEnd, FromHead, Line, Quit, Ready, Stop
+from ggpipe.channel.link import ChannelLink
+from ggpipe.channel.messages import EndRanks, FromFrontEnd, FromHead, Interrupt, RanksFailed, Ready, UserLine
 from ggpipe.channel.remote import RemoteEngine, RemoteRanks
 from ggpipe.config.engine import (
     ContextConfig,
@@ -62,8 +62,8 @@ DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, (DRAFT,), n_requ
 class Connected:
     """Both ends of a channel."""
 
-    front_end: Link[FromHead]
-    head: Link[FromFrontEnd]
+    front_end: ChannelLink[FromHead]
+    head: ChannelLink[FromFrontEnd]
     lines: list[str] = field(default_factory=list)
 
     def ranks(self, **settings: Any) -> RemoteRanks:
@@ -76,7 +76,7 @@ def channel() -> Iterator[Connected]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    ends = Connected(Link(one, messages.from_head), Link(other, messages.from_front_end))
+    ends = Connected(ChannelLink(one, messages.from_head), ChannelLink(other, messages.from_front_end))
     yield ends
     ends.front_end.close()
     ends.head.close()
@@ -194,7 +194,7 @@ def test_a_conversation_takes_one_trip(connected: Connected, monkeypatch: pytest
     sent: list[object] = []
     send = RemoteRanks.send
 
-    def noted(own: RemoteRanks, *all_messages: Message) -> None:
+    def noted(own: RemoteRanks, *all_messages: ChannelMessage) -> None:
         sent.extend(type(message) for message in all_messages)
         send(own, *all_messages)
 
@@ -203,9 +203,9 @@ def test_a_conversation_takes_one_trip(connected: Connected, monkeypatch: pytest
         monkeypatch.setattr(RemoteRanks, "send", noted)
         request = engine.begin(asked(SAID, GREEDY, 12))
         found = [token.id for token in engine.tokens(request)]
-        assert sent == [messages.Submit]
+        assert sent == [messages.SubmitRequest]
         read = engine.tokenize_chat(SAID)
-    assert (request.prompt, request.answer) == (read.tokens, read.answer)
+    assert (request.prompt, request.answer_format) == (read.tokens, read.answer)
     assert request.stats.n_prompt == len(read.tokens)
     assert request.continued.prompt == read.tokens
     with local_session(CONFIG, 1) as session:
@@ -358,7 +358,7 @@ def test_lines_and_errors_of_the_ranks(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
     connected.head.send(
-        Line("measured `n_ctx`"), Failed(Failure(error="ModelError", message="rank 1 (there): damaged"))
+        UserLine("measured `n_ctx`"), RanksFailed(Failure(error="ModelError", message="rank 1 (there): damaged"))
     )
     with pytest.raises(UsageError, match=r"^rank 1 \(there\): damaged$"):
         ranks.profile()
@@ -392,11 +392,11 @@ def test_a_head_that_is_silent(connected: Connected, monkeypatch: pytest.MonkeyP
 
 def test_another_rank_reports_that_the_head_is_silent(connected: Connected) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        other = Link(socket.create_connection(server.getsockname()), messages.from_front_end)
+        other = ChannelLink(socket.create_connection(server.getsockname()), messages.from_front_end)
         accepted, _ = server.accept()
-    other.send(Failed(Failure(error="SilentRankError", message="rank 0 (there) sent nothing for 3 s")))
+    other.send(RanksFailed(Failure(error="SilentRankError", message="rank 0 (there) sent nothing for 3 s")))
     ready(connected)
-    ranks = connected.ranks(more_links=lambda: Link(accepted, messages.from_head))
+    ranks = connected.ranks(more_links=lambda: ChannelLink(accepted, messages.from_head))
     with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 3 s$"):
         ranks.load()
     other.close()
@@ -415,14 +415,14 @@ def test_a_stop_is_sent_once(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
     ranks.stop()
-    connected.head.send(Line("one"), Line("two"), Failed(Failure(error="RunError", message="stopped")))
+    connected.head.send(UserLine("one"), UserLine("two"), RanksFailed(Failure(error="RunError", message="stopped")))
     with pytest.raises(RunError, match="stopped"):
         ranks.profile()
     ranks.close()
     got: list[FromFrontEnd] = []
     while (more := connected.head.receive(20)) is not None:
         got += more
-    assert got == [Stop(), Quit()]
+    assert got == [Interrupt(), EndRanks()]
 
 
 def test_the_head_says_every_second_that_it_is_there(connected: Connected) -> None:
@@ -431,7 +431,7 @@ def test_the_head_says_every_second_that_it_is_there(connected: Connected) -> No
     while len(got) < 3:
         got += connected.front_end.receive(20) or []
     assert [type(message).__name__ for message in got] == ["Ready", "Alive", "Alive"]
-    connected.front_end.send(Stop())
+    connected.front_end.send(Interrupt())
     connected.front_end.close()
     wait_for(lambda: front_end.has_left)
     with pytest.raises(RunError, match="stopped before all was measured"):

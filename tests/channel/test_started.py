@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ggpipe.channel import started
-from ggpipe.channel.started import User, supervised
+from ggpipe.channel.started import UserContact, supervised
 from ggpipe.config.engine import EngineConfig, ModelConfig
 from ggpipe.errors import GgpipeError, LaunchError, RankError, StartError
 from ggpipe.launch import job, mpirun
@@ -53,7 +53,7 @@ class Rig:
     def start(self, n_restarts: int) -> None:
         first = Job(["--version"], 2, self._hostfile)
         config = EngineConfig(model=ModelConfig(path=Path("none")))
-        user = User(show=self.lines.append, report=self.reported.append)
+        user = UserContact(show=self.lines.append, report=self.reported.append)
         with supervised(first, config, n_restarts, lambda _: [], user, lambda _: None) as ranks:
             ranks.load()
 

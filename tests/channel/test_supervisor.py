@@ -9,8 +9,8 @@ from support.mortal_engines import GREEDY, FakeRanks, Rig
 from support.requests import asked
 
 from ggpipe.channel.client import EngineClient
-from ggpipe.channel.events import Ended, Event
-from ggpipe.channel.messages import Loaded, ModelInfo
+from ggpipe.channel.events import RequestEnded, RequestEvent
+from ggpipe.channel.messages import EngineLoaded, ModelInfo
 from ggpipe.channel.supervisor import Budget
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import PrefixDone
@@ -87,7 +87,7 @@ def test_a_request_that_was_cancelled_is_not_served_again() -> None:
         engine.cancel(one)
         ended: list[int] = []
         while other.is_active:
-            ended += [event.request for event in engine.step() if isinstance(event, Ended)]
+            ended += [event.request for event in engine.step() if isinstance(event, RequestEnded)]
     assert ended == [one.id, other.id]
     assert (one.stats.finish, other.stats.finish) == (Finish.STOPPED, Finish.LENGTH)
     assert len(one.tokens) == 2
@@ -99,7 +99,7 @@ def test_orders_are_given_again_unless_they_were_cancelled() -> None:
         orders = engine.save_prefix((1, 2), "tale"), engine.restore_prefix((3, 4), "other"), engine.erase_prefix((5,))
         engine.cancel(orders[1])
         first.is_dead = True
-        done: list[Event] = []
+        done: list[RequestEvent] = []
         while len(done) < len(orders):
             done += engine.step()
     saved, cancelled, erased = (order.id for order in orders)
@@ -110,7 +110,7 @@ def test_ranks_that_die_again_at_once_end_a_request_once(monkeypatch: pytest.Mon
     rig = Rig(first := FakeRanks("first"), second := FakeRanks("second"), FakeRanks("third"), n_restarts=2)
     loaded = second.loaded
 
-    def dead() -> Loaded:
+    def dead() -> EngineLoaded:
         found = loaded()
         second.is_dead = True
         return found

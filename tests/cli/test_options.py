@@ -32,11 +32,11 @@ from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
-    Loading,
+    LoadSettings,
     PlanSettings,
     ProfileSettings,
-    Prompt,
-    Ranks,
+    PromptSettings,
+    RankSettings,
     SimulatedText,
 )
 from ggpipe.options.table import OPTIONS, PANELS
@@ -110,7 +110,15 @@ def test_help_shows_switches_without_a_value(arguments: list[str], capsys: pytes
 
 def test_defaults_are_the_records_own() -> None:
     nothing = given("")
-    for record in (ContextConfig, PipelineConfig, SamplingConfig, SpeculationConfig, Prompt, Loading, Ranks):
+    for record in (
+        ContextConfig,
+        PipelineConfig,
+        SamplingConfig,
+        SpeculationConfig,
+        PromptSettings,
+        LoadSettings,
+        RankSettings,
+    ):
         assert nothing[record] == record()
     config = engine_config.engine_config(nothing)
     assert config.context == ContextConfig()
@@ -130,8 +138,8 @@ def test_each_record_of_each_command_has_its_defaults(command: Command) -> None:
 
 
 def test_a_command_has_its_own_defaults() -> None:
-    assert options("-m m", "bench")[Prompt] == Prompt(n_predict=128)
-    assert options("-m m -n 5", "bench")[Prompt].n_predict == 5
+    assert options("-m m", "bench")[PromptSettings] == PromptSettings(n_predict=128)
+    assert options("-m m -n 5", "bench")[PromptSettings].n_predict == 5
     assert options("-m m", "bench")[SamplingConfig] == SamplingConfig(seed=1)
 
 
@@ -204,10 +212,10 @@ def test_other_spellings_of_the_draft(line: str, draft: int) -> None:
 
 def test_a_record_in_the_place_of_another() -> None:
     read = given("-n 5 -c 100")
-    other = read.having(Prompt(text="x"))
-    assert other[Prompt] == Prompt(text="x")
+    other = read.having(PromptSettings(text="x"))
+    assert other[PromptSettings] == PromptSettings(text="x")
     assert other[ContextConfig] == read[ContextConfig]
-    assert read[Prompt] == Prompt(n_predict=5)
+    assert read[PromptSettings] == PromptSettings(n_predict=5)
 
 
 # Checks
@@ -235,11 +243,11 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: given("-lm x")[Loading], "must be auto, mmap, none, mlock, mmap\\+mlock or dio, got x"),
+        (lambda: given("-lm x")[LoadSettings], "must be auto, mmap, none, mlock, mmap\\+mlock or dio, got x"),
         (lambda: engine_config.model_config(given("--numa x")), "`numa` must be distribute, isolate or numactl, got x"),
         (lambda: given("-fa x")[ContextConfig], "`flash_attn` must be on, off or auto, got x"),
         (lambda: given("--mode x")[SpeculationConfig], "`mode` must be iterative, speculative or async, got x"),
-        (lambda: given("-n -2")[Prompt], "`n_predict` must be -1 .*, got -2"),
+        (lambda: given("-n -2")[PromptSettings], "`n_predict` must be -1 .*, got -2"),
         (lambda: given("-s -2")[SamplingConfig], "`seed` must be -1 .*, got -2"),
         (lambda: engine_config.engine_config(given("--mode async")), "name one with `draft.model`"),
         (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks behind the / needs a draft model"),
@@ -257,9 +265,9 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: given("--lora-scaled a"), "`lora_scaled` a: write FILE:SCALE"),
         (lambda: given("--lora-scaled a:b"), "`lora_scaled` a:b: write FILE:SCALE"),
         (lambda: given("--mpi-layer-split 2"), "`shares` 2: shares add up to 2, more than 1"),
-        (lambda: given("")[Prompt].read(), "give one prompt"),
-        (lambda: given("-p x -f y")[Prompt].read(), "give one prompt"),
-        (lambda: given("-f nowhere")[Prompt].read(), "`file` nowhere: cannot read the prompt: No such file"),
+        (lambda: given("")[PromptSettings].read(), "give one prompt"),
+        (lambda: given("-p x -f y")[PromptSettings].read(), "give one prompt"),
+        (lambda: given("-f nowhere")[PromptSettings].read(), "`file` nowhere: cannot read the prompt: No such file"),
         (lambda: options("-m m --rounds 0", "bench")[BenchSettings], "`rounds` must be 1 or more, got 0"),
         (lambda: options("-m m --modes async,x", "bench")[BenchSettings], "`modes` must be iterative, .*, got x"),
         (lambda: options("-m m --layers 5-3", "profile"), "`layers` 5-3: write the first and the last layer"),
@@ -370,8 +378,8 @@ def test_ways_to_load(line: str, mode: str) -> None:
 def test_a_prompt_file_loses_its_last_newline(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_bytes(b"a\\tb\n\n")
-    assert Prompt(file=path).read() == "a\tb\n"
-    assert Prompt(file=path, escape=False).read() == "a\\tb\n"
+    assert PromptSettings(file=path).read() == "a\tb\n"
+    assert PromptSettings(file=path, escape=False).read() == "a\\tb\n"
 
 
 def test_a_row_names_the_value_it_refuses() -> None:

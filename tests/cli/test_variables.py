@@ -9,10 +9,10 @@ import pytest
 from ggpipe.cli import app
 from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.option import Command, Options
 from ggpipe.options.server import ServerConfig
-from ggpipe.options.settings import Loading, Models
+from ggpipe.options.settings import LoadSettings, ModelSettings
 from ggpipe.text.chat.conversation import CHATML
 
 Line = Callable[..., Any]
@@ -50,7 +50,7 @@ def test_variables_are_read(line: Line) -> None:
         LLAMA_ARG_NO_ENDPOINT_SLOTS="1", LLAMA_ARG_FLASH_ATTN="0", LLAMA_ARG_ALIAS="",
         LLAMA_ARG_SPEC_DRAFT_MODEL="d.gguf",
     )  # fmt: skip
-    assert list(map(str, (options[Models].target, *options[Models].drafts))) == ["m.gguf", "d.gguf"]
+    assert list(map(str, (options[ModelSettings].target, *options[ModelSettings].drafts))) == ["m.gguf", "d.gguf"]
     assert (options[ContextConfig].n_ctx, options[ContextConfig].flash_attn) == (512, "off")
     server = options[ServerConfig]
     assert (server.port, server.keys(), server.n_slots, server.alias) == (81, ("a", "b"), 3, None)
@@ -61,17 +61,17 @@ def test_variables_are_read(line: Line) -> None:
 
 def test_flags_come_first(line: Line) -> None:
     options = line("serve -m a --port 82 --repack", LLAMA_ARG_MODEL="b", LLAMA_ARG_PORT="81", LLAMA_ARG_NO_REPACK="1")
-    assert (str(options[Models].target), options[ServerConfig].port) == ("a", 82)
+    assert (str(options[ModelSettings].target), options[ServerConfig].port) == ("a", 82)
     assert options.fields(ModelConfig)["repack"]
     options = line(
         "chat -m a --no-mmap --chat-template-file f", LLAMA_ARG_LOAD_MODE="mmap", LLAMA_ARG_CHAT_TEMPLATE="c"
     )
-    assert (options[Loading].mode, options.fields(Chat).get("template")) == ("none", None)
+    assert (options[LoadSettings].mode, options.fields(ChatSettings).get("template")) == ("none", None)
 
 
 def test_a_template_is_for_conversations(line: Line) -> None:
-    assert "template" not in line("generate -m a -p b", LLAMA_ARG_CHAT_TEMPLATE="chatml").fields(Chat)
-    assert line("generate -m a -p b -st")[Chat].source == CHATML
+    assert "template" not in line("generate -m a -p b", LLAMA_ARG_CHAT_TEMPLATE="chatml").fields(ChatSettings)
+    assert line("generate -m a -p b -st")[ChatSettings].source == CHATML
 
 
 @pytest.mark.parametrize(

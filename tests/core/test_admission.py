@@ -10,7 +10,7 @@ from ggpipe.core.admission import Admission
 from ggpipe.core.events import Arrived
 from ggpipe.core.in_flight import InFlight
 from ggpipe.core.kv.prefix_cache import PrefixCache
-from ggpipe.core.messages import Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest
 from ggpipe.core.request import Limits
 from ggpipe.core.request_state import SequenceState
 
@@ -29,7 +29,7 @@ class Queue:
         for name in names:
             self._ids[name] = number = len(self._ids)
             request = core_request(id=number, prompt=(1,), n_predict=5, user=name[0])
-            self._admission.wait(Arrived(request, Want(WantKind.TOP, 1)))
+            self._admission.wait(Arrived(request, LogitsRequest(LogitsKind.TOP, 1)))
 
     def admitted(self) -> Sequence[str]:
         names = list(self._ids)

@@ -15,16 +15,16 @@ CONFIDENCES = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 0.995)
 
 def test_before_anything_is_judged_the_drafter_is_believed() -> None:
     calibration = Calibration()
-    assert [calibration.chance(prob) for prob in (0.0, 0.3, 1.0)] == [0.0, pytest.approx(0.3), pytest.approx(1.0)]
+    assert [calibration.probability(prob) for prob in (0.0, 0.3, 1.0)] == [0.0, pytest.approx(0.3), pytest.approx(1.0)]
 
 
 def test_a_drafter_that_is_overconfident() -> None:
     calibration = Calibration()
     for i in range(400):
         calibration.judged(0.9, right=i % 2 == 0)
-    assert calibration.chance(0.9) == pytest.approx(0.5, abs=0.03)
+    assert calibration.probability(0.9) == pytest.approx(0.5, abs=0.03)
     assert calibration.agreement == pytest.approx(0.5, abs=0.05)
-    assert calibration.chance(0.0) == 0.0
+    assert calibration.probability(0.0) == 0.0
 
 
 def test_a_few_draft_tokens_move_all_probabilities_alike() -> None:
@@ -32,9 +32,9 @@ def test_a_few_draft_tokens_move_all_probabilities_alike() -> None:
     calibration = Calibration()
     for i in range(8):
         calibration.judged(0.8, right=i % 2 == 0)
-    ratio = calibration.chance(0.4) / 0.4
+    ratio = calibration.probability(0.4) / 0.4
     assert ratio < 1
-    assert calibration.chance(0.2) / 0.2 == pytest.approx(ratio)
+    assert calibration.probability(0.2) / 0.2 == pytest.approx(ratio)
 
 
 def test_each_bin_converges_on_its_own_draft_tokens() -> None:
@@ -44,7 +44,7 @@ def test_each_bin_converges_on_its_own_draft_tokens() -> None:
         for prob in CONFIDENCES:
             calibration.judged(prob, right=(i * prob**2) % 1 < prob**2)
     for prob in CONFIDENCES:
-        assert calibration.chance(prob) == pytest.approx(prob**2, abs=0.06)
+        assert calibration.probability(prob) == pytest.approx(prob**2, abs=0.06)
 
 
 def test_a_bin_follows_a_text_that_changes() -> None:
@@ -52,15 +52,15 @@ def test_a_bin_follows_a_text_that_changes() -> None:
     for right in (True, False):
         for _ in range(300):
             calibration.judged(0.6, right)
-    assert calibration.chance(0.6) < 0.05
+    assert calibration.probability(0.6) < 0.05
 
 
 def test_never_more_than_certain() -> None:
     calibration = Calibration()
     for _ in range(300):
         calibration.judged(0.3, True)
-    assert calibration.chance(0.3) == pytest.approx(1.0)
-    assert calibration.chance(0.45) == 1.0
+    assert calibration.probability(0.3) == pytest.approx(1.0)
+    assert calibration.probability(0.45) == 1.0
 
 
 class Both:
@@ -69,7 +69,7 @@ class Both:
     def __init__(self) -> None:
         self.tree = Tree(SequenceIds(4, 1), [], token=3, pos=2)
         self.drafters = RequestDrafters((4, 9), self.tree)
-        self.text: list[int] = []
+        self.output: list[int] = []
         self.counters = Counters()
         self._numbers = 0
 
@@ -77,18 +77,18 @@ class Both:
         """A drafter names the token after the root."""
         self._numbers += 1
         expansion = Expansion(ROOT, self._numbers, 1, ((token, prob),))
-        batch = MicroBatch(request=1, epoch=len(self.text), expansions=(expansion,), complete=True, drafter=drafter)
-        self.drafters.add(batch, self.text, lambda parent, token: True, 0.0)
+        batch = MicroBatch(request=1, epoch=len(self.output), expansions=(expansion,), complete=True, drafter=drafter)
+        self.drafters.add(batch, self.output, lambda parent, token: True, 0.0)
         return self.tree.root.children[token]
 
     def accept(self, token: int) -> None:
-        self.text.append(token)
+        self.output.append(token)
         self.drafters.judge(token, self.counters)
-        self.drafters.advanced(self.tree.advance(token), len(self.text))
+        self.drafters.advanced(self.tree.advance(token), len(self.output))
         self.drafters.validate()
 
-    def chance(self, drafter: int, prob: float) -> float:
-        return self.drafters[drafter].calibration.chance(prob)
+    def probability(self, drafter: int, prob: float) -> float:
+        return self.drafters[drafter].calibration.probability(prob)
 
 
 def test_each_drafter_is_judged_by_its_own_probabilities() -> None:
@@ -98,9 +98,11 @@ def test_each_drafter_is_judged_by_its_own_probabilities() -> None:
         it.name(4, 7, 0.5)
         it.name(9, 7, 0.95)
         it.accept(7 if i % 2 else 8)
-    assert it.chance(4, 0.5) == pytest.approx(0.5, abs=0.05)
-    assert it.chance(9, 0.95) == pytest.approx(0.5, abs=0.05)
-    assert it.chance(4, 0.95) == pytest.approx(0.95, abs=0.1), "it never said so: nothing to learn from the other one"
+    assert it.probability(4, 0.5) == pytest.approx(0.5, abs=0.05)
+    assert it.probability(9, 0.95) == pytest.approx(0.5, abs=0.05)
+    assert it.probability(4, 0.95) == pytest.approx(0.95, abs=0.1), (
+        "it never said so: nothing to learn from the other one"
+    )
 
 
 def test_a_drafter_is_not_judged_by_what_others_name() -> None:
@@ -110,8 +112,8 @@ def test_a_drafter_is_not_judged_by_what_others_name() -> None:
         it.name(9, 8, 0.9)
         it.accept(7)
         assert it.drafters[4].calibration.n_judged == it.drafters[9].calibration.n_judged == i + 1
-    assert it.chance(4, 0.9) > 0.97
-    assert it.chance(9, 0.9) < 0.03
+    assert it.probability(4, 0.9) > 0.97
+    assert it.probability(9, 0.9) < 0.03
     assert it.drafters.leading is it.drafters[4]
 
 
@@ -125,7 +127,7 @@ def test_a_token_is_as_probable_as_its_best_proposal_after_calibration() -> None
     better = it.name(4, 6, 0.3)
     both = it.name(9, 6, 0.9)
     assert both is better
-    assert better.chance == it.drafters.chance(better) == it.chance(4, 0.3) > 0.9
+    assert better.probability == it.drafters.probability(better) == it.probability(4, 0.3) > 0.9
     assert next(it.tree.best_first()) is better
 
 
@@ -146,7 +148,7 @@ def test_numbers_are_each_drafters_own() -> None:
 def test_it_is_complete_when_no_drafter_may_send_more() -> None:
     it = Both()
     assert it.drafters.all_complete, "none may be ahead of the root"
-    it.drafters[4].lead = it.drafters[9].lead = 3
+    it.drafters[4].look_ahead = it.drafters[9].look_ahead = 3
     assert not it.drafters.all_complete
     it.name(4, 7, 0.5)
     assert not it.drafters.all_complete

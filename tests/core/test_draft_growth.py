@@ -10,7 +10,7 @@ from support.draft_steps import END, Draft
 
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Vocabularies
-from ggpipe.core.drafters.growth import candidates
+from ggpipe.core.drafters.draft_state import candidates
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import Tick
 from ggpipe.core.messages import KvKind, KvOp, RowLogits
@@ -188,7 +188,7 @@ def test_without_overlap_too_few_draft_tokens_are_none() -> None:
 def test_tokens_that_only_the_draft_has_are_never_drafted() -> None:
     draft = Draft(vocabularies=Vocabularies(n_target=1000, n_draft=1003, stand_in=END))
     draft.begin()
-    assert draft.runs[0].wants[0].banned == (7, 1000, 1001, 1002)
+    assert draft.runs[0].logits_requests[0].banned == (7, 1000, 1001, 1002)
 
 
 def test_nothing_is_drafted_where_all_tokens_are_banned() -> None:

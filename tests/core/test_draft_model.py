@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 from support.draft_steps import END, Draft
 
-from ggpipe.core.draft_messages import ROOT, Accepted, Done, Vocabularies
+from ggpipe.core.draft_messages import ROOT, Accepted, EndDrafting, Vocabularies
 from ggpipe.core.events import RunEnded
-from ggpipe.core.messages import KvKind, KvOp, RunResult, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, RunResult
 from ggpipe.core.prompt_chunks import chunk_rows
 
 
@@ -17,9 +17,9 @@ def test_the_prompt_is_decoded_in_chunks_and_asks_once() -> None:
     draft = Draft(n_ubatch=2)
     draft.begin()
     assert draft.decoding() == [[(101, 0), (102, 1)], [(103, 2)]]
-    assert [row.want for run in draft.runs for row in run.rows] == [-1, -1, 0]
-    (want,) = draft.runs[-1].wants
-    assert (want.kind, want.banned) == (WantKind.TOP, (7,))
+    assert [row.logits_request for run in draft.runs for row in run.rows] == [-1, -1, 0]
+    (want,) = draft.runs[-1].logits_requests
+    assert (want.kind, want.banned) == (LogitsKind.TOP, (7,))
     assert want.n > 1
 
 
@@ -35,10 +35,10 @@ def test_each_answer_is_a_draft_token_and_the_next_run() -> None:
     assert draft.runs[0].ops == ()
 
 
-@pytest.mark.parametrize(("lead", "n_left", "n_draft_tokens"), [(2, 50, 2), (9, 4, 3), (9, 1, 0)])
-def test_it_stops_ahead_of_the_text(lead: int, n_left: int, n_draft_tokens: int) -> None:
+@pytest.mark.parametrize(("look_ahead", "n_left", "n_draft_tokens"), [(2, 50, 2), (9, 4, 3), (9, 1, 0)])
+def test_it_stops_ahead_of_the_text(look_ahead: int, n_left: int, n_draft_tokens: int) -> None:
     draft = Draft()
-    draft.begin(lead=lead, n_left=n_left)
+    draft.begin(look_ahead=look_ahead, n_left=n_left)
     for i in range(9):
         if draft.decoding():
             draft.answer({10 + i: 0.9})
@@ -92,7 +92,7 @@ def test_text_that_it_did_not_see_coming_is_decoded_at_once() -> None:
     draft.answer({5: 0.9})
     draft.accept(3, 20, 21, 22)
     assert draft.decoding() == [[(20, 3), (21, 4), (22, 5)]]
-    assert [row.want for row in draft.runs[-1].rows] == [-1, -1, 0]
+    assert [row.logits_request for row in draft.runs[-1].rows] == [-1, -1, 0]
 
 
 def test_an_adopted_draft_token_that_was_not_decoded_is_decoded_as_text() -> None:
@@ -111,7 +111,7 @@ def test_the_end_cancels_and_empties() -> None:
     draft = Draft()
     draft.begin()
     draft.answer({5: 0.9})
-    draft.say(Done(1))
+    draft.say(EndDrafting(1))
     assert draft.cancelled == [draft.runs[0].id]
     assert (draft.runs[1].rows, draft.runs[1].ops) == ((), (KvOp(KvKind.RM, 0),))
     draft.say(Accepted(1, 1, (5,), 9))
@@ -131,7 +131,7 @@ def test_two_requests_share_a_run_and_take_turns_where_rows_are_few() -> None:
     narrow.begin(1)
     narrow.begin(2)
     while narrow.runs[0].rows[0].pos < 3:
-        narrow.answer(*({5: 0.9} for row in narrow.runs[0].rows if row.want >= 0))
+        narrow.answer(*({5: 0.9} for row in narrow.runs[0].rows if row.logits_request >= 0))
     requests = []
     for i in range(6):
         requests.append(narrow.runs[0].rows[0].request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.draft_steps import PROMPT, Draft
 
-from ggpipe.core.draft_messages import Done
+from ggpipe.core.draft_messages import EndDrafting
 from ggpipe.core.messages import KvKind, KvOp
 
 
@@ -15,7 +15,7 @@ def a_text_of_five_is_kept(**limits: int) -> Draft:
     for token in (5, 6, 8):
         draft.answer({token: 0.9})
     draft.accept(2, 5, 6)
-    draft.say(Done(1))
+    draft.say(EndDrafting(1))
     draft.runs.clear()
     return draft
 
@@ -40,7 +40,7 @@ def test_draft_tokens_behind_an_ended_text_are_cut_off() -> None:
     for token in (5, 6, 8):
         draft.answer({token: 0.9})
     draft.accept(1, 5)
-    draft.say(Done(1))
+    draft.say(EndDrafting(1))
     assert draft.runs[-1].ops == (KvOp(KvKind.RM, 0, p0=4),)
     draft.begin(2, prompt=(*PROMPT, 5, 6, 8))
     assert draft.decoding()[-1] == [(6, 4), (8, 5)]
@@ -50,7 +50,7 @@ def test_text_in_flight_is_not_kept() -> None:
     draft = Draft(n_prefixes=2, n_seq=3, n_ubatch=1, n_in_flight=2)
     draft.begin()
     draft.answer()
-    draft.say(Done(1))
+    draft.say(EndDrafting(1))
     assert draft.drafter._prefixes.kept == {0: PROMPT[:1]}
 
 
@@ -70,5 +70,5 @@ def test_a_request_without_the_cache_neither_takes_nor_keeps() -> None:
     draft.begin(2, prompt=(*PROMPT, 5, 6, 20), cache_prompt=False)
     assert len(draft.runs[0].rows) == 6
     draft.answer({7: 0.9})
-    draft.say(Done(2))
+    draft.say(EndDrafting(2))
     assert draft.drafter._prefixes.kept == {0: (*PROMPT, 5, 6)}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ggpipe.config.engine import SpeculationConfig
-from ggpipe.core.draft_messages import ROOT, Accepted, Begin, Done, MicroBatch
+from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, EndDrafting, MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.ngram import Ngrams
 
@@ -17,12 +17,14 @@ END = 0
 class Copier:
     """An n-gram drafter with one request, and the paths of all that it proposed."""
 
-    def __init__(self, *prompt: int, lead: int = 4, n_left: int = 100, banned: tuple[int, ...] = (), n_min: int = 0):
-        self.drafter, self.lead, self.text = Ngrams(3), lead, list(prompt)
+    def __init__(
+        self, *prompt: int, look_ahead: int = 4, n_left: int = 100, banned: tuple[int, ...] = (), n_min: int = 0
+    ):
+        self.drafter, self.look_ahead, self.text = Ngrams(3), look_ahead, list(prompt)
         self.n_prompt = len(prompt)
         self.paths: dict[int, tuple[int, ...]] = {}
-        begin = Begin(
-            request=1, prompt=prompt, n_left=n_left, lead=lead, ends=frozenset({END}), banned=banned,
+        begin = BeginDrafting(
+            request=1, prompt=prompt, n_left=n_left, look_ahead=look_ahead, ends=frozenset({END}), banned=banned,
             speculation=SpeculationConfig(n_min=n_min),
         )  # fmt: skip
         self.first = self._read(self.drafter.answer(begin))
@@ -31,7 +33,7 @@ class Copier:
         """The text goes on: the last tokens of the paths that are proposed because of it."""
         self.text += tokens
         epoch = len(self.text) - self.n_prompt
-        return self._read(self.drafter.answer(Accepted(1, epoch, tokens, self.lead)))
+        return self._read(self.drafter.answer(Accepted(1, epoch, tokens, self.look_ahead)))
 
     def _read(self, batches: list[MicroBatch]) -> list[int]:
         (batch,) = batches
@@ -64,21 +66,27 @@ def test_nothing_that_occurs_again() -> None:
 
 
 def test_a_longer_match_comes_before_a_later_one() -> None:
-    it = Copier(7, 8, 1, 2, 3, 50, 9, 1, 2, 3, 60, 8, 1, 2, 3, lead=1)
+    it = Copier(7, 8, 1, 2, 3, 50, 9, 1, 2, 3, 60, 8, 1, 2, 3, look_ahead=1)
     assert it.first == [50]
-    assert Copier(8, 1, 2, 3, 50, 9, 1, 2, 3, 60, 4, 1, 2, 3, lead=1).first == [60], "of equal ones the latest"
+    assert Copier(8, 1, 2, 3, 50, 9, 1, 2, 3, 60, 4, 1, 2, 3, look_ahead=1).first == [60], "of equal ones the latest"
 
 
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
-    assert Copier(5, 6, 5, 6, 5, 6, lead=5).first == [5, 6, 5, 6, 5]
-    assert Copier(5, 5, 5, 5, lead=3).first == [5, 5, 5]
+    assert Copier(5, 6, 5, 6, 5, 6, look_ahead=5).first == [5, 6, 5, 6, 5]
+    assert Copier(5, 5, 5, 5, look_ahead=3).first == [5, 5, 5]
 
 
 def test_longer_matches_are_surer() -> None:
     def prob(n: int) -> float:
         prompt = (*range(10, 10 + n), 9, *range(10, 10 + n))
-        begin = Begin(
-            request=1, prompt=prompt, n_left=9, lead=1, ends=frozenset(), banned=(), speculation=SpeculationConfig()
+        begin = BeginDrafting(
+            request=1,
+            prompt=prompt,
+            n_left=9,
+            look_ahead=1,
+            ends=frozenset(),
+            banned=(),
+            speculation=SpeculationConfig(),
         )
         (batch,) = Ngrams(0).answer(begin)
         return batch.expansions[0].candidates[0][1]
@@ -92,19 +100,19 @@ def test_it_stops_where_the_text_may_end() -> None:
     assert Copier(1, 2, 3, 4, END, 1, 2, 3).first == [4]
     assert Copier(1, 2, 3, 4, 5, 1, 2, 3, banned=(5,)).first == [4]
     assert Copier(1, 2, 3, 4, 5, 6, 1, 2, 3, n_left=3).first == [4, 5], "the last token needs no row"
-    assert Copier(1, 2, 3, 4, 5, 6, 1, 2, 3, lead=0).first == []
+    assert Copier(1, 2, 3, 4, 5, 6, 1, 2, 3, look_ahead=0).first == []
     assert Copier(1, 2, 3, 4, END, 1, 2, 3, n_min=2).first == []
 
 
 def test_requests_do_not_see_each_other() -> None:
     drafter, speculation = Ngrams(0), SpeculationConfig()
     for request, prompt in ((1, (1, 2, 3, 4)), (2, (9, 1, 2, 3))):
-        begin = Begin(
-            request=request, prompt=prompt, n_left=9, lead=2, ends=frozenset(), banned=(), speculation=speculation
+        begin = BeginDrafting(
+            request=request, prompt=prompt, n_left=9, look_ahead=2, ends=frozenset(), banned=(), speculation=speculation
         )
         (batch,) = drafter.answer(begin)
         assert batch.expansions == ()
-    assert drafter.answer(Done(1)) == []
+    assert drafter.answer(EndDrafting(1)) == []
     (batch,) = drafter.answer(Accepted(2, 1, (4,), 2))
     assert batch.request == 2
 
@@ -113,7 +121,7 @@ def test_requests_do_not_see_each_other() -> None:
 def test_every_match_is_a_match(seed: int) -> None:
     """Against a search through the whole text. Random texts of few tokens, which repeat themselves a lot."""
     rng = random.Random(seed)
-    it = Copier(*(rng.randrange(1, 4) for _ in range(30)), lead=2, n_left=1000)
+    it = Copier(*(rng.randrange(1, 4) for _ in range(30)), look_ahead=2, n_left=1000)
     for _ in range(200):
         it.accept(*(rng.randrange(1, 4) for _ in range(rng.randint(1, 3))))
         index = it.drafter._requests[1]._index

@@ -68,7 +68,7 @@ class Cells:
         served = Served(prefix, prefix.tree, prompt, n)
         self.served.append(served)
         self.carry_out()
-        assert self.cells.history(served.tree.own) == prompt[:n]
+        assert self.cells.history(served.tree.seq) == prompt[:n]
         assert n < len(prompt)
         return served
 
@@ -76,13 +76,13 @@ class Cells:
         """Up to `n` further tokens of its text, to the next checkpoint at most."""
         n = min(n, len(served.text) - served.n_cells)
         if n:
-            self.prefixes.stands_at(served.prefix, served.n_cells)
+            self.prefixes.checkpoint(served.prefix, served.n_cells)
         borders = (checkpoint.position - served.n_cells for checkpoint in served.prefix.checkpoints)
         n = min([n, *(n for n in borders if n > 0)])
         self.prefixes.shrink(self.limits.n_ctx - self.n_own - n)
         self.carry_out()
         at = served.n_cells
-        own = (served.tree.own,)
+        own = (served.tree.seq,)
         rows = [Row(token=served.text[at + i], pos=at + i, seqs=own, request=0) for i in range(n)]
         self.cells.decode(rows)
         served.n_cells += n
@@ -99,7 +99,7 @@ class Cells:
         for seq, tokens in kept.items():
             assert self.cells.history(seq) == tokens
         assert len(self.cells.cells) == self.prefixes.n_cells + self.n_own
-        ids = set(kept) | {served.tree.own for served in self.served}
+        ids = set(kept) | {served.tree.seq for served in self.served}
         for served in self.served:
             for checkpoint, own in served.prefix.pending:
                 assert self.cells.history(own) == served.text[: checkpoint.position]
@@ -133,9 +133,9 @@ def test_a_whole_sequence_is_taken_over_without_a_copy() -> None:
     cells = Cells()
     kept_text(cells, (1, 2, 3))
     served = cells.open((1, 2, 3, 4, 5))
-    assert (served.tree.own, served.prefix.n_tokens, len(cells.prefixes)) == (0, 3, 0)
+    assert (served.tree.seq, served.prefix.n_tokens, len(cells.prefixes)) == (0, 3, 0)
     second = cells.open((1, 2, 3, 4, 6))
-    assert (second.tree.own, second.prefix.n_tokens) == (1, 3), "it is still there for others"
+    assert (second.tree.seq, second.prefix.n_tokens) == (1, 3), "it is still there for others"
     cells.check()
 
 
@@ -156,7 +156,7 @@ def test_requests_copy_from_one_that_is_served() -> None:
     assert second.prefix.n_tokens == 2
     cells.close(first, 0)
     cells.check()
-    assert cells.cells.history(second.tree.own) == (1, 2)
+    assert cells.cells.history(second.tree.seq) == (1, 2)
 
 
 def test_a_longer_sequence_replaces_a_shorter_one() -> None:

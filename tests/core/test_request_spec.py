@@ -10,7 +10,7 @@ from support.requests import asked
 
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prompt import Conversation, Prompt, ToolChoice, as_prompt
+from ggpipe.core.prompt import Conversation, RequestPrompt, ToolChoice, as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import UsageError
 
@@ -30,7 +30,7 @@ SAID = Conversation(
     ],
     ids=["text", "no UTF-8", "tokens", "mixed", "conversation"],
 )
-def test_prompts_as_users_give_them(given: Any, prompt: Prompt) -> None:
+def test_prompts_as_users_give_them(given: Any, prompt: RequestPrompt) -> None:
     assert as_prompt(given) == prompt
 
 
@@ -46,7 +46,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [b"caf\xe9", (5, 6), (5, b"a"), SAID])
-def test_requests_travel_whole(prompt: Prompt) -> None:
+def test_requests_travel_whole(prompt: RequestPrompt) -> None:
     spec = asked(
         prompt,
         SamplingConfig(temp=0.3, logit_bias=((5, float("-inf")),)),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from ggpipe.core.batching.rows import Riders, Rounds, most_per_second, riders, usual_chain
+from ggpipe.core.batching.rows import DraftWithRoot, Rounds, draft_with_root, most_per_second, usual_chain
 from ggpipe.core.drafters.calibration import Calibration, Pace
 from ggpipe.core.run_cost import RunCost
 
@@ -26,9 +26,9 @@ class Known:
     def usual(self, limit: int) -> int:
         return most_per_second(usual_chain(self.calibration, limit), self.cost)
 
-    def beside_root(self, ready: Sequence[float], most: int) -> Riders:
+    def beside_root(self, ready: Sequence[float], most: int) -> DraftWithRoot:
         first_s, next_s = self.pace.first_s or math.inf, self.pace.next_s or math.inf
-        return riders(ready, most, self.cost, 1, self.calibration, first_s, next_s)
+        return draft_with_root(ready, most, self.cost, 1, self.calibration, first_s, next_s)
 
 
 def learned(times: dict[int, float], rounds: int = 30) -> Known:
@@ -116,8 +116,8 @@ def test_a_row_more_is_dearer_where_a_run_passes_many_stages() -> None:
 def test_draft_tokens_go_with_a_root_where_rows_and_waiting_are_cheap() -> None:
     assert timed(0.01).beside_root((), 3).n == 3
     assert timed(0.01, n_stages=32).beside_root((), 3).n < 3, "each row makes 32 stages slower"
-    assert timed(0.9).beside_root((), 3) == Riders(), "a row costs nearly a run"
-    assert timed(0.01, first_s=2.0).beside_root((), 3) == Riders(), "the draft is slow"
+    assert timed(0.9).beside_root((), 3) == DraftWithRoot(), "a row costs nearly a run"
+    assert timed(0.01, first_s=2.0).beside_root((), 3) == DraftWithRoot(), "the draft is slow"
 
 
 def test_a_root_waits_only_for_draft_tokens_that_are_still_to_come() -> None:
@@ -128,17 +128,17 @@ def test_a_root_waits_only_for_draft_tokens_that_are_still_to_come() -> None:
     one_to_come = known.beside_root((0.5, 0.25), 3)
     assert one_to_come.n == 3
     assert one_to_come.wait_s == pytest.approx(0.04)
-    assert known.beside_root((0.5, 0.25), 2) == Riders(2)
-    assert timed(0.01, next_s=9.0, first_s=9.0).beside_root((0.5,), 3) == Riders(1)
+    assert known.beside_root((0.5, 0.25), 2) == DraftWithRoot(2)
+    assert timed(0.01, next_s=9.0, first_s=9.0).beside_root((0.5,), 3) == DraftWithRoot(1)
 
 
 def test_an_improbable_draft_token_does_not_go_with_the_root() -> None:
-    assert timed(0.1).beside_root((0.01,), 1) == Riders()
+    assert timed(0.1).beside_root((0.01,), 1) == DraftWithRoot()
 
 
 def test_the_root_goes_alone_before_the_draft_was_timed() -> None:
     known = Known()
-    assert known.beside_root((0.9,), 4) == Riders()
+    assert known.beside_root((0.9,), 4) == DraftWithRoot()
     assert known.cost.seconds(3) == 0
 
 
@@ -208,7 +208,7 @@ def test_draft_tokens_beside_roots_must_bring_clearly_more() -> None:
 
 
 def beside_early_roots(ready: Sequence[float], cost: RunCost, n_roots: int = 1) -> int:
-    return riders(ready, len(ready), cost, n_roots, Calibration(), math.inf, math.inf).n
+    return draft_with_root(ready, len(ready), cost, n_roots, Calibration(), math.inf, math.inf).n
 
 
 def test_draft_tokens_delay_early_roots_in_every_stage() -> None:

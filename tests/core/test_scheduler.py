@@ -255,7 +255,7 @@ def test_nothing_is_submitted_that_the_text_has_no_room_for() -> None:
 
 def test_deeper_rows_want_more_logits() -> None:
     head = opened()
-    head.arrive(replace(speculating(), want_grows=True))
+    head.arrive(replace(speculating(), logits_request_grows=True))
     head.handle(
         Drafted(
             MicroBatch(
@@ -267,7 +267,7 @@ def test_deeper_rows_want_more_logits() -> None:
         )
     )
     run = head.pipeline.live[-1]
-    assert [run.wants[row.want].n for row in run.rows] == [4, 5, 6]
+    assert [run.logits_requests[row.logits_request].n for row in run.rows] == [4, 5, 6]
 
 
 def test_operations_that_no_run_could_carry_go_alone() -> None:

@@ -109,7 +109,7 @@ def requests(
         n_predict=draw(st.sampled_from(n_predict)),
         speculation=draw(speculations),
         ends=draw(st.sampled_from([frozenset({END}), frozenset()])),
-        want_grows=draw(st.booleans()),
+        logits_request_grows=draw(st.booleans()),
         remembers_rows=draw(st.booleans()),
         saves=draw(st.sampled_from(["nothing", "prompt", "text"])),
     )

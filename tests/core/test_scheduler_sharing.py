@@ -7,13 +7,13 @@ import collections
 import pytest
 from support.requests import core_request
 
-from ggpipe.core.events import Arrived, Event, RunEnded, Sample, Sampled, Stop, Submit, Tick
-from ggpipe.core.messages import RowLogits, Run, RunResult, Span, Want, WantKind
+from ggpipe.core.events import Arrived, RunEnded, Sample, Sampled, SchedulerEvent, StopRequest, SubmitRun, Tick
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunResult, Span
 from ggpipe.core.prompt_chunks import chunk_rows
 from ggpipe.core.request import Limits
 from ggpipe.core.scheduler import Scheduler
 
-ONE = Want(WantKind.TOP, 1)
+ONE = LogitsRequest(LogitsKind.TOP, 1)
 
 
 class Pipeline:
@@ -53,7 +53,7 @@ class Pipeline:
         self._handle(Arrived(request, ONE))
 
     def stop(self, number: int) -> None:
-        self._handle(Stop(number))
+        self._handle(StopRequest(number))
 
     def wake(self) -> float:
         """The time comes for which the scheduler waits; returns how long it was away."""
@@ -66,25 +66,25 @@ class Pipeline:
     def step(self) -> None:
         """The oldest run comes back."""
         run = self.runs.pop(0)
-        n_text = sum(row.want < 0 for row in run.rows)
+        n_text = sum(row.logits_request < 0 for row in run.rows)
         text_s = next((s for least, s in reversed(self._text_s.items()) if least <= n_text), 0.0)
         seconds = self._seconds[max(len(run.rows) - n_text, 1)] + n_text * text_s
         spans = tuple(
             Span(rank=rank, start_s=0.0, compute_s=seconds, busy_s=seconds, sent_bytes=0)
             for rank in range(self._n_stages)
         )
-        rows = tuple(RowLogits(i, (7,), (0.0,), 0.0) for i, row in enumerate(run.rows) if row.want >= 0)
+        rows = tuple(RowLogits(i, (7,), (0.0,), 0.0) for i, row in enumerate(run.rows) if row.logits_request >= 0)
         self._now += seconds
         self._handle(RunEnded(RunResult(run.id, rows, spans)))
 
-    def _handle(self, event: Event) -> None:
-        events: list[Event] = [event]
+    def _handle(self, event: SchedulerEvent) -> None:
+        events: list[SchedulerEvent] = [event]
         while events:
             for action in self.scheduler.handle(events.pop(0), self._now):
                 match action:
-                    case Submit(run):
+                    case SubmitRun(run):
                         self.runs.append(run)
-                        n_text = sum(row.want < 0 for row in run.rows)
+                        n_text = sum(row.logits_request < 0 for row in run.rows)
                         self.sizes.append((len(run.rows) - n_text, n_text))
                     case Sample(request):
                         events.append(Sampled(request, 7, False, ONE))

@@ -22,7 +22,7 @@ class Grower:
         self.tree = Tree(self.ids, self.ops, PROMPT[-1], len(PROMPT) - 1)
         self.cache = FakeCache(64, n_seq)
         self.cache.decode(
-            [Row(token=token, pos=i, seqs=(self.tree.own,), request=1) for i, token in enumerate(PROMPT[:-1])]
+            [Row(token=token, pos=i, seqs=(self.tree.seq,), request=1) for i, token in enumerate(PROMPT[:-1])]
         )
         self._n_runs = 0
         assert self.place(self.tree.root) == ([PROMPT], [])
@@ -35,9 +35,9 @@ class Grower:
             nodes.append(parent)
         return nodes
 
-    def name(self, parent: Node, token: int, chance: float) -> Node:
+    def name(self, parent: Node, token: int, probability: float) -> Node:
         """A draft token that is as probable as its drafter says."""
-        return self.tree.add(parent, token, Proposal(0, 1, chance), chance)
+        return self.tree.add(parent, token, Proposal(0, 1, probability), probability)
 
     def place(self, *nodes: Node, most: int = 99) -> tuple[list[Tokens], list[KvOp]]:
         """Put nodes into a run: what each of those that are in it sees, and the operations before it."""
@@ -119,7 +119,7 @@ def test_the_branch_that_wins_keeps_its_id() -> None:
     (c,) = it.grow(a, 3)
     it.place(c)
     assert set(it.tree.advance(2)) == {a, c}
-    assert it.tree.own == 1
+    assert it.tree.seq == 1
     assert it.take_ops() == [KvOp(KvKind.RM, 0)], "dead ids go as a whole"
     assert len(it.ids) == 3
     (d,) = it.grow(b, 4)
@@ -133,7 +133,7 @@ def test_ids_are_used_again() -> None:
         it.place(a, b)
         it.tree.advance(10 * i + 1 + i % 2)
     it.take_ops()
-    assert it.cache.history(it.tree.own) == (*PROMPT, 1, 12, 21, 32, 41)
+    assert it.cache.history(it.tree.seq) == (*PROMPT, 1, 12, 21, 32, 41)
     assert len(it.ids) == 1
 
 
@@ -154,7 +154,7 @@ def test_branches_leave_ids_for_requests_to_come() -> None:
     it.place(a, b)
     assert not b.submitted
     other = Tree(it.ids, it.ops, 9, 0)
-    assert (other.own, len(it.ids), it.ids.reserved) == (1, 0, 0)
+    assert (other.seq, len(it.ids), it.ids.reserved) == (1, 0, 0)
     other.close()
     assert (len(it.ids), it.ids.reserved) == (1, 1)
     it.place(b)
@@ -213,14 +213,14 @@ def test_a_token_that_several_drafters_name_is_as_probable_as_its_best_proposal(
     assert list(tree.best_first()) == [a, c, b]
     assert c.log_path == pytest.approx(math.log(0.81))
     assert tree.add(root, 1, Proposal(8, 3, 0.99), 0.1) is a
-    assert a.chance == 0.9
+    assert a.probability == 0.9
 
 
 def test_paths_are_reckoned_again_as_drafters_turn_out_to_be_worth() -> None:
     it = Grower()
     a, b, c = it.grow(it.tree.root, 1, 2, 3)
     it.place(a)
-    it.tree.reckon(lambda node: node.proposals[0].prob / node.pos)
+    it.tree.reevaluate(lambda node: node.proposals[0].prob / node.pos)
     expected = [0.5 / 3, 0.5 / 3 * 0.5 / 4, 0.5 / 3 * 0.5 / 4 * 0.5 / 5]
     assert [math.exp(node.log_path) for node in (a, b, c)] == pytest.approx(expected)
 

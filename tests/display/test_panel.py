@@ -10,7 +10,7 @@ from support.screen import speculated_request, speculating_ranks, texts
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.layout import layer_range
 from ggpipe.display.format import harmless, human_bytes, human_rate, human_seconds
-from ggpipe.display.live.panel import Space, generating_panel, loading_panel
+from ggpipe.display.live.panel import PanelSize, generating_panel, loading_panel
 from ggpipe.stats.occupancy import Occupancy
 from ggpipe.stats.records import RankStats, RequestStats
 
@@ -24,7 +24,7 @@ def test_panels_fit(n_ranks: int, width: int, height: int) -> None:
     ]
     stats = RequestStats(n_prompt=10**6, arrived=0.0)
     for ascii_only in (False, True):
-        space = Space(width, height, ascii_only)
+        space = PanelSize(width, height, ascii_only)
         loading = loading_panel(ranks, space)
         prompt = generating_panel(ranks, [0.5] * n_ranks, stats, 5000.0, space)
         stats.token_times = [float(i) for i in range(99)]
@@ -47,7 +47,7 @@ def test_less_room_leaves_the_least_needed_out() -> None:
     ranks = speculating_ranks()
 
     def panel(width: int, height: int) -> list[str]:
-        return texts(generating_panel(ranks, [0.5, 1.0, 0.0], stats, 11.0, Space(width, height)))
+        return texts(generating_panel(ranks, [0.5, 1.0, 0.0], stats, 11.0, PanelSize(width, height)))
 
     full = panel(100, 20)
     assert full[-1] == "async   2 in flight  acceptance  40 %  cancelled 1 run, 2 tokens  text: drafted  own"

@@ -71,7 +71,7 @@ def test_record(chat: Path, tmp_path: Path) -> None:
         "record", "-m", chat, "-md", DRAFT, "-p", PROMPT, "-n", 60, "-s", 5, "--ignore-eos", "-o", path
     )
     assert result.returncode == 0, result.stderr
-    (take,) = read(path).takes
+    (take,) = read(path).prompts
     assert any(token >= N_OWN for token in take.text)
     assert all(token < N_OWN for candidates in take.candidates for token, _ in candidates)
     assert sum(take.agrees) > 10

@@ -11,7 +11,7 @@ from support.pipeline import local_ranks
 from support.requests import asked
 
 from ggpipe.channel.client import ClientRequest
-from ggpipe.channel.events import Ended, TokenReady
+from ggpipe.channel.events import RequestEnded, TokenReady
 from ggpipe.config.engine import (
     ContextConfig,
     DraftConfig,
@@ -61,7 +61,7 @@ def serve(own: Session, requests: list[ClientRequest]) -> dict[int, list[int]]:
                 case TokenReady(request, token):
                     assert request not in ended
                     tokens[request].append(token.id)
-                case Ended(request=request):
+                case RequestEnded(request=request):
                     ended.append(request)
     return tokens
 

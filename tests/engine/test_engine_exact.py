@@ -25,7 +25,7 @@ from ggpipe.config.engine import (
     SpeculationConfig,
 )
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.engine.engine import Engine
+from ggpipe.engine.engine import EngineCore
 from ggpipe.engine.head import LoadedHead
 from ggpipe.engine.loading import load_all
 from ggpipe.engine.session import Session
@@ -73,7 +73,7 @@ def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iter
     )
     with local_ranks(config, n_ranks + n_draft_ranks) as head:
         ready = load_all(head, lambda: None)
-        engine = Engine(ready)
+        engine = EngineCore(ready)
         head.at_close(engine.close)
         yield ready, Session(head, engine)
 

@@ -14,7 +14,7 @@ from support.commands import HANG_S
 from ggpipe.core.layout import Layout, lay_out, parse_split
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, RunResult, Span
 from ggpipe.engine.pipeline import Pipeline
-from ggpipe.engine.stage_thread import Broke, Ended, Fetched, PartDone, Passed, StageThread
+from ggpipe.engine.stage_thread import Fetched, PartDone, Passed, ResultReady, StageFailed, StageThread
 from ggpipe.llama.group import Membership
 from ggpipe.llama.stage import Outcome, Stage
 from ggpipe.transport import codec
@@ -52,7 +52,7 @@ class Ranks:
     def __init__(self, layout: Layout, n_ranks: int) -> None:
         self.transports = LocalWorld(n_ranks).transports
         self.threads = {rank: FakeThread() for rank in layout.stage_ranks}
-        self.ended: dict[int, list[Ended | Fetched]] = {rank: [] for rank in layout.ranks}
+        self.ended: dict[int, list[ResultReady | Fetched]] = {rank: [] for rank in layout.ranks}
         self.pipelines = {rank: self._pipeline(layout, rank) for rank in layout.ranks}
 
     def _pipeline(self, layout: Layout, rank: int) -> Pipeline:
@@ -102,7 +102,7 @@ def test_other_parts_send_the_head_their_time() -> None:
 
 def test_the_last_stages_part_0_ends_a_run() -> None:
     ranks = ranks_of("0.3*2,0.7*2")
-    ended = Ended(RunResult(5))
+    ended = ResultReady(RunResult(5))
     ranks.pipelines[2].deliver(ended)
     assert ranks.ended[2] == [ended]
 
@@ -239,7 +239,7 @@ def test_all_parts_skip_the_same_runs_whenever_cancels_arrive(n_parts: int, seed
     for part in parts:
         assert part.stage.computed == first.stage.computed
         assert part.stage.applied == [op for number in range(N_RUNS) for op in run_of(number).ops]
-        assert not [notice for notice in part.notices if isinstance(notice, Broke)]
+        assert not [notice for notice in part.notices if isinstance(notice, StageFailed)]
     assert [outcome.result.run for outcome in first.outcomes] == list(range(N_RUNS))
     ended = {outcome.result.run for outcome in first.outcomes if outcome.result.cancelled}
     assert not ended - set(range(0, N_RUNS, 3)), "nobody cancelled it"
@@ -255,4 +255,4 @@ def test_a_part_that_waits_for_the_others_can_be_closed() -> None:
     parts[0].thread.close()
     parts[1].thread.close()
     assert not parts[0].outcomes
-    assert not [notice for part in parts for notice in part.notices if isinstance(notice, Broke)]
+    assert not [notice for part in parts for notice in part.notices if isinstance(notice, StageFailed)]

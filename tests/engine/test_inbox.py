@@ -212,7 +212,7 @@ def test_another_thread_may_poll() -> None:
 
 
 def test_a_message_behind_runs_is_not_left_lying() -> None:
-    """Several messages that come while nobody waits ring once."""
+    """Several messages that come while nobody waits count as one wake-up."""
     here, there = LocalWorld(2).transports
     inbox: Inbox[str] = Inbox(here)
     runs: list[int] = []

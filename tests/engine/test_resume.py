@@ -13,7 +13,7 @@ from support.pipeline import local_ranks
 from support.requests import asked
 
 from ggpipe.channel.client import ClientRequest
-from ggpipe.channel.events import Ended, TokenReady
+from ggpipe.channel.events import RequestEnded, TokenReady
 from ggpipe.channel.messages import encode, from_head
 from ggpipe.config.engine import (
     ContextConfig,
@@ -146,7 +146,7 @@ def test_a_stop_string() -> None:
                 for event in engine.step():
                     if isinstance(event, TokenReady):
                         text.append((event.token.id, event.token.text))
-                    elif isinstance(event, Ended):
+                    elif isinstance(event, RequestEnded):
                         rest = event.rest
             return text, rest, request.stats.finish
 

@@ -23,7 +23,7 @@ from ggpipe.transport.control import (
     ControlMessage,
     EndProfile,
     Hello,
-    Load,
+    LoadLayers,
     Quit,
     StageLoaded,
     Usage,
@@ -64,7 +64,7 @@ def loaded() -> Iterator[HeadOfOne]:
     head = HeadOfOne(TARGET)
     hello = head.until(Hello)
     assert isinstance(hello, Hello)
-    head.channel.send(1, Load(Layout.of_ranks(((0, hello.n_layer - 2), (hello.n_layer - 2, hello.n_layer)))))
+    head.channel.send(1, LoadLayers(Layout.of_ranks(((0, hello.n_layer - 2), (hello.n_layer - 2, hello.n_layer)))))
     assert isinstance(head.until(StageLoaded), StageLoaded)
     yield head
     head.quit(0)
@@ -87,7 +87,7 @@ def test_a_load_for_a_worker_that_failed_is_not_obeyed(tmp_path: Path) -> None:
     head = HeadOfOne(tmp_path / "no.gguf")
     with pytest.raises(ModelError):
         head.channel.receive()
-    head.channel.send(1, Load(Layout.of_ranks(((0, 1), (1, 2)))))
+    head.channel.send(1, LoadLayers(Layout.of_ranks(((0, 1), (1, 2)))))
     head.quit(2)
 
 

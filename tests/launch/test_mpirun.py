@@ -14,7 +14,7 @@ import pytest
 from support import in_process
 from support.commands import HANG_S, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
 
-from ggpipe.channel.started import User, started
+from ggpipe.channel.started import UserContact, started
 from ggpipe.errors import StartError
 from ggpipe.launch import mpirun
 from ggpipe.launch.job import Job as Ranks
@@ -92,7 +92,7 @@ def test_a_folder_without_room_is_named(
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(program))
     monkeypatch.setattr(mpirun, "_ROOM_BYTES", 1 << 62)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    user = User(show=lambda _: None, report=lambda _: None)
+    user = UserContact(show=lambda _: None, report=lambda _: None)
     with (
         pytest.raises(StartError, match=f"{tmp_path} has .* MB left for its files: make room, or set TMPDIR"),
         started(Ranks([], 2, None), 0, lambda: None, user),

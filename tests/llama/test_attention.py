@@ -11,7 +11,7 @@ from support.reference import Logits
 from support.zoo import make
 
 from ggpipe.config.engine import ContextConfig
-from ggpipe.core.messages import Row, Run, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.llama import machine
 
 # Plain heads, grouped heads, one KV head, windows, windows and sinks, keys wider than values
@@ -38,9 +38,9 @@ def runs() -> Iterator[Run]:
         rows: list[Row] = []
         for seq in (1, *[0] * (n - 1), 2) if i % 2 else (i // 2 % 3,) * n:
             token = int(rng.integers(0, 100))
-            rows.append(Row(token=token, pos=length[seq], seqs=(seq,), request=0, want=0))
+            rows.append(Row(token=token, pos=length[seq], seqs=(seq,), request=0, logits_request=0))
             length[seq] += 1
-        yield Run(id=i + 1, rows=tuple(rows), ops=(), wants=(Want(WantKind.FULL),))
+        yield Run(id=i + 1, rows=tuple(rows), ops=(), logits_requests=(LogitsRequest(LogitsKind.FULL),))
 
 
 def logits(path: Path, context: ContextConfig, cuts: tuple[int, ...] = (), threads: int = 1) -> Logits:

@@ -16,7 +16,7 @@ from support.reference import Logits, run_of
 from support.zoo import ZOO, Metadata, make
 
 from ggpipe.config.engine import ContextConfig, KvType, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 N_SEQ = 4
@@ -34,7 +34,7 @@ _INDEXER: Metadata = {
 _SPARSE = replace(ZOO["qwen3moe"], arch="minimax-m3", n_head=2, drop=ZOO["deepseek2"].drop)
 """A model that attends to chosen cells only."""
 RM, CP = KvKind.RM, KvKind.CP
-FULL = (Want(WantKind.FULL),)
+FULL = (LogitsRequest(LogitsKind.FULL),)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,11 @@ class Company:
         rows, texts = [], []
         for seq in seqs:
             text, token = self._texts[seq], int(rng.integers(3, self._n_vocab))
-            rows.append(Row(token=token, pos=len(text), seqs=(seq,), request=0, want=0))
+            rows.append(Row(token=token, pos=len(text), seqs=(seq,), request=0, logits_request=0))
             text.append(token)
             texts.append(tuple(text))
         self._n_runs += 1
-        run = Run(id=self._n_runs, rows=tuple(rows), ops=tuple(self._ops), wants=FULL)
+        run = Run(id=self._n_runs, rows=tuple(rows), ops=tuple(self._ops), logits_requests=FULL)
         self._ops.clear()
         self.found.update(zip(texts, self._pipeline.decode(run), strict=True))
 

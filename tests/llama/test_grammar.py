@@ -18,10 +18,10 @@ from support.grammars import GRAMMARS, SCHEMAS, fits
 
 from ggpipe.config.engine import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError
 from ggpipe.llama.constrained_sampler import ConstrainedSampler, NoTokenFits
-from ggpipe.llama.draft_check import DraftCheck
+from ggpipe.llama.draft_check import GrammarDraftCheck
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.libllama import lib
@@ -91,15 +91,15 @@ class Rank:
         self.sampler = sampler
         self.n_fetched = 0
         self._drafts = drafts
-        self._before: Want | None = None
+        self._before: LogitsRequest | None = None
 
     def draw(self, logits: Logits) -> tuple[int, bool]:
-        own = want = self.sampler.want()
+        own = want = self.sampler.logits_request()
         self.sampler.settle()
         if self._drafts and (before := self._before) is not None:
-            want = replace(before, n=before.n + self.sampler.want_grows) if before.keeps else before
+            want = replace(before, n=before.n + self.sampler.logits_request_grows) if before.keeps else before
         self._before = own
-        assert want.keeps is (want.kind is WantKind.TOP)
+        assert want.keeps is (want.kind is LogitsKind.TOP)
         whole = whole_row(0, logits, want)
         drawn = self.sampler.sample(best_of(0, logits, want) if want.keeps else whole)
         if drawn is None:
@@ -188,7 +188,7 @@ def test_a_resumed_sampler_that_remembers_rows(vocab: Vocab, fields: dict[str, A
     """Tokens that were drawn again are drawn again when their rows come back."""
     config = SamplingConfig(seed=5, grammar=GRAMMARS["words"].grammar, **fields)
     first, second = Rank(constrained(config, vocab)), Rank(constrained(config, vocab))
-    assert second.sampler.replay_want(12).kind is WantKind.FULL
+    assert second.sampler.replay_logits_request(12).kind is LogitsKind.FULL
     n_again = 0
     for n, logits in zip(range(24), rows(vocab, 1, 0.0), strict=False):
         token, is_second = first.draw(logits)
@@ -333,7 +333,7 @@ def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: p
     grammar = Grammar('root ::= ("ab" | "cd" | "ce"){2}', vocab)
     token = {text: vocab.tokenize(f"x{text}")[-1] for text in "abcde"}
     tokens = [token[text] for text in "abcde"]
-    draft_check = DraftCheck(grammar)
+    draft_check = GrammarDraftCheck(grammar)
 
     def fitting(path: str) -> str:
         paths = tuple(token[text] for text in path)
@@ -353,7 +353,7 @@ def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: p
 def test_draft_tokens_are_not_looked_at_for_long(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ggpipe.llama.draft_check._AT_ONCE_S", -1.0)
     grammar = Grammar('root ::= "b"', vocab)
-    draft_check = DraftCheck(grammar)
+    draft_check = GrammarDraftCheck(grammar)
     assert draft_check.fits((), vocab.tokenize("xa")[-1])
     grammar.close()
 

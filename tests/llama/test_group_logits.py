@@ -16,25 +16,25 @@ from support.reference import run_of
 from support.zoo import make
 
 from ggpipe.config.engine import ContextConfig
-from ggpipe.core.messages import Row, RowLogits, Run, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.llama.group import Group, together
 from ggpipe.llama.libllama import native
 
 N_VOCAB = 64
 WANTS = (
-    Want(WantKind.TOP),
-    Want(WantKind.TOP, 5),
-    Want(WantKind.TOP, 40, banned=(0, 7, 8, 63)),
-    Want(WantKind.FULL, banned=(3,)),
-    Want(WantKind.TOP, N_VOCAB, banned=tuple(range(1, N_VOCAB))),
-    Want(WantKind.TOP, 3, banned=tuple(range(20))),
+    LogitsRequest(LogitsKind.TOP),
+    LogitsRequest(LogitsKind.TOP, 5),
+    LogitsRequest(LogitsKind.TOP, 40, banned=(0, 7, 8, 63)),
+    LogitsRequest(LogitsKind.FULL, banned=(3,)),
+    LogitsRequest(LogitsKind.TOP, N_VOCAB, banned=tuple(range(1, N_VOCAB))),
+    LogitsRequest(LogitsKind.TOP, 3, banned=tuple(range(20))),
 )
 
 
-def best(logits: Sequence[float], want: Want, first: int = 0, end: int = N_VOCAB) -> RowLogits:
+def best(logits: Sequence[float], want: LogitsRequest, first: int = 0, end: int = N_VOCAB) -> RowLogits:
     """What a want is of tokens [first, end)."""
     known = {id: logits[id] for id in range(first, end) if id not in want.banned}
-    if want.kind is WantKind.FULL:
+    if want.kind is LogitsKind.FULL:
         return RowLogits(7, None, np.array([known.get(id, -np.inf) for id in range(first, end)], np.float32), 0.0)
     ids = sorted(known, key=lambda id: (-known[id], id))[: want.n]
     total = sum(math.exp(x) for x in known.values())
@@ -71,20 +71,20 @@ def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
     path = make("llama", tmp_path / "llama.gguf", n_ff=512)
     prompt = run_of(1, range(5, 25), 0)
     wants = (
-        Want(WantKind.FULL),
-        Want(WantKind.TOP),
-        Want(WantKind.TOP, 40),
-        Want(WantKind.TOP, 9, banned=(3, 300)),
-        Want(WantKind.TOP, 5, sums=False, also=(0, 200, 383)),
+        LogitsRequest(LogitsKind.FULL),
+        LogitsRequest(LogitsKind.TOP),
+        LogitsRequest(LogitsKind.TOP, 40),
+        LogitsRequest(LogitsKind.TOP, 9, banned=(3, 300)),
+        LogitsRequest(LogitsKind.TOP, 5, sums=False, also=(0, 200, 383)),
     )
     with Pipeline(path, context=ContextConfig(n_ctx=256, n_seq=4), shares=[(2, 1, 1)]) as pipeline:
-        rows = tuple(replace(row, want=i % 5 if i >= 12 else -1) for i, row in enumerate(prompt.rows))
-        first = pipeline.outcome(replace(prompt, rows=rows, wants=wants))
+        rows = tuple(replace(row, logits_request=i % 5 if i >= 12 else -1) for i, row in enumerate(prompt.rows))
+        first = pipeline.outcome(replace(prompt, rows=rows, logits_requests=wants))
         again = pipeline.outcome(
             Run(
                 id=2,
-                rows=tuple(Row(token=r.token, pos=r.pos, seqs=(1,), request=1, want=0) for r in prompt.rows),
-                wants=wants,
+                rows=tuple(Row(token=r.token, pos=r.pos, seqs=(1,), request=1, logits_request=0) for r in prompt.rows),
+                logits_requests=wants,
             )
         )
     whole = {row.row: row.logits for row in again.rows}

@@ -13,18 +13,22 @@ from support.reference import Reference, run_of
 from support.zoo import ZOO, make
 
 from ggpipe.config.engine import ContextConfig
-from ggpipe.core.messages import Row, Run, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 
 RECURRENT = ("jamba", "mamba2")
-HIDDEN, FULL = Want(WantKind.HIDDEN), Want(WantKind.FULL)
+HIDDEN, FULL = LogitsRequest(LogitsKind.HIDDEN), LogitsRequest(LogitsKind.FULL)
 
 
 def both(id: int, tokens: Sequence[int], pos: int) -> Run:
     """A run of two sequences, whose tokens take turns: the first one has more, and wants its hidden states."""
-    first = [Row(token=token, pos=pos + i, seqs=(0,), request=0, want=0) for i, token in enumerate(tokens)]
-    second = [Row(token=token + 1, pos=i, seqs=(1,), request=1, want=1) for i, token in enumerate(tokens[::2])]
+    first = [Row(token=token, pos=pos + i, seqs=(0,), request=0, logits_request=0) for i, token in enumerate(tokens)]
+    second = [
+        Row(token=token + 1, pos=i, seqs=(1,), request=1, logits_request=1) for i, token in enumerate(tokens[::2])
+    ]
     pairs = zip(first, [*second, *[None] * len(first)], strict=False)
-    return Run(id=id, rows=tuple(row for pair in pairs for row in pair if row is not None), wants=(HIDDEN, FULL))
+    return Run(
+        id=id, rows=tuple(row for pair in pairs for row in pair if row is not None), logits_requests=(HIDDEN, FULL)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2", "qwen3moe", "gpt2", "deepseek2", *RECURRENT])
@@ -35,15 +39,15 @@ def test_hidden_states_are_libllamas(name: str, tmp_path: Path) -> None:
     cuts = () if name == "mamba2" else even_cuts(ZOO[name].n_layer, 2)
     fields = {"n_seq_max": 2, "kv_unified": True, "swa_full": True}
     with Pipeline(path, cuts, context) as pipeline, Reference(path, 256, context=fields) as reference:
-        alone = replace(run_of(1, range(5, 38), 0), wants=(HIDDEN,))
+        alone = replace(run_of(1, range(5, 38), 0), logits_requests=(HIDDEN,))
         np.testing.assert_array_equal(pipeline.decode(alone), reference.hidden(alone))
         shared = run_of(2, range(40, 49), 33) if name in RECURRENT else both(2, range(40, 49), 33)
-        shared = replace(shared, wants=(HIDDEN, FULL))
+        shared = replace(shared, logits_requests=(HIDDEN, FULL))
         rows = pipeline.outcome(shared).rows
         states = iter(reference.hidden(shared))
         for row in rows:
             expected = next(states)
-            if shared.rows[row.row].want == 0:
+            if shared.rows[row.row].logits_request == 0:
                 np.testing.assert_array_equal(row.logits, expected)
         logits = run_of(3, (7, 8, 9), 42)  # those of runs behind are as before
         np.testing.assert_array_equal(pipeline.decode(logits), reference.decode(logits))
@@ -56,16 +60,16 @@ def test_rows_that_want_nothing_are_not_given_out(tmp_path: Path) -> None:
     with Reference(path, 256, exact=True) as reference:
         libllamas = reference.hidden(prompt)[-1]
         logits = reference.decode(run_of(2, (9,), 33))[0]
-    prompt = replace(prompt, rows=tuple(replace(row, want=-1) for row in prompt.rows[:-1]) + prompt.rows[-1:])
+    prompt = replace(prompt, rows=tuple(replace(row, logits_request=-1) for row in prompt.rows[:-1]) + prompt.rows[-1:])
     states = []
     for cuts, shares in (((), ()), ((1,), ()), ((), [(0.5, 0.5)])):
         with Pipeline(path, cuts, replace(context, exact=not shares), shares=shares) as pipeline:
-            (row,) = pipeline.outcome(replace(prompt, wants=(HIDDEN,))).rows
+            (row,) = pipeline.outcome(replace(prompt, logits_requests=(HIDDEN,))).rows
             assert row.row == 32
             states.append(row.logits)
-            other = Row(token=9, pos=33, seqs=(0,), request=1, want=1)
-            hidden = Row(token=9, pos=34, seqs=(0,), request=0, want=0)
-            mixed = pipeline.outcome(Run(id=2, rows=(other, hidden), wants=(HIDDEN, FULL))).rows
+            other = Row(token=9, pos=33, seqs=(0,), request=1, logits_request=1)
+            hidden = Row(token=9, pos=34, seqs=(0,), request=0, logits_request=0)
+            mixed = pipeline.outcome(Run(id=2, rows=(other, hidden), logits_requests=(HIDDEN, FULL))).rows
             assert [len(row.logits) for row in mixed] == [len(logits), len(libllamas)]
             np.testing.assert_allclose(mixed[0].logits, logits, atol=0.1)
     np.testing.assert_array_equal(states[0], states[1])

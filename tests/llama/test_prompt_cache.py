@@ -16,7 +16,7 @@ from support.reference import Logits, run_of
 from support.zoo import ZOO, make
 
 from ggpipe.config.engine import ContextConfig, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, Restored, Row, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Restored, Row, Run
 from ggpipe.errors import SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
@@ -92,16 +92,16 @@ def test_cells_in_another_order_are_restored_in_the_order_of_positions(tmp_path:
     path = make("llama", tmp_path / "llama.gguf")
 
     def row(token: int, pos: int, seq: int) -> Row:
-        return Row(token=token, pos=pos, seqs=(seq,), request=0, want=0)
+        return Row(token=token, pos=pos, seqs=(seq,), request=0, logits_request=0)
 
-    wants = (Want(WantKind.FULL),)
+    wants = (LogitsRequest(LogitsKind.FULL),)
     with stages(path) as pipeline:
         caches = files(tmp_path, path, pipeline)
         pipeline.decode(run_of(1, TOKENS[200:220], 0, seqs=(1,)))
         pipeline.decode(run_of(2, TOKENS[:20], 0))
         for i in range(20, 40):  # each takes one of the cells in front, the last one first
             op = KvOp(KvKind.RM, 1, p0=39 - i)
-            pipeline.decode(Run(id=i, rows=(row(TOKENS[i], i, 0),), ops=(op,), wants=wants))
+            pipeline.decode(Run(id=i, rows=(row(TOKENS[i], i, 0),), ops=(op,), logits_requests=wants))
         assert not any(save(pipeline, caches, TOKENS[:40]))
         expected = go_on(pipeline, TOKENS[40:], 40)
     with stages(path) as pipeline:

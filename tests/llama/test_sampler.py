@@ -14,7 +14,7 @@ from support.common_sampler import common_chain
 
 from ggpipe.config.engine import ModelConfig
 from ggpipe.config.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
-from ggpipe.core.messages import RowLogits, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib
@@ -25,7 +25,7 @@ from ggpipe.llama.vocab import Vocab
 Logits = NDArray[np.float32]
 TALES = Path(__file__).parents[2] / "ggpipe" / "models" / "tales-target.gguf"
 N_CTX, N_STEPS = 256, 200
-TOP, FULL = WantKind.TOP, WantKind.FULL
+TOP, FULL = LogitsKind.TOP, LogitsKind.FULL
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ class Reference:
         lib.llama_sampler_free(self.chain)
 
 
-def extract(logits: Logits, want: Want) -> RowLogits:
+def extract(logits: Logits, want: LogitsRequest) -> RowLogits:
     """What the last stage makes of a row that was asked for."""
     return whole_row(0, logits, want) if want.kind is FULL else best_of(0, logits, want)
 
@@ -188,7 +188,7 @@ def test_tokens_are_llama_cpps(name: str, vocab: Vocab) -> None:
         theirs.accept(token)
     tokens, drawn, n_ends = list(prompt), set(), 0
     for _, row in zip(range(N_STEPS), rows(vocab.n_tokens, seed=len(name)), strict=False):
-        want = ours.want()
+        want = ours.logits_request()
         seen = len(set(tokens[-window:])) if window else 0
         assert want.kind is (FULL if case.n is None else TOP)
         assert want.n == (1 if case.n is None else case.n(seen))
@@ -216,12 +216,12 @@ def test_a_resumed_sampler_draws_as_the_first_one_would(name: str, vocab: Vocab)
     first.accept(prompt)
     tokens: list[int] = []
     for n, row in zip(range(N_STEPS), rows(vocab.n_tokens, seed=len(name)), strict=False):
-        token = first.sample(extract(row, want := first.want()))
+        token = first.sample(extract(row, want := first.logits_request()))
         if n % 20 == len(name) % 20:
             resumed = Sampler(config, vocab, N_CTX)
             resumed.accept(prompt)
             resumed.resume(tokens)
-            assert resumed.want() == want
+            assert resumed.logits_request() == want
             assert resumed.sample(extract(row, want)) == token
             first.close()
             first = resumed  # the next one goes on from this one's draws
@@ -237,11 +237,11 @@ def test_a_resumed_sampler_that_remembers_rows_gets_them(name: str, vocab: Vocab
     first.accept(prompt)
     seen: list[tuple[int, Logits]] = []
     for n, row in zip(range(60), rows(vocab.n_tokens, seed=len(name)), strict=False):
-        token = first.sample(extract(row, first.want()))
+        token = first.sample(extract(row, first.logits_request()))
         if n % 20 == len(name) % 20:
             resumed = Sampler(config, vocab, N_CTX)
             resumed.accept(prompt)
-            want = resumed.replay_want(n)
+            want = resumed.replay_logits_request(n)
             for known, own in seen:
                 resumed.replay(extract(own, want), known)
             assert resumed.sample(extract(row, want)) == token
@@ -256,7 +256,7 @@ def test_the_same_seed_draws_the_same(vocab: Vocab) -> None:
     def text(seed: int) -> list[int]:
         sampler = Sampler(SamplingConfig(seed=seed), vocab, N_CTX)
         pairs = zip(range(20), rows(vocab.n_tokens, 1), strict=False)
-        tokens = [sampler.sample(extract(row, sampler.want())) for _, row in pairs]
+        tokens = [sampler.sample(extract(row, sampler.logits_request())) for _, row in pairs]
         sampler.close()
         return tokens
 
@@ -268,7 +268,9 @@ def test_a_fresh_seed_can_be_given_again(vocab: Vocab) -> None:
     pairs = list(zip(range(20), rows(vocab.n_tokens, 1), strict=False))
     again = Sampler(SamplingConfig(seed=sampler.seed), vocab, N_CTX)
     for _, row in pairs:
-        assert sampler.sample(extract(row, sampler.want())) == again.sample(extract(row, again.want()))
+        assert sampler.sample(extract(row, sampler.logits_request())) == again.sample(
+            extract(row, again.logits_request())
+        )
     sampler.close()
     again.close()
     again.close()  # a second call does nothing
@@ -290,7 +292,7 @@ def test_log_probabilities_of_the_model(name: str, vocab: Vocab) -> None:
     config = PROBS[name]
     ours, theirs = Sampler(config, vocab, N_CTX), Reference(config, vocab)
     for _, row in zip(range(50), rows(vocab.n_tokens, seed=1), strict=False):
-        want = ours.want()
+        want = ours.logits_request()
         assert want.kind is (FULL if name == "whole rows" else TOP)
         token = ours.sample(extract(row, want))
         assert token == theirs.sample(row)
@@ -309,7 +311,7 @@ def test_log_probabilities_of_the_draw(name: str, vocab: Vocab) -> None:
     config = replace(CASES[name].config, n_probs=4, post_sampling_probs=True)
     ours, theirs = Sampler(config, vocab, N_CTX), Reference(config, vocab)
     for _, row in zip(range(50), rows(vocab.n_tokens, seed=1), strict=False):
-        token = ours.sample(extract(row, ours.want()))
+        token = ours.sample(extract(row, ours.logits_request()))
         assert token == theirs.sample(row)
         left = sorted(((p, id) for id, p in theirs.left() if p > 0), reverse=True)
         own = next(p for p, id in left if id == token)
@@ -351,7 +353,7 @@ def test_biases_beyond_32_bits_decide_alone(temp: float, vocab: Vocab) -> None:
     drawn = []
     for biases in (((7, 1e300), (7, 1.7e308)), ((best, -1e300),)):
         sampler = Sampler(SamplingConfig(seed=1, temp=temp, logit_bias=biases), vocab, N_CTX)
-        drawn.append(sampler.sample(extract(row, sampler.want())))
+        drawn.append(sampler.sample(extract(row, sampler.logits_request())))
         sampler.close()
     assert drawn[0] == 7
     assert drawn[1] != best

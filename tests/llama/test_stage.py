@@ -12,7 +12,7 @@ from support.reference import Fields, Logits, Reference, overrides, run_of
 from support.zoo import ZOO, make, quantize, split
 
 from ggpipe.config.engine import ContextConfig, LoadMode, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.errors import ModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
@@ -294,15 +294,15 @@ def test_top_is_what_full_rows_say(folder: Path) -> None:
     path = model_of(folder, "llama")
     banned = (7, 3, 380)
     wants = tuple(
-        Want(kind, n, ban)
+        LogitsRequest(kind, n, ban)
         for kind, n, ban in (
-            (WantKind.FULL, 1, ()),
-            (WantKind.FULL, 1, banned),
-            (WantKind.TOP, 1, ()),
-            (WantKind.TOP, 40, banned),
-            (WantKind.TOP, 383, ()),
-            (WantKind.TOP, 384, banned),
-            (WantKind.TOP, 500, ()),
+            (LogitsKind.FULL, 1, ()),
+            (LogitsKind.FULL, 1, banned),
+            (LogitsKind.TOP, 1, ()),
+            (LogitsKind.TOP, 40, banned),
+            (LogitsKind.TOP, 383, ()),
+            (LogitsKind.TOP, 384, banned),
+            (LogitsKind.TOP, 500, ()),
         )
     )
     with Pipeline(path, (1,)) as pipeline:
@@ -310,16 +310,16 @@ def test_top_is_what_full_rows_say(folder: Path) -> None:
         for i in range(len(wants)):
             run = Run(
                 id=i + 1,
-                rows=(Row(token=11, pos=0, seqs=(0,), request=0, want=i),),
+                rows=(Row(token=11, pos=0, seqs=(0,), request=0, logits_request=i),),
                 ops=(KvOp(KvKind.RM, 0),),
-                wants=wants,
+                logits_requests=wants,
             )
             rows += pipeline.outcome(run).rows
     full = np.asarray(rows[0].logits)
     for row, want in zip(rows, wants, strict=True):
         expected = full.copy()
         expected[list(want.banned)] = -np.inf
-        if want.kind is WantKind.FULL:
+        if want.kind is LogitsKind.FULL:
             np.testing.assert_array_equal(row.logits, expected)
             continue
         n = min(want.n, len(full) - len(want.banned))

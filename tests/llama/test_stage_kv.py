@@ -13,7 +13,7 @@ from support.runs import TREE, rows_of
 from support.zoo import make, pair_script
 
 from ggpipe.config.engine import ContextConfig, ModelConfig
-from ggpipe.core.messages import KvKind, KvOp, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Run
 from ggpipe.errors import RunError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
@@ -21,7 +21,7 @@ from ggpipe.llama.stage import Stage
 N_SEQ = 4
 CONTEXT = ContextConfig(n_ctx=256, n_seq=N_SEQ, fast_attention=False)
 FIELDS = {"n_seq_max": N_SEQ, "kv_unified": True}
-FULL = (Want(WantKind.FULL),)
+FULL = (LogitsRequest(LogitsKind.FULL),)
 RM, CP = KvKind.RM, KvKind.CP
 
 
@@ -73,7 +73,7 @@ def test_random_histories(seed: int, folder: Path) -> None:
                 for _ in range(rng.integers(1, 5)):
                     rows.append((int(rng.integers(3, 384)), length[seq], (seq,)))
                     length[seq] += 1
-            run = Run(id=i + 1, rows=rows_of(*rows), ops=tuple(ops), wants=FULL)
+            run = Run(id=i + 1, rows=rows_of(*rows), ops=tuple(ops), logits_requests=FULL)
             np.testing.assert_array_equal(pipeline.decode(run), reference.decode(run), f"run {run}")
 
 
@@ -213,7 +213,9 @@ def test_abort_leaves_no_trace(rows: str, slow_model: Path) -> None:
     """Aborted early, and in the middle; the rows' cells are given back for all their sequence ids."""
     prompt, after = run_of(1, range(3, 35), 0), run_of(100, range(200, 205), 32)
     later = run_of(101, range(210, 215), 32, (1,), FORK)
-    stopped = run_of(2, TOKENS, 32) if rows == "one sequence" else Run(id=2, rows=BRANCHES, ops=FORK, wants=FULL)
+    stopped = (
+        run_of(2, TOKENS, 32) if rows == "one sequence" else Run(id=2, rows=BRANCHES, ops=FORK, logits_requests=FULL)
+    )
     with Pipeline(slow_model, (), ContextConfig(n_ctx=512, n_seq=2)) as never:
         never.decode(prompt)
         expected = [never.decode(after), never.decode(later)]
@@ -226,7 +228,7 @@ def test_abort_leaves_no_trace(rows: str, slow_model: Path) -> None:
     back: tuple[KvOp, ...] = (KvOp(RM, 0, p0=32), KvOp(RM, 1))
     for after_s in (0.0, took_s / 4):
         while True:
-            again = Run(id=next(ids), rows=stopped.rows, ops=(*back, *stopped.ops), wants=FULL)
+            again = Run(id=next(ids), rows=stopped.rows, ops=(*back, *stopped.ops), logits_requests=FULL)
             with Canceller(stage, again.id, after_s):
                 outcome = stage.decode(again, None, HEADROOM)
             if outcome.cancelled:
@@ -273,7 +275,9 @@ def test_abort_in_a_pipeline(aborted: int, slow_model: Path) -> None:
                 incoming = outcome.outgoing[HEADROOM:]
             assert pipeline.stages[aborted].decode(stopped, incoming).cancelled
         if aborted == 0:
-            marker = Run(id=2, rows=stopped.rows, ops=stopped.ops, wants=stopped.wants, cancelled=True)
+            marker = Run(
+                id=2, rows=stopped.rows, ops=stopped.ops, logits_requests=stopped.logits_requests, cancelled=True
+            )
             outcome = pipeline.stages[1].decode(marker, None, HEADROOM)
             assert outcome.cancelled
             assert not outcome.rows

@@ -44,7 +44,7 @@ CONFIG = EngineConfig(
     PipelineConfig((0.5, 0.5), threads=(1,)),
     (DraftConfig(model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), shares=(1.0,)),),
 )
-WORK = bench.Work(
+WORK = bench.BenchWork(
     prompts={"a": (5, 6, 7, 8), "b": tuple(range(20, 50))},
     modes=MODES,
     rounds=2,
@@ -59,10 +59,10 @@ WORK = bench.Work(
 
 def test_modes_take_turns_in_another_order_each_time() -> None:
     order = bench.turns(["a", "b"], MODES, 4)
-    assert [turn for turn in order if turn.round == 0] == [bench.Turn(mode, 0, "a") for mode in MODES]
+    assert [turn for turn in order if turn.round == 0] == [bench.BenchTurn(mode, 0, "a") for mode in MODES]
     rest = order[len(MODES) :]
     assert collections.Counter(rest) == {
-        bench.Turn(mode, i, prompt): 1 for mode in MODES for i in range(1, 5) for prompt in ("a", "b")
+        bench.BenchTurn(mode, i, prompt): 1 for mode in MODES for i in range(1, 5) for prompt in ("a", "b")
     }
     groups = [rest[at : at + 4] for at in range(0, len(rest), 4)]
     assert all(len({(turn.round, turn.prompt) for turn in group}) == 1 for group in groups), "side by side"
@@ -95,7 +95,7 @@ def session() -> Iterator[Session]:
 
 
 def test_a_bench_inside_one_process(session: Session) -> None:
-    seen: list[bench.Turn] = []
+    seen: list[bench.BenchTurn] = []
     with bench.open_single(CONFIG) as single:
         runs = list(bench.measure({"": session}, Session.load(single), WORK, seen.append))
     assert seen == bench.turns(["a", "b"], MODES, 2)
@@ -110,7 +110,7 @@ def test_a_bench_inside_one_process(session: Session) -> None:
 
 
 def test_a_stop_ends_it(session: Session) -> None:
-    def stop(turn: bench.Turn) -> None:
+    def stop(turn: bench.BenchTurn) -> None:
         if (turn.round, turn.prompt, turn.mode) == (2, "a", "async"):
             session.stop()
 

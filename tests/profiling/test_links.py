@@ -67,7 +67,7 @@ def test_small_messages_that_take_longer_than_large_ones(
     assert timer.measure(1, 0.0, lambda: None).bytes_per_s == pytest.approx(bytes_per_s)
 
 
-@pytest.mark.parametrize("kind", [Kind.RUN, Kind.CANCEL, Kind.STEER, Kind.MICRO_BATCH])
+@pytest.mark.parametrize("kind", [Kind.RUN, Kind.CANCEL, Kind.TO_DRAFTER, Kind.MICRO_BATCH])
 def test_other_messages_are_not_answered(kind: Kind) -> None:
     world = LocalWorld(2)
     one, other = Rank(world, 0), Rank(world, 1)

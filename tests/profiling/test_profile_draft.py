@@ -19,7 +19,7 @@ from support.zoo import make
 
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape, even_shape
-from ggpipe.cluster.profile import ModelFacts, Part, Point, Profile, as_text, read, write
+from ggpipe.cluster.profile import MeasuredLayers, ModelFacts, Point, Profile, as_text, read, write
 from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.engine import wiring
@@ -28,7 +28,7 @@ from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of
 from ggpipe.planning import profile_cache
-from ggpipe.sim.virtual_cluster import Placement, build, stage_cost
+from ggpipe.sim.virtual_cluster import VirtualPlacement, build, stage_cost
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 FACTS = ModelFacts(
@@ -44,7 +44,7 @@ FACTS = ModelFacts(
     input_bytes=2,
     output_bytes=2,
 )
-PART = Part((0, 2), 10, (Point(1, 32, 0.004), Point(8, 32, 0.010), Point(1, 512, 0.005)))
+PART = MeasuredLayers((0, 2), 10, (Point(1, 32, 0.004), Point(8, 32, 0.010), Point(1, 512, 0.005)))
 
 
 def with_draft(profile: Profile) -> Profile:
@@ -155,7 +155,7 @@ def test_only_the_drafts_pipeline_takes_its_times(outside: bool) -> None:
         output_bytes=5,
     )
     layout = lay_out(4, 2, None)
-    placement = Placement(
+    placement = VirtualPlacement(
         target_on=(0, 1),
         draft_on=(1,) if outside else (),
         layout=layout,

@@ -19,8 +19,8 @@ from ggpipe.cluster.recording import BUNDLED, Recording, dump, read
 from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.draft_messages import Candidates, Vocabularies
-from ggpipe.core.drafters.growth import candidates
-from ggpipe.core.messages import Row, Run, Want, WantKind
+from ggpipe.core.drafters.draft_state import candidates
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
@@ -60,10 +60,12 @@ def candidates_after(stage: Stage, tokens: tuple[int, ...]) -> Candidates:
     """The draft's candidates after these tokens, from an empty cache."""
     stage.forget_all()
     rows = tuple(
-        Row(token=token, pos=pos, seqs=(0,), request=0, want=0 if pos == len(tokens) - 1 else -1)
+        Row(token=token, pos=pos, seqs=(0,), request=0, logits_request=0 if pos == len(tokens) - 1 else -1)
         for pos, token in enumerate(tokens)
     )
-    outcome = stage.decode(Run(id=1, rows=rows, ops=(), wants=(Want(WantKind.TOP, N_CANDIDATES),)), None)
+    outcome = stage.decode(
+        Run(id=1, rows=rows, ops=(), logits_requests=(LogitsRequest(LogitsKind.TOP, N_CANDIDATES),)), None
+    )
     return candidates(outcome.rows[0])
 
 
@@ -109,20 +111,20 @@ def record(output: Path, *arguments: object) -> Recording:
     assert done.stderr == ""
     recording = read(output)
     lines = done.stdout.splitlines()
-    assert len(lines) == len(recording.takes) + 3
-    for line, take in zip(lines, recording.takes, strict=False):
+    assert len(lines) == len(recording.prompts) + 3
+    for line, take in zip(lines, recording.prompts, strict=False):
         agreement = sum(take.agrees) / len(take.text)
         assert line.split() == [
             *(take.name, str(len(take.text)), "tokens", "agreement", f"{agreement * 100:.0f}", "%"),
             *("confidence", f"{sum(take.confidence) / len(take.text) * 100:.0f}", "%"),
         ]
-    assert sum(map(int, lines[-1].split()[1:])) == sum(len(take.text) for take in recording.takes)
+    assert sum(map(int, lines[-1].split()[1:])) == sum(len(take.text) for take in recording.prompts)
     return recording
 
 
 def text_of(recording: Recording, i: int) -> str:
     vocab = Vocab(ModelFile.open(TARGET), ModelConfig(path=TARGET))
-    text = b"".join(vocab.piece(token) for token in recording.takes[i].text).decode()
+    text = b"".join(vocab.piece(token) for token in recording.prompts[i].text).decode()
     vocab.close()
     return text
 
@@ -130,15 +132,15 @@ def text_of(recording: Recording, i: int) -> str:
 def test_records_what_generate_writes(tmp_path: Path) -> None:
     arguments = ("-f", "prompts/tale.txt", "-n", 50, "--temp", 0)
     recording = record(tmp_path / "r.json", *arguments, *SPLITS[2], "-p", "The wolf", "--candidates", N_CANDIDATES)
-    assert [take.name for take in recording.takes] == ["tale.txt", "-p"]
+    assert [take.name for take in recording.prompts] == ["tale.txt", "-p"]
     assert all(
-        len(best) == N_CANDIDATES for take in recording.takes for best in (*take.candidates, *take.after_rejection)
+        len(best) == N_CANDIDATES for take in recording.prompts for best in (*take.candidates, *take.after_rejection)
     )
     assert text_of(recording, 0) == output("generate", "-m", TARGET, "-t", 1, *arguments, *SPLITS[2])
     assert recording.target.name == "tales-target.gguf"
     assert recording.draft.fingerprint == ModelFile.open(DRAFT).fingerprint
     assert recording.sampling["temp"] == 0
-    for take in recording.takes:
+    for take in recording.prompts:
         found = trace(take.prompt, take.text)
         for a, b in ((take.candidates, found.candidates), (take.after_rejection, found.after_rejection)):
             for one, other in zip(a, b, strict=True):
@@ -148,14 +150,14 @@ def test_records_what_generate_writes(tmp_path: Path) -> None:
 def test_records_under_mpirun(tmp_path: Path) -> None:
     done = mpirun(2, "record", *PAIR, "-p", "The wolf", "-n", 20, "--temp", 0, "-o", tmp_path / "r.json")
     assert done.returncode == 0, done.stderr
-    assert len(read(tmp_path / "r.json").takes[0].text) == 20
+    assert len(read(tmp_path / "r.json").prompts[0].text) == 20
 
 
 def test_a_drawn_seed_is_noted_and_is_that_of_all_prompts(tmp_path: Path) -> None:
     same = ("-f", "prompts/tale.txt", "-f", "prompts/tale.txt", "-n", 20)
     first = record(tmp_path / "1.json", *same)
     assert first.seed >= 0
-    assert first.takes[0] == first.takes[1]
+    assert first.prompts[0] == first.prompts[1]
     again = record(tmp_path / "2.json", *same, "-s", first.seed)
     assert again == first
 
@@ -209,13 +211,13 @@ def test_the_bundled_recording_is_of_the_bundled_pair() -> None:
     recording = read(BUNDLED)
     assert recording.target.fingerprint == ModelFile.open(TARGET).fingerprint
     assert recording.draft.fingerprint == ModelFile.open(DRAFT).fingerprint
-    assert [len(take.text) for take in recording.takes] == [256] * 3
+    assert [len(take.text) for take in recording.prompts] == [256] * 3
     assert 0.6 < recording.agreement < 0.8
     vocab = Vocab(ModelFile.open(TARGET), ModelConfig(path=TARGET))
     tale = (ROOT / "prompts" / "tale.txt").read_text().removesuffix("\n")
-    assert recording.takes[0].prompt == vocab.tokenize(tale)
+    assert recording.prompts[0].prompt == vocab.tokenize(tale)
     vocab.close()
-    for take in recording.takes:
+    for take in recording.prompts:
         found = trace(take.prompt, take.text, n=8, fast_attention=False)  # as it was recorded
         for a, b in ((take.candidates, found.candidates), (take.after_rejection, found.after_rejection)):
             for one, other in zip(a, b, strict=True):
@@ -224,16 +226,16 @@ def test_the_bundled_recording_is_of_the_bundled_pair() -> None:
 
 def test_requests_play_it_back() -> None:
     recording = read(BUNDLED)
-    for take, request in zip(recording.takes, requests_of(recording, 600), strict=True):
+    for take, request in zip(recording.prompts, requests_of(recording, 600), strict=True):
         assert request.prompt == take.prompt
-        assert request.text[:256] == request.text[256:512] == take.text
+        assert request.output[:256] == request.output[256:512] == take.text
         assert request.candidates(5, False) == take.candidates[5]
         assert request.candidates(5, True) == take.after_rejection[4]
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     recording = read(BUNDLED)
-    other = dataclasses.replace(recording, seed=5, takes=recording.takes[:1])
+    other = dataclasses.replace(recording, seed=5, prompts=recording.prompts[:1])
     (tmp_path / "r.json").write_text(dump(other))
     assert read(tmp_path / "r.json") == other
 

@@ -19,7 +19,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import SavePrefix
 from ggpipe.core.request import Finish, Token, check_prompt
 from ggpipe.errors import SettingError, UsageError
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server import process
@@ -153,7 +153,7 @@ def listener() -> Iterator[socket.socket]:
 def test_a_server_that_cannot_get_ready_ends(listener: socket.socket) -> None:
     thread: Any = FakeThread()
     serving = process.Serving(
-        config=ServerConfig(), chat=Chat(single_turn=True), embeddings=EmbeddingSettings(), model="m", path="m",
+        config=ServerConfig(), chat=ChatSettings(single_turn=True), embeddings=EmbeddingSettings(), model="m", path="m",
         keys=(), backend=backend,
     )  # fmt: skip
     with pytest.raises(SettingError, match="temp"):

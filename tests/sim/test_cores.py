@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggpipe.sim.clock import Clock
-from ggpipe.sim.cores import NICE_WEIGHT, Cores, OwnCores, Task, weight_of
+from ggpipe.sim.clock import VirtualClock
+from ggpipe.sim.cores import NICE_WEIGHT, Cores, CpuTask, OwnCores, weight_of
 
 Work = tuple[float, float, int, float]
 """Begin, work in s, threads, weight."""
@@ -15,7 +15,7 @@ Work = tuple[float, float, int, float]
 
 def run(works: list[Work], n: int, crowd: float = 1.0, kind: type[Cores] = Cores) -> list[float]:
     """When each is through."""
-    clock = Clock()
+    clock = VirtualClock()
     cores = kind(clock, n, crowd)
     ends = [-1.0] * len(works)
 
@@ -26,7 +26,7 @@ def run(works: list[Work], n: int, crowd: float = 1.0, kind: type[Cores] = Cores
             assert ends[i] < 0
             ends[i] = clock.now
 
-        cores.start(Task(work_s, threads, weight, done))
+        cores.start(CpuTask(work_s, threads, weight, done))
 
     for i, (begin, *_) in enumerate(works):
         clock.at(begin, lambda i=i: start(i))  # type: ignore[misc]
@@ -57,17 +57,17 @@ def test_each_thread_takes_a_core() -> None:
 
 
 def test_polls_take_cores_first() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     cores, ends = Cores(clock, 2), []
     cores.poll(0.5)
     for _ in range(2):
-        cores.start(Task(0.75, 1, 1.0, lambda: ends.append(clock.now)))
+        cores.start(CpuTask(0.75, 1, 1.0, lambda: ends.append(clock.now)))
     clock.at(0.5, lambda: cores.poll(-0.5))
     while clock.step():
         pass
     assert ends == [pytest.approx(0.5 + 0.75 - 0.375)] * 2
     cores.poll(100.0)
-    cores.start(Task(1.0, 1, 1.0, lambda: ends.append(clock.now)))
+    cores.start(CpuTask(1.0, 1, 1.0, lambda: ends.append(clock.now)))
     while clock.step():
         pass
     assert len(ends) == 3, "they leave something, however many ranks there are"
@@ -75,11 +75,11 @@ def test_polls_take_cores_first() -> None:
 
 @pytest.mark.parametrize(("n_cores", "crowd"), [(1, 1.0), (2, 1.0), (2, 0.8), (8, 0.9)])
 def test_a_guest_gets_what_was_measured(n_cores: int, crowd: float) -> None:
-    clock = Clock()
+    clock = VirtualClock()
     cores, ends = Cores(clock, n_cores, crowd), []
     for _ in range(n_cores):
-        cores.start(Task(1000.0, 1, 1.0, lambda: None))
-    cores.start(Task(1.0, 1, weight_of(0.5, n_cores, crowd), lambda: ends.append(clock.now)))
+        cores.start(CpuTask(1000.0, 1, 1.0, lambda: None))
+    cores.start(CpuTask(1.0, 1, weight_of(0.5, n_cores, crowd), lambda: ends.append(clock.now)))
     while not ends:
         clock.step()
     assert ends == [pytest.approx(2.0, rel=0.1)]
@@ -110,11 +110,11 @@ def test_busy_cores_slow_each_other() -> None:
 
 
 def test_a_stopped_task_frees_its_cores_and_never_ends() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     cores = Cores(clock, 1)
     ends: list[str] = []
-    first = Task(10.0, 1, 1.0, lambda: ends.append("first"))
-    second = Task(1.0, 1, 1.0, lambda: ends.append(f"second at {clock.now}"))
+    first = CpuTask(10.0, 1, 1.0, lambda: ends.append("first"))
+    second = CpuTask(1.0, 1, 1.0, lambda: ends.append(f"second at {clock.now}"))
     cores.start(first)
     cores.start(second)
     clock.at(1.0, lambda: cores.stop(first))
@@ -124,20 +124,20 @@ def test_a_stopped_task_frees_its_cores_and_never_ends() -> None:
 
 
 def test_a_stopped_task_on_a_node_of_its_own() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     cores = OwnCores(clock, 4)
     ends: list[str] = []
-    task = Task(10.0, 4, 1.0, lambda: ends.append("first"))
+    task = CpuTask(10.0, 4, 1.0, lambda: ends.append("first"))
     cores.start(task)
     clock.at(1.0, lambda: cores.stop(task))
-    clock.at(2.0, lambda: cores.start(Task(1.0, 4, 1.0, lambda: ends.append(f"second at {clock.now}"))))
+    clock.at(2.0, lambda: cores.start(CpuTask(1.0, 4, 1.0, lambda: ends.append(f"second at {clock.now}"))))
     while clock.step():
         pass
     assert ends == ["second at 3.0"]
 
 
 def test_actions_of_one_time_run_in_order_of_planning() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     seen: list[int] = []
     for i in range(5):
         clock.at(1.0, lambda i=i: seen.append(i))  # type: ignore[misc]
@@ -191,10 +191,10 @@ def test_own_cores_are_cores_with_one_task_at_a_time(works: list[Work], n: int) 
 
 @pytest.mark.parametrize("team", [1, 2])
 def test_a_team_progresses_while_all_of_it_has_cores(team: int) -> None:
-    clock, ends = Clock(), list[float]()
+    clock, ends = VirtualClock(), list[float]()
     cores = Cores(clock, 2)
     for _ in range(3):  # each has two thirds of a core
-        cores.start(Task(1.0, 1, 1.0, lambda: ends.append(clock.now), team))
+        cores.start(CpuTask(1.0, 1, 1.0, lambda: ends.append(clock.now), team))
     while clock.step():
         pass
     assert ends == pytest.approx([1.5**team] * 3)

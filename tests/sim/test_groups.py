@@ -156,7 +156,7 @@ def grouped(size: int, sum_s: float, speculation: SpeculationConfig, draft_s: fl
     layout = Layout.of_ranks([(0, 1), (1, 2)], 0, (size, size))
     sums = SumTimes.of_link(Link(sum_s, 1e15))
     cost = group_cost(nodes(size), SHAPE, (0, 1), range(size))
-    cost = replace(cost, ways=tuple(replace(way, times=sums) for way in cost.ways), n_sums=1)
+    cost = replace(cost, exchanges=tuple(replace(way, times=sums) for way in cost.exchanges), n_sums=1)
     stages = {rank: StageSpec(threads=1, cost=Linear(10e-3)) for rank in range(n_target)}
     groups = {0: cost, size: cost} if size > 1 else {}
     target = replace(own.target, layout=layout, stages=stages, groups=groups)

@@ -15,7 +15,7 @@ from support.virtual import ASYNC, ITERATIVE, SPECULATIVE, cluster, tokens, watc
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.sim.arrivals import Arrival, Traffic
-from ggpipe.sim.simulator import Asked, Served, Sizes, serve, simulate
+from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, Sizes, serve, simulate
 from ggpipe.sim.virtual_cluster import VirtualCluster
 from ggpipe.stats.records import percentile
 
@@ -23,15 +23,15 @@ WIDE = Sizes(n_ctx=100_000)
 
 
 def checked(
-    own: VirtualCluster, requests: Sequence[Asked], speculation: SpeculationConfig, sizes: Sizes = WIDE
-) -> Served:
+    own: VirtualCluster, requests: Sequence[SimulatedRequest], speculation: SpeculationConfig, sizes: Sizes = WIDE
+) -> SimulationResult:
     """Serve these requests. Whatever the times: each gets its whole text, in order of arrival, and totals add up."""
     with watched() as seen:
         served = serve(own, requests, speculation, sizes)
     assert seen.schedulers[0].n_in_flight == 0
     for asked, stats in zip(requests, served.requests, strict=True):
         n_predict = asked.arrival.n_predict
-        assert stats.n_generated == (len(asked.tokens.text) if n_predict is None else n_predict)
+        assert stats.n_generated == (len(asked.tokens.output) if n_predict is None else n_predict)
         assert stats.finish is Finish.LENGTH
         assert stats.started is not None
         assert stats.ended is not None
@@ -51,25 +51,25 @@ def checked(
     return served
 
 
-def of_users(n: int, n_each: int, n_text: int, n_prompt: int = 16, agreement: float = 0.7) -> list[Asked]:
+def of_users(n: int, n_each: int, n_text: int, n_prompt: int = 16, agreement: float = 0.7) -> list[SimulatedRequest]:
     arrivals = Traffic(users=n, n_total=n * n_each).arrivals()
-    return [Asked(tokens(agreement, n_text, n_prompt, i), arrival) for i, arrival in enumerate(arrivals)]
+    return [SimulatedRequest(tokens(agreement, n_text, n_prompt, i), arrival) for i, arrival in enumerate(arrivals)]
 
 
-def total_tps(served: Served) -> float:
+def total_tps(served: SimulationResult) -> float:
     return sum(stats.n_generated for stats in served.requests) / max(stats.ended or 0.0 for stats in served.requests)
 
 
 def test_one_request_is_what_simulate_gives() -> None:
     own = cluster((0.1, 0.13, 0.07), 0.01)
-    (stats,) = checked(own, [Asked(tokens(), Arrival(at_s=0.0))], ASYNC, Sizes()).requests
+    (stats,) = checked(own, [SimulatedRequest(tokens(), Arrival(at_s=0.0))], ASYNC, Sizes()).requests
     assert stats.token_times == simulate(own, tokens(), ASYNC, 60).token_times
 
 
 def test_a_request_that_waits() -> None:
     """One request at a time: the second waits for the first one's end."""
     own = cluster((0.1,))
-    asked = [Asked(tokens(n_text=10, n_prompt=10, seed=i), Arrival(at_s=0.05 * i)) for i in range(2)]
+    asked = [SimulatedRequest(tokens(n_text=10, n_prompt=10, seed=i), Arrival(at_s=0.05 * i)) for i in range(2)]
     first, second = checked(own, asked, ITERATIVE, replace(WIDE, n_requests=1)).requests
     assert first.queue_s == 0
     assert second.queue_s == pytest.approx(10 * 0.1 - 0.05, abs=1e-3)
@@ -86,7 +86,7 @@ def test_rows_of_several_requests_read_all_of_their_cells() -> None:
     own = cluster((0.1,))
     stages = {0: replace(own.target.stages[0], cost=cost)}
     own = replace(own, target=replace(own.target, stages=stages))
-    asked = [Asked(tokens(n_text=50, n_prompt=200, seed=i), Arrival(at_s=0.0)) for i in range(2)]
+    asked = [SimulatedRequest(tokens(n_text=50, n_prompt=200, seed=i), Arrival(at_s=0.0)) for i in range(2)]
     alone = checked(own, asked[:1], ITERATIVE, replace(WIDE, n_requests=2)).requests[0]
     both = checked(own, asked, ITERATIVE, replace(WIDE, n_requests=2)).requests[0]
     assert alone.itl_s[-1] == pytest.approx((200 + 49) / 1000, rel=0.02)
@@ -185,9 +185,9 @@ def test_a_long_prompt_beside_a_text(n_stages: int, row_share: float | None) -> 
         stages = {rank: replace(stage, cost=Tiled(0.08 / n_stages)) for rank, stage in own.target.stages.items()}
         own = replace(own, target=replace(own.target, stages=stages))
     sizes = replace(WIDE, n_requests=2)
-    prompt = Asked(tokens(n_text=8, n_prompt=2000), Arrival(at_s=2.0))
+    prompt = SimulatedRequest(tokens(n_text=8, n_prompt=2000), Arrival(at_s=2.0))
     alone_s = checked(own, [prompt], ITERATIVE, sizes).requests[0].ttft_s or 0.0
-    text = Asked(tokens(n_text=60 + int(2.5 * alone_s / 0.08), seed=1), Arrival(at_s=0.0))
+    text = SimulatedRequest(tokens(n_text=60 + int(2.5 * alone_s / 0.08), seed=1), Arrival(at_s=0.0))
     usual = percentile(checked(own, [text], ITERATIVE, sizes).requests[0].itl_s, 0.99) or 0.0
     stats, other = checked(own, [text, prompt], ITERATIVE, sizes).requests
     waits_s = [
@@ -247,6 +247,6 @@ def test_any_arrivals_are_served(
     asked = []
     for i, arrival in enumerate(arrivals):
         arrival = replace(arrival, after=i - 1 if i and follows[i] else None)
-        asked.append(Asked(tokens(0.6, arrival.n_predict or 1, arrival.n_prompt or 1, i), arrival))
-    longest = max(len(one.tokens.prompt) + len(one.tokens.text) for one in asked)
+        asked.append(SimulatedRequest(tokens(0.6, arrival.n_predict or 1, arrival.n_prompt or 1, i), arrival))
+    longest = max(len(one.tokens.prompt) + len(one.tokens.output) for one in asked)
     checked(own, asked, speculation, Sizes(longest + spare, 16, 8, n_requests=n_requests))

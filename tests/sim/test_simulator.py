@@ -82,7 +82,7 @@ def test_speculative_rounds() -> None:
     text = tokens(0.6)
     own = cluster((0.1, 0.1), 0.01)
     stats = checked(own, text, replace(SPECULATIVE, n_draft=3))
-    right = [text.candidates(i, False)[0][0] == text.text[i] for i in range(60)]
+    right = [text.candidates(i, False)[0][0] == text.output[i] for i in range(60)]
     place, n_rounds = 1, 0  # the prompt brings the first
     while place < 60:
         n_rounds += 1
@@ -214,7 +214,9 @@ def test_branches(mode: str) -> None:
     with watched() as seen:
         stats = simulate(own, text, speculation, 120)
     assert seen.schedulers[0].n_in_flight == 0
-    second = sum(drafted and text.candidates(i, False)[0][0] != text.text[i] for i, drafted in enumerate(stats.drafted))
+    second = sum(
+        drafted and text.candidates(i, False)[0][0] != text.output[i] for i, drafted in enumerate(stats.drafted)
+    )
     assert second > 5, "a further candidate was drafted and accepted"
 
 
@@ -250,7 +252,7 @@ def repeated(acceptance: float, n_text: int = 200) -> RecordedTokens:
     """A text that says the same 20 tokens over and over."""
     part = tokens(acceptance, n_text=20)
     candidates, after = ([part.candidates(i, lost) for i in range(20)] for lost in (False, True))
-    return RecordedTokens(part.prompt, part.text, candidates, after, n_text)
+    return RecordedTokens(part.prompt, part.output, candidates, after, n_text)
 
 
 def test_what_stood_before_is_drafted_without_a_draft_model() -> None:

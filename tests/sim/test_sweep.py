@@ -17,7 +17,7 @@ from ggpipe.config.engine import Mode, SpeculationConfig
 from ggpipe.errors import UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulation_spec import NAMES, SimulationSpec, SyntheticText
-from ggpipe.sim.simulator import Served, Sizes
+from ggpipe.sim.simulator import SimulationResult, Sizes
 from ggpipe.sim.sweep import Axis, parse_axis, sweep
 from ggpipe.sim.virtual_cluster import placement_of
 
@@ -188,16 +188,16 @@ def test_models_that_do_not_fit() -> None:
 def test_recorded_requests() -> None:
     own = replace(setup("two-cores"), tokens=read(BUNDLED))
     lengths = [stats.n_generated for stats in own.run("iterative")]
-    assert lengths == [16] * len(read(BUNDLED).takes)
+    assert lengths == [16] * len(read(BUNDLED).prompts)
     full = replace(own, n_predict=-1).run("iterative")
-    assert [stats.n_generated for stats in full] == [len(take.text) for take in read(BUNDLED).takes]
+    assert [stats.n_generated for stats in full] == [len(take.text) for take in read(BUNDLED).prompts]
 
 
 def test_all_combinations_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     serve = SimulationSpec.serve
 
-    def counted(own: SimulationSpec, mode: Mode) -> list[Served]:
+    def counted(own: SimulationSpec, mode: Mode) -> list[SimulationResult]:
         modes.append(mode)
         return serve(own, mode)
 

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from ggpipe.core.draft_messages import Candidates
 from ggpipe.errors import UsageError
-from ggpipe.sim.text import Confidence, RecordedTokens, SyntheticTokens, Tokens
+from ggpipe.sim.text import Confidence, RecordedTokens, SimulatedTokens, SyntheticTokens
 
 KINDS: tuple[Confidence, ...] = ("calibrated", "overconfident", "underconfident")
 SHARES = st.floats(0, 1)
 SEEDS = st.integers(0, 2**32)
 
 
-def agrees(tokens: Tokens) -> list[bool]:
+def agrees(tokens: SimulatedTokens) -> list[bool]:
     """Where the best candidate is the text's token."""
-    return [tokens.candidates(i, False)[0][0] == token for i, token in enumerate(tokens.text)]
+    return [tokens.candidates(i, False)[0][0] == token for i, token in enumerate(tokens.output)]
 
 
-def best_probs(tokens: Tokens, k: int = 0) -> list[float]:
+def best_probs(tokens: SimulatedTokens, k: int = 0) -> list[float]:
     """Probabilities of the k-th candidates."""
-    return [tokens.candidates(i, False)[k][1] for i in range(len(tokens.text))]
+    return [tokens.candidates(i, False)[k][1] for i in range(len(tokens.output))]
 
 
 def is_well_formed(candidates: Candidates, n: int) -> bool:
@@ -39,7 +39,7 @@ def is_well_formed(candidates: Candidates, n: int) -> bool:
 def test_agreement_is_met_to_one_token(a: float, n: int, seed: int, kind: Confidence, n_candidates: int) -> None:
     tokens = SyntheticTokens(a, 5, n, seed, kind, n_candidates)
     assert abs(sum(agrees(tokens)) - a * n) <= 1 + n / 32000
-    assert (len(tokens.prompt), len(tokens.text)) == (5, n)
+    assert (len(tokens.prompt), len(tokens.output)) == (5, n)
     assert all(
         is_well_formed(tokens.candidates(i, rejected), n_candidates)
         for i in range(n + 20)
@@ -56,7 +56,7 @@ def test_never_and_always_agreeing(kind: Confidence) -> None:
 
 def test_a_draft_that_never_agrees_has_no_candidate_of_the_text() -> None:
     tokens = SyntheticTokens(0, 1, 500)
-    assert not any(token in dict(tokens.candidates(i, False)) for i, token in enumerate(tokens.text))
+    assert not any(token in dict(tokens.candidates(i, False)) for i, token in enumerate(tokens.output))
     assert max(best_probs(tokens)) < 1e-4
 
 
@@ -64,11 +64,11 @@ def test_a_draft_that_never_agrees_has_no_candidate_of_the_text() -> None:
 @settings(max_examples=15, deadline=None)
 def test_the_same_for_the_same_seed(a: float, seed: int, kind: Confidence) -> None:
     one, two, other = (SyntheticTokens(a, 4, 40, s, kind) for s in (seed, seed, seed + 1))
-    assert (one.prompt, one.text) == (two.prompt, two.text)
+    assert (one.prompt, one.output) == (two.prompt, two.output)
     assert all(
         one.candidates(i, rejected) == two.candidates(i, rejected) for i in range(50) for rejected in (False, True)
     )
-    assert one.text != other.text
+    assert one.output != other.output
 
 
 @pytest.mark.parametrize("a", [0.1, 0.52, 0.79])
@@ -82,7 +82,7 @@ def test_probabilities_are_calibrated(a: float) -> None:
             assert statistics.mean(p for p, _ in pairs) == pytest.approx(statistics.mean(r for _, r in pairs), abs=0.06)
     assert statistics.mean(best_probs(tokens)) == pytest.approx(a, abs=1e-3)
     for k in range(1, 8):
-        share = sum(tokens.candidates(i, False)[k][0] == token for i, token in enumerate(tokens.text)) / 20_000
+        share = sum(tokens.candidates(i, False)[k][0] == token for i, token in enumerate(tokens.output)) / 20_000
         assert statistics.mean(best_probs(tokens, k)) == pytest.approx(share, abs=0.01)
 
 
@@ -95,7 +95,7 @@ def test_most_of_a_good_drafts_probabilities_are_near_one() -> None:
 
 def test_over_and_underconfident_drafts_agree_as_often() -> None:
     plain, over, under = (SyntheticTokens(0.6, 1, 2000, 5, kind) for kind in KINDS)
-    assert plain.text == over.text == under.text
+    assert plain.output == over.output == under.output
     assert agrees(plain) == agrees(over) == agrees(under)
     assert statistics.mean(best_probs(over)) > 0.75
     assert statistics.mean(best_probs(under)) < 0.5
@@ -116,7 +116,7 @@ def test_the_draft_is_as_confident_after_a_rejected_token() -> None:
     tokens = SyntheticTokens(0.7, 1, 300)
     rejected = [tokens.candidates(i, True) for i in range(300)]
     assert sorted(rejected) == sorted(tokens.candidates(i, False) for i in range(300))
-    assert sum(best[0][0] == token for best, token in zip(rejected, tokens.text, strict=True)) < 10
+    assert sum(best[0][0] == token for best, token in zip(rejected, tokens.output, strict=True)) < 10
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_recorded_tokens_are_played_back() -> None:
     on_text: list[Candidates] = [((i, 0.5), (i + 100, 0.25)) for i in range(3)]
     after_rejection: list[Candidates] = [((i + 50, 0.4),) for i in range(3)]
     tokens = RecordedTokens((9, 8), (0, 1, 2), on_text, after_rejection)
-    assert tokens.text == (0, 1, 2)
+    assert tokens.output == (0, 1, 2)
     assert [tokens.candidates(i, False) for i in range(4)] == [*on_text, on_text[0]]
     assert [tokens.candidates(i, True) for i in range(1, 5)] == [*after_rejection, after_rejection[0]]
     longer = RecordedTokens((9, 8), (0, 1, 2), on_text, after_rejection, 7)
-    assert longer.text == (0, 1, 2, 0, 1, 2, 0)
+    assert longer.output == (0, 1, 2, 0, 1, 2, 0)
     assert agrees(longer) == [True] * 7
-    assert RecordedTokens((9, 8), (0, 1, 2), on_text, after_rejection, 2).text == (0, 1)
+    assert RecordedTokens((9, 8), (0, 1, 2), on_text, after_rejection, 2).output == (0, 1)
     with pytest.raises(ValueError, match="each token"):
         RecordedTokens((9, 8), (0, 1), on_text, after_rejection)

@@ -15,7 +15,7 @@ from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
 from ggpipe.core.layout import Layout, Shares, Split, lay_out
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.costs import MeasuredCost, Roofline
-from ggpipe.sim.virtual_cluster import Placement, build, placement_of, stage_cost, threads_of, with_split
+from ggpipe.sim.virtual_cluster import VirtualPlacement, build, placement_of, stage_cost, threads_of, with_split
 
 TARGET = even_shape(
     name="target", n_layer=8, weight_bytes=40e9, parameters=70e9, n_embd=8192, cell_bytes=320e3, n_vocab=32000
@@ -79,7 +79,7 @@ def test_ranks_of_a_node_divide_its_cores_and_its_memory() -> None:
 
 
 def test_more_threads_than_cores_gain_nothing() -> None:
-    cluster = build(spec(), Placement(target_on=(0, 1), threads=(64, 16)), TARGET, None)
+    cluster = build(spec(), VirtualPlacement(target_on=(0, 1), threads=(64, 16)), TARGET, None)
     assert [stage.threads for stage in cluster.target.stages.values()] == [16, 16]
     assert cluster.target.stages[0].cost.seconds(1, 0) == pytest.approx(
         stage_cost(NODE, TARGET, (0, 4), 16).seconds(1, 0)
@@ -203,7 +203,7 @@ def test_ranks_that_measured_the_same_are_averaged() -> None:
 
 def test_other_numbers_of_rows_cost_by_the_layer() -> None:
     own = spec_from_profile(measured(("x",)), "measured")
-    placement = Placement(target_on=(0, 0), layout=lay_out(4, 2, (0.75, 0.25)), threads=(8, 8))
+    placement = VirtualPlacement(target_on=(0, 0), layout=lay_out(4, 2, (0.75, 0.25)), threads=(8, 8))
     stages = build(own, placement, shape_like(measured()), None).target.stages
     assert [stages[rank].change_s for rank in (0, 1)] == pytest.approx([3e-4, 1e-4])
 
@@ -234,17 +234,17 @@ def test_a_crowd_is_what_sharing_does_not_explain() -> None:
 
 
 def test_the_crowd_slows_ranks_down_as_it_was_measured() -> None:
-    from ggpipe.sim.clock import Clock
-    from ggpipe.sim.cores import Cores, Task
+    from ggpipe.sim.clock import VirtualClock
+    from ggpipe.sim.cores import Cores, CpuTask
 
     for n_ranks, threads, slower in ((2, 4, 1.3), (2, 8, 2.6), (3, 4, 2.0)):
         profile = measured(("x",) * n_ranks, slower, threads)
         crowd = crowd_of(profile.ranks)
-        clock = Clock()
+        clock = VirtualClock()
         cores = Cores(clock, 8, crowd)
         ends: list[float] = []
         for _ in range(n_ranks):
-            cores.start(Task(1.0, threads, 1.0, lambda clock=clock, ends=ends: ends.append(clock.now)))  # type: ignore[misc]
+            cores.start(CpuTask(1.0, threads, 1.0, lambda clock=clock, ends=ends: ends.append(clock.now)))  # type: ignore[misc]
         while clock.step():
             pass
         assert ends == [pytest.approx(slower)] * n_ranks

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from ggpipe.config.engine import SpeculationConfig
-from ggpipe.core.draft_messages import Accepted, Begin, MicroBatch, Vocabularies
-from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, Send
+from ggpipe.core.draft_messages import Accepted, BeginDrafting, MicroBatch, Vocabularies
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_model import DraftModel
-from ggpipe.core.events import Cancel, RunEnded, Submit
+from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun
 from ggpipe.core.messages import RowLogits, Run, RunResult
 from ggpipe.core.request import Limits
 
@@ -32,30 +32,30 @@ class Draft:
     def say(self, event: DraftEvent) -> None:
         for action in self.drafter.handle(event, self.now):
             match action:
-                case Submit(run):
+                case SubmitRun(run):
                     self.runs.append(run)
-                case Cancel(runs):
+                case CancelRuns(runs):
                     self.cancelled += runs
-                case Send(batch):
+                case ToHead(batch):
                     self.sent.append(batch)
 
     def begin(
         self,
         request: int = 1,
-        lead: int = 9,
+        look_ahead: int = 9,
         n_left: int = 50,
         prompt: tuple[int, ...] = PROMPT,
         cache_prompt: bool = True,
         **settings: Any,
     ) -> None:
         speculation = SpeculationConfig(**settings)
-        self.lead = lead
+        self.look_ahead = look_ahead
         self.say(
-            Begin(
+            BeginDrafting(
                 request=request,
                 prompt=prompt,
                 n_left=n_left,
-                lead=lead,
+                look_ahead=look_ahead,
                 ends=frozenset({END}),
                 banned=(7,),
                 speculation=speculation,
@@ -64,12 +64,12 @@ class Draft:
         )
 
     def accept(self, epoch: int, *tokens: int) -> None:
-        self.say(Accepted(1, epoch, tokens, self.lead))
+        self.say(Accepted(1, epoch, tokens, self.look_ahead))
 
     def answer(self, *rows: Candidates) -> None:
         """The oldest run comes back: what follows each row that asked."""
         run = self.runs.pop(0)
-        asked = [i for i, row in enumerate(run.rows) if row.want >= 0]
+        asked = [i for i, row in enumerate(run.rows) if row.logits_request >= 0]
         assert len(asked) == len(rows)
         answers = [
             RowLogits(i, tuple(row), tuple(5 + math.log(prob) for prob in row.values()), 5.0)

@@ -8,12 +8,12 @@ import math
 import random
 from dataclasses import dataclass
 
-from ggpipe.core.draft_messages import ROOT, Accepted, Begin, Done, Expansion, MicroBatch, Steering
+from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.drafters import registry
-from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, Send
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_model import DraftModel
-from ggpipe.core.events import Cancel, RunEnded, Submit, Tick
-from ggpipe.core.messages import Row, RowLogits, Run, Want
+from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
+from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run
 from ggpipe.core.request import Limits
 from support.fakes import NO_FILES, FakeModel, FakePipeline, Move, Restored, Tokens, chance, is_below
 
@@ -48,17 +48,17 @@ class RealDraft:
         self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, self.n_rows, self._answer)
         if restored.tokens is not None:
             self.pipeline.restore(restored.tokens, restored.more)
-        self.steering: collections.deque[Steering] = collections.deque()
+        self.steering: collections.deque[DrafterMessage] = collections.deque()
         self.batches: collections.deque[MicroBatch] = collections.deque()
         self.text: dict[int, Tokens] = {}
         """Of each request, as far as the drafter was sent."""
-        self.begun: dict[int, Begin] = {}
-        self.lead: dict[int, int] = {}
+        self.begun: dict[int, BeginDrafting] = {}
+        self.look_ahead: dict[int, int] = {}
         self.paths: dict[tuple[int, int], Tokens] = {}
         """(request, number of a draft token) -> all tokens up to it."""
         self.now = 0.0
 
-    def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
+    def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
         best = self.model.candidates(history, want.n)
         return RowLogits(i, tuple(token for token, _ in best), tuple(math.log(prob) for _, prob in best), 0.0)
 
@@ -73,15 +73,15 @@ class RealDraft:
     def _hear_steering(self) -> None:
         message = self.steering.popleft()
         match message:
-            case Begin(request=request, prompt=prompt):
+            case BeginDrafting(request=request, prompt=prompt):
                 self.text[request] = prompt
                 self.begun[request] = message
-                self.lead[request] = message.lead
-            case Accepted(request, epoch, tokens, lead):
+                self.look_ahead[request] = message.look_ahead
+            case Accepted(request, epoch, tokens, look_ahead):
                 self.text[request] += tokens
-                self.lead[request] = lead
+                self.look_ahead[request] = look_ahead
                 assert len(self.text[request]) == len(self.begun[request].prompt) + epoch
-            case Done(request):
+            case EndDrafting(request):
                 del self.text[request]
         self.handle(message)
 
@@ -97,11 +97,11 @@ class RealDraft:
         self.now += 0.001
         for action in self.drafter.handle(event, self.now):
             match action:
-                case Submit(run):
+                case SubmitRun(run):
                     self._submitted(run)
-                case Cancel(runs):
+                case CancelRuns(runs):
                     self.pipeline.cancel(runs)
-                case Send(batch):
+                case ToHead(batch):
                     self._sent(batch)
         self.drafter.validate()
         for run in self.pipeline.live:
@@ -118,13 +118,16 @@ class RealDraft:
             return
         for request, history in self.pipeline.rows_of[run.id]:
             assert self._lives(request, history), "a token that is known to be rejected"
-            assert len(history) <= len(self.text[request]) + self.lead[request] - 1, "deeper than allowed"
+            assert len(history) <= len(self.text[request]) + self.look_ahead[request] - 1, "deeper than allowed"
         n_rows = collections.Counter(row.request for row in run.rows)
         if self._draft_tokens(run):
             assert not speculating, "two runs of draft tokens in flight"
             assert all(n <= self.begun[request].speculation.draft_rows for request, n in n_rows.items())
         for row in run.rows:
-            assert row.want == -1 or run.wants[row.want].banned == self.begun[row.request].banned
+            assert (
+                row.logits_request == -1
+                or run.logits_requests[row.logits_request].banned == self.begun[row.request].banned
+            )
 
     def _draft_tokens(self, run: Run) -> bool:
         return any(row.pos >= len(self.text.get(row.request, ())) for row in run.rows)
@@ -167,7 +170,7 @@ class TextDraft:
     def __init__(self, kind: str, id: int) -> None:
         self.id = id
         self.drafter = registry.WITHOUT_MODEL[kind](id)
-        self.steering: collections.deque[Steering] = collections.deque()
+        self.steering: collections.deque[DrafterMessage] = collections.deque()
         self.batches: collections.deque[MicroBatch] = collections.deque()
 
     def moves(self) -> list[Move]:
@@ -188,9 +191,9 @@ class Adversary:
         self.id = id
         self.target, self.agreement = target, agreement
         self.random = random.Random(seed)
-        self.steering: collections.deque[Steering] = collections.deque()
+        self.steering: collections.deque[DrafterMessage] = collections.deque()
         self.batches: collections.deque[MicroBatch] = collections.deque()
-        self._begun: dict[int, Begin] = {}
+        self._begun: dict[int, BeginDrafting] = {}
         self._text: dict[int, Tokens] = {}
         self._paths: dict[int, dict[int, Tokens]] = {}
         """Request -> number of a draft token -> all tokens up to it."""
@@ -203,13 +206,13 @@ class Adversary:
 
     def _hear(self) -> None:
         match self.steering.popleft():
-            case Begin(request=request, prompt=prompt) as begin:
+            case BeginDrafting(request=request, prompt=prompt) as begin:
                 self._begun[request], self._text[request], self._paths[request] = begin, prompt, {}
                 self._to_send[request] = self.random.randint(1, 5)
             case Accepted(request, _, tokens, _):
                 self._text[request] += tokens
                 self._to_send[request] = self.random.randint(1, 5)
-            case Done(request):
+            case EndDrafting(request):
                 self._to_send.pop(request, None)
 
     def _draft_token(self, request: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.core.kv.prefix_cache import RESTORED
-from ggpipe.core.messages import KvKind, KvOp, Restore, Row, RowLogits, Run, RunResult, Save, Span, Want
+from ggpipe.core.messages import KvKind, KvOp, LogitsRequest, Restore, Row, RowLogits, Run, RunResult, Save, Span
 from ggpipe.core.request import Finish
 
 END = 0  # the token that ends a text
@@ -186,7 +186,7 @@ class Restored:
 
 NO_FILES = Restored()
 
-Answer = Callable[[int, Row, Want, Tokens], RowLogits]
+Answer = Callable[[int, Row, LogitsRequest, Tokens], RowLogits]
 """What a model says of a row: its place in the run, the row, what it wants, and the tokens that it sees."""
 
 
@@ -348,9 +348,9 @@ class FakePipeline:
         if not run.cancelled:
             seen = zip(run.rows, self.stages[stage].histories if run.rows else [], strict=True)
             rows = tuple(
-                self._answer(i, row, run.wants[row.want], history)
+                self._answer(i, row, run.logits_requests[row.logits_request], history)
                 for i, (row, history) in enumerate(seen)
-                if row.want >= 0
+                if row.logits_request >= 0
             )
         self.results.append((run, rows))
 

@@ -45,9 +45,9 @@ def _runs(n_vocab: int, rolls_back: bool) -> list[Run]:
         return runs
     at = end + 5
     branches = rows_of((7, at, (0,)), (8, at, (1,)), (9, at + 1, (0,)), (10, at + 1, (1,)))
-    runs.append(Run(id=21, rows=branches, ops=(KvOp(KvKind.CP, 0, 1, 0, at),), wants=FULL))
+    runs.append(Run(id=21, rows=branches, ops=(KvOp(KvKind.CP, 0, 1, 0, at),), logits_requests=FULL))
     back = (KvOp(KvKind.RM, 1), KvOp(KvKind.RM, 0, -1, at - 3, -1))
-    return [*runs, Run(id=22, rows=rows_of((12, at - 3, (0,)), (13, at - 2, (0,))), ops=back, wants=FULL)]
+    return [*runs, Run(id=22, rows=rows_of((12, at - 3, (0,)), (13, at - 2, (0,))), ops=back, logits_requests=FULL)]
 
 
 def compare(path: Path, n_parts: int) -> Difference:

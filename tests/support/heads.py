@@ -10,13 +10,11 @@ from typing import Any
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.events import (
-    Action,
     Arrived,
-    Cancel,
+    CancelRuns,
     Drafted,
     Embed,
     Emit,
-    Event,
     Fetch,
     Finished,
     Replay,
@@ -26,12 +24,14 @@ from ggpipe.core.events import (
     RunEnded,
     Sample,
     Sampled,
-    Steer,
-    Stop,
-    Submit,
+    SchedulerAction,
+    SchedulerEvent,
+    StopRequest,
+    SubmitRun,
     Tick,
+    ToDrafter,
 )
-from ggpipe.core.messages import Restore, Row, RowLogits, Run, RunRecord, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Restore, Row, RowLogits, Run, RunRecord
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, PrefixOrder, SavePrefix
 from ggpipe.core.request import Finish, Limits, Request
 from ggpipe.core.request_state import RequestState
@@ -93,7 +93,7 @@ class Head:
         """Half of the requests need whole rows now and then."""
         self.now = 0.0
 
-    def _answer(self, i: int, row: Row, want: Want, history: Tokens) -> RowLogits:
+    def _answer(self, i: int, row: Row, want: LogitsRequest, history: Tokens) -> RowLogits:
         ids = self.model.ranking(history, want.n)
         return RowLogits(i, ids, want.n, 0.0)
 
@@ -126,7 +126,7 @@ class Head:
             seen.stopped = True
         if request in self.orders:
             self.orders[request].stopped = True
-        self.handle(Stop(request))
+        self.handle(StopRequest(request))
 
     def moves(self) -> list[Move]:
         """All that could happen next."""
@@ -230,16 +230,16 @@ class Head:
         want = self._want(seen)
         self.handle(RowFetched(fetch.request, RowLogits(fetch.row, self.model.ranking(history, want.n), want.n, 0.0)))
 
-    def _want(self, seen: Seen) -> Want:
-        n = 3 + seen.n_sampled * seen.request.want_grows
-        return Want(WantKind.TOP, n, keeps=self.fetches and seen.request.id % 2 == 1)
+    def _want(self, seen: Seen) -> LogitsRequest:
+        n = 3 + seen.n_sampled * seen.request.logits_request_grows
+        return LogitsRequest(LogitsKind.TOP, n, keeps=self.fetches and seen.request.id % 2 == 1)
 
     # What must hold
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: SchedulerEvent) -> None:
         self.now += 0.001
         if isinstance(event, Drafted):
-            self._note_probs(event.batch)
+            self._note_probs(event.micro_batch)
         for action in self.scheduler.handle(event, self.now):
             self._act(action)
         self.scheduler.validate()
@@ -247,9 +247,9 @@ class Head:
             self._check_request(seen)
         self._check_runs()
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: SchedulerAction) -> None:
         match action:
-            case Submit(run):
+            case SubmitRun(run):
                 self._submitted(run)
             case Sample(request):
                 assert not self._is_over(self.seen[request]) or self.seen[request].request.n_predict == 0
@@ -270,13 +270,13 @@ class Head:
                 seen.text.append(token)
                 assert drafted == ((request, seen.tokens) in self.pipeline.run_of)
                 seen.n_drafted += drafted
-            case Cancel(runs):
+            case CancelRuns(runs):
                 self.pipeline.cancel(runs)
                 for run_id in runs:
                     assert self._is_dead(run_id)
                     for request in {row.request for row in self.pipeline.in_flight[run_id].rows}:
                         assert self._of(request).may_cancel or not self._is_open(request)
-            case Steer(drafter, message):
+            case ToDrafter(drafter, message):
                 self.drafts[drafter].steering.append(message)
             case RunDone(records):
                 for record in records:
@@ -310,7 +310,7 @@ class Head:
             assert len(draft_tokens) <= seen.request.speculation.n_draft
             for row, history in zip((row for row in run.rows if row.request == request), histories, strict=True):
                 is_replayed = row.pos in seen.request.wanted
-                assert (row.want >= 0) == (is_replayed or len(history) >= len(seen.request.prompt))
+                assert (row.logits_request >= 0) == (is_replayed or len(history) >= len(seen.request.prompt))
             if seen.request.n_predict > 0:
                 assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
             fresh = fresh or (bool(seen.text) and seen.tokens in histories)
@@ -319,7 +319,7 @@ class Head:
     def _order_computed(self, seen: SeenOrder, run: Run) -> None:
         rows = [row for row in run.rows if row.request == seen.order.id]
         assert isinstance(seen.order, SavePrefix)
-        assert all(row.want < 0 for row in rows), "nothing is sampled"
+        assert all(row.logits_request < 0 for row in rows), "nothing is sampled"
         assert rows[0].pos == seen.n_positions or not seen.n_runs
         seen.n_positions, seen.n_runs = rows[-1].pos + 1, seen.n_runs + 1
 
@@ -382,7 +382,9 @@ class Head:
         for drafter, known in self.state(seen.request.id).drafters:
             own = self.calibrations[seen.request.id, drafter]
             assert known.calibration.n_judged == own.n_judged
-            assert [known.calibration.chance(prob) for prob in SOME_PROBS] == [own.chance(p) for p in SOME_PROBS]
+            assert [known.calibration.probability(prob) for prob in SOME_PROBS] == [
+                own.probability(p) for p in SOME_PROBS
+            ]
 
     def _check_runs(self) -> None:
         kept: list[int] = []

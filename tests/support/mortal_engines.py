@@ -6,22 +6,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from ggpipe.channel.client import EngineClient
-from ggpipe.channel.events import Accepted, Ended, Sendable, TokenReady
+from ggpipe.channel.events import RequestAccepted, RequestEnded, Sendable, TokenReady
 from ggpipe.channel.messages import (
-    Cancel,
+    CancelRequest,
     ChatTokenized,
+    EngineLoaded,
     FromHead,
-    Loaded,
     Measure,
     Measured,
     ModelInfo,
-    Submit,
+    SubmitRequest,
     Tokenize,
     TokenizeChat,
     Tokenized,
 )
 from ggpipe.channel.remote import RemoteRanks
-from ggpipe.channel.supervisor import Supervisor, Way
+from ggpipe.channel.supervisor import StartMethod, Supervisor
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Finish, Token
@@ -66,13 +66,13 @@ class FakeRanks(RemoteRanks):
     def fail(self, error: Callable[[], GgpipeError]) -> None:
         self.failure, self.is_dead = error(), True
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> EngineLoaded:
         if self.stopping:
             raise RunError("stopped while loading")
         if self._load_error is not None:
             raise self._load_error
         self.ranks[:] = [RankStats(rank=0, host=self.name, load_s=1.0)]
-        return Loaded(
+        return EngineLoaded(
             ranks=tuple(self.ranks), n_ctx=100, can_speculate=True,
             warnings=(f"warning of {self.name}", "another one"), sampling=SamplingConfig(), model=self._model,
         )  # fmt: skip
@@ -83,16 +83,16 @@ class FakeRanks(RemoteRanks):
 
     def _answered(self, message: Sendable) -> Sequence[FromHead]:
         match message:
-            case Submit(number, spec):
+            case SubmitRequest(number, spec):
                 self._numbers[number] = len(spec.resumed), spec.n_predict
-                accepted = Accepted(
-                    request=number, prompt=(), answer=None, sampling=None, seed=7, speculation=spec.speculation,
+                accepted = RequestAccepted(
+                    request=number, prompt=(), answer_format=None, sampling=None, seed=7, speculation=spec.speculation,
                     arrived_s=0.0, ranks=tuple(self.ranks),
                 )  # fmt: skip
                 return [accepted]
-            case Cancel(number) if number in self._numbers:
+            case CancelRequest(number) if number in self._numbers:
                 del self._numbers[number]
-                return [Ended(request=number, finish=Finish.STOPPED, ended_s=0.0)]
+                return [RequestEnded(request=number, finish=Finish.STOPPED, ended_s=0.0)]
             case SavePrefix(number) | RestorePrefix(number) | ErasePrefix(number):
                 return [PrefixDone(number, 5)]
             case Tokenize(text):
@@ -118,7 +118,7 @@ class FakeRanks(RemoteRanks):
             self.is_dead = True
         elif n == n_predict:
             del self._numbers[number]
-            self._answers.append(Ended(request=number, finish=Finish.LENGTH, ended_s=0.0))
+            self._answers.append(RequestEnded(request=number, finish=Finish.LENGTH, ended_s=0.0))
         else:
             self._numbers[number] = n + 1, n_predict
             self._answers.append(TokenReady(number, Token(n, f"{n} "), float(n)))
@@ -152,15 +152,15 @@ class Rig:
             raise
         self.ended.append(None)
 
-    def _ways(self, attend: Callable[[], None]) -> Sequence[Way]:
+    def _ways(self, attend: Callable[[], None]) -> Sequence[StartMethod]:
         self.on_ways()
         attend()
-        return [Way(self._start, f"way {i}" if i else "") for i in range(self.n_ways)]
+        return [StartMethod(self._start, f"way {i}" if i else "") for i in range(self.n_ways)]
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[EngineClient]:
         with self.supervisor:
-            self.supervisor.start(Way(self._start))
+            self.supervisor.start(StartMethod(self._start))
             yield self.supervisor.load()
 
     def text(self, engine: EngineClient, n: int = 6) -> str:

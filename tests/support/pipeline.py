@@ -77,7 +77,9 @@ class Pipeline:
         """A run through all stages: logits of the wanted rows, (rows, vocabulary)."""
         outcome = self.outcome(run)
         assert not outcome.cancelled
-        assert tuple(row.row for row in outcome.rows) == tuple(i for i, r in enumerate(run.rows) if r.want >= 0)
+        assert tuple(row.row for row in outcome.rows) == tuple(
+            i for i, r in enumerate(run.rows) if r.logits_request >= 0
+        )
         return np.array([row.logits for row in outcome.rows])
 
     def outcome(self, run: Run) -> Outcome:

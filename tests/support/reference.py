@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.messages import KvKind, KvOp, Row, Run, Want, WantKind
+from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
 from ggpipe.llama.libllama import lib, start
 from support.common_sampler import common_chain
 
@@ -40,8 +40,10 @@ def run_of(
     ops: tuple[KvOp, ...] = (),
 ) -> Run:
     """A run of consecutive tokens from position `pos`; all logits of every row are wanted."""
-    rows = tuple(Row(token=int(token), pos=pos + i, seqs=seqs, request=0, want=0) for i, token in enumerate(tokens))
-    return Run(id=id, rows=rows, ops=ops, wants=(Want(WantKind.FULL),))
+    rows = tuple(
+        Row(token=int(token), pos=pos + i, seqs=seqs, request=0, logits_request=0) for i, token in enumerate(tokens)
+    )
+    return Run(id=id, rows=rows, ops=ops, logits_requests=(LogitsRequest(LogitsKind.FULL),))
 
 
 class Reference:
@@ -98,14 +100,14 @@ class Reference:
         batch = lib.llama_batch_init(len(run.rows), 0, n_seq)
         batch.n_tokens = len(run.rows)
         for i, row in enumerate(run.rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = row.token, row.pos, row.want >= 0
+            batch.token[i], batch.pos[i], batch.logits[i] = row.token, row.pos, row.logits_request >= 0
             batch.n_seq_id[i] = len(row.seqs)
             for j, seq in enumerate(row.seqs):
                 batch.seq_id[i][j] = seq
         status = lib.llama_decode(self._context, batch)
         lib.llama_batch_free(batch)
         assert status == 0, f"llama_decode returns {status}"
-        return np.array([self._row(i) for i, row in enumerate(run.rows) if row.want >= 0])
+        return np.array([self._row(i) for i, row in enumerate(run.rows) if row.logits_request >= 0])
 
     def hidden(self, run: Run) -> Logits:
         """As `decode`: the last hidden states of the wanted rows, (rows, width)."""
@@ -113,7 +115,7 @@ class Reference:
         self.decode(run)
         lib.llama_set_embeddings(self._context, False)
         width = (int(lib.llama_model_n_embd_out(self._model)),)
-        wanted = [i for i, row in enumerate(run.rows) if row.want >= 0]
+        wanted = [i for i, row in enumerate(run.rows) if row.logits_request >= 0]
         pointers = [lib.llama_get_embeddings_ith(self._context, i) for i in wanted]
         return np.array([np.ctypeslib.as_array(pointer, width) for pointer in pointers])
 

@@ -10,7 +10,7 @@ import msgspec
 
 from ggpipe.config.engine import Pooling, SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prompt import Prompt
+from ggpipe.core.prompt import RequestPrompt
 from ggpipe.core.request import Request
 from ggpipe.core.request_spec import RequestSpec
 
@@ -19,7 +19,7 @@ _REMEMBERING = SamplingConfig(mirostat=2)
 
 
 def asked(
-    prompt: Prompt,
+    prompt: RequestPrompt,
     sampling: SamplingConfig | None = None,
     n_predict: int = -1,
     speculation: SpeculationConfig | None = None,

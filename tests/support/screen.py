@@ -14,7 +14,7 @@ from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.core.request import Counters, Finish
 from ggpipe.display.live.live import LiveDisplay
-from ggpipe.display.live.stream import Row
+from ggpipe.display.live.stream import ScreenRow
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.stats.records import RankStats, RequestStats
 
@@ -246,5 +246,5 @@ def _record(
     )
 
 
-def texts(rows: list[Row]) -> list[str]:
+def texts(rows: list[ScreenRow]) -> list[str]:
     return ["".join(segment.text for segment in row) for row in rows]

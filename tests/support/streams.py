@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ggpipe.channel.client import StartedRanks
-from ggpipe.channel.events import Ended, TokenReady
+from ggpipe.channel.events import RequestEnded, TokenReady
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import report
 from ggpipe.cli.parsing import parse
@@ -28,7 +28,7 @@ from ggpipe.launch import mpirun
 from ggpipe.launch.environment import leave_status
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config
-from ggpipe.options.settings import Prompt
+from ggpipe.options.settings import PromptSettings
 from ggpipe.options.table import OPTIONS
 
 PROMPTS = Path(__file__).parents[2] / "prompts"
@@ -50,7 +50,7 @@ def main() -> int:
         config = engine_config(options)
         drafts = tuple(replace(draft, context=_wide(draft.context)) for draft in config.drafts)
         config = replace(config, context=_wide(config.context), drafts=drafts, n_requests=len(STREAMS))
-        speculation, n_predict = speculation_config(options), options[Prompt].n_predict
+        speculation, n_predict = speculation_config(options), options[PromptSettings].n_predict
 
         def front_end(ranks: StartedRanks) -> int:
             engine = ranks.load()
@@ -65,7 +65,7 @@ def main() -> int:
                         match event:
                             case TokenReady(request, token):
                                 file.write(json.dumps({"stream": requests[request], "tokens": [token.id]}) + "\n")
-                            case Ended(request=request, finish=finish):
+                            case RequestEnded(request=request, finish=finish):
                                 number = requests.pop(request)
                                 file.write(json.dumps({"stream": number, "finish": finish.value}) + "\n")
             return 0

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 from ggpipe.cluster.links import Link, Overheads
-from ggpipe.cluster.profile import Kernels, LinkProfile, ModelFacts, Part, Point, Profile, RankProfile
+from ggpipe.cluster.profile import Kernels, LinkProfile, MeasuredLayers, ModelFacts, Point, Profile, RankProfile
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftAction, DraftEvent
 from ggpipe.core.drafters.draft_model import DraftModel
-from ggpipe.core.events import Action, Event, RunEnded, Submit
+from ggpipe.core.events import RunEnded, SchedulerAction, SchedulerEvent, SubmitRun
 from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.sim import simulator
 from ggpipe.sim.simulator import Sizes, simulate
-from ggpipe.sim.text import SyntheticTokens, Tokens
+from ggpipe.sim.text import SimulatedTokens, SyntheticTokens
 from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualCluster, VirtualNode
 from ggpipe.stats.records import RequestStats
 
@@ -108,7 +108,7 @@ def measured(hosts: Sequence[str] = ("node0", "node1"), slower: float = 1.0, thr
     )
     alone = (Point(1, 32, 0.010), Point(8, 32, 0.030), Point(1, 512, 0.012))
     together = tuple(Point(p.rows, p.n_past, p.seconds * slower) for p in alone[:2])
-    half = Part((1, 2), 10, alone[:1])
+    half = MeasuredLayers((1, 2), 10, alone[:1])
     ranks = tuple(
         RankProfile(
             rank=i,
@@ -142,7 +142,7 @@ def tokens(acceptance: float = 0.7, n_text: int = 60, n_prompt: int = 4, seed: i
 
 def n_misses(text: SyntheticTokens) -> int:
     """Places where the draft's best candidate is not the text's token."""
-    return sum(text.candidates(i, False)[0][0] != token for i, token in enumerate(text.text))
+    return sum(text.candidates(i, False)[0][0] != token for i, token in enumerate(text.output))
 
 
 @dataclass
@@ -160,14 +160,14 @@ def watched() -> Iterator[Watched]:
     seen = Watched()
 
     class Seen(Scheduler):
-        def handle(self, event: Event, now: float) -> list[Action]:
+        def handle(self, event: SchedulerEvent, now: float) -> list[SchedulerAction]:
             if self not in seen.schedulers:
                 seen.schedulers.append(self)
             if isinstance(event, RunEnded):
                 seen.ended.append(event.result.run)
             actions = super().handle(event, now)
             self.validate()
-            seen.submitted += [action.run.id for action in actions if isinstance(action, Submit)]
+            seen.submitted += [action.run.id for action in actions if isinstance(action, SubmitRun)]
             return actions
 
     class SeenDraft(DraftModel):
@@ -184,11 +184,11 @@ def watched() -> Iterator[Watched]:
 
 
 def checked(
-    own: VirtualCluster, text: Tokens, speculation: SpeculationConfig, sizes: Sizes | None = None
+    own: VirtualCluster, text: SimulatedTokens, speculation: SpeculationConfig, sizes: Sizes | None = None
 ) -> RequestStats:
     """Simulate all of the text. Whatever the times: it is all there, and every run ended exactly once."""
     with watched() as seen:
-        stats = simulate(own, text, speculation, len(text.text), sizes)
+        stats = simulate(own, text, speculation, len(text.output), sizes)
     (scheduler,) = seen.schedulers
     assert scheduler.n_in_flight == 0
     assert len(set(seen.submitted)) == len(seen.submitted)
@@ -196,7 +196,7 @@ def checked(
     assert len(last) <= 1, "only the last run, with nothing but operations, may be on its way when all is over"
     assert sorted([*seen.ended, *last]) == sorted(seen.submitted)
     assert {run.id for run in stats.runs} <= set(seen.ended)
-    assert stats.n_generated == len(text.text)
+    assert stats.n_generated == len(text.output)
     assert stats.finish is Finish.LENGTH
     assert stats.ended is not None
     assert 0 <= stats.arrived < stats.token_times[0]

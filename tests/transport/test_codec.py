@@ -10,8 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggpipe.config.engine import SpeculationConfig
-from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch, Steering
-from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Save, Span, Want, WantKind
+from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.messages import (
+    KvKind,
+    KvOp,
+    LogitsKind,
+    LogitsRequest,
+    Row,
+    RowLogits,
+    Run,
+    RunRecord,
+    RunResult,
+    Save,
+    Span,
+)
 from ggpipe.errors import RunError
 from ggpipe.transport import codec
 
@@ -26,12 +38,21 @@ SPANS = st.lists(
 ).map(tuple)
 OPS = st.lists(st.builds(KvOp, st.sampled_from(KvKind), INT32, INT32, INT32, INT32), max_size=4).map(tuple)
 BANNED = st.lists(INT32, max_size=5).map(tuple)
-WANTS = st.lists(st.builds(Want, st.sampled_from(WantKind), UINT32, BANNED), max_size=4).map(tuple)
+LOGITS_REQUESTS = st.lists(st.builds(LogitsRequest, st.sampled_from(LogitsKind), UINT32, BANNED), max_size=4).map(tuple)
 SEQS = st.lists(INT32, max_size=4).map(tuple)
-ROW = st.builds(Row, token=INT32, pos=INT32, seqs=SEQS, request=INT32, want=st.integers(-1, 3))
+ROW = st.builds(Row, token=INT32, pos=INT32, seqs=SEQS, request=INT32, logits_request=st.integers(-1, 3))
 ROWS = st.lists(ROW, max_size=9).map(tuple)
 SAVES = st.none() | st.builds(Save, INT32, INT32, st.lists(INT32, max_size=9).map(tuple))
-RUNS = st.builds(Run, id=INT64, rows=ROWS, ops=OPS, wants=WANTS, cancelled=st.booleans(), save=SAVES, kept_from=INT64)
+RUNS = st.builds(
+    Run,
+    id=INT64,
+    rows=ROWS,
+    ops=OPS,
+    logits_requests=LOGITS_REQUESTS,
+    cancelled=st.booleans(),
+    save=SAVES,
+    kept_from=INT64,
+)
 
 
 @st.composite
@@ -45,36 +66,36 @@ def row_logits(draw: st.DrawFn) -> RowLogits:
 
 
 TOKENS = st.lists(INT32, max_size=9).map(tuple)
-CHANCE = st.floats(0, 1)
+PROBABILITY = st.floats(0, 1)
 SPECULATIONS = st.builds(
     SpeculationConfig,
     mode=st.sampled_from(["speculative", "async"]),
     n_draft=st.integers(8, 99),
     n_min=st.integers(0, 8),
-    p_accept=CHANCE,
-    p_split=CHANCE,
-    p_recovery=CHANCE,
-    p_decay=CHANCE,
+    p_accept=PROBABILITY,
+    p_split=PROBABILITY,
+    p_recovery=PROBABILITY,
+    p_decay=PROBABILITY,
     n_parallel=st.integers(1, 9),
     n_draft_rows=st.none() | st.integers(1, 9),
     cancel=st.booleans(),
     continuous=st.booleans(),
 )
-STEERING = st.one_of(
+DRAFTER_MESSAGES = st.one_of(
     st.builds(
-        Begin,
+        BeginDrafting,
         request=INT64,
         prompt=TOKENS,
         n_left=INT32,
-        lead=INT32,
+        look_ahead=INT32,
         ends=TOKENS.map(frozenset),
         banned=TOKENS,
         speculation=SPECULATIONS,
     ),
     st.builds(Accepted, INT64, INT64, TOKENS, INT32),
-    st.builds(Done, INT64),
+    st.builds(EndDrafting, INT64),
 )
-CANDIDATES = st.lists(st.tuples(INT32, CHANCE), max_size=5).map(tuple)
+CANDIDATES = st.lists(st.tuples(INT32, PROBABILITY), max_size=5).map(tuple)
 EXPANSIONS = st.lists(st.builds(Expansion, INT32, INT32, UINT32, CANDIDATES), max_size=4).map(tuple)
 BATCHES = st.builds(
     MicroBatch,
@@ -154,13 +175,13 @@ def test_a_row_mask_is_stepped_over(n_mask: int) -> None:
 def test_a_branching_run() -> None:
     rows = (
         Row(token=5, pos=10, seqs=(0, 1, 2), request=7),
-        Row(token=6, pos=11, seqs=(0,), request=7, want=0),
-        Row(token=7, pos=11, seqs=(1, 2), request=7, want=0),
-        Row(token=8, pos=12, seqs=(2,), request=7, want=1),
+        Row(token=6, pos=11, seqs=(0,), request=7, logits_request=0),
+        Row(token=7, pos=11, seqs=(1, 2), request=7, logits_request=0),
+        Row(token=8, pos=12, seqs=(2,), request=7, logits_request=1),
     )
     ops = (KvOp(KvKind.RM, 3, p0=4), KvOp(KvKind.CP, 0, 1, 0, 10))
-    wants = (Want(WantKind.TOP, 40, (2, 3), True, False, (7, 9)), Want(WantKind.FULL, 1, (0,)))
-    run = Run(id=2**40, rows=rows, ops=ops, wants=wants)
+    wants = (LogitsRequest(LogitsKind.TOP, 40, (2, 3), True, False, (7, 9)), LogitsRequest(LogitsKind.FULL, 1, (0,)))
+    run = Run(id=2**40, rows=rows, ops=ops, logits_requests=wants)
     spans = (
         Span(rank=0, start_s=7.5, compute_s=0.25, busy_s=0.5, sent_bytes=4096),
         Span(rank=1, start_s=8.0, compute_s=1e-6, busy_s=2e-6, sent_bytes=2**33),
@@ -168,14 +189,17 @@ def test_a_branching_run() -> None:
     read, _, read_spans, _ = codec.read_run(header(run, spans))
     assert (read, read_spans) == (run, spans)
     assert [type(op.kind) for op in read.ops] == [KvKind] * 2
-    assert [type(want.kind) for want in read.wants] == [WantKind] * 2
+    assert [type(want.kind) for want in read.logits_requests] == [LogitsKind] * 2
 
 
 def test_a_want_for_each_of_many_rows() -> None:
     """Where penalties look back, each draft token takes one more of the best logits than the one before it."""
-    wants = tuple(Want(WantKind.TOP, 40 + i, (2,)) for i in range(300))
+    wants = tuple(LogitsRequest(LogitsKind.TOP, 40 + i, (2,)) for i in range(300))
     run = Run(
-        id=1, rows=tuple(Row(token=i, pos=i, seqs=(0,), request=1, want=i) for i in range(300)), ops=(), wants=wants
+        id=1,
+        rows=tuple(Row(token=i, pos=i, seqs=(0,), request=1, logits_request=i) for i in range(300)),
+        ops=(),
+        logits_requests=wants,
     )
     assert codec.read_run(header(run, ()))[0] == run
 
@@ -238,17 +262,25 @@ def test_another_version_is_refused_in_one_line(version: int) -> None:
 
 @pytest.mark.parametrize("rest", [b"", b"\x80", b"{}", b"\xff"])
 def test_a_damaged_request_to_the_draft_is_refused_in_one_line(rest: bytes) -> None:
-    begin = codec.steering_message(
-        Begin(request=1, prompt=(2, 3), n_left=4, lead=5, ends=frozenset(), banned=(), speculation=SpeculationConfig())
+    begin = codec.drafter_message(
+        BeginDrafting(
+            request=1,
+            prompt=(2, 3),
+            n_left=4,
+            look_ahead=5,
+            ends=frozenset(),
+            banned=(),
+            speculation=SpeculationConfig(),
+        )
     )
-    start = len(codec.steering_message(Done(1)))
+    start = len(codec.drafter_message(EndDrafting(1)))
     with pytest.raises(RunError, match="use one ggpipe everywhere"):
-        codec.read_steering(bytes(begin[:start]) + rest)
+        codec.read_drafter_message(bytes(begin[:start]) + rest)
 
 
-@given(STEERING)
-def test_steering(message: Steering) -> None:
-    assert codec.read_steering(codec.steering_message(message)) == message
+@given(DRAFTER_MESSAGES)
+def test_steering(message: DrafterMessage) -> None:
+    assert codec.read_drafter_message(codec.drafter_message(message)) == message
 
 
 @given(BATCHES, RECORDS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ggpipe.errors import RunError
 from ggpipe.transport import control
-from ggpipe.transport.control import AnyControlMessage, ControlMessage, Failed, Hello, Quit, StageLoading
+from ggpipe.transport.control import AnyControlMessage, ControlMessage, Hello, Quit, RankFailed, StageLoading
 
 KINDS: tuple[type[ControlMessage], ...] = typing.get_args(AnyControlMessage)
 PLAIN: dict[object, st.SearchStrategy[Any]] = {
@@ -137,7 +137,9 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
         assert isinstance(message, KINDS)
 
 
-@given(st.sampled_from([HELLO, Quit(3), StageLoading(1, 2), Failed("rank 1 (node1)", "RunError", "broke")]), st.data())
+@given(
+    st.sampled_from([HELLO, Quit(3), StageLoading(1, 2), RankFailed("rank 1 (node1)", "RunError", "broke")]), st.data()
+)
 def test_a_flipped_byte_is_a_message_or_refused(message: ControlMessage, data: st.DataObject) -> None:
     payload = bytearray(control.encode(message))
     payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
@@ -148,7 +150,7 @@ def test_a_flipped_byte_is_a_message_or_refused(message: ControlMessage, data: s
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
-    payload = control.encode(Failed("rank 1 (node1)", "RunError", "broke")).replace(b"broke", b"br\xffke")
+    payload = control.encode(RankFailed("rank 1 (node1)", "RunError", "broke")).replace(b"broke", b"br\xffke")
     assert "unreadable" in refused(payload)
 
 

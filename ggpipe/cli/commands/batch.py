@@ -13,30 +13,28 @@ import msgspec
 import numpy as np
 
 from ggpipe.apis.answers import draws
-from ggpipe.apis.batch_results import Results, Text
+from ggpipe.apis.batch_results import Results, TaskOutput
 from ggpipe.apis.batch_tasks import Task, read_tasks
-from ggpipe.apis.bodies import GenerationBody, Mixed
-from ggpipe.apis.bodies import Prompt as BodyPrompt
+from ggpipe.apis.bodies import BodyPrompt, GenerationBody, Mixed
 from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.channel.client import ClientRequest, EngineClient, StartedRanks
-from ggpipe.channel.events import Ended, Refused, TokenReady
+from ggpipe.channel.events import RequestEnded, RequestRefused, TokenReady
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
 from ggpipe.config.engine import EngineConfig, SpeculationConfig
-from ggpipe.core.prompt import Conversation, as_prompt
-from ggpipe.core.prompt import Prompt as RequestPrompt
+from ggpipe.core.prompt import Conversation, RequestPrompt, as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
 from ggpipe.errors import RunError, UsageError
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import BatchSettings, EmbeddingSettings, Models, Prompt
+from ggpipe.options.settings import BatchSettings, EmbeddingSettings, ModelSettings, PromptSettings
 from ggpipe.text.embeddings import chosen, normalized
 
 
@@ -46,10 +44,10 @@ def run(options: Options) -> int:
 
     @functools.cache
     def results() -> Results:
-        options[Chat].conversation("")  # mistakes in its settings are found before anything is read
+        options[ChatSettings].conversation("")  # mistakes in its settings are found before anything is read
         sampling_config(options)
-        tasks = read_tasks(own.input, own.format, options[Chat].conversation)
-        model = options[Models].target
+        tasks = read_tasks(own.input, own.format, options[ChatSettings].conversation)
+        model = options[ModelSettings].target
         return Results(own.output, own.output_format, tasks, model.name if model is not None else "")
 
     def front_end(ranks: StartedRanks) -> int:
@@ -64,7 +62,7 @@ class _Flight:
     """A task whose texts are being written, or embeddings made."""
 
     task: Task
-    texts: list[Text | None]
+    texts: list[TaskOutput | None]
     """Those that have ended; None for the others."""
     error: str = ""
     """Why one of them could not be written."""
@@ -113,8 +111,8 @@ class _Work:
         self._n_at_a_time = 2 * config.n_requests  # some wait in the head, so that it is never idle
         self._sampling: SamplingOf = functools.partial(sampling_config, options)
         self._speculation: SpeculationConfig = speculation_config(options)
-        self._chat = options[Chat]
-        self._n_predict = options[Prompt].n_predict
+        self._chat = options[ChatSettings]
+        self._n_predict = options[PromptSettings].n_predict
         self._color = options[BatchSettings].color
         self._embedding = options[EmbeddingSettings]
         self._left = collections.deque(results.left)
@@ -167,7 +165,7 @@ class _Work:
                 match event:
                     case TokenReady():
                         tally.n_tokens += 1
-                    case Ended() | Refused():
+                    case RequestEnded() | RequestRefused():
                         self._end(self._places.pop(event.request))
             on_change()
 
@@ -233,9 +231,9 @@ class _Work:
             self._is_stopped = True
         embedding = request.ended.embedding if request.ended is not None else ()
         vectors = [normalized(np.frombuffer(data, np.float32), place.norm) for data in embedding]
-        flight.texts[place.index] = Text(
+        flight.texts[place.index] = TaskOutput(
             prompt=place.prompt, stats=request.stats, prompt_tokens=request.prompt, tokens=request.tokens,
-            rest=request.rest, marks=request.answer, vector=vectors[0] if vectors else None,
+            rest=request.rest, marks=request.answer_format, vector=vectors[0] if vectors else None,
         )  # fmt: skip
         texts = [text for text in flight.texts if text is not None]
         if len(texts) < len(flight.texts):

@@ -41,16 +41,16 @@ from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
     GivenSplit,
-    Log,
-    Prompt,
-    Ranks,
+    LogSettings,
+    PromptSettings,
+    RankSettings,
 )
 from ggpipe.profiling.bench import (
     SPECULATIVE_MODES,
     BenchMode,
     BenchSpec,
-    Turn,
-    Work,
+    BenchTurn,
+    BenchWork,
     check_layout,
     measure,
     open_single,
@@ -62,7 +62,7 @@ from ggpipe.stats.summary import BenchRun
 
 def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
-    prompt, settings = options[Prompt], options[BenchSettings]
+    prompt, settings = options[PromptSettings], options[BenchSettings]
     layouts = {text: _with_layout(options, text) for text in settings.layouts} or {"": options}
     configs = {text: engine_config(own) for text, own in layouts.items()}
     config = next(iter(configs.values()))
@@ -74,7 +74,7 @@ def run(options: Options) -> int:
     if settings.plots is not None:
         check_plottable(Path(f"speed.{settings.plot_format}"))
     texts = functools.cache(lambda: _texts(settings.files, prompt))
-    log_level = 2 if options[Log].verbose else 5
+    log_level = 2 if options[LogSettings].verbose else 5
 
     def front_end(ranks: Iterable[StartedRanks]) -> int:
         spec = BenchSpec(
@@ -105,10 +105,10 @@ def run(options: Options) -> int:
 
 
 def _with_layout(options: Options, layout: str) -> Options:
-    return options.having(replace(options[Ranks], split=GivenSplit.parse(layout)))
+    return options.having(replace(options[RankSettings], split=GivenSplit.parse(layout)))
 
 
-def _texts(files: Sequence[Path], prompt: Prompt) -> dict[str, str]:
+def _texts(files: Sequence[Path], prompt: PromptSettings) -> dict[str, str]:
     if not files:
         package = Path(__file__).parents[2]
         folders = (package / "prompts", package.parent / "prompts")  # an installed package's, or a checkout's
@@ -190,7 +190,7 @@ def _load(ranks: StartedRanks, terminal: Terminal | None) -> EngineClient:
 def _measure(
     engines: Mapping[str, EngineClient],
     single: EngineClient | None,
-    work: Work,
+    work: BenchWork,
     terminal: Terminal | None,
     csv: Path | None,
     runs: list[BenchRun],
@@ -201,7 +201,7 @@ def _measure(
         begin_bench_csv(csv, len(engines) > 1)
     with BenchProgress(terminal, n_turns) as progress:
 
-        def on_turn(turn: Turn) -> None:
+        def on_turn(turn: BenchTurn) -> None:
             when = f"round {turn.round} of {work.rounds}" if turn.round else "warm-up"
             progress.turn(f"{when}, {turn.prompt}, {turn.case}")
 

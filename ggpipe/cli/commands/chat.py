@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
-from ggpipe.cli.talk.answer import Answerer, Reply
+from ggpipe.cli.talk.answer import Answerer, ModelReply
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.prompt import Conversation
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Terminal, open_terminal, unechoed
 from ggpipe.display.stdout import Stdout
 from ggpipe.errors import UsageError
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import ChatOutput, Prompt
+from ggpipe.options.settings import ChatOutput, PromptSettings
 
 
 def run(options: Options) -> int:
@@ -55,8 +55,8 @@ class _Task:
 
 def _task_of(options: Options) -> _Task:
     """Raises UsageError and SettingError."""
-    chat = Chat(**{**options.fields(Chat), "single_turn": True})
-    prompt, is_only_one = options[Prompt], not sys.stdin.isatty()
+    chat = ChatSettings(**{**options.fields(ChatSettings), "single_turn": True})
+    prompt, is_only_one = options[PromptSettings], not sys.stdin.isatty()
     parts = [prompt.read()] if prompt.text is not None or prompt.file is not None else []
     if is_only_one:
         parts.append(sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n"))
@@ -87,7 +87,7 @@ def _serve(ranks: StartedRanks, task: _Task, output: ChatOutput, warnings: Seque
     if task.is_only_one:
         said = [("system", task.system), ("user", task.question)]
         messages = tuple({"role": role, "content": text} for role, text in said if text is not None)
-        answerer.answer(replace(task.settings, messages=messages), sampling, Reply())
+        answerer.answer(replace(task.settings, messages=messages), sampling, ModelReply())
         return
     from ggpipe.cli.talk.talk import Talk  # prompt_toolkit is for those who type
 

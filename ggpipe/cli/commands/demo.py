@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ggpipe.channel.client import StartedRanks
-from ggpipe.cli.commands.generate import Answer, Request, answer, request_of
+from ggpipe.cli.commands.generate import GenerateRequest, ServedRequest, answer, request_of
 from ggpipe.cli.launching import run_command
 from ggpipe.core.request import Finish
 from ggpipe.display.live.live import LiveDisplay
@@ -19,8 +19,8 @@ from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     DemoSettings,
     GenerateOutput,
-    Models,
-    Prompt,
+    ModelSettings,
+    PromptSettings,
 )
 from ggpipe.stats.records import RequestStats
 
@@ -39,9 +39,9 @@ def run(options: Options) -> int:
     """Make the models, then start the ranks, or be one of them; the exit code."""
     output, tiny = options[GenerateOutput], options[DemoSettings].tiny
     pair = BUNDLED_PAIR if tiny else _inflated(output.color)
-    options = options.having(Models(pair.target, (pair.draft,)))
-    if options[Prompt].text is None and options[Prompt].file is None:
-        options = options.having(replace(options[Prompt], text=_OPENING))
+    options = options.having(ModelSettings(pair.target, (pair.draft,)))
+    if options[PromptSettings].text is None and options[PromptSettings].file is None:
+        options = options.having(replace(options[PromptSettings], text=_OPENING))
     config = replace(engine_config(options), cache_prompt=True)  # the prompt comes twice
     request = request_of(options)
 
@@ -65,7 +65,7 @@ def _inflated(color: Color) -> ModelPair:
         return inflated_pair(progress)
 
 
-def _without_draft(drafted: Answer, request: Request, color: Color) -> RequestStats:
+def _without_draft(drafted: ServedRequest, request: GenerateRequest, color: Color) -> RequestStats:
     """The beginning of the same text, one token after the other; it is shown on a terminal only."""
     engine, n_tokens = drafted.engine, min(drafted.stats.n_generated, _COMPARED_TOKENS)
     engine.idle(_SETTLE_S)

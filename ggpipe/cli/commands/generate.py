@@ -13,8 +13,7 @@ from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prompt import Prompt as RequestPrompt
-from ggpipe.core.prompt import as_prompt
+from ggpipe.core.prompt import RequestPrompt, as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.figures.trace import write_trace
@@ -25,11 +24,11 @@ from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.summary import append_csv, print_summary, write_json
 from ggpipe.errors import GgpipeError, RunError
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import GenerateOutput, Prompt
+from ggpipe.options.settings import GenerateOutput, PromptSettings
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.reasoning import Piece, ReasoningParser
 
@@ -47,7 +46,7 @@ def run(options: Options) -> int:
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     """A prompt to continue, and how."""
 
     text: str
@@ -68,24 +67,26 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServedRequest:
     """A request that was served."""
 
     engine: EngineClient
     stats: RequestStats
 
 
-def request_of(options: Options) -> Request:
+def request_of(options: Options) -> GenerateRequest:
     """The request that a command line describes. Raises UsageError and SettingError."""
-    prompt = options[Prompt]
+    prompt = options[PromptSettings]
     text, speculation = prompt.read(), speculation_config(options)
     sampling_config(options)  # which raises now what it would raise later
     sampling = functools.partial(sampling_config, options)
-    own = options[Chat].conversation(text)
-    return Request(text, as_prompt(text if own is None else own), sampling, prompt.n_predict, speculation)
+    own = options[ChatSettings].conversation(text)
+    return GenerateRequest(text, as_prompt(text if own is None else own), sampling, prompt.n_predict, speculation)
 
 
-def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnings: Sequence[str]) -> Answer:
+def answer(
+    ranks: StartedRanks, request: GenerateRequest, output: GenerateOutput, warnings: Sequence[str]
+) -> ServedRequest:
     """Load the models, serve one request, show its text and its figures, and write the files.
 
     Raises what `StartedRanks.load` and `EngineClient.generate` raise, and RunError when stdout cannot be written; the
@@ -123,7 +124,7 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         for warning in (*warnings, *engine.warnings):
             warn(warning)
         begun = engine.begin(request.spec(engine.sampling), stats)
-        marks = begun.answer
+        marks = begun.answer_format
         parser = ReasoningParser(marks.reasoning) if marks is not None else None
         if display:
             display.request(stats)
@@ -167,4 +168,4 @@ def answer(ranks: StartedRanks, request: Request, output: GenerateOutput, warnin
         show("the text ends where no token of the model's vocabulary fits `grammar`")
     if failure is not None:
         raise failure
-    return Answer(engine, stats)
+    return ServedRequest(engine, stats)

@@ -24,12 +24,12 @@ from ggpipe.launch.job import slots_of
 from ggpipe.options.engine_config import check_draft, draft_threads, engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
-    Cluster,
-    Log,
-    Loras,
-    Models,
+    ClusterSettings,
+    LogSettings,
+    LoraSettings,
+    ModelSettings,
     PlanSettings,
-    Ranks,
+    RankSettings,
     SimulatedText,
 )
 from ggpipe.planning.candidates import Constraints
@@ -46,13 +46,13 @@ _N_CTX = 4096  # where neither the user nor a model file gives a context size
 def run(options: Options) -> int:
     """Plan from a cluster file, or from what the ranks measure; the exit code."""
     request = _Request(options)
-    cluster, hostfile = options[Cluster].path, options[Ranks].hostfile
+    cluster, hostfile = options[ClusterSettings].path, options[RankSettings].hostfile
     if cluster is not None:
         if hostfile is not None:
             raise UsageError("give a cluster file, or `hostfile` to measure its machines: not both")
         request.show(read_cluster(cluster), [])
         return 0
-    if options[Models].target is None:
+    if options[ModelSettings].target is None:
         raise UsageError("name a model with `model`, or a cluster file that describes one")
     return _measure(request)
 
@@ -63,7 +63,7 @@ class _Request:
     def __init__(self, options: Options) -> None:
         """Raises UsageError for mistakes, before anything is measured."""
         self.options = options
-        self.settings, self.models, self.context = options[PlanSettings], options[Models], options[ContextConfig]
+        self.settings, self.models, self.context = options[PlanSettings], options[ModelSettings], options[ContextConfig]
         self.text = text_of(options[SimulatedText])
         threads = options[PipelineConfig].threads
         if len(threads) > 1:
@@ -86,7 +86,7 @@ class _Request:
                 f"a context of {n_ctx or target.n_ctx} tokens cannot hold the {needed} of {users} users: "
                 "raise `n_ctx`, or lower `users` or `prompt_tokens`"
             )
-        loras = self.options[Loras]
+        loras = self.options[LoraSettings]
         constraints = Constraints(
             n_ctx=n_ctx,
             n_ubatch=self.context.n_ubatch,
@@ -130,13 +130,13 @@ class _Request:
             draft=self.models.the_draft or Path("draft.gguf"),
             extras=extras,
             hosts=hosts,
-            hostfile=self.options[Ranks].hostfile,
+            hostfile=self.options[RankSettings].hostfile,
         )
 
 
 def _measure(request: _Request) -> int:
     """Profile the ranks, on which this command line runs as well, and plan from that on the first one."""
-    options, settings, hostfile = request.options, request.settings, request.options[Ranks].hostfile
+    options, settings, hostfile = request.options, request.settings, request.options[RankSettings].hostfile
     hosts = slots_of(hostfile) if has_user() else []
     config = engine_config(options)
     if settings.mode == "iterative":
@@ -148,7 +148,7 @@ def _measure(request: _Request) -> int:
         return profile_ranks(transport, config, None, settings.seconds, attend, say)
 
     n_ranks = len(hosts) or settings.n_ranks or 1
-    measured = run_profile(config, n_ranks, hostfile, options[Log].verbose, measure)
+    measured = run_profile(config, n_ranks, hostfile, options[LogSettings].verbose, measure)
     if measured is not None:  # the ranks have left, and nobody waits while it plans
         names = list(dict.fromkeys(rank.host for rank in measured.ranks))
         request.show(spec_from_profile(measured, ", ".join(names)), hosts)

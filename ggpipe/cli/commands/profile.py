@@ -21,10 +21,10 @@ from ggpipe.launch.job import slots_of
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
-    Log,
-    Models,
+    LogSettings,
+    ModelSettings,
     ProfileSettings,
-    Ranks,
+    RankSettings,
 )
 from ggpipe.profiling.profile import profile_ranks
 from ggpipe.transport.base import Transport
@@ -35,8 +35,8 @@ _STDOUT = Path("-")
 
 def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
-    settings, hostfile = options[ProfileSettings], options[Ranks].hostfile
-    options[Models].check_one_draft()
+    settings, hostfile = options[ProfileSettings], options[RankSettings].hostfile
+    options[ModelSettings].check_one_draft()
     config, output, wanted = engine_config(options), settings.output, settings.n_ranks
     if output is not None and output != _STDOUT and not is_rank():
         check_writable(output)
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
         return profile_ranks(transport, config, settings.layers, settings.seconds, attend, announce)
 
     n_ranks = wanted or (1 if is_rank() else len(slots_of(hostfile)) or 1)
-    measured = run_profile(config, n_ranks, hostfile, options[Log].verbose, measure)
+    measured = run_profile(config, n_ranks, hostfile, options[LogSettings].verbose, measure)
     if measured is not None:
         _show(measured)
         _write(measured, output)

@@ -22,9 +22,9 @@ from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
-    Log,
-    Models,
-    Prompt,
+    LogSettings,
+    ModelSettings,
+    PromptSettings,
     RecordSettings,
 )
 from ggpipe.profiling.record import RecordSpec, WrittenText, check_pair, record_draft, write_texts
@@ -32,8 +32,8 @@ from ggpipe.profiling.record import RecordSpec, WrittenText, check_pair, record_
 
 def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
-    config, prompt, settings = engine_config(options), options[Prompt], options[RecordSettings]
-    if options[Models].the_draft is None:
+    config, prompt, settings = engine_config(options), options[PromptSettings], options[RecordSettings]
+    if options[ModelSettings].the_draft is None:
         raise UsageError("record needs a draft model: name one with `draft.model`")
     (draft,) = config.drafts
     if draft.shares:
@@ -59,7 +59,7 @@ def run(options: Options) -> int:
     def front_end(ranks: StartedRanks) -> int:
         return _record(ranks, spec(), functools.partial(sampling_config, options), settings.output)
 
-    libllama.set_log_level(2 if options[Log].verbose else 5)
+    libllama.set_log_level(2 if options[LogSettings].verbose else 5)
     return run_command(target, options, front_end, prepare=spec)
 
 

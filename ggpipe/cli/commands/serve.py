@@ -15,14 +15,14 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.engine.signals import Signals
 from ggpipe.errors import GgpipeError, SettingError, UsageError
 from ggpipe.launch import environment
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.server import ServerConfig
-from ggpipe.options.settings import EmbeddingSettings, Log, Models, Prompt, Ranks
+from ggpipe.options.settings import EmbeddingSettings, LogSettings, ModelSettings, PromptSettings, RankSettings
 from ggpipe.options.table import OPTIONS
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run(options: Options, on_start: Callable[[EngineThread], None] = lambda _: N
     given = _GivenRanks(config, options)
     if not environment.has_user():
         return given.run(_not_the_head)
-    if options[Ranks].restart and options.is_given("restart"):
+    if options[RankSettings].restart and options.is_given("restart"):
         warn(NO_RESTART)
     try:
         return _serve(options, config, speculation, of_engine, on_start, given)
@@ -67,7 +67,7 @@ class _GivenRanks:
         self.signals = Signals(environment.rank_in_environment() or 0, server_ends_s=timeout_s + _ENDS_S)
         self.has_begun = self.has_reported = False
         self._config = config
-        self._verbose = options[Log].verbose
+        self._verbose = options[LogSettings].verbose
 
     def run(self, head: Callable[[Head], int]) -> int:
         """Be a rank; as `first_rank` of EngineThread."""
@@ -101,13 +101,13 @@ def _serve(
         from ggpipe.server.saved_slots import check_folder
     except ModuleNotFoundError as e:
         raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
-    server, prompt = options[ServerConfig], options[Prompt]
+    server, prompt = options[ServerConfig], options[PromptSettings]
     if server.keep_slots and config.slot_save_path is None:
         raise SettingError("`keep_slots` needs a folder: name one with `slot_save_path`")
     if config.slot_save_path is not None:
         check_folder(config.slot_save_path)
     usual = functools.partial(sampling_config, options)
-    path = options[Models].target
+    path = options[ModelSettings].target
     assert path is not None  # it is required
     serving = process.Serving(
         config=server,
@@ -131,11 +131,11 @@ def _serve(
     if options.is_given("n_http_threads"):
         say("warning: `n_http_threads` is not used: one event loop answers all clients")
     if given is None:
-        check_model_files(config, options[Ranks].hostfile)
+        check_model_files(config, options[RankSettings].hostfile)
     listener = process.listen(server)
     url = process.url(server, listener)
     say(f"listening on {url}; loading {path}")
-    own = of_engine.without(SamplingConfig, Constraint, Prompt)
+    own = of_engine.without(SamplingConfig, Constraint, PromptSettings)
     thread = EngineThread(config, own, say, _named, given.run if given is not None else None)
     on_start(thread)
 
@@ -161,8 +161,8 @@ def _refuse(error: GgpipeError, _: Head) -> int:
     raise error
 
 
-def _chat(options: Options) -> Chat:
-    chat = Chat(single_turn=True, **options.fields(Chat))
+def _chat(options: Options) -> ChatSettings:
+    chat = ChatSettings(single_turn=True, **options.fields(ChatSettings))
     chat.of_messages([])  # reads the template
     return chat
 

@@ -33,8 +33,8 @@ from ggpipe.options.engine_config import (
 )
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
-    Cluster,
-    Ranks,
+    ClusterSettings,
+    RankSettings,
     SimulatedText,
     SimulatedTraffic,
     SimulateSettings,
@@ -42,7 +42,7 @@ from ggpipe.options.settings import (
 from ggpipe.sim.simulation_spec import TRAFFIC_NAMES, SimulationSpec
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.sweep import Combination, parse_axis, sweep
-from ggpipe.sim.virtual_cluster import Placement, placement_of, threads_of, with_split
+from ggpipe.sim.virtual_cluster import VirtualPlacement, placement_of, threads_of, with_split
 
 _N_TEXT = 256
 
@@ -86,9 +86,9 @@ def _check_files(settings: SimulateSettings, requests_csv: Path | None, n_axes: 
 
 
 def _spec(options: Options) -> SimulationSpec:
-    path = options[Cluster].path
+    path = options[ClusterSettings].path
     assert path is not None
-    cluster, given, context = read_cluster(path), options[Ranks].split, options[ContextConfig]
+    cluster, given, context = read_cluster(path), options[RankSettings].split, options[ContextConfig]
     if given.auto:
         raise SettingError("`shares` auto is for real ranks: name shares, or use ggpipe plan")
     if given.split is not None:
@@ -116,7 +116,9 @@ def _spec(options: Options) -> SimulationSpec:
     )
 
 
-def _with_threads(cluster: ClusterSpec, placement: Placement, given: PipelineConfig, draft: int) -> Placement:
+def _with_threads(
+    cluster: ClusterSpec, placement: VirtualPlacement, given: PipelineConfig, draft: int
+) -> VirtualPlacement:
     """With the threads that were given; -1 is the cluster's number, or the cores."""
     n_ranks, n_target = len(placement.node_of), len(placement.target_on)
     if len(given.threads) not in (1, n_ranks):
@@ -129,7 +131,7 @@ def _with_threads(cluster: ClusterSpec, placement: Placement, given: PipelineCon
     return replace(placement, threads=tuple(own), draft_threads=draft if draft > 0 else None)
 
 
-def _check_tensor_split(placement: Placement) -> None:
+def _check_tensor_split(placement: VirtualPlacement) -> None:
     """Raises SettingError for proportions that no group has."""
     n = len(placement.tensor_split)
     if n and n not in placement.group_sizes:

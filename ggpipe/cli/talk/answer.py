@@ -26,7 +26,7 @@ from ggpipe.text.chat.reasoning import Piece, ReasoningParser
 
 
 @dataclass(kw_only=True)
-class Reply:
+class ModelReply:
     """What the model has written."""
 
     text: str = ""
@@ -82,7 +82,7 @@ class Answerer:
             stream = (lambda: MarkdownStream(console)) if markdown else TextStream
             self._display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading, stream=stream)
 
-    def answer(self, conversation: Conversation, sampling: SamplingConfig, reply: Reply) -> None:
+    def answer(self, conversation: Conversation, sampling: SamplingConfig, reply: ModelReply) -> None:
         """Fill in the reply. Raises UsageError where the model cannot take the conversation, RunError when ranks break
         or stdout cannot be written; the reply has what came before."""
         engine = self.engine
@@ -97,7 +97,7 @@ class Answerer:
                 f"the conversation has {e.n_prompt} tokens and the context {e.n_ctx}: /clear begins a new one, /save "
                 "keeps this one, and `n_ctx` makes room for longer ones"
             ) from e
-        marks = request.answer
+        marks = request.answer_format
         assert marks is not None  # it is a conversation
         parser = ReasoningParser(marks.reasoning)
         with self._shown(reply):
@@ -114,7 +114,7 @@ class Answerer:
                 "conversation, /save keeps this one, and `n_ctx` makes room for longer ones"
             )
 
-    def _write(self, piece: Piece, reply: Reply, style: str | None) -> None:
+    def _write(self, piece: Piece, reply: ModelReply, style: str | None) -> None:
         reply.add(piece)
         if self._display is not None:
             if piece.is_reasoning:
@@ -129,7 +129,7 @@ class Answerer:
             self.ranks.stop()  # the reader has enough
 
     @contextlib.contextmanager
-    def _shown(self, reply: Reply) -> Iterator[None]:
+    def _shown(self, reply: ModelReply) -> Iterator[None]:
         if self._display is not None:
             self._display.request(reply.stats)
         try:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ggpipe.cli.messages import in_flags
-from ggpipe.cli.talk.answer import Answerer, Reply
+from ggpipe.cli.talk.answer import Answerer, ModelReply
 from ggpipe.cli.talk.commands import COMMANDS, command_in
 from ggpipe.cli.talk.keyboard import PROMPT, Keyboard
 from ggpipe.config.sampling import SamplingConfig
@@ -56,7 +56,7 @@ class Talk:
         self._attached = ""
         """In front of the next question."""
         self._n_regenerated = 0
-        self._last: Reply | None = None
+        self._last: ModelReply | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._help(),
             "/regen": lambda _: self._regenerate(),
@@ -139,7 +139,7 @@ class Talk:
 
     def _answer(self) -> None:
         """Have the last question answered. One that cannot be goes back into the user's line."""
-        transcript, reply = self._transcript, Reply()
+        transcript, reply = self._transcript, ModelReply()
         seed, n = self._sampling.seed, self._n_regenerated
         sampling = replace(self._sampling, seed=(seed + n) % _SEEDS) if seed >= 0 else self._sampling
         conversation = replace(self._settings, messages=tuple(transcript.messages))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ggpipe.core.batching.load import Load, Take
+from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
 from ggpipe.core.batching.rows import Rounds
 from ggpipe.core.prompt_chunks import TILE, chunk_end
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
@@ -21,107 +21,107 @@ _GATHER_S = 1e-2
 """The longest such wait, from the first prompt on. Seconds."""
 
 
-def gather_until(load: Load, states: Sequence[SequenceState]) -> float:
-    """When these requests stop waiting for others that may arrive at the same time, by the clock of `load.now`.
+def gather_until(pipeline: PipelineState, states: Sequence[SequenceState]) -> float:
+    """When these requests stop waiting for others that may arrive at the same time, by the clock of `pipeline.now`.
 
     They wait on a single stage only, while all of them are prompts and nothing is in flight: prompts take less time in
     one run than in several. Several stages are kept busy by short runs.
     """
-    limits = load.limits
-    if load.n_stages > 1 or limits.n_requests == 1 or not limits.partial_prefixes or load.n_in_flight:
+    limits = pipeline.limits
+    if pipeline.n_stages > 1 or limits.n_requests == 1 or not limits.partial_prefixes or pipeline.n_in_flight:
         return 0.0
     if len(states) == limits.n_requests or any(state.phase is not Phase.PREFILL for state in states):
         return 0.0
     n_left = sum(len(state.prompt) - state.n_past for state in states)
     came_at = [state.admitted_at for state in states]
-    return min(max(came_at) + _GATHER * load.cost.text_s(0, n_left), min(came_at) + _GATHER_S)
+    return min(max(came_at) + _GATHER * pipeline.cost.prompt_s(0, n_left), min(came_at) + _GATHER_S)
 
 
-def takes(
-    load: Load,
+def schedule(
+    pipeline: PipelineState,
     waiting: Sequence[SequenceState],
     decoding: Sequence[RequestState],
     ready: Sequence[RequestState],
     n_runs: int,
-) -> Sequence[Take]:
+) -> Sequence[ScheduledRows]:
     """Tokens of the prompts that wait, with the accepted tokens that are `ready`; nothing when it is better to wait.
     `n_runs`: runs in flight with accepted tokens or prompts."""
-    if not ready and load.n_in_flight >= (load.n_stages if decoding else load.limits.n_in_flight):
+    if not ready and pipeline.n_in_flight >= (pipeline.n_stages if decoding else pipeline.limits.n_in_flight):
         return ()
-    if ready and n_runs >= load.n_stages:
+    if ready and n_runs >= pipeline.n_stages:
         return ()
     if len(waiting) == 1 and not decoding:
-        return _alone(load, waiting[0])
-    n_tokens = load.limits.n_rows
+        return _alone(pipeline, waiting[0])
+    n_tokens = pipeline.limits.n_rows
     if len(ready) >= n_tokens:
-        n_tokens -= load.rows_for_prompts(len(waiting), len(ready))
-    roots = [Take(state, nodes=[state.tree.root], most=1) for state in ready[:n_tokens]]
+        n_tokens -= pipeline.rows_for_prompts(len(waiting), len(ready))
+    roots = [ScheduledRows(state, nodes=[state.tree.root], most=1) for state in ready[:n_tokens]]
     n_new = sum(len(state.prompt) - state.counters.cached_tokens for state in waiting)
-    n_prompt = min(load.limits.prompt_rows(n_new), load.limits.n_rows - len(roots))
+    n_prompt = min(pipeline.limits.prompt_rows(n_new), pipeline.limits.n_rows - len(roots))
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)
-    if decoding and not _goes_at_once(load, len(roots), n_left, len(decoding), len(waiting)):
-        n_prompt = _prompt_rows(load, len(roots), len(decoding), n_prompt)
-        if not ready and load.n_in_flight and not load.has_prompts and n_left > _MANY_RUNS * n_prompt:
+    if decoding and not _goes_at_once(pipeline, len(roots), n_left, len(decoding), len(waiting)):
+        n_prompt = _prompt_rows(pipeline, len(roots), len(decoding), n_prompt)
+        if not ready and pipeline.n_in_flight and not pipeline.has_prompts and n_left > _MANY_RUNS * n_prompt:
             return ()  # it goes in with the tokens in flight, which would else wait for it
     return [*roots, *_shared_out(waiting, n_prompt)]
 
 
-def _alone(load: Load, state: SequenceState) -> Sequence[Take]:
+def _alone(pipeline: PipelineState, state: SequenceState) -> Sequence[ScheduledRows]:
     """The next chunk of a prompt that has the pipeline for itself, as libllama alone would cut it."""
-    start, limits = state.counters.cached_tokens, load.limits
+    start, limits = state.counters.cached_tokens, pipeline.limits
     n_tokens = len(state.prompt) - start
     end = start + chunk_end(state.n_past - start, n_tokens, limits.n_batch, limits.prompt_rows(n_tokens))
-    return (Take(state, n_prompt=state.cut(end) - state.n_past),)
+    return (ScheduledRows(state, n_prompt=state.cut(end) - state.n_past),)
 
 
-def _goes_at_once(load: Load, n_tokens: int, n_left: int, n_decoding: int, n_waiting: int) -> bool:
+def _goes_at_once(pipeline: PipelineState, n_tokens: int, n_left: int, n_decoding: int, n_waiting: int) -> bool:
     """All that is left of prompts goes into one run, beside `n_tokens` accepted tokens: more requests wait than decode,
     and the run takes those no longer than `prefill_slowdown` of theirs for each request.
 
     That delays those that decode once, and many short runs of prompts take more time than one. With several stages,
     short runs keep all of them busy.
     """
-    if load.n_stages > 1 or n_waiting <= n_decoding or n_tokens + n_left > load.limits.n_rows:
+    if pipeline.n_stages > 1 or n_waiting <= n_decoding or n_tokens + n_left > pipeline.limits.n_rows:
         return False
-    usual_s = load.cost.seconds(n_decoding)
-    most_s = load.limits.prefill_slowdown * usual_s * (n_decoding + n_waiting) / n_decoding
-    return load.cost.text_row_s(1) is not None and load.cost.text_s(n_tokens, n_left) < most_s
+    usual_s = pipeline.cost.seconds(n_decoding)
+    most_s = pipeline.limits.prefill_slowdown * usual_s * (n_decoding + n_waiting) / n_decoding
+    return pipeline.cost.prompt_row_s(1) is not None and pipeline.cost.prompt_s(n_tokens, n_left) < most_s
 
 
-def _prompt_rows(load: Load, n_tokens: int, n_decoding: int, most: int) -> int:
+def _prompt_rows(pipeline: PipelineState, n_tokens: int, n_decoding: int, most: int) -> int:
     """Rows of prompts beside `n_tokens` accepted tokens, while `n_decoding` requests decode: those that bring most
     prompt tokens a second, as many as make runs take about `prefill_slowdown` times as long as without; at least one.
 
     A run has whole tiles of rows, whoever they are for: those of a tile that is not full take as long as a full one's.
     """
-    cost = load.cost
-    if cost.text_row_s(1) is None or not cost.is_known:
+    cost = pipeline.cost
+    if cost.prompt_row_s(1) is None or not cost.is_known:
         return min(max(_FIRST_ROWS - n_tokens, 1), most)
-    first, usual_s = max(n_tokens, 1), Rounds(cost, n_decoding).round_s / load.n_stages
-    more_s = load.limits.prefill_slowdown * usual_s - cost.seconds(first)
+    first, usual_s = max(n_tokens, 1), Rounds(cost, n_decoding).round_s / pipeline.n_stages
+    more_s = pipeline.limits.prefill_slowdown * usual_s - cost.seconds(first)
     best, fastest = 0, 0.0
     fewest = TILE
     while fewest <= n_tokens + most:
-        row_s = cost.text_row_s(fewest) or 0.0
+        row_s = cost.prompt_row_s(fewest) or 0.0
         n_all = first + round(more_s / row_s) if row_s else n_tokens + most
         n_all = min((n_all + TILE // 2) // TILE * TILE, 2 * fewest - TILE, n_tokens + most)
         n = n_all - n_tokens
-        if n_all >= fewest and n > 0 and (rate := n / cost.text_s(n_tokens, n)) > fastest:
+        if n_all >= fewest and n > 0 and (rate := n / cost.prompt_s(n_tokens, n)) > fastest:
             best, fastest = n, rate
         fewest *= 2
     return min(best or 1, most)
 
 
-def _shared_out(states: Sequence[SequenceState], n_rows: int) -> list[Take]:
+def _shared_out(states: Sequence[SequenceState], n_rows: int) -> list[ScheduledRows]:
     """The next tokens of these prompts, `n_rows` in all if there are as many, in equal parts where they suffice. A part
     has a tile of rows at least: where there are more prompts than tiles, those with the fewest tokens left go first,
     so that not all of them end last."""
-    takes: list[Take] = []
+    schedule: list[ScheduledRows] = []
     in_order = sorted(states, key=lambda state: len(state.prompt) - state.n_past)
     for i, state in enumerate(in_order):
         part = min(max(math.ceil(n_rows / (len(in_order) - i)), TILE), n_rows)
         n = state.cut(min(len(state.prompt), state.n_past + part)) - state.n_past
         if n:
-            takes.append(Take(state, n_prompt=n))
+            schedule.append(ScheduledRows(state, n_prompt=n))
         n_rows -= n
-    return takes
+    return schedule

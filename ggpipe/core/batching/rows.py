@@ -3,7 +3,7 @@
 rule                what it decides
 rounds              in how many runs the accepted tokens of all requests go round
 most_per_second     rows of a run that is as long as brings most accepted tokens for its time
-riders              draft tokens that go in with accepted tokens while the pipeline has room for runs behind theirs
+draft_with_root     draft tokens that go in with accepted tokens while the pipeline has room for runs behind theirs
 
 An accepted token is worth 1. A draft token is worth its probability: that of its whole path below the root. A row costs
 time in the slowest stage, which later runs wait for, and time in all stages, by which the next correction is late.
@@ -57,7 +57,7 @@ def usual_chain(calibration: Calibration, limit: int, n_roots: int = 1) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class Riders:
+class DraftWithRoot:
     """Draft tokens that are to go in with accepted tokens."""
 
     n: int = 0
@@ -65,9 +65,9 @@ class Riders:
     """Until the last of them is expected to be there."""
 
 
-def riders(
+def draft_with_root(
     ready: Sequence[float], most: int, cost: RunCost, n_roots: int, drafter: Calibration, first_s: float, next_s: float
-) -> Riders:
+) -> DraftWithRoot:
     """How many draft tokens, at most `most`, go into a run with `n_roots` accepted tokens while the pipeline has room.
 
     `ready`: the probabilities of those that are there. `first_s`, `next_s`: the usual time to a first further one and
@@ -78,7 +78,7 @@ def riders(
     draft tokens that are still to come.
     """
     if not cost.is_known:
-        return Riders()
+        return DraftWithRoot()
     most = min(most, max(drafter.reach, len(ready)))
     agreement = drafter.agreement
     n_usual = most_per_second(usual_chain(drafter, most), cost)
@@ -86,7 +86,7 @@ def riders(
     # A chain that is right with the chance r a token takes r / (1 - r^n) runs of n tokens to its first rejected one.
     each_s = slot_s * (1 - agreement) / (1 - agreement**n_usual) if agreement < 1 else slot_s / n_usual
     probability, gain_s, wait_s = 1.0, 0.0, 0.0
-    best, best_s = Riders(), 0.0
+    best, best_s = DraftWithRoot(), 0.0
     run_s = cost.time(n_roots)
     for n in range(1, most + 1):
         if n <= len(ready):
@@ -98,7 +98,7 @@ def riders(
         gain_s += probability * each_s - n_roots * cost.length * (longer_s - run_s)
         run_s = longer_s
         if gain_s - wait_s > best_s:
-            best, best_s = Riders(n, wait_s), gain_s - wait_s
+            best, best_s = DraftWithRoot(n, wait_s), gain_s - wait_s
     return best
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ggpipe.core.draft_messages import MicroBatch, Steering, Vocabularies
-from ggpipe.core.events import Cancel, RunDone, RunEnded, Submit, Tick
+from ggpipe.core.draft_messages import DrafterMessage, MicroBatch, Vocabularies
+from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.request import Limits
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class ToHead:
     """Draft tokens for the head."""
 
-    batch: MicroBatch
+    micro_batch: MicroBatch
 
 
-DraftEvent = Steering | RunEnded | Tick
-DraftAction = Submit | Cancel | RunDone | Send
+DraftEvent = DrafterMessage | RunEnded | Tick
+DraftAction = SubmitRun | CancelRuns | RunDone | ToHead
 
 
 class Drafter(Protocol):
@@ -52,5 +52,5 @@ class DraftPipeline:
 class TextDrafter(Protocol):
     """Drafts for any number of requests from their tokens alone. Pure, and quick: the head waits for it."""
 
-    def answer(self, message: Steering) -> list[MicroBatch]:
+    def answer(self, message: DrafterMessage) -> list[MicroBatch]:
         """Take in one message. Draft tokens are complete: no more follow before the next message of their request."""

@@ -49,7 +49,7 @@ class Calibration:
         self._named += _JUDGE * (prob - self._named)
         self._bins[bisect_right(_BORDERS, prob)].judged(prob, right)
 
-    def chance(self, prob: float) -> float:
+    def probability(self, prob: float) -> float:
         """How probable it is that a draft token is right to which the drafter gives `prob`.
 
         A bin whose draft tokens were right half as often as the drafter said halves its probabilities. A bin that has
@@ -58,8 +58,8 @@ class Calibration:
         if prob <= 0:
             return 0.0
         overall = self.agreement / self._named if self._named > 0 else 1.0
-        own, prior = self._bins[bisect_right(_BORDERS, prob)], _PRIOR * prob
-        return min(prob * (own.right + prior * overall) / (own.named + prior), 1.0)
+        bin_, prior = self._bins[bisect_right(_BORDERS, prob)], _PRIOR * prob
+        return min(prob * (bin_.right + prior * overall) / (bin_.named + prior), 1.0)
 
     @property
     def reach(self) -> int:

@@ -2,7 +2,7 @@
 
 It has a tree of its own for each request, with the draft model's KV cache behind it, and the last token it knows
 accepted as its root. It decodes the tips of the most probable branches, all in one run. Each answer gives candidates,
-and some of these become children (`growth`): the draft tokens, which are sent to the head at once. How far it runs
+and some of these become children (`draft_state`): the draft tokens, which are sent to the head at once. How far it runs
 ahead is bounded from the root, so it stops by itself and goes on when a token is accepted. Then its tree moves as the
 target's does: the branch that holds the token stays, cells and all; a token that it did not draft is decoded afresh.
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ggpipe.core.draft_messages import Accepted, Begin, Done, Expansion, MicroBatch
-from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, Send
-from ggpipe.core.drafters.growth import Growth
+from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch
+from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
+from ggpipe.core.drafters.draft_state import DraftState
 from ggpipe.core.drafters.thresholds import Thresholds
-from ggpipe.core.events import RunDone, RunEnded, Submit, Tick
-from ggpipe.core.in_flight import InFlight, Part, cancel_action, records_of
+from ggpipe.core.events import RunDone, RunEnded, SubmitRun, Tick
+from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
-from ggpipe.core.messages import Row, RunResult, Save, Want, WantKind
+from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RunResult, Save
 from ggpipe.core.prompt_chunks import chunk_end
 from ggpipe.core.tree import Node
 
@@ -36,9 +36,9 @@ class DraftModel:
         limits = self._limits = pipeline.limits
         self._vocabularies = pipeline.vocabularies
         self._drafter = drafter
-        self._in_flight: InFlight[Growth] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
+        self._in_flight: InFlight[DraftState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, pipeline.restored)
-        self._requests: dict[int, Growth] = {}
+        self._requests: dict[int, DraftState] = {}
         self._attempt_s = 0.0
         """Of the latest run of draft tokens."""
 
@@ -49,24 +49,24 @@ class DraftModel:
         """
         actions: list[DraftAction] = []
         match event:
-            case Begin():
+            case BeginDrafting():
                 self._begin(event)
             case Accepted():
                 self._accepted(event, actions)
-            case Done(request):
+            case EndDrafting(request):
                 self._done(request, now, actions)
             case RunEnded(result):
                 self._run_ended(result, now, actions)
             case Tick():
-                for growth in self._requests.values():
-                    if growth.retry_at is not None and now >= growth.retry_at:
-                        growth.retry_at = None
-        for growth in self._requests.values():
-            for batch in growth.grow():
-                self._send(growth, batch, False, actions)
+                for state in self._requests.values():
+                    if state.retry_at is not None and now >= state.retry_at:
+                        state.retry_at = None
+        for state in self._requests.values():
+            for micro_batch in state.grow():
+                self._send(state, micro_batch, False, actions)
         self._decode(now, actions)
-        for growth in self._requests.values():
-            self._settle(growth, now, actions)
+        for state in self._requests.values():
+            self._settle(state, now, actions)
         if self._in_flight.ops and not self._requests:  # no run is coming that could carry them
             actions.append(self._in_flight.submit_ops(now))
         return actions
@@ -78,52 +78,52 @@ class DraftModel:
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""
-        trees = [(growth, growth.tree.validate()) for growth in self._requests.values()]
+        trees = [(state, state.tree.validate()) for state in self._requests.values()]
         self._in_flight.validate(trees)
         self._prefixes.validate()
         taken = sum(len(ids) for _, ids in trees) + len(self._prefixes)
         assert len(self._in_flight.ids) == self._limits.n_seq - taken, "an id is lost"
         assert self._prefixes.n_cells + self._n_used <= self._limits.n_ctx
-        for growth in self._requests.values():
-            assert growth.text[-1] == growth.tree.root.token
-            assert growth.tree.root.pos == len(growth.text) - 1
-            assert all(best and not node.children for node, best in growth.open.items())
+        for state in self._requests.values():
+            assert state.tokens[-1] == state.tree.root.token
+            assert state.tree.root.pos == len(state.tokens) - 1
+            assert all(best and not node.children for node, best in state.open.items())
 
     # The text
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: BeginDrafting) -> None:
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        self._requests[begin.request] = Growth(
+        self._requests[begin.request] = DraftState(
             begin=begin,
             prefix=prefix,
             thresholds=Thresholds(begin.speculation),
-            text=list(begin.prompt),
-            lead=begin.lead,
+            tokens=list(begin.prompt),
+            look_ahead=begin.look_ahead,
             n_decoded=prefix.n_tokens,
             n_cached=prefix.n_tokens,
         )
 
     def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
-        growth = self._requests.get(message.request)
-        if growth is None:
+        state = self._requests.get(message.request)
+        if state is None:
             return
-        growth.lead = message.lead
-        if growth.held:  # they are numbered from this epoch's root
-            self._send_held(growth, False, actions)
-        dead = growth.accept(message.tokens, message.epoch)
-        self._cancel(self._in_flight.drop(growth, dead), actions)
+        state.look_ahead = message.look_ahead
+        if state.held:  # they are numbered from this epoch's root
+            self._send_held(state, False, actions)
+        dead = state.accept(message.tokens, message.epoch)
+        self._cancel(self._in_flight.drop(state, dead), actions)
 
     def _done(self, request: int, now: float, actions: list[DraftAction]) -> None:
-        growth = self._requests.pop(request, None)
-        if growth is not None:
-            clean = not self._in_flight.of(growth) and not growth.tree.n_submitted
-            computed = tuple(self._computed(growth))
-            is_kept = self._prefixes.close(growth.prefix, computed, clean)
-            if growth.begin.saves != "nothing" and not growth.is_saved:
-                is_wanted = growth.saves_prompt or growth.begin.saves == "text"
-                is_new = is_wanted and is_kept and len(computed) > growth.n_cached
-                self._save(growth, computed if is_new else (), now, actions)
-            self._cancel(self._in_flight.leave(growth), actions)
+        state = self._requests.pop(request, None)
+        if state is not None:
+            clean = not self._in_flight.of(state) and not state.tree.n_submitted
+            computed = tuple(self._computed(state))
+            is_kept = self._prefixes.close(state.prefix, computed, clean)
+            if state.begin.saves != "nothing" and not state.is_saved:
+                is_wanted = state.saves_prompt or state.begin.saves == "text"
+                is_new = is_wanted and is_kept and len(computed) > state.n_cached
+                self._save(state, computed if is_new else (), now, actions)
+            self._cancel(self._in_flight.leave(state), actions)
 
     def _cancel(self, runs: Sequence[int], actions: list[DraftAction]) -> None:
         if runs:
@@ -138,113 +138,113 @@ class DraftModel:
         actions.append(RunDone(records_of(run, result)))
         if run.cancelled:
             return
-        if not run.n_text:
+        if not run.n_prompt_rows:
             self._attempt_s = now - run.submitted_at
         for part in run.parts:
-            part.owner.answered(part.nodes)
-            if part.n_text and part.request in self._requests:
+            part.owner.add_candidates(part.nodes)
+            if part.n_prompt_rows and part.request in self._requests:
                 self._prefixes.grow(part.owner.prefix, self._computed(part.owner))
 
-    def _settle(self, growth: Growth, now: float, actions: list[DraftAction]) -> None:
+    def _settle(self, state: DraftState, now: float, actions: list[DraftAction]) -> None:
         """Send what was drafted. When nothing more comes by itself, report that, or try again soon with lower
         thresholds."""
-        parts = self._in_flight.of(growth)
+        parts = self._in_flight.of(state)
         # With nothing in flight at all, nothing could be submitted just now.
         waits = self._in_flight.n_computed > 0 and (
             any(self._in_flight.is_computed(part.run) for part in parts)
-            or self._text_waits(growth)
-            or bool(growth.tips())
+            or self._tokens_wait(state)
+            or bool(state.tips())
         )
-        may_retry = growth.overlaps and growth.retry_at is None and growth.thresholds.can_fall
-        if not waits and may_retry and any(growth.may_grow(node) for node in growth.open):
-            growth.thresholds.n_failed += 1
-            growth.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
-        enough = growth.n_batch >= growth.begin.speculation.n_min
-        stuck = not growth.overlaps or (not growth.tree.root.children and growth.retry_at is None)
-        complete = not waits and stuck and not growth.complete
-        if enough and (complete or growth.held):
-            self._send_held(growth, complete, actions)
+        may_retry = state.overlaps and state.retry_at is None and state.thresholds.can_fall
+        if not waits and may_retry and any(state.may_grow(node) for node in state.open):
+            state.thresholds.n_failed += 1
+            state.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
+        enough = state.n_drafted >= state.begin.speculation.n_min
+        stuck = not state.overlaps or (not state.tree.root.children and state.retry_at is None)
+        complete = not waits and stuck and not state.complete
+        if enough and (complete or state.held):
+            self._send_held(state, complete, actions)
         elif complete:
-            self._send(growth, (), True, actions)
+            self._send(state, (), True, actions)
 
-    def _send_held(self, growth: Growth, complete: bool, actions: list[DraftAction]) -> None:
-        self._send(growth, tuple(growth.held), complete, actions)
-        growth.held = []
+    def _send_held(self, state: DraftState, complete: bool, actions: list[DraftAction]) -> None:
+        self._send(state, tuple(state.held), complete, actions)
+        state.held = []
 
     def _send(
-        self, growth: Growth, expansions: tuple[Expansion, ...], complete: bool, actions: list[DraftAction]
+        self, state: DraftState, expansions: tuple[Expansion, ...], complete: bool, actions: list[DraftAction]
     ) -> None:
-        growth.complete = growth.complete or complete
-        batch = MicroBatch(
-            request=growth.begin.request,
-            epoch=growth.epoch,
+        state.complete = state.complete or complete
+        micro_batch = MicroBatch(
+            request=state.begin.request,
+            epoch=state.epoch,
             expansions=expansions,
             complete=complete,
             drafter=self._drafter,
         )
-        actions.append(Send(batch))
+        actions.append(ToHead(micro_batch))
 
     # The pipeline
 
-    def _computed(self, growth: Growth) -> Sequence[int]:
+    def _computed(self, state: DraftState) -> Sequence[int]:
         """The text, as far as it is computed and may go into the prefix cache."""
-        return growth.text[: self._in_flight.computed(growth, growth.n_decoded)] if growth.begin.cache_prompt else ()
+        return state.tokens[: self._in_flight.computed(state, state.n_decoded)] if state.begin.cache_prompt else ()
 
     def _decode(self, now: float, actions: list[DraftAction]) -> None:
         """Submit text first, in chunks; then the tips of all requests in one run."""
-        for growth in self._requests.values():
-            while self._in_flight.n_computed < self._limits.n_in_flight and self._text_waits(growth):
-                at = growth.n_decoded
-                most = min(self._chunk_end(growth) - at, self._free_cells)
-                if growth.saves_prompt:
-                    n_saved = len(growth.begin.prompt) - 1
+        for state in self._requests.values():
+            while self._in_flight.n_computed < self._limits.n_in_flight and self._tokens_wait(state):
+                at = state.n_decoded
+                most = min(self._chunk_end(state) - at, self._free_cells)
+                if state.saves_prompt:
+                    n_saved = len(state.begin.prompt) - 1
                     if at == n_saved:
-                        self._save(growth, growth.begin.prompt[:-1], now, actions)
+                        self._save(state, state.begin.prompt[:-1], now, actions)
                     else:
                         most = min(most, n_saved - at)
-                chunk = growth.text[at : at + most]
-                growth.n_decoded += len(chunk)
-                last = growth.n_decoded == len(growth.text)
-                nodes = growth.tree.place([growth.tree.root], self._in_flight.next_run, 1) if last else []
-                wants: dict[Want, int] = {}
-                part = self._part(growth, nodes, chunk[: len(chunk) - last], at, wants)
-                actions.append(self._submit([part], wants, now))
+                chunk = state.tokens[at : at + most]
+                state.n_decoded += len(chunk)
+                last = state.n_decoded == len(state.tokens)
+                nodes = state.tree.place([state.tree.root], self._in_flight.next_run, 1) if last else []
+                logits_requests: dict[LogitsRequest, int] = {}
+                part = self._part(state, nodes, chunk[: len(chunk) - last], at, logits_requests)
+                actions.append(self._submit([part], logits_requests, now))
         if self._in_flight.n_computed:
             return
-        parts: list[Part[Growth]] = []
-        wants, n_rows = {}, 0
-        for growth in list(self._requests.values()):
-            most = min(growth.begin.speculation.draft_rows, self._limits.n_rows - n_rows, self._free_cells)
-            if nodes := growth.tree.place(growth.tips(), self._in_flight.next_run, most):
-                parts.append(self._part(growth, nodes, (), 0, wants))
+        parts: list[RunPart[DraftState]] = []
+        logits_requests, n_rows = {}, 0
+        for state in list(self._requests.values()):
+            most = min(state.begin.speculation.draft_rows, self._limits.n_rows - n_rows, self._free_cells)
+            if nodes := state.tree.place(state.tips(), self._in_flight.next_run, most):
+                parts.append(self._part(state, nodes, (), 0, logits_requests))
                 n_rows += len(nodes)
-                self._requests[growth.begin.request] = self._requests.pop(
-                    growth.begin.request
-                )  # others come first next
+                self._requests[state.begin.request] = self._requests.pop(state.begin.request)  # others come first next
         if parts:
-            actions.append(self._submit(parts, wants, now))
+            actions.append(self._submit(parts, logits_requests, now))
 
-    def _chunk_end(self, growth: Growth) -> int:
+    def _chunk_end(self, state: DraftState) -> int:
         """Where the run ends that computes the next tokens of a text, where cells suffice. What follows the prompt is
         short: tokens that were not drafted."""
-        start, n_prompt = growth.n_cached, len(growth.begin.prompt)
-        if growth.n_decoded >= n_prompt:
-            return growth.n_decoded + self._limits.n_rows
-        n_tokens = len(growth.text) - start
+        start, n_prompt = state.n_cached, len(state.begin.prompt)
+        if state.n_decoded >= n_prompt:
+            return state.n_decoded + self._limits.n_rows
+        n_tokens = len(state.tokens) - start
         n_rows = self._limits.prompt_rows(n_prompt - start)
-        return start + chunk_end(growth.n_decoded - start, n_tokens, n_rows, n_rows)
+        return start + chunk_end(state.n_decoded - start, n_tokens, n_rows, n_rows)
 
-    def _save(self, growth: Growth, tokens: tuple[int, ...], now: float, actions: list[DraftAction]) -> None:
-        growth.is_saved = True
-        save = Save(growth.begin.request, growth.tree.own, tokens)
-        actions.append(self._in_flight.submit_save(growth, save, now))
+    def _save(self, state: DraftState, tokens: tuple[int, ...], now: float, actions: list[DraftAction]) -> None:
+        state.is_saved = True
+        save = Save(state.begin.request, state.tree.seq, tokens)
+        actions.append(self._in_flight.submit_save(state, save, now))
 
-    def _submit(self, parts: Sequence[Part[Growth]], wants: Iterable[Want], now: float) -> Submit:
+    def _submit(
+        self, parts: Sequence[RunPart[DraftState]], logits_requests: Iterable[LogitsRequest], now: float
+    ) -> SubmitRun:
         self._prefixes.shrink(self._limits.n_ctx - self._n_used)
-        return self._in_flight.submit(parts, tuple(wants), now)
+        return self._in_flight.submit(parts, tuple(logits_requests), now)
 
-    def _text_waits(self, growth: Growth) -> bool:
-        wanted = growth.n_decoded < len(growth.text) and growth.deepest > growth.tree.root.pos
+    def _tokens_wait(self, state: DraftState) -> bool:
+        wanted = state.n_decoded < len(state.tokens) and state.deepest > state.tree.root.pos
         return wanted and self._free_cells > 0
 
     @property
@@ -254,24 +254,40 @@ class DraftModel:
     @property
     def _n_used(self) -> int:
         """Cells of all requests outside the prefix cache."""
-        return sum(growth.n_used for growth in self._requests.values())
+        return sum(state.n_used for state in self._requests.values())
 
     def _part(
-        self, growth: Growth, nodes: list[Node], text: Sequence[int], at: int, wants: dict[Want, int]
-    ) -> Part[Growth]:
-        """One request's rows of a run: `text` from position `at` on, then nodes."""
-        request, own = growth.begin.request, (growth.tree.own,)
-        rows = [Row(token=self._readable(token), pos=at + i, seqs=own, request=request) for i, token in enumerate(text)]
+        self,
+        state: DraftState,
+        nodes: list[Node],
+        tokens: Sequence[int],
+        at: int,
+        logits_requests: dict[LogitsRequest, int],
+    ) -> RunPart[DraftState]:
+        """One request's rows of a run: `tokens` from position `at` on, then nodes."""
+        request, own_seqs = state.begin.request, (state.tree.seq,)
+        rows = [
+            Row(token=self._readable(token), pos=at + i, seqs=own_seqs, request=request)
+            for i, token in enumerate(tokens)
+        ]
         for node in nodes:
-            want = wants.setdefault(self._want(growth), len(wants))
+            logits_request = logits_requests.setdefault(self._logits_request(state), len(logits_requests))
             seqs = tuple(sorted(node.seqs))
-            rows.append(Row(token=self._readable(node.token), pos=node.pos, seqs=seqs, request=request, want=want))
-        return Part(owner=growth, request=request, rows=rows, nodes=nodes, n_draft_tokens=len(nodes))
+            rows.append(
+                Row(
+                    token=self._readable(node.token),
+                    pos=node.pos,
+                    seqs=seqs,
+                    request=request,
+                    logits_request=logits_request,
+                )
+            )
+        return RunPart(owner=state, request=request, rows=rows, nodes=nodes, n_draft_tokens=len(nodes))
 
-    def _want(self, growth: Growth) -> Want:
+    def _logits_request(self, state: DraftState) -> LogitsRequest:
         only_draft = self._vocabularies.only_draft if self._vocabularies is not None else ()
-        n = max(_MIN_CANDIDATES, growth.begin.speculation.n_parallel)
-        return Want(WantKind.TOP, n, (*growth.begin.banned, *only_draft))
+        n = max(_MIN_CANDIDATES, state.begin.speculation.n_parallel)
+        return LogitsRequest(LogitsKind.TOP, n, (*state.begin.banned, *only_draft))
 
     def _readable(self, token: int) -> int:
         """A token of the text as the draft model can read it. The tree keeps the target's."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ggpipe.core.draft_messages import ROOT, Accepted, Begin, Done, Expansion, MicroBatch, Steering
+from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
 
 _SHORTEST = 3  # tokens of a match
 _LONGEST = 128  # tokens of a match that are counted: a longer one is not surer
@@ -26,28 +26,28 @@ class Ngrams:
     def __init__(self, drafter: int = 0) -> None:
         """`drafter`: its id, which the head knows it by."""
         self._drafter = drafter
-        self._requests: dict[int, _Copier] = {}
+        self._requests: dict[int, _NgramRequest] = {}
 
-    def answer(self, message: Steering) -> list[MicroBatch]:
+    def answer(self, message: DrafterMessage) -> list[MicroBatch]:
         """Take in one message; returns the draft tokens that follow from it, in one micro-batch."""
         match message:
-            case Begin():
-                copier = self._requests[message.request] = _Copier(message)
-                lead = message.lead
-            case Accepted(request, epoch, tokens, lead):
-                copier = self._requests[request]
-                copier.accept(tokens, epoch)
-            case Done(request):
+            case BeginDrafting():
+                state = self._requests[message.request] = _NgramRequest(message)
+                look_ahead = message.look_ahead
+            case Accepted(request, epoch, tokens, look_ahead):
+                state = self._requests[request]
+                state.accept(tokens, epoch)
+            case EndDrafting(request):
                 del self._requests[request]
                 return []
-        batch = MicroBatch(
+        micro_batch = MicroBatch(
             request=message.request,
-            epoch=copier.epoch,
-            expansions=copier.draft(lead),
+            epoch=state.epoch,
+            expansions=state.draft(look_ahead),
             complete=True,
             drafter=self._drafter,
         )
-        return [batch]
+        return [micro_batch]
 
 
 class _Index:
@@ -109,10 +109,10 @@ class _Index:
         return self.tokens[self.place + 1 + n % period]
 
 
-class _Copier:
+class _NgramRequest:
     """A request that is drafted for: a chain of draft tokens that follow its match."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: BeginDrafting) -> None:
         self._begin = begin
         self._index = _Index(begin.prompt)
         self.epoch = 0
@@ -129,7 +129,7 @@ class _Copier:
             self._index.push(token)
         self.epoch = epoch
 
-    def draft(self, lead: int) -> tuple[Expansion, ...]:
+    def draft(self, look_ahead: int) -> tuple[Expansion, ...]:
         """Make the chain as long as it may be; returns what is new."""
         index, begin = self._index, self._begin
         if index.place < 0:
@@ -139,7 +139,7 @@ class _Copier:
             kept += 1
         del self._chain[kept:]  # the match that they came from ended, and another was found
         new: list[Expansion] = []
-        for depth in range(len(self._chain), min(lead, begin.n_left - self.epoch - 1)):
+        for depth in range(len(self._chain), min(look_ahead, begin.n_left - self.epoch - 1)):
             token = index.after(depth)
             if token in begin.ends or token in begin.banned:
                 break

@@ -20,7 +20,7 @@ class DrafterState:
     def __init__(self) -> None:
         self.calibration = Calibration()
         self.pace = Pace()
-        self.lead = 0
+        self.look_ahead = 0
         """How far it may be ahead of the root, as it was sent last."""
         self.complete = False
         """It sends no more draft tokens below this root."""
@@ -32,7 +32,7 @@ class DrafterState:
     @property
     def is_due(self) -> bool:
         """It may send more draft tokens below this root."""
-        return self.lead > 0 and not self.complete
+        return self.look_ahead > 0 and not self.complete
 
 
 class RequestDrafters:
@@ -65,13 +65,13 @@ class RequestDrafters:
         """No drafter sends more draft tokens below this root."""
         return not any(state.is_due for state in self._states.values())
 
-    def chance(self, node: Node) -> float:
+    def probability(self, node: Node) -> float:
         """How probable a draft token is after its parent: what its best proposal says, each one by the calibration of
         the drafter that made it."""
-        return max(self._chance(proposal) for proposal in node.proposals)
+        return max(self._probability(proposal) for proposal in node.proposals)
 
-    def _chance(self, proposal: Proposal) -> float:
-        return self._states[proposal.drafter].calibration.chance(proposal.prob)
+    def _probability(self, proposal: Proposal) -> float:
+        return self._states[proposal.drafter].calibration.probability(proposal.prob)
 
     def root_sent(self, now: float) -> None:
         """The drafters are sent the root."""
@@ -97,29 +97,31 @@ class RequestDrafters:
                 self._states[proposal.drafter].nodes.pop(proposal.number, None)
         for state in self._states.values():
             state.complete = False
-        self._tree.reckon(self.chance)
+        self._tree.reevaluate(self.probability)
 
-    def add(self, batch: MicroBatch, text: Sequence[int], may_follow: Callable[[Node, int], bool], now: float) -> None:
+    def add(
+        self, micro_batch: MicroBatch, output: Sequence[int], may_follow: Callable[[Node, int], bool], now: float
+    ) -> None:
         """A drafter sent draft tokens: add those to the tree that may still be accepted, and that `may_follow` their
-        parents. `text`: all accepted tokens. The drafter must be one of the request's."""
-        state = self._states[batch.drafter]
-        if batch.epoch == len(text):
-            state.pace.came(len(batch.expansions), now)
-            state.complete = state.complete or batch.complete
-        for expansion in batch.expansions:
-            at = batch.epoch if expansion.parent == ROOT else state.accepted.get(expansion.parent)
+        parents. `output`: all accepted tokens. The drafter must be one of the request's."""
+        state = self._states[micro_batch.drafter]
+        if micro_batch.epoch == len(output):
+            state.pace.came(len(micro_batch.expansions), now)
+            state.complete = state.complete or micro_batch.complete
+        for expansion in micro_batch.expansions:
+            at = micro_batch.epoch if expansion.parent == ROOT else state.accepted.get(expansion.parent)
             parent = state.nodes.get(expansion.parent)
             for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
                 number = expansion.first + i
                 if at is not None:  # behind that many accepted tokens, which the drafter knew as the last
-                    if at < len(text):  # the text went on: whether it is accepted is known already
-                        if text[at] == token:
+                    if at < len(output):  # the text went on: whether it is accepted is known already
+                        if output[at] == token:
                             state.accepted[number] = at + 1
                         continue
                     parent = self._tree.root
                 if parent is not None and parent.within(self._tree.root) and may_follow(parent, token):
-                    proposal = Proposal(batch.drafter, number, prob)
-                    state.nodes[number] = self._tree.add(parent, token, proposal, self._chance(proposal))
+                    proposal = Proposal(micro_batch.drafter, number, prob)
+                    state.nodes[number] = self._tree.add(parent, token, proposal, self._probability(proposal))
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""

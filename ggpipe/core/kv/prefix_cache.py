@@ -26,7 +26,7 @@ import itertools
 from collections.abc import Sequence
 
 from ggpipe.core.kv.checkpoints import checkpoints_of
-from ggpipe.core.kv.radix_tree import Kept, Prefix, RadixTree, Segment, Tokens, agreeing, sequences_through
+from ggpipe.core.kv.radix_tree import KeptPrefix, Prefix, RadixTree, Segment, Tokens, agreeing, sequences_through
 from ggpipe.core.messages import KvKind, KvOp
 from ggpipe.core.request import Limits
 from ggpipe.core.tree import SequenceIds, Tree
@@ -48,7 +48,7 @@ class PrefixCache:
         self._ids = ids
         self._ops = ops
         self._tree = RadixTree()
-        self._kept: list[Kept] = []
+        self._kept: list[KeptPrefix] = []
         self._n_pending = 0
         """Checkpoints in the pipeline."""
         self._clock = itertools.count(1)
@@ -84,16 +84,16 @@ class PrefixCache:
         taken_over = kept if partial else None
         if taken_over is not None:
             self._ids.reserved += 1
-            own = taken_over.own
+            seq = taken_over.seq
         else:
-            own = self._ids.take()
+            seq = self._ids.take()
             if n and partial:
                 segment = self._tree.split(segment, n)
-                self._ops.append(KvOp(KvKind.CP, next(sequences_through(segment)).own, own, 0, n))
+                self._ops.append(KvOp(KvKind.CP, next(sequences_through(segment)).seq, seq, 0, n))
             elif kept is not None:
                 kept.used_at = next(self._clock)
-                self._ops.append(KvOp(KvKind.CP, kept.own, own))
-        prefix = Prefix(segment=segment, tree=Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, own))
+                self._ops.append(KvOp(KvKind.CP, kept.seq, seq))
+        prefix = Prefix(segment=segment, tree=Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq))
         if reuse and not partial and self._limits.n_prefixes:
             n_shared = max((n for _, n in self._tree.along(wanted)), default=0)
             prefix.checkpoints = checkpoints_of(len(prompt), n, n_shared, self._limits.n_rows)
@@ -111,25 +111,25 @@ class PrefixCache:
         n = agreeing(restored, wanted) if limits.n_prefixes else 0
         if n < len(restored) and not limits.partial_prefixes:
             n = 0
-        own = self._ids.take()
-        assert own == RESTORED
-        self._ops.append(KvOp(KvKind.RM, own, p0=n))
-        prefix = Prefix(segment=self._tree.root, tree=Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, own))
+        seq = self._ids.take()
+        assert seq == RESTORED
+        self._ops.append(KvOp(KvKind.RM, seq, p0=n))
+        prefix = Prefix(segment=self._tree.root, tree=Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq))
         if wanted and not limits.partial_prefixes and limits.n_prefixes:
             prefix.checkpoints = checkpoints_of(len(prompt), n, n, limits.n_rows)
         self._tree.serve(prefix)
         self.grow(prefix, restored[:n])
         return prefix
 
-    def stands_at(self, prefix: Prefix, position: int) -> None:
+    def checkpoint(self, prefix: Prefix, position: int) -> None:
         """A request's next run begins here: if a checkpoint is due, it is taken in front of that run."""
         due = next((one for one in prefix.checkpoints if one.position == position), None)
         if due is None or not self._free_a_place(may_evict=not due.is_spare):
             return
-        own = self._ids.take()
+        seq = self._ids.take()
         self._ids.reserved -= 1
-        self._ops.append(KvOp(KvKind.CP, prefix.own, own))
-        prefix.pending.append((due, own))
+        self._ops.append(KvOp(KvKind.CP, prefix.seq, seq))
+        prefix.pending.append((due, seq))
         self._n_pending += 1
 
     def grow(self, prefix: Prefix, tokens: Sequence[int]) -> None:
@@ -139,10 +139,10 @@ class PrefixCache:
             return
         self._tree.extend(prefix, more)
         while prefix.pending and prefix.pending[0][0].position <= prefix.n_tokens:
-            checkpoint, own = prefix.pending.pop(0)
+            checkpoint, seq = prefix.pending.pop(0)
             self._n_pending -= 1
             used_at = 0 if checkpoint.is_spare else next(self._clock)
-            self._kept.append(self._tree.keep(prefix, checkpoint.position, own, used_at))
+            self._kept.append(self._tree.keep(prefix, checkpoint.position, seq, used_at))
 
     def close(self, prefix: Prefix, tokens: Sequence[int], clean: bool) -> bool:
         """A request is over: keep its sequence as far as these tokens, of which all cells are computed. Returns whether
@@ -155,18 +155,18 @@ class PrefixCache:
         keep = bool(tokens) and self._limits.n_prefixes > 0 and (clean or partial)
         if keep or prefix.pending:
             self.grow(prefix, tokens)
-        for _, own in prefix.pending:
+        for _, seq in prefix.pending:
             self._n_pending -= 1
-            self._give_up(own)
+            self._give_up(seq)
         prefix.pending.clear()
         if not keep or not self._is_new(tuple(tokens)) or not self._free_a_place():
             prefix.tree.close()
             self._tree.leave(prefix, None)
             return False
         prefix.tree.close(keep=True)
-        kept = Kept(segment=prefix.segment, own=prefix.own, used_at=next(self._clock))
+        kept = KeptPrefix(segment=prefix.segment, seq=prefix.seq, used_at=next(self._clock))
         if not clean:
-            self._ops.append(KvOp(KvKind.RM, kept.own, p0=len(tokens)))
+            self._ops.append(KvOp(KvKind.RM, kept.seq, p0=len(tokens)))
         self._ids.reserved -= 1
         self._tree.leave(prefix, kept)
         self._kept.append(kept)
@@ -179,7 +179,7 @@ class PrefixCache:
         partial = self._limits.partial_prefixes
         ends = [segment for segment, n in along if n == len(tokens) and (partial or n == segment.end)]
         for same in (other for end in ends for other in (sequences_through(end) if partial else end.kept)):
-            if isinstance(same, Kept):
+            if isinstance(same, KeptPrefix):
                 same.used_at = next(self._clock)
                 return False
         if partial:
@@ -230,14 +230,14 @@ class PrefixCache:
             self.evict()
         return len(self) < self._limits.n_prefixes
 
-    def _evict(self, kept: Kept) -> None:
+    def _evict(self, kept: KeptPrefix) -> None:
         self._kept.remove(kept)
-        self._give_up(kept.own)
+        self._give_up(kept.seq)
         self._tree.drop(kept)
 
-    def _give_up(self, own: int) -> None:
-        self._ops.append(KvOp(KvKind.RM, own))
-        self._ids.give_back(own)
+    def _give_up(self, seq: int) -> None:
+        self._ops.append(KvOp(KvKind.RM, seq))
+        self._ids.give_back(seq)
         self._ids.reserved += 1
 
     def _longest(self, tokens: Tokens) -> tuple[Segment, int]:
@@ -254,18 +254,18 @@ class PrefixCache:
         """Check what must hold between events. Raises AssertionError."""
         assert self._tree.validate() == set(self._kept)
         pending = [
-            own
+            seq
             for sequence in sequences_through(self._tree.root)
             if isinstance(sequence, Prefix)
-            for _, own in sequence.pending
+            for _, seq in sequence.pending
         ]
         assert len(pending) == self._n_pending
         assert len(self) <= self._limits.n_prefixes
-        ids = [*(kept.own for kept in self._kept), *pending]
+        ids = [*(kept.seq for kept in self._kept), *pending]
         assert len(set(ids)) == len(ids), "two prefixes have one id"
         assert not self._ids.free.intersection(ids), "an id is free and kept"
 
     @property
     def kept(self) -> dict[int, Tokens]:
         """The kept sequences: their ids and their tokens."""
-        return {kept.own: kept.segment.path for kept in self._kept}
+        return {kept.seq: kept.segment.path for kept in self._kept}

@@ -27,7 +27,7 @@ class Segment:
     children: list[Segment] = field(default_factory=list)
     served: list[Prefix] = field(default_factory=list)
     """Sequences of requests that are being served which end here."""
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptPrefix] = field(default_factory=list)
     """Kept sequences that end here."""
     n_served: int = 0
     """Requests that are being served whose sequences go through it."""
@@ -61,17 +61,17 @@ class Prefix:
         return self.segment.end
 
     @property
-    def own(self) -> int:
+    def seq(self) -> int:
         """The id that holds its cells."""
-        return self.tree.own
+        return self.tree.seq
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Kept:
+class KeptPrefix:
     """A sequence that no request uses: of one that ended, or a checkpoint."""
 
     segment: Segment
-    own: int
+    seq: int
     """The id that holds its cells."""
     used_at: int
 
@@ -128,7 +128,7 @@ class RadixTree:
         self.n_cells += len(tokens)
         self.n_held += len(tokens)
 
-    def leave(self, prefix: Prefix, kept: Kept | None) -> None:
+    def leave(self, prefix: Prefix, kept: KeptPrefix | None) -> None:
         """A request's sequence ends; `kept` takes its place."""
         segment = prefix.segment
         self._count(segment, -1)
@@ -137,16 +137,16 @@ class RadixTree:
             segment.kept.append(kept)
         self._prune(segment)
 
-    def keep(self, prefix: Prefix, n: int, own: int, used_at: int) -> Kept:
+    def keep(self, prefix: Prefix, n: int, seq: int, used_at: int) -> KeptPrefix:
         """Another id holds the first `n` tokens of a request's sequence as well."""
         segment = prefix.segment
         while segment.parent is not None and segment.parent.end >= n:
             segment = segment.parent
-        kept = Kept(segment=self.split(segment, n), own=own, used_at=used_at)
+        kept = KeptPrefix(segment=self.split(segment, n), seq=seq, used_at=used_at)
         kept.segment.kept.append(kept)
         return kept
 
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: KeptPrefix) -> None:
         """A kept sequence is given up, or taken over."""
         kept.segment.kept.remove(kept)
         self._prune(kept.segment)
@@ -170,10 +170,10 @@ class RadixTree:
             child.tokens, child.parent = segment.tokens + child.tokens, parent
             parent.children[parent.children.index(segment)] = child
 
-    def validate(self) -> set[Kept]:
+    def validate(self) -> set[KeptPrefix]:
         """Check what must hold between events; returns all kept sequences. Raises AssertionError."""
         n_cells = n_held = 0
-        kept: set[Kept] = set()
+        kept: set[KeptPrefix] = set()
         rest = [self.root]
         while rest:
             segment = rest.pop()
@@ -196,7 +196,7 @@ class RadixTree:
         return kept
 
 
-def sequences_through(segment: Segment) -> Iterator[Prefix | Kept]:
+def sequences_through(segment: Segment) -> Iterator[Prefix | KeptPrefix]:
     """The sequences that hold a segment."""
     rest = [segment]
     while rest:

@@ -27,11 +27,11 @@ from ggpipe.config.engine import FIRST_DRAFT, TARGET
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted
-from ggpipe.stats.activity import Part, layer_texts, part, parts_of
+from ggpipe.stats.activity import RankWork, layer_texts, part, parts_of
 from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.transport.base import HEAD
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 _MODELS, _TOKENS = 1, 99  # tracks of a rank: one for each model, in the order of their ids
@@ -82,11 +82,11 @@ class _Slice:
     end: int
 
     @property
-    def part(self) -> Part:
+    def part(self) -> RankWork:
         return self.span.rank, self.run.model
 
     @property
-    def track(self) -> Event:
+    def track(self) -> TraceEvent:
         return _track(self.span.rank, _MODELS + self.run.model)
 
     @property
@@ -94,7 +94,7 @@ class _Slice:
         return f"run {self.run.id}" if self.run.model == TARGET else f"{_model_name(self.run.model)} run {self.run.id}"
 
 
-def _track(rank: int, kind: int) -> Event:
+def _track(rank: int, kind: int) -> TraceEvent:
     """Viewers expect a `tid` to be there once, and take the thread that has its process's `pid` for the main one."""
     return {"pid": rank, "tid": 100 * rank + kind}
 
@@ -107,7 +107,7 @@ def _slices(runs: Sequence[RunRecord], stats: RequestStats, ranks: Sequence[Rank
         for i, run in enumerate(runs)
         for place, span in enumerate(run.spans)
     ]
-    free: dict[Part, int] = collections.defaultdict(int)
+    free: dict[RankWork, int] = collections.defaultdict(int)
     placed: dict[tuple[int, int], _Slice] = {}
     for start_s, i, place in sorted(starts):
         run, span = runs[i], runs[i].spans[place]
@@ -119,15 +119,15 @@ def _slices(runs: Sequence[RunRecord], stats: RequestStats, ranks: Sequence[Rank
     return [[placed[i, place] for place in range(len(run.spans))] for i, run in enumerate(runs)]
 
 
-def _hops(runs: Iterable[Sequence[_Slice]], followers: Set[Part]) -> list[list[_Slice]]:
+def _hops(runs: Iterable[Sequence[_Slice]], followers: Set[RankWork]) -> list[list[_Slice]]:
     """The slices of the ranks that send runs on: without those of the other parts of groups."""
     return [[piece for piece in run if piece.part not in followers] for run in runs]
 
 
-def _work(piece: _Slice) -> Iterator[Event]:
+def _work(piece: _Slice) -> Iterator[TraceEvent]:
     run, span = piece.run, piece.span
     words = [piece.name, counted(run.n_rows, "token")]
-    outer: Event = {**piece.track, "ph": "X", "ts": piece.start, "dur": piece.end - piece.start, "cat": "run"}
+    outer: TraceEvent = {**piece.track, "ph": "X", "ts": piece.start, "dur": piece.end - piece.start, "cat": "run"}
     if run.cancelled:
         words.append("cancelled")
         outer |= {"cat": "run,cancelled", "cname": _CANCELLED}
@@ -145,8 +145,8 @@ def _work(piece: _Slice) -> Iterator[Event]:
         yield {**outer, "name": "decode", "dur": decode, "cat": outer["cat"].replace("run", "decode"), "args": {}}
 
 
-def _waits(runs: Iterable[Sequence[_Slice]], stats: RequestStats) -> Iterator[Event]:
-    tracks: dict[Part, list[_Slice]] = collections.defaultdict(list)
+def _waits(runs: Iterable[Sequence[_Slice]], stats: RequestStats) -> Iterator[TraceEvent]:
+    tracks: dict[RankWork, list[_Slice]] = collections.defaultdict(list)
     for run in runs:
         for piece in run:
             tracks[piece.part].append(piece)
@@ -160,7 +160,7 @@ def _waits(runs: Iterable[Sequence[_Slice]], stats: RequestStats) -> Iterator[Ev
                 yield {**pieces[0].track, "ph": "X", "name": "wait", "cat": "wait", "cname": _WAITING, **times}
 
 
-def _sends(runs: Iterable[Sequence[_Slice]]) -> Iterator[Event]:
+def _sends(runs: Iterable[Sequence[_Slice]]) -> Iterator[TraceEvent]:
     hops = [(a, b) for run in runs for a, b in itertools.pairwise(run)]
     for number, (source, target) in enumerate(hops, start=1):
         arrived = max(target.start, source.end)
@@ -173,11 +173,11 @@ def _sends(runs: Iterable[Sequence[_Slice]]) -> Iterator[Event]:
         yield {**target.track, **common, "ph": "f", "bp": "e", "ts": max(target.start, inside), "cat": "flow"}
 
 
-def _tokens(stats: RequestStats) -> Iterator[Event]:
+def _tokens(stats: RequestStats) -> Iterator[TraceEvent]:
     for i, time_s in enumerate(stats.token_times):
         drafted = i < len(stats.drafted) and stats.drafted[i]
         origin = "drafted" if drafted else "own"
-        event: Event = {
+        event: TraceEvent = {
             **_track(HEAD, _TOKENS),
             "ph": "i",
             "s": "t",
@@ -189,7 +189,7 @@ def _tokens(stats: RequestStats) -> Iterator[Event]:
         yield event | {"cname": _DRAFTED} if drafted else event
 
 
-def _in_flight(runs: Iterable[Sequence[_Slice]]) -> Iterator[Event]:
+def _in_flight(runs: Iterable[Sequence[_Slice]]) -> Iterator[TraceEvent]:
     """The number of runs between the first stage's start and the last stage's end, over time."""
     changes: dict[int, list[int]] = collections.defaultdict(lambda: [0, 0])
     for run in runs:
@@ -204,7 +204,7 @@ def _in_flight(runs: Iterable[Sequence[_Slice]]) -> Iterator[Event]:
         yield {**_track(HEAD, _TOKENS), "ph": "C", "ts": time, "name": "runs in flight", "cat": "run", "args": counts}
 
 
-def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[Part]) -> Iterator[Event]:
+def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[RankWork]) -> Iterator[TraceEvent]:
     """Names of all ranks, and of the tracks that are used."""
     parts = {
         **{(rank, model): RankStats(rank=rank, model=model) for rank, model in at_work},
@@ -226,7 +226,7 @@ def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[Part]) 
             yield from _track_names(_track(HEAD, _TOKENS), "tokens")
 
 
-def _role(rank: RankStats, layer_texts: Mapping[Part, str]) -> str:
+def _role(rank: RankStats, layer_texts: Mapping[RankWork, str]) -> str:
     layers = layer_texts.get(part(rank), "-")
     return _model_name(rank.model) + ("" if layers == "-" else f" layers {layers}")
 
@@ -235,12 +235,12 @@ def _model_name(model: int) -> str:
     return "target" if model == TARGET else "draft" if model == FIRST_DRAFT else f"draft model {model}"
 
 
-def _track_names(track: Event, name: str) -> Iterator[Event]:
+def _track_names(track: TraceEvent, name: str) -> Iterator[TraceEvent]:
     yield _name("thread_name", track, name=name)
     yield _name("thread_sort_index", track, sort_index=track["tid"])
 
 
-def _name(kind: str, track: Event, **args: Any) -> Event:
+def _name(kind: str, track: TraceEvent, **args: Any) -> TraceEvent:
     return {**track, "ph": "M", "name": kind, "ts": 0, "args": args}
 
 

@@ -23,8 +23,8 @@ from rich.live import Live
 from rich.segment import ControlType, Segment
 from rich.style import Style
 
-from ggpipe.display.live.panel import DIM, Space, generating_panel, loading_panel
-from ggpipe.display.live.stream import Row, TextStream
+from ggpipe.display.live.panel import DIM, PanelSize, generating_panel, loading_panel
+from ggpipe.display.live.stream import ScreenRow, TextStream
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.stats.activity import taking_part
 from ggpipe.stats.occupancy import Occupancy
@@ -187,9 +187,9 @@ class LiveDisplay:
             self._live.stop()
             self._live = None
 
-    def _rows(self, now: float, console: Console) -> list[Row]:
+    def _rows(self, now: float, console: Console) -> list[ScreenRow]:
         width, height = console.size
-        space = Space(width, height - 1, console.options.ascii_only, not console.no_color)
+        space = PanelSize(width, height - 1, console.options.ascii_only, not console.no_color)
         request = self._request
         if request is None:
             return loading_panel(self._ranks, space)
@@ -234,7 +234,7 @@ class _Region:
     """The rows that the live region shows now."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[ScreenRow] = []
         self.width = 0
         """The screen's when they were drawn."""
 

@@ -16,7 +16,7 @@ from rich.markdown import Heading, Markdown
 from rich.segment import Segment
 
 from ggpipe.display.format import harmless
-from ggpipe.display.live.stream import Row, TextStream, wrapped
+from ggpipe.display.live.stream import ScreenRow, TextStream, wrapped
 
 _MOST_COLUMNS = 100
 """Of laid-out text: longer lines are hard to read."""
@@ -29,7 +29,7 @@ class MarkdownStream(TextStream):
         super().__init__()
         self._console = console
         self._parser = MarkdownIt().enable("strikethrough").enable("table")  # as rich.markdown has it
-        self._lines: list[Row] = [[]]
+        self._lines: list[ScreenRow] = [[]]
         """Of the block that is not whole, or of plain text the unfinished one."""
         self._n_parsed = 0
         """Whole lines among them that were looked at."""
@@ -59,9 +59,9 @@ class MarkdownStream(TextStream):
     def rest(self) -> list[Segment]:
         return [*self.complete, *_joined(self._lines)]
 
-    def rows(self, width: int, n_rows: int) -> list[Row]:
+    def rows(self, width: int, n_rows: int) -> list[ScreenRow]:
         n_rows = max(n_rows, 1)
-        rows: collections.deque[Row] = collections.deque()
+        rows: collections.deque[ScreenRow] = collections.deque()
         for line in reversed(self._lines):
             rows.extendleft(reversed(wrapped(line, width)))
             if len(rows) >= n_rows:
@@ -105,7 +105,7 @@ class MarkdownStream(TextStream):
             self._is_any_printed = True
         return begins or [0]
 
-    def _laid_out(self, text: str) -> list[Row]:
+    def _laid_out(self, text: str) -> list[ScreenRow]:
         """A block's rows, without the empty ones around it."""
         options = self._console.options.update(width=min(self._console.width, _MOST_COLUMNS))
         shown = _Markdown(text)
@@ -134,7 +134,7 @@ class _Markdown(Markdown):
                     inner.type = "hardbreak"
 
 
-def _trimmed(row: Row) -> Row:
+def _trimmed(row: ScreenRow) -> ScreenRow:
     """Without blanks at the end: they would be copied with the text."""
     row = [*row]
     while row:
@@ -144,12 +144,12 @@ def _trimmed(row: Row) -> Row:
     return row
 
 
-def _joined(lines: Iterable[Row]) -> list[Segment]:
+def _joined(lines: Iterable[ScreenRow]) -> list[Segment]:
     joined: list[Segment] = []
     for line in lines:
         joined += [*line, Segment("\n")]
     return joined[:-1]
 
 
-def _text(line: Row) -> str:
+def _text(line: ScreenRow) -> str:
     return "".join(segment.text for segment in line)

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from ggpipe.display.live.panel import Space
-from ggpipe.display.live.stream import Row
+from ggpipe.display.live.panel import PanelSize
+from ggpipe.display.live.stream import ScreenRow
 
-SPACE = Space(100, 20)
+SPACE = PanelSize(100, 20)
 _PRE = '<pre style="margin: 0; line-height: normal; overflow-x: auto; white-space: pre">{code}</pre>'
 
 
@@ -33,12 +33,12 @@ class NotebookPanel:
         self._html = ipython.HTML
         self._handle = ipython.display(ipython.HTML(""), display_id=True)
 
-    def show(self, rows: Sequence[Row]) -> None:
+    def show(self, rows: Sequence[ScreenRow]) -> None:
         """Show these rows instead."""
         self._handle.update(self._html(html_of(rows) if rows else ""))
 
 
-def html_of(rows: Sequence[Row]) -> str:
+def html_of(rows: Sequence[ScreenRow]) -> str:
     """Rows as HTML."""
     console = Console(
         file=io.StringIO(), record=True, width=SPACE.width, force_terminal=True, color_system="truecolor",

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
-from ggpipe.display.live.stream import Row
+from ggpipe.display.live.stream import ScreenRow
 from ggpipe.stats.activity import layer_texts, speculates
 from ggpipe.stats.records import RankStats, RequestStats, percentile
 
@@ -33,7 +33,7 @@ _ITL_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Space:
+class PanelSize:
     """The room for the panel."""
 
     width: int
@@ -60,7 +60,7 @@ def origin_style(drafted: bool) -> str | None:
     return _DRAFTED if drafted else None
 
 
-def loading_panel(ranks: Sequence[RankStats], space: Space) -> list[Row]:
+def loading_panel(ranks: Sequence[RankStats], space: PanelSize) -> list[ScreenRow]:
     """The progress of each rank's loading."""
     total, loaded = sum(r.load_bytes for r in ranks), sum(r.loaded_bytes for r in ranks)
     lines = []
@@ -75,8 +75,8 @@ def loading_panel(ranks: Sequence[RankStats], space: Space) -> list[Row]:
 
 
 def generating_panel(
-    ranks: Sequence[RankStats], busy: Sequence[float], request: RequestStats, now: float, space: Space
-) -> list[Row]:
+    ranks: Sequence[RankStats], busy: Sequence[float], request: RequestStats, now: float, space: PanelSize
+) -> list[ScreenRow]:
     """How busy each rank is, and the request's numbers."""
     lines = [
         _RankLine(stats=r, share=share, style=_BUSY, note=percent(share)) for r, share in zip(ranks, busy, strict=True)
@@ -86,8 +86,12 @@ def generating_panel(
 
 
 def _panel(
-    above: list[Row], lines: list[_RankLine], below: list[Row], space: Space, more: Sequence[Row] = ()
-) -> list[Row]:
+    above: list[ScreenRow],
+    lines: list[_RankLine],
+    below: list[ScreenRow],
+    space: PanelSize,
+    more: Sequence[ScreenRow] = (),
+) -> list[ScreenRow]:
     """`more` is at the bottom, and is left out before the ranks share one row."""
     full = [*above, *_rank_rows(lines, space), *below]
     for rows in ([*full, *more], full):
@@ -98,7 +102,7 @@ def _panel(
     return next((rows for rows in smaller if len(rows) <= space.height), [])
 
 
-def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
+def _rank_rows(lines: list[_RankLine], space: PanelSize) -> list[ScreenRow]:
     if not lines:
         return []
     digits = max(len(str(line.stats.rank)) for line in lines)
@@ -138,7 +142,7 @@ def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
         del columns["bar"]
     rows = []
     for i, line in enumerate(lines):
-        row: Row = []
+        row: ScreenRow = []
         for name, cells in columns.items():
             if row:
                 row.append(Segment(_GAP))
@@ -150,17 +154,17 @@ def _rank_rows(lines: list[_RankLine], space: Space) -> list[Row]:
     return rows
 
 
-def _bar(share: float, width: int, style: Style, ascii_only: bool) -> Row:
+def _bar(share: float, width: int, style: Style, ascii_only: bool) -> ScreenRow:
     full, half, rest = ("#", "", "-") if ascii_only else ("━", "╾", "─")
     halves = round(share * width * 2) if half else round(share * width) * 2
     filled = full * (halves // 2) + half * (halves % 2)
     return [Segment(filled, style), Segment(rest * (width - len(filled)), DIM)]
 
 
-def _compact(lines: list[_RankLine], space: Space) -> Row:
+def _compact(lines: list[_RankLine], space: PanelSize) -> ScreenRow:
     """All ranks in one row, a column's height for each share."""
     levels = "0123456789" if space.ascii_only else "▁▂▃▄▅▆▇█"
-    row: Row = []
+    row: ScreenRow = []
     for label, draft in (("ranks", False), ("draft", True)):
         shares = [line.share for line in lines if line.stats.draft is draft]
         if draft and not shares:
@@ -171,7 +175,7 @@ def _compact(lines: list[_RankLine], space: Space) -> Row:
     return list(Segment.adjust_line_length(row, max(space.width - 1, 0), pad=False))
 
 
-def _status(request: RequestStats, now: float, space: Space) -> Row:
+def _status(request: RequestStats, now: float, space: PanelSize) -> ScreenRow:
     if not request.n_generated:
         waited = human_seconds(max(request.elapsed_s(now), 0.0)) if request.n_prompt else ""
         prompt = ("", f"{request.n_prompt:>4} tokens", None)
@@ -188,7 +192,7 @@ def _status(request: RequestStats, now: float, space: Space) -> Row:
     return _fields(fields, (2, 1, 4, 3, 0), space)
 
 
-def _speculation(request: RequestStats, space: Space) -> Row:
+def _speculation(request: RequestStats, space: PanelSize) -> ScreenRow:
     counters = request.counters
     acceptance = counters.acceptance
     cancelled = f"{counted(counters.cancelled_runs, 'run')}, {counted(counters.cancelled_tokens, 'token')}"
@@ -204,7 +208,7 @@ def _speculation(request: RequestStats, space: Space) -> Row:
     return _fields(fields, priority, space)
 
 
-def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[int], space: Space) -> Row:
+def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[int], space: PanelSize) -> ScreenRow:
     """(label, value, style) items in one row; items that do not fit are left out, the last of `priority` first."""
     room = space.width - 1
     shown: set[int] = set()
@@ -213,7 +217,7 @@ def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[
         if room < 0:
             break
         shown.add(i)
-    row: Row = []
+    row: ScreenRow = []
     for i in sorted(shown):
         label, value, style = fields[i]
         value = value if row or label else value.lstrip()

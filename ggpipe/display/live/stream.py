@@ -11,7 +11,7 @@ from rich.style import Style
 
 from ggpipe.display.format import harmless
 
-Row = list[Segment]
+ScreenRow = list[Segment]
 
 _TAB = 8
 _KEPT_ROWS = 200
@@ -59,7 +59,7 @@ class TextStream:
         """The text that has not been printed, complete or not."""
         return [*self.complete, *self.line]
 
-    def rows(self, width: int, n_rows: int) -> list[Row]:
+    def rows(self, width: int, n_rows: int) -> list[ScreenRow]:
         """The unfinished line's last rows, at least one, on a screen that is `width` cells wide."""
         if width != self._wrap.width:
             self._wrap = _Wrap(width)
@@ -68,7 +68,7 @@ class TextStream:
         return list(self._wrap.rows)[-max(n_rows, 1) :]
 
 
-def wrapped(line: Row, width: int) -> list[Row]:
+def wrapped(line: ScreenRow, width: int) -> list[ScreenRow]:
     """The last rows of a line, at least one, on a screen that is `width` cells wide."""
     wrap = _Wrap(width)
     for text, style, _ in line:
@@ -84,7 +84,7 @@ class _Wrap:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.rows: collections.deque[Row] = collections.deque([[]], maxlen=_KEPT_ROWS)
+        self.rows: collections.deque[ScreenRow] = collections.deque([[]], maxlen=_KEPT_ROWS)
         self._column = 0
 
     def add(self, text: str, style: Style | None) -> None:

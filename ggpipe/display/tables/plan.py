@@ -26,7 +26,7 @@ from ggpipe.launch.hostfile import hostfile_lines
 from ggpipe.launch.placement import listed
 from ggpipe.planning.planner import Plan, Prediction
 from ggpipe.sim.simulation_spec import SyntheticText
-from ggpipe.sim.virtual_cluster import Placement
+from ggpipe.sim.virtual_cluster import VirtualPlacement
 
 _GAP = 2
 _HOSTS = Path("hosts")
@@ -95,7 +95,7 @@ def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tup
     return shlex.join([*words, "-f", "prompt.txt"]), hostfile, hosts
 
 
-def threads_flags(placement: Placement) -> list[str]:
+def threads_flags(placement: VirtualPlacement) -> list[str]:
     """-t, and -td where a draft inside the head has other threads."""
     threads = placement.threads
     words = ["-t", ",".join(map(str, threads if len(set(threads)) > 1 else threads[:1]))]
@@ -152,7 +152,7 @@ def _heading(
     if draft is not None:
         models += f"; draft {_model(draft)}"
     if isinstance(tokens, Recording):
-        request = f"{counted(len(tokens.takes), 'recorded prompt')}, agreement {percent(tokens.agreement)}"
+        request = f"{counted(len(tokens.prompts), 'recorded prompt')}, agreement {percent(tokens.agreement)}"
     else:
         request = f"prompt of {counted(tokens.n_prompt, 'token')}"
         request += f", agreement {percent(tokens.agreement)}" if draft is not None else ""
@@ -247,7 +247,7 @@ def _wire_line(plan: Plan, unit: str) -> list[str]:
     ]
 
 
-def stages_text(placement: Placement) -> str:
+def stages_text(placement: VirtualPlacement) -> str:
     """How the target's ranks are stages: `4 stages`, `2 groups of 2`, `1 rank`, `3 stages of 2, 1 and 1 ranks`."""
     assert placement.layout is not None
     sizes = [len(stage.ranks) for stage in placement.layout.stages]

@@ -12,15 +12,15 @@ _BINS = 5
 
 def recording_text(recording: Recording) -> str:
     """A line for each prompt, then agreement by confidence."""
-    width = max(len(name) for name in ("confidence", *(take.name for take in recording.takes)))
+    width = max(len(name) for name in ("confidence", *(recorded.name for recorded in recording.prompts)))
     lines = [
-        f"{take.name:{width}}  {len(take.text)} tokens  agreement {_mean(take.agrees)}  "
-        f"confidence {_mean(take.confidence)}"
-        for take in recording.takes
+        f"{recorded.name:{width}}  {len(recorded.text)} tokens  agreement {_mean(recorded.agrees)}  "
+        f"confidence {_mean(recorded.confidence)}"
+        for recorded in recording.prompts
     ]
     bins: list[list[bool]] = [[] for _ in range(_BINS)]
-    for take in recording.takes:
-        for agrees, confidence in zip(take.agrees, take.confidence, strict=True):
+    for recorded in recording.prompts:
+        for agrees, confidence in zip(recorded.agrees, recorded.confidence, strict=True):
             bins[min(int(confidence * _BINS), _BINS - 1)].append(agrees)
     step = 100 // _BINS
     for title, cells in (

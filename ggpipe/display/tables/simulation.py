@@ -135,8 +135,8 @@ def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
         models += f"; draft {_model(spec.draft)} {where}"
     tokens, n_predict, request = spec.tokens, spec.n_predict, []
     if isinstance(tokens, Recording):
-        request.append(counted(len(tokens.takes), "recorded prompt"))
-        lengths = [len(take.text) if n_predict < 0 else n_predict for take in tokens.takes]
+        request.append(counted(len(tokens.prompts), "recorded prompt"))
+        lengths = [len(recorded.text) if n_predict < 0 else n_predict for recorded in tokens.prompts]
         request.append(f"texts of {' + '.join(map(str, lengths))} tokens")
         request.append(f"agreement {percent(tokens.agreement)}")
     else:

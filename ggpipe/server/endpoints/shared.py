@@ -9,11 +9,11 @@ import msgspec
 from starlette.requests import Request
 
 from ggpipe.apis.decode import decode
-from ggpipe.options.chat import Chat
+from ggpipe.options.chat import ChatSettings
 from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server.backend import Backend
-from ggpipe.server.receiving import Bodies
+from ggpipe.server.receiving import BodyReader
 from ggpipe.server.saved_slots import SavedSlots
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -24,9 +24,9 @@ class Server:
     """See the module's text."""
 
     backend: Backend
-    bodies: Bodies
+    bodies: BodyReader
     config: ServerConfig
-    chat: Chat
+    chat: ChatSettings
     embeddings: EmbeddingSettings
     model: str
     """What clients call it."""

@@ -7,14 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ggpipe.apis.answers import draws
-from ggpipe.apis.bodies import ChatBody, CompletionBody, GenerationBody, Mixed
-from ggpipe.apis.bodies import Prompt as BodyPrompt
+from ggpipe.apis.bodies import BodyPrompt, ChatBody, CompletionBody, GenerationBody, Mixed
 from ggpipe.apis.llama_server import NativeBody
 from ggpipe.apis.message_writer import MessageWriter
 from ggpipe.apis.messages import MessagesBody
 from ggpipe.apis.response_writer import ResponseWriter
 from ggpipe.apis.responses import ResponsesBody
-from ggpipe.core.prompt import Conversation, Prompt, as_prompt
+from ggpipe.core.prompt import Conversation, RequestPrompt, as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import UsageError
 from ggpipe.server.endpoints.shared import Server
@@ -94,7 +93,7 @@ class Texts:
         await whole(request, backend, generations)
         return JsonResponse(await reply.whole(generations))
 
-    def _prompt(self, prompt: BodyPrompt) -> Prompt:
+    def _prompt(self, prompt: BodyPrompt) -> RequestPrompt:
         """As the engine takes it. Raises ApiError."""
         try:
             match prompt:

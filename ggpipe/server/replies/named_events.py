@@ -9,7 +9,7 @@ from typing import Any
 from ggpipe.apis.bodies import GenerationBody
 from ggpipe.apis.message_writer import MessageWriter
 from ggpipe.apis.response_writer import ResponseWriter
-from ggpipe.apis.writer import Event, Writer, Writing
+from ggpipe.apis.writer import ApiEvent, Writer, Writing
 from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
@@ -41,7 +41,7 @@ class _NamedReply(abc.ABC):
         """What ends a stream that failed."""
         return b"".join(map(_named, self._failed(error)))
 
-    async def _events(self, generation: Generation, shows_progress: bool) -> AsyncGenerator[Event, None]:
+    async def _events(self, generation: Generation, shows_progress: bool) -> AsyncGenerator[ApiEvent, None]:
         is_begun = False
         async for news in follow([generation], self._splits, shows_progress, by_token=True):
             if not is_begun:
@@ -60,19 +60,19 @@ class _NamedReply(abc.ABC):
     # What the APIs do in their own ways
 
     @abc.abstractmethod
-    def _begin(self, generation: Generation) -> Iterable[Event]:
+    def _begin(self, generation: Generation) -> Iterable[ApiEvent]:
         """In front of the answer."""
 
     @abc.abstractmethod
-    def _progress(self, progress: dict[str, Any]) -> Iterable[Event]:
+    def _progress(self, progress: dict[str, Any]) -> Iterable[ApiEvent]:
         """How far the prompt is computed."""
 
     @abc.abstractmethod
-    async def _end(self, generation: Generation) -> Iterable[Event]:
+    async def _end(self, generation: Generation) -> Iterable[ApiEvent]:
         """Behind the answer."""
 
     @abc.abstractmethod
-    def _failed(self, error: ApiError) -> Iterable[Event]:
+    def _failed(self, error: ApiError) -> Iterable[ApiEvent]:
         """In place of an end."""
 
     @abc.abstractmethod
@@ -87,16 +87,16 @@ class ResponsesReply(_NamedReply):
         super().__init__(writer, splits)
         self._response = writer
 
-    def _begin(self, generation: Generation) -> Iterable[Event]:
+    def _begin(self, generation: Generation) -> Iterable[ApiEvent]:
         return self._response.begin()
 
-    def _progress(self, progress: dict[str, Any]) -> Iterable[Event]:
+    def _progress(self, progress: dict[str, Any]) -> Iterable[ApiEvent]:
         return self._response.progress(progress)
 
-    async def _end(self, generation: Generation) -> Iterable[Event]:
+    async def _end(self, generation: Generation) -> Iterable[ApiEvent]:
         return self._response.end(generation.stats, self._writing.n_reasoning)
 
-    def _failed(self, error: ApiError) -> Iterable[Event]:
+    def _failed(self, error: ApiError) -> Iterable[ApiEvent]:
         return self._response.fail(error.status, error.message, error.param)
 
     def _whole(self) -> dict[str, Any]:
@@ -117,22 +117,22 @@ class MessagesReply(_NamedReply):
         self._message = writer
         self._stop_string = stop_string
 
-    def _begin(self, generation: Generation) -> Iterable[Event]:
+    def _begin(self, generation: Generation) -> Iterable[ApiEvent]:
         return self._message.begin(generation.stats)
 
-    def _progress(self, progress: dict[str, Any]) -> Iterable[Event]:
+    def _progress(self, progress: dict[str, Any]) -> Iterable[ApiEvent]:
         return ()
 
-    async def _end(self, generation: Generation) -> Iterable[Event]:
+    async def _end(self, generation: Generation) -> Iterable[ApiEvent]:
         return self._message.end(generation.stats, await self._stop_string(generation) or None)
 
-    def _failed(self, error: ApiError) -> Iterable[Event]:
+    def _failed(self, error: ApiError) -> Iterable[ApiEvent]:
         return (error.anthropic_body,)
 
     def _whole(self) -> dict[str, Any]:
         return self._message.message
 
 
-def _named(one: Event) -> bytes:
+def _named(one: ApiEvent) -> bytes:
     kind: str = one["type"]
     return b"event: " + kind.encode() + b"\ndata: " + dumps(one) + b"\n\n"

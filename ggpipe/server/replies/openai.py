@@ -16,7 +16,7 @@ from ggpipe.server.backend import Generation
 from ggpipe.server.errors import ApiError
 from ggpipe.server.replies.stream import DONE, event, follow
 from ggpipe.text.chat.answer import WholeAnswer
-from ggpipe.text.chat.tools.events import Arguments, CallBegun, Event, Reasoning, Text
+from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, Reasoning, Text
 
 BUILD = f"ggpipe {__version__}"
 """Which server it is."""
@@ -119,7 +119,7 @@ class _OpenAIReply(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def delta(self, index: int, one: Event) -> dict[str, Any] | None:
+    def delta(self, index: int, one: AnswerEvent) -> dict[str, Any] | None:
         """The next part of a text; None: nothing is sent of it."""
 
     @abc.abstractmethod
@@ -143,7 +143,7 @@ class ChatReply(_OpenAIReply):
     def first(self, index: int) -> Iterable[dict[str, Any]]:
         return [_delta(index, {"role": "assistant", "content": None})]
 
-    def delta(self, index: int, one: Event) -> dict[str, Any] | None:
+    def delta(self, index: int, one: AnswerEvent) -> dict[str, Any] | None:
         match one:
             case Text(text):
                 return _delta(index, {"content": text})
@@ -180,7 +180,7 @@ class CompletionReply(_OpenAIReply):
         self._n_chars: dict[int, int] = {}
         """Characters of each text's tokens whose log-probabilities were answered."""
 
-    def delta(self, index: int, one: Event) -> dict[str, Any] | None:
+    def delta(self, index: int, one: AnswerEvent) -> dict[str, Any] | None:
         return {"index": index, "text": one.text, "finish_reason": None} if isinstance(one, Text) else None
 
     def empty(self, index: int) -> dict[str, Any]:

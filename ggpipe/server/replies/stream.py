@@ -21,7 +21,7 @@ from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
 from ggpipe.server.replies.progress import Progress, prefill
 from ggpipe.text.chat.answer import AnswerParser
-from ggpipe.text.chat.tools.events import Event, Text, joined
+from ggpipe.text.chat.tools.events import AnswerEvent, Text, joined
 
 _LOG = logging.getLogger("ggpipe.server")
 _AHEAD = 16
@@ -29,11 +29,11 @@ _AHEAD = 16
 
 
 @dataclass(frozen=True)
-class News:
+class OutputUpdate:
     """What has come of a text."""
 
     generation: Generation
-    events: Sequence[Event]
+    events: Sequence[AnswerEvent]
     tokens: Sequence[Token]
     is_end: bool = False
     progress: Progress | None = None
@@ -42,7 +42,7 @@ class News:
 
 async def follow(
     generations: Sequence[Generation], splits: bool, shows_progress: bool = False, by_token: bool = False
-) -> AsyncGenerator[News, None]:
+) -> AsyncGenerator[OutputUpdate, None]:
     """What comes of texts, until all have ended. `splits`: reasoning is told apart. `shows_progress`: how far prompts
     are computed is news, too. `by_token`: tokens that are there together come by themselves all the same. Raises
     ApiError."""
@@ -50,7 +50,7 @@ async def follow(
         async for news in _follow(generations[0], splits, shows_progress, by_token):
             yield news
         return
-    queue: asyncio.Queue[News | Exception] = asyncio.Queue(_AHEAD)
+    queue: asyncio.Queue[OutputUpdate | Exception] = asyncio.Queue(_AHEAD)
 
     async def pump(generation: Generation) -> None:
         try:
@@ -73,21 +73,23 @@ async def follow(
             task.cancel()
 
 
-async def _follow(generation: Generation, splits: bool, shows_progress: bool, by_token: bool) -> AsyncIterator[News]:
+async def _follow(
+    generation: Generation, splits: bool, shows_progress: bool, by_token: bool
+) -> AsyncIterator[OutputUpdate]:
     if shows_progress:
         async with contextlib.aclosing(prefill(generation)) as computed:
             async for progress in computed:
-                yield News(generation, (), (), progress=progress)
+                yield OutputUpdate(generation, (), (), progress=progress)
     marks = generation.feed.marks
     parser = AnswerParser(marks, generation.feed.key, splits) if marks is not None else None
     async for news in generation.news():
         for tokens in ([token] for token in news) if by_token else (news,):
             texts = [token.text if marks is None else marks.text_of(token.id, token.text) for token in tokens]
             text = "".join(texts)
-            yield News(generation, joined([Text(text)]) if parser is None else parser.feed(text), tokens)
+            yield OutputUpdate(generation, joined([Text(text)]) if parser is None else parser.feed(text), tokens)
     rest = generation.feed.rest
     events = [Text(rest)] if parser is None else [*parser.feed(rest), *parser.finish()]
-    yield News(generation, joined(events), (), is_end=True)
+    yield OutputUpdate(generation, joined(events), (), is_end=True)
 
 
 def event(value: Any) -> bytes:

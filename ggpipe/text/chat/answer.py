@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ggpipe.text.chat.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
-from ggpipe.text.chat.tools.events import Arguments, CallBegun, Event, Reasoning, Text, joined
-from ggpipe.text.chat.tools.forms import LAYOUTS, Form, form_of
+from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, Reasoning, Text, joined
+from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form, form_of
 from ggpipe.text.chat.tools.parser import ToolParser
 
 
@@ -43,7 +43,7 @@ def answer_format(
     reasoning, form = reasoning_format(template, generation_prompt), form_of(template)
     marks = [*reasoning.marks]
     if tools:
-        layout = LAYOUTS[form]
+        layout = CALL_SYNTAXES[form]
         marks += [layout.mark, layout.before, *layout.further_marks, *layout.starts, *layout.closers, "[CALL_ID]"]
     texts = {token: text for text, token in (special_tokens or {}).items() if any(text in mark for mark in marks)}
     return AnswerFormat(reasoning=reasoning, form=form, tools=tuple(tools), token_texts=texts)
@@ -57,25 +57,25 @@ class AnswerParser:
         self._reasoning = ReasoningParser(form.reasoning) if splits else None
         self._tools = ToolParser(form.form, form.tools, key) if form.tools else None
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[AnswerEvent]:
         """What is known now of all text so far and was not returned before."""
         if self._reasoning is None:
             return self._answer(text)
-        events: list[Event] = []
+        events: list[AnswerEvent] = []
         for piece in self._reasoning.feed(text):
             events += [Reasoning(piece.text)] if piece.is_reasoning else self._answer(piece.text)
         return joined(events)
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[AnswerEvent]:
         """The rest; nothing follows."""
-        events: list[Event] = []
+        events: list[AnswerEvent] = []
         for piece in self._reasoning.finish() if self._reasoning is not None else ():
             events += [Reasoning(piece.text)] if piece.is_reasoning else self._answer(piece.text)
         if self._tools is not None:
             events += self._tools.finish()
         return joined(events)
 
-    def _answer(self, text: str) -> list[Event]:
+    def _answer(self, text: str) -> list[AnswerEvent]:
         return joined([Text(text)]) if self._tools is None else self._tools.feed(text)
 
 
@@ -96,13 +96,13 @@ class ToolCall:
 class WholeAnswer:
     """The parts of an answer, as far as it has come."""
 
-    def __init__(self, events: Iterable[Event] = ()) -> None:
+    def __init__(self, events: Iterable[AnswerEvent] = ()) -> None:
         self.text = ""
         self.reasoning = ""
         self.calls: list[ToolCall] = []
         self.add(events)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[AnswerEvent]) -> None:
         """It goes on."""
         for event in events:
             match event:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ggpipe.errors import UsageError
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -16,7 +16,7 @@ class Transcript:
     """A conversation that grows and can be taken back."""
 
     def __init__(self, system: str | None = None) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[ChatMessage] = []
         self.system = system
 
     @property
@@ -93,7 +93,7 @@ class Transcript:
         return places[-1] if places else None
 
 
-def text_of(message: Message) -> str:
+def text_of(message: ChatMessage) -> str:
     """A message's text, which may be in parts."""
     content = message.get("content")
     if isinstance(content, str):
@@ -101,7 +101,7 @@ def text_of(message: Message) -> str:
     return "".join(str(part.get("text", "")) for part in content or ())
 
 
-def _checked(number: int, message: object) -> Message:
+def _checked(number: int, message: object) -> ChatMessage:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise UsageError(f"message {number} must be an object whose role is one of {', '.join(_ROLES)}")
     content = message.get("content")

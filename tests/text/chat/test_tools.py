@@ -16,7 +16,7 @@ from ggpipe.errors import BodyError
 from ggpipe.text.chat.answer import AnswerFormat, AnswerParser, WholeAnswer, answer_format
 from ggpipe.text.chat.reasoning import reasoning_format
 from ggpipe.text.chat.tools.choice import tool_choice
-from ggpipe.text.chat.tools.events import Arguments, CallBegun, CallEnded, Event, joined
+from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, joined
 from ggpipe.text.chat.tools.forms import Form, form_of
 from ggpipe.text.chat.tools.grammar import grammar_of_calls
 from ggpipe.text.grammar import gbnf
@@ -39,15 +39,15 @@ HALL = {"place": 'the "hall"\n{é}', "days": 3}
 IN_JSON = json.dumps(HALL, ensure_ascii=False)
 
 
-def parsed(form: Form, *parts: str, tools: tuple[dict[str, Any], ...] = TOOLS) -> list[Event]:
+def parsed(form: Form, *parts: str, tools: tuple[dict[str, Any], ...] = TOOLS) -> list[AnswerEvent]:
     parser = AnswerParser(AnswerFormat(reasoning=reasoning_format("", ""), form=form, tools=tools), "key")
-    events: list[Event] = []
+    events: list[AnswerEvent] = []
     for part in parts:
         events += parser.feed(part)
     return joined([*events, *parser.finish()])
 
 
-def summary(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
+def summary(events: list[AnswerEvent]) -> tuple[str, list[tuple[str, str]]]:
     answer = WholeAnswer(events)
     return answer.text, [(call.name, call.arguments) for call in answer.calls]
 

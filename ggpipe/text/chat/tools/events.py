@@ -45,12 +45,12 @@ class CallEnded:
     index: int
 
 
-Event = Text | Reasoning | CallBegun | Arguments | CallEnded
+AnswerEvent = Text | Reasoning | CallBegun | Arguments | CallEnded
 
 
-def joined(events: Iterable[Event]) -> list[Event]:
+def joined(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:
     """Neighbours of a kind as one, and none that is empty."""
-    found: list[Event] = []
+    found: list[AnswerEvent] = []
     for event in events:
         last = found[-1] if found else None
         match last, event:

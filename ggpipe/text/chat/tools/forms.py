@@ -27,7 +27,7 @@ class Form(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class CallSyntax:
     """How calls are written: the mark, `begin`, then for each call `before`, its arguments in JSON and `after`, with
     `between` between two of them, then `end`. NAME stands for the tool's name."""
 
@@ -52,26 +52,26 @@ class Layout:
 
 
 _OBJECT = '{"name": "NAME", "arguments": '
-LAYOUTS: Mapping[Form, Layout] = {
-    Form.HERMES: Layout(
+CALL_SYNTAXES: Mapping[Form, CallSyntax] = {
+    Form.HERMES: CallSyntax(
         mark="<tool_call>", has_each_mark=True, before=f"\n{_OBJECT}", after="}\n</tool_call>", between="\n",
         closers=("</tool_call>",),
     ),
-    Form.QWEN_XML: Layout(
+    Form.QWEN_XML: CallSyntax(
         mark="<tool_call>", starts=("<function=",), has_each_mark=True, before="\n<function=NAME>\n",
         after="</function>\n</tool_call>", between="\n", closers=("</tool_call>",),
     ),
-    Form.MISTRAL: Layout(
+    Form.MISTRAL: CallSyntax(
         mark="[TOOL_CALLS]", begin="[", before=_OBJECT, after="}", between=", ", end="]", id_length=9
     ),
-    Form.MISTRAL_ARGS: Layout(
+    Form.MISTRAL_ARGS: CallSyntax(
         mark="[TOOL_CALLS]", has_each_mark=True, before="NAME[ARGS]", after="", between="", id_length=9
     ),
-    Form.GRANITE: Layout(mark="<|tool_call|>", begin="[", before=_OBJECT, after="}", between=", ", end="]"),
-    Form.LLAMA: Layout(
+    Form.GRANITE: CallSyntax(mark="<|tool_call|>", begin="[", before=_OBJECT, after="}", between=", ", end="]"),
+    Form.LLAMA: CallSyntax(
         further_marks=("<|python_tag|>",), before='{"name": "NAME", "parameters": ', after="}", closers=(";",)
     ),
-    Form.JSON: Layout(before=_OBJECT, after="}", between="\n", closers=(",",)),
+    Form.JSON: CallSyntax(before=_OBJECT, after="}", between="\n", closers=(",",)),
 }  # fmt: skip
 
 
@@ -91,5 +91,5 @@ def form_of(template: str) -> Form:
 def call_id(form: Form, key: str, index: int) -> str:
     """The id of a call. `key`: of its answer, and of no other one."""
     digits = hashlib.sha256(f"{key}/{index}".encode()).hexdigest()
-    length = LAYOUTS[form].id_length
+    length = CALL_SYNTAXES[form].id_length
     return digits[:length] if length else f"call_{digits[:24]}"

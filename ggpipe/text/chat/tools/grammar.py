@@ -8,7 +8,7 @@ from typing import Any
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.errors import BodyError, UsageError
 from ggpipe.text.chat.reasoning import ReasoningFormat
-from ggpipe.text.chat.tools.forms import LAYOUTS, Form, Layout
+from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, CallSyntax, Form
 from ggpipe.text.grammar.gbnf import ROOT
 from ggpipe.text.grammar.json_schema import rules_of
 from ggpipe.text.grammar.json_text import class_character, quoted
@@ -23,7 +23,7 @@ def grammar_of_calls(
     A schema that cannot be followed counts as any object, but for a function that is `strict`. Raises BodyError for
     such a one.
     """
-    layout = LAYOUTS[form]
+    layout = CALL_SYNTAXES[form]
     if not tools or not (choice.must_call or layout.mark):
         return ""
     rules: dict[str, str] = {}
@@ -59,7 +59,7 @@ def _with_reasoning(marks: ReasoningFormat, rules: dict[str, str]) -> str:
 
 def _call(i: int, function: Mapping[str, Any], form: Form, rules: dict[str, str]) -> str:
     """The name of a rule for a tool's call, without its mark."""
-    layout, name = LAYOUTS[form], function["name"]
+    layout, name = CALL_SYNTAXES[form], function["name"]
     before, after = (quoted(text.replace("NAME", name)) for text in (layout.before, layout.after))
     schema = {"type": "object", **function["parameters"]}
     if schema.get("properties") == {}:
@@ -76,7 +76,7 @@ def _call(i: int, function: Mapping[str, Any], form: Form, rules: dict[str, str]
     return f"call{i}"
 
 
-def _identity(layout: Layout) -> str:
+def _identity(layout: CallSyntax) -> str:
     """Mistral's models may write an id behind the arguments."""
     return rf'( ", \"id\": \"" [a-zA-Z0-9]{{{layout.id_length}}} "\"" )?' if layout.id_length and layout.end else ""
 

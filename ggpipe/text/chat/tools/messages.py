@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 _HOW_TO_CALL = """You can call these functions:
 
@@ -18,8 +18,8 @@ usual."""
 
 
 def for_template(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], source: str, arguments_as_text: bool
-) -> list[Message]:
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], source: str, arguments_as_text: bool
+) -> list[ChatMessage]:
     """Messages as a template's source takes them. Most templates want arguments as objects, some as texts; where one
     does not know of tools at all, they become text."""
     names = {
@@ -37,7 +37,7 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else {}
 
 
-def _message(message: Message, names: Mapping[Any, Any], arguments_as_text: bool) -> Message:
+def _message(message: ChatMessage, names: Mapping[Any, Any], arguments_as_text: bool) -> ChatMessage:
     if message.get("role") == "tool" and "name" not in message and message.get("tool_call_id") in names:
         return {**message, "name": names[message.get("tool_call_id")]}
     if not message.get("tool_calls"):
@@ -62,7 +62,7 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
     return arguments or {}
 
 
-def _as_text(message: Message) -> Message:
+def _as_text(message: ChatMessage) -> ChatMessage:
     """For templates that do not know of tools."""
     if message.get("role") == "tool":
         name = message.get("name") or "the function"
@@ -78,7 +78,7 @@ def _as_text(message: Message) -> Message:
     return {"role": "assistant", "content": "\n".join(lines)}
 
 
-def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _with_tools(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     lines = (json.dumps(_function(tool), ensure_ascii=False) for tool in tools)
     text = _HOW_TO_CALL.replace("TOOLS", "\n".join(lines), 1)
     first = messages[0] if messages else {}

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ggpipe.text.chat.reasoning import begun
-from ggpipe.text.chat.tools.events import Arguments, CallBegun, CallEnded, Event, Text, joined
-from ggpipe.text.chat.tools.forms import LAYOUTS, Form, call_id
+from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, Text, joined
+from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form, call_id
 from ggpipe.text.chat.tools.reading import NotACall, Reads, read_calls
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
@@ -30,7 +30,7 @@ class ToolParser:
 
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], key: str) -> None:
         """`tools`: OpenAI's. `key`: ids are made of it, and no other answer's is the same."""
-        layout = LAYOUTS[form]
+        layout = CALL_SYNTAXES[form]
         self._marks = (*filter(None, (layout.mark,)), *layout.further_marks, *layout.starts)
         self._starts = layout.starts
         self._is_marked = bool(layout.mark)
@@ -45,17 +45,17 @@ class ToolParser:
         self._n_given_up = 0
         """Of `_raw`, what is text for certain if it is no call."""
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[AnswerEvent]:
         """What is known now of all text so far and was not returned before."""
         return self._parse(text, is_end=False)
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[AnswerEvent]:
         """The rest; nothing follows."""
         return self._parse("", is_end=True)
 
-    def _parse(self, text: str, is_end: bool) -> list[Event]:
+    def _parse(self, text: str, is_end: bool) -> list[AnswerEvent]:
         self._held += text
-        events: list[Event] = []
+        events: list[AnswerEvent] = []
         is_going_on = True
         while is_going_on:
             match self._at:
@@ -67,7 +67,7 @@ class ToolParser:
                     is_going_on = self._gap(events, is_end)
         return joined(events)
 
-    def _gap(self, events: list[Event], is_end: bool) -> bool:
+    def _gap(self, events: list[AnswerEvent], is_end: bool) -> bool:
         """Where a call may stand without a mark. Returns whether the text can be looked at further."""
         text = self._held.lstrip()
         is_behind = self._at is _At.BEHIND
@@ -87,7 +87,7 @@ class ToolParser:
             self._at = _At.TEXT
         return True
 
-    def _text(self, events: list[Event], is_end: bool) -> bool:
+    def _text(self, events: list[AnswerEvent], is_end: bool) -> bool:
         found = [(at, mark) for mark in self._marks if (at := self._held.find(mark)) >= 0]
         if found:
             at, mark = min(found)
@@ -110,7 +110,7 @@ class ToolParser:
         self._raw, self._held = self._held[: n_blank + n_mark], self._held[n_blank + n_mark :]
         self._n_given_up = n_blank + n_given_up
 
-    def _call(self, events: list[Event], is_end: bool) -> bool:
+    def _call(self, events: list[AnswerEvent], is_end: bool) -> bool:
         assert self._reader is not None
         held, begun, at = self._held, 0, 0  # `begun`: since the last call ended
         try:
@@ -130,7 +130,7 @@ class ToolParser:
         events += self._calls.take()
         return self._at is not _At.CALL
 
-    def _give_up(self, events: list[Event], held: str, n_read: int) -> None:
+    def _give_up(self, events: list[AnswerEvent], held: str, n_read: int) -> None:
         """It is no call, or it is cut off or broken in its arguments."""
         events += self._calls.take()
         if self._calls.is_open:
@@ -152,7 +152,7 @@ class _Calls:
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], key: str, is_marked: bool) -> None:
         self._form, self._key, self._is_marked = form, key, is_marked
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self._events: list[Event] = []
+        self._events: list[AnswerEvent] = []
         self._n_begun = 0
         self._has_ended = False
         self.is_open = False
@@ -189,7 +189,7 @@ class _Calls:
         found = (self._tools.get(name, {}).get("parameters") or {}).get("properties")
         return found if isinstance(found, Mapping) else {}
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[AnswerEvent]:
         """All since the last time."""
         events, self._events = self._events, []
         return joined(events)

@@ -1,4 +1,4 @@
-"""How a thread waits until another one rings."""
+"""How a thread waits until another one wakes it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import threading
 
 
-class Bell:
-    """Lets one thread wait, for microseconds or for ever, until another rings.
+class WakeEvent:
+    """Lets one thread wait, for microseconds or for ever, until another wakes it.
 
     Not a queue.SimpleQueue: in CPython 3.11 its get() can wait for ever when a timeout of microseconds runs out at the
     wrong moment.
@@ -17,11 +17,11 @@ class Bell:
         self._silent = threading.Lock()
         self._silent.acquire()
 
-    def ring(self) -> None:
-        """From any thread, and from signal handlers. Rings while nobody waits count once."""
-        with contextlib.suppress(RuntimeError):  # rung already
+    def set(self) -> None:
+        """From any thread, and from signal handlers. Several while nobody waits count as one."""
+        with contextlib.suppress(RuntimeError):  # set already
             self._silent.release()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until it rings or `timeout_s` seconds passed; None waits for the ring."""
+        """Until it is set or `timeout_s` seconds passed; None waits without a limit."""
         self._silent.acquire(timeout=-1 if timeout_s is None else timeout_s)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ggpipe.core.draft_messages import ROOT, Begin, Candidates, Expansion
+from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import RowLogits
@@ -14,16 +14,16 @@ from ggpipe.core.tree import Node, Proposal, Tree
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Growth:
+class DraftState:
     """A request that is drafted for."""
 
-    begin: Begin
+    begin: BeginDrafting
     prefix: Prefix
     """What the prefix cache had of its prompt, and its tree."""
     thresholds: Thresholds
-    text: list[int]
+    tokens: list[int]
     """Prompt and accepted tokens; the root is the last."""
-    lead: int
+    look_ahead: int
     """Depth of the deepest draft token below the root, at most."""
     n_decoded: int = 0
     """Tokens of the text that are submitted."""
@@ -32,7 +32,7 @@ class Growth:
     open: dict[Node, Candidates] = field(default_factory=dict)
     """Nodes without children that were decoded, with their candidates."""
     next_number: int = ROOT + 1
-    n_batch: int = 0
+    n_drafted: int = 0
     """Draft tokens in this micro-batch so far."""
     held: list[Expansion] = field(default_factory=list)
     """Not sent yet."""
@@ -62,14 +62,14 @@ class Growth:
         return self.begin.speculation.mode == "async" and self.begin.speculation.continuous
 
     @property
-    def batch_is_full(self) -> bool:
+    def micro_batch_is_full(self) -> bool:
         """The micro-batch has as many draft tokens as it may have."""
-        return self.n_batch >= self.begin.speculation.n_draft
+        return self.n_drafted >= self.begin.speculation.n_draft
 
     @property
     def deepest(self) -> int:
         """Position of the last draft token that is of use now."""
-        return self.tree.root.pos + min(self.lead, self.begin.n_left - self.epoch - 1)
+        return self.tree.root.pos + min(self.look_ahead, self.begin.n_left - self.epoch - 1)
 
     @property
     def n_used(self) -> int:
@@ -78,13 +78,13 @@ class Growth:
 
     def may_grow(self, node: Node) -> bool:
         """Children of this node would be of use now."""
-        return node.pos < self.deepest and (self.overlaps or not self.batch_is_full)
+        return node.pos < self.deepest and (self.overlaps or not self.micro_batch_is_full)
 
     def tips(self) -> list[Node]:
         """Draft tokens to decode, the most probable path first."""
         return [node for node in self.tree.best_first() if self.may_grow(node)]
 
-    def answered(self, nodes: Iterable[Node]) -> None:
+    def add_candidates(self, nodes: Iterable[Node]) -> None:
         """Logits of these nodes came: those that still hang on the root are open."""
         for node in nodes:
             if node.logits is not None and node.within(self.tree.root) and node.logits.ids:  # else all are banned
@@ -95,18 +95,19 @@ class Growth:
         dead: list[Node] = []
         for token in tokens:
             dead += self.tree.advance(token)
-            self.text.append(token)
+            self.tokens.append(token)
             if self.tree.root.submitted:
-                self.n_decoded = len(self.text)
+                self.n_decoded = len(self.tokens)
         root = self.tree.root
         self.open = {node: best for node, best in self.open.items() if node.within(root)}
         self.epoch, self.complete, self.retry_at = epoch, False, None
-        self.n_batch = 0 if self.overlaps else sum(1 for _ in root.below())
+        self.n_drafted = 0 if self.overlaps else sum(1 for _ in root.below())
         self.thresholds.accepted()
         return dead
 
     def grow(self) -> list[tuple[Expansion, ...]]:
-        """Turn candidates into draft tokens, as far as thresholds and lead allow; they are held until they are sent.
+        """Turn candidates into draft tokens, as far as thresholds and look-ahead allow; they are held until they are
+        sent.
 
         Returns the micro-batches that became full: they are to be sent at once.
         """
@@ -126,17 +127,17 @@ class Growth:
             n = self._n_children(found, n_tips)
             n_tips += n - 1
             self._expand(node, found, n)
-            if self.overlaps and self.batch_is_full:
+            if self.overlaps and self.micro_batch_is_full:
                 full.append(tuple(self.held))
                 self.held = []
-                self.n_batch = 0
+                self.n_drafted = 0
                 self.thresholds.n_batches += 1
         return full
 
     def _n_children(self, found: Candidates, n_tips: int) -> int:
         """How many candidates become draft tokens: the best, and further ones while tips and the batch have room."""
         n, speculation = 1, self.begin.speculation
-        most = min(len(found), speculation.n_draft - self.n_batch, 1 + speculation.n_parallel - n_tips)
+        most = min(len(found), speculation.n_draft - self.n_drafted, 1 + speculation.n_parallel - n_tips)
         while n < most and found[n][1] >= self.thresholds.split and found[n][0] not in self.begin.ends:
             n += 1
         return n
@@ -147,7 +148,7 @@ class Growth:
         parent = ROOT if node is self.tree.root else node.proposals[0].number
         self.held.append(Expansion(parent, self.next_number, n, found))
         self.next_number += n
-        self.n_batch += n
+        self.n_drafted += n
 
 
 def candidates(row: RowLogits) -> Candidates:

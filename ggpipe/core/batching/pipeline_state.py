@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ggpipe.core.batching.rows import Rounds
-from ggpipe.core.in_flight import InFlight, Part, RunInFlight
+from ggpipe.core.in_flight import InFlight, RunInFlight, RunPart
 from ggpipe.core.messages import RunResult
 from ggpipe.core.request import Limits
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
@@ -21,7 +21,7 @@ _EARLY_S = 1e-3
 
 
 @dataclass(slots=True)
-class Take:
+class ScheduledRows:
     """What one request puts into a run: tokens of its prompt, or the first `most` of these nodes that get an id."""
 
     state: SequenceState
@@ -30,7 +30,7 @@ class Take:
     most: int = 0
 
 
-class Load:
+class PipelineState:
     """See the module's text. The scheduler keeps it up to date."""
 
     def __init__(self, limits: Limits, in_flight: InFlight[SequenceState]) -> None:
@@ -63,14 +63,14 @@ class Load:
     @property
     def has_prompts(self) -> bool:
         """A run with parts of prompts is or will be computed."""
-        return self._in_flight.has_text
+        return self._in_flight.has_prompt_rows
 
     @property
     def slot_at(self) -> float:
         """When the next run of draft tokens may go in: the slowest stage is nearly free."""
         return self._free_at - max(self.cost.seconds(1) * _EARLY, _EARLY_S)
 
-    def n_runs_of_text(self, states: Iterable[SequenceState]) -> int:
+    def n_awaited_runs(self, states: Iterable[SequenceState]) -> int:
         """Runs in flight with accepted tokens whose logits are not back yet, or with parts of prompts."""
         runs: set[int] = set()
         for state in states:
@@ -100,25 +100,25 @@ class Load:
         parts = (part for part in self._in_flight.of(state) if self._in_flight.is_computed(part.run))
         return any(node is not state.tree.root for part in parts for node in part.nodes)
 
-    def submitted(self, parts: Sequence[Part[SequenceState]], only_one: bool) -> None:
+    def submitted(self, parts: Sequence[RunPart[SequenceState]], only_one: bool) -> None:
         """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
         fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
         n_nodes = sum(len(part.nodes) for part in parts)
-        n_text = sum(part.n_text for part in parts)
+        n_prompt_rows = sum(part.n_prompt_rows for part in parts)
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
-        self._free_at = before + self.cost.text_s(n_nodes, n_text)
-        self.had_prompts, self.had_embedding = n_text > 0, parts[0].owner.embeds
-        if not n_text:
+        self._free_at = before + self.cost.prompt_s(n_nodes, n_prompt_rows)
+        self.had_prompts, self.had_embedding = n_prompt_rows > 0, parts[0].owner.embeds
+        if not n_prompt_rows:
             self._n_in_flight[n_nodes] += 1
 
     def learn(self, run: RunInFlight[SequenceState], result: RunResult) -> None:
         """A run came back: how long it took."""
-        n_text, n_rows = run.n_text, len(run.run.rows)
-        if not n_text:
+        n_prompt_rows, n_rows = run.n_prompt_rows, len(run.run.rows)
+        if not n_prompt_rows:
             self._n_in_flight[n_rows] -= 1
         if run.cancelled or result.cancelled or result.slowest_s <= 0:
             return
-        if n_text:
-            self.cost.text_ended(n_rows - n_text, n_text, result.slowest_s)
+        if n_prompt_rows:
+            self.cost.prompt_ended(n_rows - n_prompt_rows, n_prompt_rows, result.slowest_s)
         elif result.rows:
             self.cost.ended(n_rows, result.slowest_s, result.total_s)
