@@ -23,8 +23,12 @@ class RequestOptions(TypedDict, total=False):
     spec_type: str
     """What drafts, separated by commas: draft, ngram, or none. Several draft for one tree. draft: the draft model
     (default with `draft`). ngram: repeats what followed the same tokens before; needs no model."""
+    policy: Literal["best-first", "thresholds"]
+    """How draft trees grow in async mode. best-first: by the probability of each path, as wide as further rows are
+    cheap. thresholds: PipeInfer's, by `p_split`, `p_recovery`, `p_decay` and `n_parallel`, each of which chooses
+    it. Default: 'best-first'."""
     n_draft: int
-    """Draft tokens in a micro-batch, at most. Default: 8."""
+    """Draft tokens in a micro-batch, and in a run, at most. Default: 64 with `policy` best-first, else 8."""
     n_min: int
     """Draft tokens in a micro-batch, at least: smaller ones are not sent. Default: 0."""
     p_accept: float
@@ -39,10 +43,11 @@ class RequestOptions(TypedDict, total=False):
     n_parallel: int
     """Branches that are drafted side by side. Default: 1."""
     n_draft_rows: int
-    """Rows in a run of the draft, at most. Default: as `n_parallel`."""
+    """Rows in a run of the draft, at most. Default: 16 with `policy` best-first, else as `n_parallel`."""
     n_seq: int
-    """Sequence ids for branches in flight, the text's included: more than `n_parallel` lets new branches go in while
-    older ones are verified. Default: as `n_parallel`."""
+    """Sequence ids for branches in flight, the output's included. Default: 129 with `policy` best-first, where all
+    requests share them; else as `n_parallel`. More than `n_parallel` lets new branches go in while older ones are
+    verified."""
     cancel: bool
     """Stop runs in flight when all their draft tokens are rejected. Default: True."""
     continuous: bool

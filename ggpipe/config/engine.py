@@ -21,6 +21,9 @@ KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0",
 FlashAttention = Literal["on", "off", "auto"]
 RopeScaling = Literal["none", "linear", "yarn"]
 Mode = Literal["iterative", "speculative", "async"]
+Policy = Literal["best-first", "thresholds"]
+THRESHOLDS = frozenset({"p_split", "p_recovery", "p_decay", "n_parallel"})
+"""Settings of `SpeculationConfig` that only the policy `thresholds` has a use for. Users choose it by giving one."""
 TensorWire = Literal["f32", "f16"]
 Saves = Literal["nothing", "prompt", "text"]
 Pooling = Literal["none", "mean", "cls", "last"]
@@ -34,6 +37,10 @@ MAX_SEQUENCES = 256
 """Sequence ids that libllama has."""
 MAX_PREFIXES = 16
 """Ended requests whose KV cells are kept."""
+_MOST_BRANCHES = 128
+"""Sequence ids for branches of best-first trees, shared by all requests of a pipeline."""
+_MOST_ROWS, _MOST_DRAFT_ROWS = 64, 16
+"""Rows of best-first trees in a run of the target and of the draft model, at most."""
 MAX_THREADS = 512
 """Threads that ggml has room for."""
 MAX_PARTS = 16
@@ -74,7 +81,10 @@ class ContextConfig:
     n_ubatch: int = 512
     """Rows in a run, at most."""
     n_seq: int = 1
-    """Sequence ids in use at the same time."""
+    """Sequence ids in use at the same time, at least."""
+    n_branches: int = 0
+    """Further sequence ids for branches of draft tokens, at most: as many as the context and the model have room
+    for."""
     cache_type_k: KvType = "f16"
     cache_type_v: KvType = "f16"
     flash_attn: FlashAttention = "on"
@@ -132,8 +142,12 @@ class SpeculationConfig:
 
     mode: Mode = "async"
     """`iterative`: no draft tokens. `speculative`: draft, verify, repeat. `async`: drafting and verifying overlap."""
-    n_draft: int = 8
-    """Draft tokens in a micro-batch, at most; also in a run, where `async` takes fewer when that is faster."""
+    policy: Policy = "best-first"
+    """How trees grow in `async` mode. `best-first`: by the probability of each path, as wide as rows are cheap.
+    `thresholds`: PipeInfer's, by the settings below, which all other modes use too."""
+    n_draft: int | None = None
+    """Draft tokens in a micro-batch, at most; also in a run, where `async` takes fewer when that is faster. None: 64
+    for `best-first`, 8 for `thresholds`."""
     n_min: int = 0
     """Micro-batches with fewer draft tokens are not sent."""
     p_accept: float = 0.0
@@ -159,32 +173,52 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
-        check_range("n_draft", self.n_draft, 1, MAX_TOKENS)
+        check_choice("policy", self.policy, get_args(Policy))
+        if self.n_draft is not None:
+            check_range("n_draft", self.n_draft, 1, MAX_TOKENS)
         check_range("n_parallel", self.n_parallel, 1, MAX_SEQUENCES)
         if self.n_draft_rows is not None:
             check_range("n_draft_rows", self.n_draft_rows, 1, MAX_TOKENS)
         if self.n_seq is not None:
             check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES)
-        if not 0 <= self.n_min <= self.n_draft:
-            raise SettingError(f"`n_min` must be a number from 0 to `n_draft` ({self.n_draft}), got {self.n_min}")
+        if not 0 <= self.n_min <= self.most_drafted:
+            raise SettingError(f"`n_min` must be a number from 0 to `n_draft` ({self.most_drafted}), got {self.n_min}")
         for name in ("p_accept", "p_split", "p_recovery", "p_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingError(f"`{name}` must be a probability from 0 to 1, got {getattr(self, name):g}")
 
     @property
+    def is_best_first(self) -> bool:
+        """Trees grow best-first: in `async` mode, while drafting and verifying overlap."""
+        return self.policy == "best-first" and self.mode == "async" and self.continuous
+
+    @property
+    def most_drafted(self) -> int:
+        """Draft tokens in a micro-batch, and in a run, at most."""
+        if self.n_draft is not None:
+            return self.n_draft
+        return _MOST_ROWS if self.is_best_first else 8
+
+    @property
     def draft_rows(self) -> int:
         """Rows in a run of the draft model, at most."""
-        return self.n_draft_rows or self.n_parallel
+        return self.n_draft_rows or (_MOST_DRAFT_ROWS if self.is_best_first else self.n_parallel)
+
+    @property
+    def branches(self) -> int:
+        """Sequence ids beyond one for each request and drafter that branches may take, at most; a model may have room
+        for fewer."""
+        return (self.n_seq or _MOST_BRANCHES + 1) - 1 if self.is_best_first else 0
 
     @property
     def sequences(self) -> int:
-        """Sequence ids that a request takes, at most."""
-        return self.n_seq or self.n_parallel
+        """Sequence ids that each request has for itself."""
+        return 1 if self.is_best_first else self.n_seq or self.n_parallel
 
     @property
     def as_chain(self) -> SpeculationConfig:
         """The same without branches."""
-        return replace(self, n_parallel=1, n_seq=None)
+        return replace(self, policy="thresholds", n_parallel=1, n_seq=None)
 
 
 @dataclass(frozen=True)

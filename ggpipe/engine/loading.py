@@ -204,7 +204,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests
         n_batch=loaded.n_batch,
         n_ubatch=context.n_ubatch,
         n_in_flight=len(layout.stages) + 1,
-        n_seq=context.n_seq + loaded.n_prefixes,
+        n_seq=context.n_seq + loaded.n_prefixes + loaded.n_branches,
         n_requests=n_requests,
         n_prefixes=loaded.n_prefixes,
         partial_prefixes=loaded.partial_prefixes,
@@ -223,6 +223,7 @@ class _Context:
     exact_in_company: bool
     """Of the stage, as `Stage.exact_in_company`."""
     n_prefixes: int
+    n_branches: int
     partial_prefixes: bool
 
 
@@ -232,6 +233,7 @@ def _context(loaded: Stage | StageLoaded) -> _Context:
         n_batch=loaded.n_batch,
         exact_in_company=loaded.exact_in_company,
         n_prefixes=loaded.n_prefixes,
+        n_branches=loaded.n_branches,
         partial_prefixes=loaded.partial_prefixes,
     )
 

@@ -198,6 +198,7 @@ class Worker:
             n_batch=stage.n_batch,
             exact_in_company=stage.exact_in_company,
             n_prefixes=stage.n_prefixes,
+            n_branches=stage.n_branches,
             partial_prefixes=stage.partial_prefixes,
             restored=loaded.restored,
         )

@@ -29,6 +29,8 @@ _N_NOISES = 256
 _STATE_TOKENS = 128
 """Of a state in a prompt cache, at most: large models have MBs for each."""
 _NO_RUN = 0  # an id that no run has
+_CELLS_OF_BRANCH = 8
+"""Cells of a context for each sequence id of a branch: in a short one, branches without cells are useless."""
 
 _COPIES_ALL_LAYERS = ("deepseek4",)
 """Architectures whose states libllama copies for all layers, also for those that other ranks hold."""
@@ -131,8 +133,12 @@ class Stage:
         if not self.rolls_back:
             n_prefixes = min(n_prefixes, self._most_states)
         self.n_prefixes = max(min(n_prefixes, most - config.n_seq, fitting - config.n_seq), 0)
-        """Sequence ids beside `ContextConfig.n_seq`."""
+        """Sequence ids next to `ContextConfig.n_seq`, for kept prefixes."""
         n_own = config.n_seq + self.n_prefixes
+        room = min(most, fitting // _CELLS_OF_BRANCH, min(config.n_batch, config.n_ubatch) // (1 + slides))
+        self.n_branches = max(min(config.n_branches, room - n_own), 0) if self.rolls_back else 0
+        """Further sequence ids, for branches of draft tokens."""
+        n_own += self.n_branches
         self._pins = n_own if slides and n_own > 1 else 0
         self._spare = n_own + self._pins
         n_seq = self._spare + n_spare

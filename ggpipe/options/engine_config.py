@@ -11,6 +11,7 @@ from pathlib import Path
 from ggpipe.config.checks import check_range
 from ggpipe.config.engine import (
     MAX_SEQUENCES,
+    THRESHOLDS,
     ContextConfig,
     DraftConfig,
     EngineConfig,
@@ -36,9 +37,10 @@ def engine_config(options: Options) -> EngineConfig:
     target = given.split.target if given.split is not None else None
     serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
     n_requests = serving["n_requests"]
-    drafts = draft_configs(options, _sequences(speculation.sequences, n_requests))
+    drafts = draft_configs(options, _sequences(speculation.sequences, n_requests), speculation.branches)
     n_paths = speculation.sequences + n_drafters - 1 if n_drafters else 1  # others may name another token each
-    context = replace(options[ContextConfig], n_seq=_sequences(n_paths, n_requests))
+    n_branches = speculation.branches if n_drafters else 0
+    context = replace(options[ContextConfig], n_seq=_sequences(n_paths, n_requests), n_branches=n_branches)
     pipeline = replace(options[PipelineConfig], auto=given.auto)
     if target is not None:
         pipeline = replace(pipeline, shares=target.shares, group_sizes=target.group_sizes)
@@ -88,7 +90,7 @@ def model_config(options: Options) -> ModelConfig:
     return ModelConfig(path=path, load_mode=options[LoadSettings].mode, loras=adapters, **fields)
 
 
-def draft_configs(options: Options, n_seq: int = 1) -> tuple[DraftConfig, ...]:
+def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tuple[DraftConfig, ...]:
     """The draft models, those with ranks first.
 
     They are loaded as the target is. Their contexts are as large, but positions, kernels and metadata are their own.
@@ -104,7 +106,7 @@ def draft_configs(options: Options, n_seq: int = 1) -> tuple[DraftConfig, ...]:
     fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
     mode = options[LoadSettings].mode
     context = ContextConfig(
-        n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq,
+        n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq, n_branches=n_branches,
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
         fast_attention=target.fast_attention,
     )  # fmt: skip
@@ -134,6 +136,8 @@ def speculation_config(options: Options) -> SpeculationConfig:
     fields = options.fields(SpeculationConfig)
     if "n_min" in fields and "n_draft" in fields:
         fields["n_min"] = min(fields["n_min"], fields["n_draft"])
+    if not THRESHOLDS.isdisjoint(fields):
+        fields.setdefault("policy", "thresholds")
     speculation = SpeculationConfig(**fields)
     return speculation.as_chain if _drafts_chains(options) else speculation
 

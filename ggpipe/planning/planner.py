@@ -38,7 +38,7 @@ _MODES: tuple[Mode, ...] = ("iterative", "speculative", "async")
 _FLAGS: dict[Mode, tuple[tuple[str, tuple[float, ...]], ...]] = {
     "iterative": (),
     "speculative": (("n_draft", (1, 2, 3, 4, 6)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
-    "async": (("n_draft", (2, 4)), ("p_accept", (0.2, 0.4)), ("n_parallel", (2,))),
+    "async": (("n_draft", (2, 4, 8)), ("p_accept", (0.2, 0.4))),
 }
 
 

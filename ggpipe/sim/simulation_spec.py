@@ -13,7 +13,7 @@ from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import MAX_PARTS, Mode, SpeculationConfig
+from ggpipe.config.engine import MAX_PARTS, THRESHOLDS, Mode, Policy, SpeculationConfig
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
@@ -118,9 +118,11 @@ class SimulationSpec:
     def changed(self, values: Mapping[str, float]) -> SimulationSpec:
         """With other values for some of `NAMES`. Raises UsageError where they make no sense."""
         own = {_SPECULATION[name]: _as_given(name, value) for name, value in values.items() if name in _SPECULATION}
-        n_draft = int(own.get("n_draft", self.speculation.n_draft))
+        n_draft = int(own.get("n_draft", self.speculation.most_drafted))
         n_min = int(own.get("n_min", self.speculation.n_min))
-        speculation = replace(self.speculation, **{**own, "n_min": min(n_min, n_draft)})  # type: ignore[arg-type]
+        policy: Policy = self.speculation.policy if THRESHOLDS.isdisjoint(own) else "thresholds"
+        own["n_min"] = min(n_min, n_draft)
+        speculation = replace(self.speculation, policy=policy, **own)  # type: ignore[arg-type]
         traffic = {_TRAFFIC[name]: _as_given(name, value) for name, value in values.items() if name in _TRAFFIC}
         return replace(
             self,

@@ -354,7 +354,7 @@ def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n
         n_batch=sizes.n_batch,
         n_ubatch=sizes.n_ubatch,
         n_in_flight=len(model.layout.stages) + 1,
-        n_seq=max(min(n_paths * sizes.n_requests, MAX_SEQUENCES), sizes.n_requests),
+        n_seq=max(min(n_paths * sizes.n_requests + speculation.branches, MAX_SEQUENCES), sizes.n_requests),
         n_requests=sizes.n_requests,
         sparsity=model.sparsity,
     )

@@ -114,6 +114,8 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """As `llama.stage.Stage.exact_in_company`."""
     n_prefixes: int
     """As `llama.stage.Stage.n_prefixes`."""
+    n_branches: int
+    """As `llama.stage.Stage.n_branches`."""
     partial_prefixes: bool
     """As `llama.stage.Stage.partial_prefixes`."""
     restored: Restored

@@ -27,7 +27,7 @@ _OVERLAPPING = (
     ASYNC,
     replace(ASYNC, n_draft=4),
     *(replace(ASYNC, p_accept=pa) for pa in (0.1, 0.3)),
-    *(replace(ASYNC, n_parallel=np, p_split=ps) for np, ps in _TREES),
+    *(replace(ASYNC, policy="thresholds", n_parallel=np, p_split=ps) for np, ps in _TREES),
 )
 
 
@@ -193,7 +193,7 @@ VARIANTS = {
     "-pa 0.3": (replace(ASYNC, p_accept=0.3), 0),
     "-pa 0.5": (replace(ASYNC, p_accept=0.5), 0),
     "-pa 0.7": (replace(ASYNC, p_accept=0.7), 0),
-    "trees, -np 4 -ps 0.03": (replace(ASYNC, n_parallel=4, p_split=0.03), 0),
+    "trees, -np 4 -ps 0.03": (replace(ASYNC, policy="thresholds", n_parallel=4, p_split=0.03), 0),
 }
 """Settings, and the limit of runs in flight."""
 CONFIDENCES: tuple[Confidence, ...] = ("calibrated", "overconfident")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from ggpipe.core.batching.rows import DraftWithRoot, Rounds, draft_with_root, most_per_second, usual_chain
+from ggpipe.core.batching.rows import DraftWithRoot, Rounds, draft_with_root, usual_chain
 from ggpipe.core.drafters.calibration import Calibration, Pace
-from ggpipe.core.run_cost import RunCost
+from ggpipe.core.run_cost import RunCost, most_per_second
 
 CHAIN = [0.7**i for i in range(1, 9)]
 

@@ -19,7 +19,7 @@ from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
 from support.requests import changed, core_request
 
-from ggpipe.config.engine import Pooling, SpeculationConfig
+from ggpipe.config.engine import Policy, Pooling, SpeculationConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.core.request import Limits, Request
 
@@ -70,10 +70,14 @@ SPECULATIONS = st.sampled_from([(1, 0), (1, 1), (2, 1), (4, 0), (4, 3), (6, 0)])
 )
 
 
+POLICIES = st.sampled_from(get_args(Policy))
+
+
 def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfig]:
     return st.builds(
         SpeculationConfig,
         mode=st.sampled_from(["async", "async", "speculative", "iterative"]),
+        policy=POLICIES,
         n_draft=st.just(n_draft),
         n_draft_rows=st.none() | st.integers(1, 4),
         n_min=st.just(n_min),
@@ -181,7 +185,11 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 def thickets(draw: st.DrawFn) -> Scenario:
     """Many branches in many small runs, and ids that are scarce."""
     speculations = st.builds(
-        SpeculationConfig, mode=st.just("async"), n_draft=st.integers(1, 3), n_parallel=st.integers(2, 4)
+        SpeculationConfig,
+        mode=st.just("async"),
+        policy=POLICIES,
+        n_draft=st.integers(1, 3),
+        n_parallel=st.integers(2, 4),
     )
     n = draw(st.integers(1, 3))
     return Scenario(
@@ -212,6 +220,7 @@ def conversations(draw: st.DrawFn) -> Scenario:
     speculations = st.builds(
         SpeculationConfig,
         mode=st.sampled_from(["async", "speculative", "iterative"]),
+        policy=POLICIES,
         n_draft=st.integers(1, 3),
         n_parallel=st.integers(1, 3),
     )

@@ -39,7 +39,8 @@ N_TOKENS = 70
 ITERATIVE = SpeculationConfig(mode="iterative")
 MODES = {
     "async": SpeculationConfig(),
-    "async, small runs": SpeculationConfig(n_draft=2, p_accept=0.3, p_recovery=0.1, p_decay=0.05),
+    "async, thresholds": SpeculationConfig(policy="thresholds"),
+    "async, small runs": SpeculationConfig(policy="thresholds", n_draft=2, p_accept=0.3, p_recovery=0.1, p_decay=0.05),
     "async, not cancelled": SpeculationConfig(n_draft=4, cancel=False),
     "async, not continuous": SpeculationConfig(n_draft=4, continuous=False),
     "speculative": SpeculationConfig(mode="speculative", n_draft=4),

@@ -25,6 +25,8 @@ from ggpipe.stats.records import RequestStats
 
 STAGES_S = (0.010, 0.020, 0.030)
 
+CHAINS = replace(ASYNC, policy="thresholds")
+
 
 def gaps(stats: RequestStats) -> list[float]:
     return [round(gap, 9) for gap in stats.itl_s]
@@ -103,10 +105,15 @@ def test_full_agreement_is_limited_by_the_slowest_stage() -> None:
     assert stats.decode_tps > 0.9 / 0.1, "a token in each of the slowest stage's times, or more where runs hold some"
 
 
+def test_a_draft_that_expects_to_be_wrong_drafts_nothing() -> None:
+    stats = checked(cluster((0.1,) * 4, 0.001), tokens(0.0), ASYNC)
+    assert stats.counters.drafted_tokens == 0
+
+
 def test_no_agreement_costs_nothing() -> None:
     """Rejected draft tokens are cancelled at once: each token takes a round, as without a draft."""
     own = cluster((0.1,) * 4, 0.001)
-    stats, plain = (checked(own, tokens(0.0), mode) for mode in (ASYNC, ITERATIVE))
+    stats, plain = (checked(own, tokens(0.0), mode) for mode in (CHAINS, ITERATIVE))
     assert stats.counters.accepted_tokens == 0
     assert not any(stats.drafted)
     assert stats.decode_tps is not None
@@ -187,7 +194,7 @@ def test_no_chain_beats_its_rejections(n: int, acceptance: float) -> None:
     """Each mistake costs a round of the pipeline, so speculation gains no more than 1 / (1 - agreement)."""
     own = cluster((1 / n,) * n, 0.1 / n)
     text = tokens(acceptance, 200)
-    stats, plain = (checked(own, text, mode) for mode in (ASYNC, ITERATIVE))
+    stats, plain = (checked(own, text, mode) for mode in (CHAINS, ITERATIVE))
     round_s = plain.itl_s[0]
     n_own = sum(not drafted for drafted in stats.drafted[1:])
     assert n_own >= n_misses(text) - 1, "only the draft's best candidates were drafted"
@@ -283,10 +290,10 @@ def test_a_text_that_never_repeats_itself(mode: Mode, drafters: tuple[str, ...])
 def test_a_cutoff_keeps_doubtful_draft_tokens_back() -> None:
     own = cluster((0.1,) * 4, 0.01)
     text = tokens(0.5, 150)
-    every, sure = (checked(own, text, replace(ASYNC, p_accept=p)) for p in (0.0, 0.7))
+    every, sure = (checked(own, text, replace(CHAINS, p_accept=p)) for p in (0.0, 0.7))
     assert sure.counters.submitted_tokens < every.counters.submitted_tokens
     assert (sure.counters.acceptance or 0) > (every.counters.acceptance or 0)
-    relenting = checked(own, text, replace(ASYNC, p_accept=0.7, p_decay=0.1, p_recovery=0.05))
+    relenting = checked(own, text, replace(CHAINS, p_accept=0.7, p_decay=0.1, p_recovery=0.05))
     assert sure.counters.submitted_tokens < relenting.counters.submitted_tokens
 
 

@@ -48,7 +48,7 @@ class Draft:
         cache_prompt: bool = True,
         **settings: Any,
     ) -> None:
-        speculation = SpeculationConfig(**settings)
+        speculation = SpeculationConfig(**{"policy": "thresholds", **settings})
         self.look_ahead = look_ahead
         self.say(
             BeginDrafting(

@@ -135,13 +135,14 @@ class RealDraft:
     def _sent(self, batch: MicroBatch) -> None:
         speculation = self.begun[batch.request].speculation
         n = sum(expansion.n for expansion in batch.expansions)
-        assert n <= speculation.n_draft
+        assert n <= speculation.most_drafted
         assert n or batch.complete, "nothing in it"
         n_text = len(self.begun[batch.request].prompt) + batch.epoch
         text = self.text[batch.request][:n_text]
         assert len(text) == n_text
         for expansion in batch.expansions:
-            assert 0 < expansion.n <= speculation.n_parallel
+            most = len(expansion.candidates) if speculation.is_best_first else speculation.n_parallel
+            assert 0 < expansion.n <= most
             path = text if expansion.parent == ROOT else self.paths[batch.request, expansion.parent]
             assert path[: len(text)] == text, "a draft token that is known to be rejected"
             assert [token for token, _ in expansion.candidates] == [
@@ -151,7 +152,7 @@ class RealDraft:
                 self.paths[batch.request, expansion.first + i] = (*path, token)
         paths = [path for (request, _), path in self.paths.items() if request == batch.request and is_below(path, text)]
         leaves = set(paths) - {path[:-1] for path in paths}
-        assert len(leaves) <= speculation.n_parallel
+        assert len(paths) <= 256 if speculation.is_best_first else len(leaves) <= speculation.n_parallel
         self.batches.append(batch)
 
     def check_empty(self) -> None:

@@ -211,10 +211,15 @@ class Head:
     def _judge(self, request: int, token: int) -> None:
         if not self._is_open(request):
             return
+        named: dict[int, list[tuple[float, bool]]] = collections.defaultdict(list)
         for node in self.state(request).tree.root.children.values():
             for proposal in node.proposals:
                 prob = self.probs[request, proposal.drafter, proposal.number]
-                self.calibrations[request, proposal.drafter].judged(prob, node.token == token)
+                named[proposal.drafter].append((prob, node.token == token))
+        for drafter, tokens in named.items():
+            best = max(range(len(tokens)), key=lambda i: tokens[i][0])
+            for i, (prob, is_right) in enumerate(tokens):
+                self.calibrations[request, drafter].judged(prob, is_right, is_best=i == best)
 
     def _needs_row(self, seen: Seen) -> bool:
         """Some requests need whole rows for some of their tokens."""
@@ -307,7 +312,7 @@ class Head:
             histories = [history for of, history in self.pipeline.rows_of[run.id] if of == request]
             assert all(seen.lives(history) for history in histories), "a token that is known to be rejected"
             draft_tokens = [history for history in histories if len(history) > len(seen.tokens)]
-            assert len(draft_tokens) <= seen.request.speculation.n_draft
+            assert len(draft_tokens) <= seen.request.speculation.most_drafted
             for row, history in zip((row for row in run.rows if row.request == request), histories, strict=True):
                 is_replayed = row.pos in seen.request.wanted
                 assert (row.logits_request >= 0) == (is_replayed or len(history) >= len(seen.request.prompt))

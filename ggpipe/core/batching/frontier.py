@@ -24,16 +24,10 @@ from dataclasses import dataclass
 
 from ggpipe.core.batching import prompts
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
-from ggpipe.core.batching.rows import (
-    DraftWithRoot,
-    Rounds,
-    draft_with_root,
-    most_per_second,
-    pays_beside_root,
-    usual_chain,
-)
+from ggpipe.core.batching.rows import DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
+from ggpipe.core.run_cost import most_per_second
 from ggpipe.core.tree import Node
 
 _WAIT_LIMIT = 2.0
@@ -100,6 +94,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     else:  # runs of equal length: all that follow a longer one would wait for it
         usual = usual_chain(drafted.drafters.leading.calibration, pipeline.limits.n_rows, rounds.size)
         n = rounds.size + most_per_second(usual, pipeline.cost, rounds.size) - len(roots)
+        n = min(n, most_per_second(probabilities, pipeline.cost, len(roots)))
     return Choice(_schedule(roots, found, min(n, len(found))))
 
 
@@ -114,7 +109,7 @@ def _draft_with_single_root(
     if first_s is None or next_s is None:
         return DraftWithRoot()
     cells = pipeline.spare_cells + state.n_cells - state.n_used
-    most = max(min(cells, speculation.n_draft, pipeline.limits.n_rows - 1, state.n_depths), 0)
+    most = max(min(cells, speculation.most_drafted, pipeline.limits.n_rows - 1, state.n_depths), 0)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, drafter.calibration, first_s, next_s)
 
 
@@ -156,15 +151,15 @@ def look_ahead(
         return 0
     speculation, cost, rounds = state.request.speculation, pipeline.cost, Rounds(pipeline.cost, len(others) + 1)
     if others and (rounds.best >= pipeline.n_stages or not state.is_async):
-        usual = most_per_second(usual_chain(calibration, speculation.n_draft, rounds.size), cost, rounds.size)
+        usual = most_per_second(usual_chain(calibration, speculation.most_drafted, rounds.size), cost, rounds.size)
         return math.ceil(usual / rounds.size)
     if not state.is_async or not speculation.continuous:
-        return speculation.n_draft
+        return speculation.most_drafted
     if pipeline.n_stages == 1 and not pays_beside_root(
-        min(speculation.n_draft, pipeline.limits.n_rows - 1), cost, calibration
+        min(speculation.most_drafted, pipeline.limits.n_rows - 1), cost, calibration
     ):
         return 0
-    usual = most_per_second(usual_chain(calibration, speculation.n_draft), cost)
+    usual = most_per_second(usual_chain(calibration, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
 
 
@@ -182,7 +177,7 @@ def _best_first(pipeline: PipelineState, states: Iterable[RequestState]) -> Iter
 def _found(state: RequestState) -> Iterator[FrontierToken]:
     """As many draft tokens of one request as it may have in a run, the most probable path first."""
     tree = state.tree
-    for node in itertools.islice(state.draft_tokens(), state.request.speculation.n_draft):
+    for node in itertools.islice(state.draft_tokens(), state.request.speculation.most_drafted):
         yield FrontierToken(state, node, math.exp(node.log_path - tree.root.log_path))
 
 

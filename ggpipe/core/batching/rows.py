@@ -2,51 +2,27 @@
 
 rule                what it decides
 rounds              in how many runs the accepted tokens of all requests go round
-most_per_second     rows of a run that is as long as brings most accepted tokens for its time
 draft_with_root     draft tokens that go in with accepted tokens while the pipeline has room for runs behind theirs
 
-An accepted token is worth 1. A draft token is worth its probability: that of its whole path below the root. A row costs
-time in the slowest stage, which later runs wait for, and time in all stages, by which the next correction is late.
+The length of a run of draft tokens is up to `run_cost.most_per_second`. An accepted token is worth 1. A draft token is
+worth its probability: that of its whole path below the root. A row costs time in the slowest stage, which later runs
+wait for, and time in all stages, by which the next correction is late.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.drafters.calibration import Calibration
-from ggpipe.core.run_cost import RunCost
+from ggpipe.core.run_cost import RunCost, most_per_second
 
-_CLEARLY_MORE = 1.2
-"""Times the accepted tokens a second that a longer run must bring beside accepted tokens. Below, runs of unequal length
-lose it again: 4 % for 4 requests on 2 stages where a row costs 0.9 of a run (simulated like tests/sim/test_serving).
-"""
 _CLEARLY_LESS = 0.98
 """Times the time of a round: so much must a further run save. Fewer runs are less work for the same speed, and measured
 times are never quite equal."""
 _FEWEST_JUDGED = 8
 """Draft tokens that show a drafter's agreement: it moves by 1/20 of the way with each, see `Calibration`."""
-
-
-def most_per_second(probabilities: Iterable[float], cost: RunCost, n_roots: int = 0) -> int:
-    """How many draft tokens to take into a run with `n_roots` accepted ones, so that it brings most accepted tokens for
-    its time. `probabilities`: in the order in which they are taken. Without accepted tokens at least 1.
-
-    Where the run holds accepted tokens, other runs wait for the slowest stage, and its time there is what counts. A run
-    without also makes corrections late by its further rows' time in all stages: its own, and that of each run that
-    follows it through the pipeline.
-    """
-    gain, best = float(n_roots), 0 if n_roots else 1
-    most = _CLEARLY_MORE * gain / cost.time(n_roots) if n_roots else 0.0
-    one_s = cost.time(1)
-    for n, probability in enumerate(probabilities, 1):
-        gain += probability
-        run_s = cost.time(n_roots + n)
-        late_s = 0.0 if n_roots else cost.length * max(run_s - one_s, 0.0)
-        if (rate := gain / (run_s + late_s)) > most:
-            best, most = n, rate
-    return best
 
 
 def usual_chain(calibration: Calibration, limit: int, n_roots: int = 1) -> list[float]:

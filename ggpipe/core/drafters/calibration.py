@@ -35,18 +35,20 @@ class Calibration:
 
     def __init__(self) -> None:
         self.agreement = 0.7
-        """Share of draft tokens beside the target's token that were that token."""
+        """Share of positions at which the drafter's best token was the target's."""
         self.n_judged = 0
-        """Draft tokens that it was learned from."""
+        """Positions that it was learned from."""
         self._named = 0.7
         """Mean probability that the drafter gave them."""
         self._bins = tuple(_Bin() for _ in range(len(_BORDERS) + 1))
 
-    def judged(self, prob: float, right: bool) -> None:
-        """A draft token that the drafter gave `prob` was the target's token, or another one was."""
-        self.n_judged += 1
-        self.agreement += _JUDGE * (right - self.agreement)
-        self._named += _JUDGE * (prob - self._named)
+    def judged(self, prob: float, right: bool, is_best: bool = True) -> None:
+        """A token that the drafter gave `prob` was the target's token, or another one was. `is_best`: the drafter named
+        no more probable one at this position."""
+        if is_best:
+            self.n_judged += 1
+            self.agreement += _JUDGE * (right - self.agreement)
+            self._named += _JUDGE * (prob - self._named)
         self._bins[bisect_right(_BORDERS, prob)].judged(prob, right)
 
     def probability(self, prob: float) -> float:

@@ -11,7 +11,9 @@ What it decoded of an ended request's text is kept for prompts that begin alike 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import collections
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
@@ -22,10 +24,12 @@ from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RunResult, Save
 from ggpipe.core.prompt_chunks import chunk_end
+from ggpipe.core.run_cost import RunCost, most_per_second
 from ggpipe.core.tree import Node
 
 _SHORTEST_ATTEMPT_S = 1e-3  # before any run of draft tokens has shown how long one takes
 _MIN_CANDIDATES = 4  # of each answer; some more than become draft tokens, for whoever records what the draft proposed
+_BEST_FIRST_CANDIDATES = 8  # of each answer, for trees that grow best-first
 
 
 class DraftModel:
@@ -39,6 +43,8 @@ class DraftModel:
         self._in_flight: InFlight[DraftState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, pipeline.restored)
         self._requests: dict[int, DraftState] = {}
+        self._cost = RunCost()
+        """What runs of draft tokens take."""
         self._attempt_s = 0.0
         """Of the latest run of draft tokens."""
 
@@ -140,6 +146,8 @@ class DraftModel:
             return
         if not run.n_prompt_rows:
             self._attempt_s = now - run.submitted_at
+            if result.slowest_s > 0:
+                self._cost.ended(len(run.run.rows), result.slowest_s, result.total_s)
         for part in run.parts:
             part.owner.add_candidates(part.nodes)
             if part.n_prompt_rows and part.request in self._requests:
@@ -155,7 +163,7 @@ class DraftModel:
             or self._tokens_wait(state)
             or bool(state.tips())
         )
-        may_retry = state.overlaps and state.retry_at is None and state.thresholds.can_fall
+        may_retry = state.may_retry and state.retry_at is None
         if not waits and may_retry and any(state.may_grow(node) for node in state.open):
             state.thresholds.n_failed += 1
             state.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
@@ -213,14 +221,29 @@ class DraftModel:
             return
         parts: list[RunPart[DraftState]] = []
         logits_requests, n_rows = {}, 0
+        n_best = self._n_best_first()
         for state in list(self._requests.values()):
-            most = min(state.begin.speculation.draft_rows, self._limits.n_rows - n_rows, self._free_cells)
+            n_own = n_best[state] if state.is_best_first else state.begin.speculation.draft_rows
+            most = min(n_own, self._limits.n_rows - n_rows, self._free_cells)
             if nodes := state.tree.place(state.tips(), self._in_flight.next_run, most):
                 parts.append(self._part(state, nodes, (), 0, logits_requests))
                 n_rows += len(nodes)
                 self._requests[state.begin.request] = self._requests.pop(state.begin.request)  # others come first next
         if parts:
             actions.append(self._submit(parts, logits_requests, now))
+
+    def _n_best_first(self) -> Mapping[DraftState, int]:
+        """How many tips of each tree that grows best-first are decoded next: the most probable paths of all requests,
+        as many as bring most for the run's time."""
+        tips = [
+            (state.path_probability(node), state)
+            for state in self._requests.values()
+            if state.is_best_first
+            for node in itertools.islice(state.tips(), state.begin.speculation.draft_rows)
+        ]
+        tips.sort(key=lambda tip: -tip[0])
+        n = most_per_second((probability for probability, _ in tips[: self._limits.n_rows]), self._cost)
+        return collections.Counter(state for _, state in tips[:n])
 
     def _chunk_end(self, state: DraftState) -> int:
         """Where the run ends that computes the next tokens of a text, where cells suffice. What follows the prompt is
@@ -286,7 +309,8 @@ class DraftModel:
 
     def _logits_request(self, state: DraftState) -> LogitsRequest:
         only_draft = self._vocabularies.only_draft if self._vocabularies is not None else ()
-        n = max(_MIN_CANDIDATES, state.begin.speculation.n_parallel)
+        n = _BEST_FIRST_CANDIDATES if state.is_best_first else _MIN_CANDIDATES
+        n = max(n, state.begin.speculation.n_parallel)
         return LogitsRequest(LogitsKind.TOP, n, (*state.begin.banned, *only_draft))
 
     def _readable(self, token: int) -> int:

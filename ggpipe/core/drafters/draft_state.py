@@ -7,10 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion
+from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import RowLogits
 from ggpipe.core.tree import Node, Proposal, Tree
+
+_LEAST_PATH = 1 / 500
+"""Draft tokens of less probable paths only take energy, and cores from others."""
+_MOST_NODES = 256
+"""Draft tokens below the root, at most."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,6 +37,8 @@ class DraftState:
     """Accepted tokens."""
     open: dict[Node, Candidates] = field(default_factory=dict)
     """Nodes without children that were decoded, with their candidates."""
+    calibration: Calibration = field(default_factory=Calibration)
+    """How often candidates turned out right, those included that did not become draft tokens."""
     next_number: int = ROOT + 1
     n_drafted: int = 0
     """Draft tokens in this micro-batch so far."""
@@ -57,14 +65,24 @@ class DraftState:
         return self.begin.saves == "prompt" and new and not self.is_saved
 
     @property
+    def is_best_first(self) -> bool:
+        """Its tree grows by the probability of paths, not by thresholds."""
+        return self.begin.speculation.is_best_first
+
+    @property
     def overlaps(self) -> bool:
         """It keeps drafting while earlier draft tokens are verified; else one micro-batch for each epoch."""
         return self.begin.speculation.mode == "async" and self.begin.speculation.continuous
 
     @property
+    def may_retry(self) -> bool:
+        """What is not probable enough to be drafted now may be a little later."""
+        return self.overlaps and not self.is_best_first and self.thresholds.can_fall
+
+    @property
     def micro_batch_is_full(self) -> bool:
         """The micro-batch has as many draft tokens as it may have."""
-        return self.n_drafted >= self.begin.speculation.n_draft
+        return self.n_drafted >= self.begin.speculation.most_drafted
 
     @property
     def deepest(self) -> int:
@@ -84,6 +102,10 @@ class DraftState:
         """Draft tokens to decode, the most probable path first."""
         return [node for node in self.tree.best_first() if self.may_grow(node)]
 
+    def path_probability(self, node: Node) -> float:
+        """Of a node's path below the root."""
+        return math.exp(node.log_path - self.tree.root.log_path)
+
     def add_candidates(self, nodes: Iterable[Node]) -> None:
         """Logits of these nodes came: those that still hang on the root are open."""
         for node in nodes:
@@ -94,6 +116,7 @@ class DraftState:
         """The text went on with these tokens, `epoch` so far. Returns the nodes that died of it."""
         dead: list[Node] = []
         for token in tokens:
+            self._judge(token)
             dead += self.tree.advance(token)
             self.tokens.append(token)
             if self.tree.root.submitted:
@@ -105,14 +128,51 @@ class DraftState:
         self.thresholds.accepted()
         return dead
 
+    def _judge(self, token: int) -> None:
+        """The token after the root is known: compare it with the candidates."""
+        logits = self.tree.root.logits
+        if self.is_best_first and logits is not None and logits.ids:
+            for i, (candidate, prob) in enumerate(candidates(logits)):
+                self.calibration.judged(prob, candidate == token, is_best=i == 0)
+
     def grow(self) -> list[tuple[Expansion, ...]]:
-        """Turn candidates into draft tokens, as far as thresholds and look-ahead allow; they are held until they are
-        sent.
+        """Turn candidates into draft tokens, as far as policy and lead allow; they are held until they are sent.
 
         Returns the micro-batches that became full: they are to be sent at once.
         """
         if not self.open:
             return []
+        return self._grow_best_first() if self.is_best_first else self._grow_by_thresholds()
+
+    def _grow_best_first(self) -> list[tuple[Expansion, ...]]:
+        """Candidates become draft tokens whose whole path is probable enough, the most probable ones first."""
+        full: list[tuple[Expansion, ...]] = []
+        speculation, root = self.begin.speculation, self.tree.root
+        room = _MOST_NODES - sum(1 for _ in root.below())
+        for node in sorted(self.open, key=lambda node: -node.log_path):
+            if not self.may_grow(node) or room <= 0:
+                continue
+            found, path = self.open[node], self.path_probability(node)
+            n, most = 0, min(len(found), room, speculation.most_drafted - self.n_drafted)
+            while n < most and self._is_worth(*found[n], path):
+                n += 1
+            if n == 0:
+                continue  # its path may become more probable as the root moves on
+            del self.open[node]
+            room -= n
+            self._expand(node, found, n)
+            if self.micro_batch_is_full:
+                full.append(tuple(self.held))
+                self.held, self.n_drafted = [], 0
+        return full
+
+    def _is_worth(self, token: int, prob: float, path: float) -> bool:
+        """A candidate becomes a draft token after a path of this probability."""
+        if token in self.begin.ends or prob < self.begin.speculation.p_accept:
+            return False
+        return path * self.calibration.probability(prob) >= _LEAST_PATH
+
+    def _grow_by_thresholds(self) -> list[tuple[Expansion, ...]]:
         full: list[tuple[Expansion, ...]] = []
         root = self.tree.root
         n_tips = sum(not node.children for node in (root, *root.below()))
@@ -137,14 +197,14 @@ class DraftState:
     def _n_children(self, found: Candidates, n_tips: int) -> int:
         """How many candidates become draft tokens: the best, and further ones while tips and the batch have room."""
         n, speculation = 1, self.begin.speculation
-        most = min(len(found), speculation.n_draft - self.n_drafted, 1 + speculation.n_parallel - n_tips)
+        most = min(len(found), speculation.most_drafted - self.n_drafted, 1 + speculation.n_parallel - n_tips)
         while n < most and found[n][1] >= self.thresholds.split and found[n][0] not in self.begin.ends:
             n += 1
         return n
 
     def _expand(self, node: Node, found: Candidates, n: int) -> None:
         for i, (token, prob) in enumerate(found[:n]):
-            self.tree.add(node, token, Proposal(0, self.next_number + i, prob), prob)
+            self.tree.add(node, token, Proposal(0, self.next_number + i, prob), self.calibration.probability(prob))
         parent = ROOT if node is self.tree.root else node.proposals[0].number
         self.held.append(Expansion(parent, self.next_number, n, found))
         self.next_number += n

@@ -80,11 +80,20 @@ class RequestDrafters:
             state.pace.root_sent(drafter not in named_by, now)
 
     def judge(self, token: int, counters: Counters) -> None:
-        """The target's token after the root is known: each drafter that named one is judged by its own probability."""
+        """The target's token after the root is known: each drafter that named one is judged by its own numbers."""
+        best: dict[int, tuple[Proposal, bool]] = {}
+        named: list[tuple[Proposal, bool]] = []
         for node in self._tree.root.children.values():
-            is_right = node.token == token
             for proposal in node.proposals:
-                self._states[proposal.drafter].calibration.judged(proposal.prob, is_right)
+                one = proposal, node.token == token
+                named.append(one)
+                if proposal.drafter not in best or proposal.prob > best[proposal.drafter][0].prob:
+                    best[proposal.drafter] = one
+        for one in named:
+            proposal, is_right = one
+            is_best = best[proposal.drafter] is one
+            self._states[proposal.drafter].calibration.judged(proposal.prob, is_right, is_best)
+            if is_best:
                 counters.judged(proposal.drafter, is_right)
 
     def advanced(self, dead: Iterable[Node], epoch: int) -> None:
