@@ -41,7 +41,7 @@ class RequestOptions(TypedDict, total=False):
     """Lower `p_accept` and `p_split` by this for each attempt since the last accepted token that drafted nothing.
     Default: 0.0."""
     n_parallel: int
-    """Branches that are drafted side by side. Default: 1."""
+    """Branches that are drafted side by side, with `policy` thresholds. Default: 1."""
     n_draft_rows: int
     """Rows in a run of the draft, at most. Default: 16 with `policy` best-first, else as `n_parallel`."""
     n_seq: int

@@ -136,8 +136,8 @@ def speculation_config(options: Options) -> SpeculationConfig:
     fields = options.fields(SpeculationConfig)
     if "n_min" in fields and "n_draft" in fields:
         fields["n_min"] = min(fields["n_min"], fields["n_draft"])
-    if not THRESHOLDS.isdisjoint(fields):
-        fields.setdefault("policy", "thresholds")
+    if any(map(options.is_given, THRESHOLDS)):
+        fields["policy"] = "thresholds"
     speculation = SpeculationConfig(**fields)
     return speculation.as_chain if _drafts_chains(options) else speculation
 

@@ -115,9 +115,9 @@ def _prompt_rows(pipeline: PipelineState, n_tokens: int, n_decoding: int, most: 
 def _shared_out(states: Sequence[SequenceState], n_rows: int) -> list[ScheduledRows]:
     """The next tokens of these prompts, `n_rows` in all if there are as many, in equal parts where they suffice. A part
     has a tile of rows at least: where there are more prompts than tiles, those with the fewest tokens left go first,
-    so that not all of them end last."""
+    so that not all of them end last. The oldest prompt always has its part: a long one does not wait for ever."""
     schedule: list[ScheduledRows] = []
-    in_order = sorted(states, key=lambda state: len(state.prompt) - state.n_past)
+    in_order = sorted(states, key=lambda state: (state is not states[0], len(state.prompt) - state.n_past))
     for i, state in enumerate(in_order):
         part = min(max(math.ceil(n_rows / (len(in_order) - i)), TILE), n_rows)
         n = state.cut(min(len(state.prompt), state.n_past + part)) - state.n_past
