@@ -1,12 +1,7 @@
 """Who may import whom, what a mere --help may load, and that libllama is in a process only once.
 
-The house has four floors, and a floor imports from those below it. Packages of one floor import each other in one
-direction only, and so do the sub-packages of one package.
-
-    front ends        cli  server  api  display
-    engine and tools  engine  planning  profiling  sim
-    means             llama  transport  channel  launch  text  apis  options
-    ground            core  config  cluster  stats  errors
+The code has four floors, which ARCHITECTURE.md draws, and a floor imports from those below it. Packages of one floor
+import each other in one direction only, and so do the sub-packages of one package.
 """
 
 from __future__ import annotations
@@ -82,6 +77,12 @@ def test_every_part_has_a_floor() -> None:
     assert {"errors", "config", "core", "transport", "llama", "engine", "cli"} <= parts
     assert parts == set().union(*FLOORS)
     assert len([part for part in parts if not part.startswith("_")]) <= MOST_NAMES
+
+
+def test_the_drawing_shows_these_floors() -> None:
+    (drawing,) = re.findall(r"^```\n(.*?)^```", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL | re.MULTILINE)
+    drawn = [set(re.split(" {2,}", line)[1:]) for line in drawing.splitlines()]
+    assert drawn == [{part for part in parts if not part.startswith("_")} for parts in reversed(FLOORS)]
 
 
 def upward(path: Path) -> Iterator[str]:

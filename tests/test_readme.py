@@ -211,25 +211,6 @@ def test_links() -> None:
     assert [link for name in NAMES for link in broken_links(name)] == []
 
 
-def test_the_module_tables_are_complete() -> None:
-    """ARCHITECTURE.md has a line for each module, and no other."""
-    listed, folder = set(), ""
-    for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
-        if line.startswith("### "):
-            folder = "" if line == "### At the top" else line.removeprefix("### ")
-        elif folder != "native/" and (match := re.match(r"\| `(\w+)` \|", line)):
-            listed.add(f"{folder}{match[1]}")
-    package = ROOT / "ggpipe"
-    modules = {str(path.relative_to(package).with_suffix("")) for path in package.rglob("*.py")}
-    assert listed == {module for module in modules if not module.endswith("__")}
-
-
-def test_paths_that_architecture_names_exist() -> None:
-    named = re.findall(r"`([a-z]\w*/[\w/]*\.(?:py|cpp|h))`", (ROOT / "ARCHITECTURE.md").read_text())
-    assert len(named) > 10
-    assert [path for path in named if not any((ROOT / folder / path).exists() for folder in ("ggpipe", ""))] == []
-
-
 def test_names_that_the_glossary_explains_exist() -> None:
     table = (DOCS / "glossary.md").read_text().partition("## Names in the code")[2].partition("\n## ")[0]
     names = re.findall(r"`([A-Z]\w+)`", table)

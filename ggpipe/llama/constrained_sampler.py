@@ -1,4 +1,14 @@
-"""Drawing tokens that fit a grammar."""
+"""Drawing tokens that fit a grammar.
+
+As in llama.cpp, a token is drawn without the grammar first, and drawn again among the tokens that fit only if the first
+one does not. The best few candidates are enough for the second draw if as many of them fit as the sampler looks at.
+Otherwise the whole row is needed: the last rank keeps the rows of such requests (`LogitsRequest.keeps`) until a run
+says that they are not needed any more (`Run.kept_from`), and sends one when the head asks for it. Meanwhile, other
+requests continue. After that, the head asks for all tokens that fit by name (`LogitsRequest.also`), if they are few.
+
+A second draw takes a second random number. A token therefore says whether it took one (`Token.redrawn`), and resumed
+requests skip as many.
+"""
 
 from __future__ import annotations
 

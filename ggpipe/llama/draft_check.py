@@ -1,4 +1,8 @@
-"""Which draft tokens fit a grammar."""
+"""Which draft tokens fit a grammar.
+
+Copies of the grammar's state follow the paths of the tree, for at most a small share of the time. Draft tokens that do
+not fit are not added to the tree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Embeddings: vectors made of the last hidden states of a text's tokens."""
+"""Embeddings: vectors made of the last hidden states of a text's tokens.
+
+libllama's graph marks the last hidden state as a result, so the last rank keeps it from the graph (`find_hidden` in
+`native/backend.cpp`). If a run's rows want nothing else, the graph ends there. The head adds up the rows in the order
+of their positions, so a vector does not depend on how the prompt was cut into runs.
+"""
 
 from __future__ import annotations
 

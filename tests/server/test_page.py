@@ -160,9 +160,10 @@ def test_conversations_outlive_a_reload(page: Page, watched: Watched) -> None:
 
 def test_what_the_model_writes_is_text(page: Page) -> None:
     html = "<script>window.broken=1</script><img src=x onerror=window.broken=1>"
-    link = "[go](javascript:window.broken=1)"
+    bad = "javascript:window.broken=1"
+    link = f"[go]({bad}) [go](java&#115;cript:window.broken=1) <{bad}> ![go]({bad})"
     set_up(page, grammar=f'root ::= "{html}\\n\\n{link} [out](https://example.org/) **bold**\\n\\n```\\n{html}\\n```"',
-           max_tokens="200")  # fmt: skip
+           max_tokens="400")  # fmt: skip
     send(page, "Break it.")
     wait_for_end(page)
     text = page.locator(TEXT)
@@ -173,6 +174,36 @@ def test_what_the_model_writes_is_text(page: Page) -> None:
     assert text.locator("script, img").count() == 0
     assert page.evaluate("window.broken") is None
     set_up(page, grammar="", max_tokens="")
+
+
+def test_markdown(page: Page) -> None:
+    text = (
+        "# One\n\nTwo ~~three~~ `a<b`\n*four* &amp; <b>five</b> _six\n\n- [x] seven\n- eight\n  1. nine\n\n"
+        "| a | b |\n| - | -: |\n| 1 | `x\\|y` |\n\n> ten\n\n```py\nprint(1)\n```\n\n" + 100 * "> " + "deep"
+    )
+    html, keeps_nodes = page.evaluate(
+        """async (text) => {
+          const { MarkdownView } = await import("./page/markdown.js");
+          const place = document.createElement("div");
+          const view = new MarkdownView(place);
+          view.show("# One\\n\\nTwo");
+          const first = place.firstChild;
+          view.show(text);
+          return [place.innerHTML, first === place.firstChild];
+        }""",
+        text,
+    )
+    assert keeps_nodes
+    for part in (
+        '<h3 class="h1">One</h3><p>Two <del>three</del> <code>a&lt;b</code><br><em>four</em> &amp;',
+        "&amp; &lt;b&gt;five&lt;/b&gt; _six</p>",
+        '<ul><li class="task"><input type="checkbox" disabled="" checked="">seven</li>',
+        "<li>eight<ol><li>nine</li></ol></li></ul>", '<th class="right">b</th></tr></thead><tbody>',
+        '<tr><td>1</td><td class="right"><code>x|y</code></td></tr></tbody></table>',
+        "<blockquote><p>ten</p></blockquote>", "<span>py</span>", '<pre tabindex="0"><code>print(1)</code></pre>',
+        "&gt; deep",
+    ):  # fmt: skip
+        assert part in html
 
 
 FAKED = """() => {

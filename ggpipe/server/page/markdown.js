@@ -8,6 +8,7 @@ import { Marked } from "./marked.js";
 import { copyText, h, iconButton } from "./dom.js";
 
 const marked = new Marked({ gfm: true, breaks: true, tokenizer: { html() {}, tag() {}, def() {} } });
+const DEEPEST = 40; // tokens in tokens; deeper ones are text
 const ENTITY = /&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,31});/gi;
 
 /** Shows a text that grows. Blocks that stay as they are keep their nodes. */
@@ -39,10 +40,13 @@ function blocks(text) {
   }
 }
 
+const nodes = (tokens, depth) => tokens.flatMap((token) => rendered(token, depth));
+
 /** A token's node, or nodes. */
-function rendered(token) {
+function rendered(token, depth = 0) {
   const { type, text, tokens = [] } = token;
-  const inner = () => tokens.flatMap(rendered);
+  if (depth > DEEPEST) return token.raw;
+  const inner = () => nodes(tokens, depth + 1);
   switch (type) {
     case "space":
       return [];
@@ -53,7 +57,7 @@ function rendered(token) {
     case "list":
       return h(
         token.ordered ? "ol" : "ul", token.ordered && token.start !== 1 ? { start: token.start } : {},
-        token.items.map((item) => h("li", { class: item.task && "task" }, item.tokens.flatMap(rendered))),
+        token.items.map((item) => h("li", { class: item.task && "task" }, nodes(item.tokens, depth + 1))),
       );
     case "checkbox":
       return h("input", { type: "checkbox", disabled: true, checked: token.checked });
@@ -83,7 +87,7 @@ function rendered(token) {
   }
 }
 
-const row = (tag, cells) => h("tr", {}, cells.map(({ align, tokens }) => h(tag, { class: align ?? false }, tokens.flatMap(rendered))));
+const row = (tag, cells) => h("tr", {}, cells.map(({ align, tokens }) => h(tag, { class: align ?? false }, nodes(tokens, 1))));
 
 function code({ lang, text }) {
   const button = iconButton("copy", "Copy the code", () => copyText(text, button));
