@@ -44,7 +44,7 @@ from ggpipe.options.table import OPTIONS, PANELS
 CONFIGS = (ModelConfig, ContextConfig, SamplingConfig, SpeculationConfig, PipelineConfig, DraftConfig)
 ELSEWHERE = {  # fields that no row sets: the command line has them in another form, or finds them out
     ModelConfig: {"path", "load_mode", "loras"},
-    ContextConfig: {"n_seq"},
+    ContextConfig: {"n_seq", "n_branches"},
     PipelineConfig: {"shares", "group_sizes", "auto"},
     DraftConfig: {"model", "context", "shares", "group_sizes"},
     SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs", "grammar", "reasoning_marks"},
@@ -324,7 +324,7 @@ def test_the_draft_is_loaded_as_the_target_and_keeps_its_own_positions() -> None
     assert config.model.loras == ((Path("a"), 1.0),)
     assert (draft.model.loras, draft.model.override_kv) == ((), ())
     assert (config.context.exact, config.context.rope_scale) == (True, 2.0)
-    assert draft.context == ContextConfig(n_ctx=99, cache_type_k="q8_0")
+    assert draft.context == ContextConfig(n_ctx=99, cache_type_k="q8_0", n_branches=128)
     assert config.pipeline == PipelineConfig((0.5, 0.5), (1, 2, 3))
     assert (draft.shares, draft.threads, draft.threads_batch) == ((1.0,), 5, -1)
 
