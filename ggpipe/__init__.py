@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ggpipe.config.engine import PipelineConfig as PipelineConfig
     from ggpipe.config.engine import PromptCacheConfig as PromptCacheConfig
     from ggpipe.config.engine import SpeculationConfig as SpeculationConfig
+    from ggpipe.config.layer_split import LayerSplit as LayerSplit
     from ggpipe.config.sampling import SamplingConfig as SamplingConfig
     from ggpipe.core.request import Finish as Finish
     from ggpipe.core.request import Token as Token
@@ -52,6 +53,7 @@ _HOMES = {
         "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
         "SpeculationConfig",
     ),
+    "ggpipe.config.layer_split": ("LayerSplit",),
     "ggpipe.config.sampling": ("SamplingConfig",),
     "ggpipe.core.request": ("Finish", "Token", "TokenProb"),
     "ggpipe.core.request_spec": ("RequestSpec",),

@@ -1,6 +1,7 @@
 """Every error that ggpipe raises on purpose.
 
-A message names a setting as the config records do, in backticks: raise `n_ctx`. The command line shows its flag there.
+A message names a setting as the config records do: raise `n_ctx`. The name is data (`Setting`), and the command line
+shows the option's flag in its place.
 
 GgpipeError                         exit code 1
 ├── UsageError                      exit code 2: wrong input; the message names what to change
@@ -22,23 +23,73 @@ GgpipeError                         exit code 1
     └── Terminated                  this process received SIGTERM, which mpirun sends when a rank is gone
 """
 
-import re
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Self
 
 
+@dataclass(frozen=True)
+class Setting:
+    """The name of a setting within a message: a field of a config record; those of DraftConfig as `draft.threads`."""
+
+    name: str
+
+    def renamed(self, names: Mapping[str, str]) -> Setting:
+        """Under the name that it has in `names`, if it has one there."""
+        return Setting(names.get(self.name, self.name))
+
+
+@dataclass(frozen=True, init=False)
+class Wording:
+    """A message for the user. Settings in it are data, so each front end writes them as its users know them."""
+
+    parts: tuple[str | Setting, ...]
+
+    def __init__(self, *parts: str | Setting | Wording | GgpipeError) -> None:
+        """`parts`: one after the other; of an error, its message."""
+        object.__setattr__(self, "parts", tuple(_flat(parts)))
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        """As text. `spell` says how a setting is written."""
+        return "".join(spell(part.name) if isinstance(part, Setting) else part for part in self.parts)
+
+    def renamed(self, names: Mapping[str, str]) -> Wording:
+        """The same with other names of settings."""
+        return Wording(*(part.renamed(names) if isinstance(part, Setting) else part for part in self.parts))
+
+    def __str__(self) -> str:
+        return self.spelled("`{}`".format)
+
+
+def _flat(parts: tuple[str | Setting | Wording | GgpipeError, ...]) -> Iterator[str | Setting]:
+    for part in parts:
+        own = part.wording if isinstance(part, GgpipeError) else part
+        yield from own.parts if isinstance(own, Wording) else (own,)
+
+
 class GgpipeError(Exception):
-    """Base of all; `str()` is one line for the user."""
+    """Base of all; `str()` is one line for the user, with settings in backticks."""
 
     exit_code = 1
     is_reported = False
     """It was shown to the user."""
 
-    def reworded(self, message: str) -> Self:
-        """The same error with another message."""
-        own = type(self).__new__(type(self), message)
+    def __init__(self, *parts: str | Setting | Wording | GgpipeError) -> None:
+        """`parts`: of the message, see `Wording`."""
+        self.wording = Wording(*parts)  # `args` stay those of the class that is made: copies are made with them
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same error with other names of settings."""
+        own = type(self).__new__(type(self), *self.args)
         own.__dict__.update(self.__dict__)
+        own.wording = self.wording.renamed(names)
         own.__cause__ = self.__cause__
         return own
+
+    def __str__(self) -> str:
+        return str(self.wording)
 
 
 class UsageError(GgpipeError):
@@ -48,13 +99,20 @@ class UsageError(GgpipeError):
 
 
 class SettingError(UsageError):
-    """A setting that is out of bounds, or that contradicts another one. The message starts with its name."""
+    """A setting that is out of bounds, or that contradicts another one."""
 
-    @property
-    def field(self) -> str:
-        """The setting: a field of a config record; those of DraftConfig as `draft.threads`."""
-        named = re.match(r"`([\w.]+)`", str(self))
-        return named[1] if named else ""
+    def __init__(self, field: str, problem: str | Wording, advice: str | Wording = "") -> None:
+        """`field`: as the name of a `Setting`. `problem` follows it in the message, and `advice` says what to do."""
+        super().__init__(Setting(field), " ", problem, *((": ", advice) if advice else ()))
+        self.field = field
+        self.problem = problem
+        self.advice = advice
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same error with other names of settings."""
+        own = super().renamed(names)
+        own.field = names.get(self.field, self.field)
+        return own
 
 
 class BodyError(UsageError):
@@ -72,7 +130,9 @@ class PromptTooLong(UsageError):
     def __init__(self, n_prompt: int, n_ctx: int) -> None:
         """Tokens of the prompt, and of the context."""
         super().__init__(
-            f"the prompt has {n_prompt} tokens and the context {n_ctx}: raise `n_ctx` above the prompt's length"
+            f"the prompt has {n_prompt} tokens and the context {n_ctx}: raise ",
+            Setting("n_ctx"),
+            " above the prompt's length",
         )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx

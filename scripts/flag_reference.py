@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ggpipe.cli.parsing import paragraphs
+from ggpipe.cli.help import paragraphs
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Command, Option
 from ggpipe.options.table import OPTIONS, PANELS
@@ -25,7 +25,7 @@ names `_` and `-` are the same. `--numa`, `-fa` and `--color` may stand without 
 `generate`, `chat` and `serve` read llama.cpp's environment variables, which stand behind the meaning. A flag comes
 before a variable. An empty variable counts as not set. For switches a variable is `on`, `off`, `1` or `0`.
 `LLAMA_ARG_NO_REPACK` (for `LLAMA_ARG_REPACK`, with any value) turns a switch off that has a `--no-` flag. Ranks that
-ggpipe starts get these settings as flags. Under your own mpirun or srun the environment of ranks may differ: there only
+ggpipe starts get all settings from it. Under your own mpirun or srun the environment of ranks may differ: there only
 what the first rank of a server needs (address, keys, endpoints) is read, and a line names the variables that are not.
 """
 

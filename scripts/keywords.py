@@ -48,7 +48,7 @@ def _class(head: str, docstring: str, rows: typing.Mapping[str, Option]) -> Iter
 def _type(row: Option) -> str:
     hint = typing.get_type_hints(row.record)[row.field]
     choices = [value for part in _parts(hint) if typing.get_origin(part) is typing.Literal for value in _values(part)]
-    if choices:
+    if choices and row.parse is None:
         return f"Literal[{', '.join(map(_quoted, dict.fromkeys(choices)))}]"
     if row.many:
         return "File | Sequence[File]" if Path in typing.get_args(row.reads) else "str | Sequence[str]"

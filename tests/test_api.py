@@ -16,7 +16,7 @@ from support.commands import TARGET
 import ggpipe
 
 CONFIGS = {
-    "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
+    "ContextConfig", "DraftConfig", "EngineConfig", "LayerSplit", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
     "SamplingConfig", "SpeculationConfig",
 }  # fmt: skip
 ERRORS = {

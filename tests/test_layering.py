@@ -207,7 +207,7 @@ def test_help_starts_no_mpi_and_loads_no_libllama() -> None:
         ["-c", f"from ggpipe.cli import run\nfor line in {lines}: run(line)"],
     ):
         modules, out = loaded_by(*arguments)
-        assert "ggpipe.cli.parsing" in modules
+        assert "ggpipe.cli.help" in modules
         assert "ggpipe" in out.lower()
         assert not modules.intersection(HEAVY)
 

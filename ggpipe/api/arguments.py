@@ -15,15 +15,14 @@ from typing import Any, get_args
 
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.errors import GgpipeError, SettingError
-from ggpipe.options.commands import COMMANDS
+from ggpipe.errors import Setting, SettingError, Wording
+from ggpipe.options.commands import ENGINE
 from ggpipe.options.grammar import Constraint
-from ggpipe.options.option import Command, Option, Options
+from ggpipe.options.option import Option, Options
 from ggpipe.options.settings import PromptSettings
 from ggpipe.options.table import OPTIONS, SAMPLING
 
 NAMES = {
-    "shares": "layer_split",
     "draft.model": "draft",
     "draft.threads": "threads_draft",
     "draft.threads_batch": "threads_batch_draft",
@@ -31,7 +30,6 @@ NAMES = {
 """Keywords for settings that have other names in messages."""
 
 _OF_REQUESTS = (PromptSettings, SpeculationConfig, SamplingConfig, Constraint)
-_COMMAND: Command = next(command for command in COMMANDS if command.name == "rank")
 
 _WITHOUT_FLAGS = tuple(
     Option(record=SamplingConfig, field=field, flags=(f"--{field}",), panel=SAMPLING, help=help)
@@ -43,7 +41,7 @@ _WITHOUT_FLAGS = tuple(
 _OF_SERVERS = ("slot_save_path",)
 ROWS: Mapping[str, Option] = {
     NAMES.get(row.name, row.name): row
-    for row in (*_COMMAND.options(OPTIONS), *_WITHOUT_FLAGS)
+    for row in (*ENGINE.options(OPTIONS), *_WITHOUT_FLAGS)
     if row.name not in _OF_SERVERS
 }
 """The options of an engine, by keyword."""
@@ -54,11 +52,11 @@ REQUEST_ROWS: Mapping[str, Option] = {name: row for name, row in ROWS.items() if
 def options_of(keywords: Mapping[str, object]) -> Options:
     """The options that an engine, and its ranks, are made of. Raises SettingError that names the keyword."""
     _check_names(keywords, ROWS)
-    given: dict[Option, Any] = {row: _COMMAND.default_of(row) for row in ROWS.values()}
+    given: dict[Option, Any] = {row: ENGINE.default_of(row) for row in ROWS.values()}
     for name, value in keywords.items():
         if value is not None:
             given[ROWS[name]] = _given(name, ROWS[name], value)
-    return Options(_COMMAND, given)
+    return Options(ENGINE, given)
 
 
 def check_request(keywords: Mapping[str, object]) -> None:
@@ -66,28 +64,18 @@ def check_request(keywords: Mapping[str, object]) -> None:
     _check_names(keywords, REQUEST_ROWS)
 
 
-def in_keywords(message: str) -> str:
-    """A message of the library with keywords in the place of settings."""
-    return re.sub(r"`([\w.]+)`", lambda match: f"`{NAMES.get(match[1], match[1])}`", message)
-
-
-def named(error: GgpipeError) -> GgpipeError:
-    """The same error, in keywords."""
-    return error.reworded(in_keywords(str(error)))
-
-
 def _check_names(keywords: Iterable[str], rows: Mapping[str, Option]) -> None:
     for name in keywords:
         if name in rows:
             continue
         if name in ROWS:
-            raise SettingError(f"`{name}` is a setting of the engine, not of one request: give it to ggpipe.Engine")
+            raise SettingError(name, "is a setting of the engine, not of one request", "give it to ggpipe.Engine")
         flag = "--" + name.replace("_", "-")
         right = next((own for own, row in rows.items() if flag in re.split(r"[ /]", " ".join(row.flags))), None)
         if right is None:
             right = next(iter(difflib.get_close_matches(name, rows, 1)), None)
-        hint = f": did you mean `{right}`?" if right is not None else ""
-        raise SettingError(f"`{name}` is not an option{hint}")
+        hint = Wording("did you mean ", Setting(right), "?") if right is not None else ""
+        raise SettingError(name, "is not an option", hint)
 
 
 def _given(name: str, row: Option, value: object) -> object:
@@ -103,12 +91,12 @@ def _single(name: str, row: Option, reads: type, value: object) -> object:
     if reads is bool:
         if isinstance(value, bool):
             return value
-        raise SettingError(f"`{name}` must be True or False, got {value!r}")
+        raise SettingError(name, f"must be True or False, got {value!r}")
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     if reads is int or reads is float:
         if number is not None and (reads is float or isinstance(number, int)):
             return reads(number)
-        raise SettingError(f"`{name}` must be {'a number' if reads is float else 'a whole number'}, got {value!r}")
+        raise SettingError(name, f"must be {'a number' if reads is float else 'a whole number'}, got {value!r}")
     if isinstance(value, str | os.PathLike):
         return Path(value) if reads is Path else os.fspath(value)
     if isinstance(value, Mapping) and (row.parse is not None or row.record is Constraint):
@@ -118,4 +106,4 @@ def _single(name: str, row: Option, reads: type, value: object) -> object:
             return str(number)
         if isinstance(value, Sequence):
             return ",".join(map(str, value))
-    raise SettingError(f"`{name}` must be a {'path' if reads is Path else 'text'}, got {value!r}")
+    raise SettingError(name, f"must be a {'path' if reads is Path else 'text'}, got {value!r}")

@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 from ggpipe.api.answer import Answer
-from ggpipe.api.arguments import ROWS, check_request, named, options_of
+from ggpipe.api.arguments import NAMES, check_request, options_of
 from ggpipe.api.batch import Batch, TextOrTokens
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
@@ -28,15 +28,13 @@ from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.live.notebook import in_notebook
 from ggpipe.errors import GgpipeError, LaunchError, UsageError
 from ggpipe.launch import environment
+from ggpipe.launch.rank_setup import RankSetup
 from ggpipe.options import settings
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
-from ggpipe.options.grammar import Constraint
 from ggpipe.options.sampling import sampling_config
 from ggpipe.stats.records import RankStats
 from ggpipe.text.embeddings import Vector, chosen, normalized
-
-_NOT_FOR_RANKS = (SamplingConfig, Constraint, settings.PromptSettings)
 
 
 class Engine:
@@ -66,11 +64,11 @@ class Engine:
             config = engine_config(given)
             self._request(RequestOptions())
         except GgpipeError as e:
-            raise named(e) from None
-        self.warnings: list[str] = warnings_of(given)
+            raise e.renamed(NAMES) from None
+        self.warnings: list[str] = [str(warning.renamed(NAMES)) for warning in warnings_of(given)]
         """Settings that are not used as they were given."""
-        of_ranks = {name: value for name, value in self._keywords.items() if ROWS[name].record not in _NOT_FOR_RANKS}
-        self._thread = thread = EngineThread(config, options_of(of_ranks))
+        of_ranks = RankSetup(config=config, verbose=given[settings.LogSettings].verbose)
+        self._thread = thread = EngineThread(of_ranks, given[settings.RankSettings])
         self._n_at_a_time = 2 * config.n_requests
         """Requests that a batch has submitted at a time."""
         self._panel = Panel(lambda: thread.ranks) if live and in_notebook() else None
@@ -161,7 +159,7 @@ class Engine:
             )
             conversation = chat.of_messages(messages, tools, tool_choice, parallel_tool_calls)
         except GgpipeError as e:
-            raise named(e) from None
+            raise e.renamed(NAMES) from None
         return self._answer(messages, conversation, options)
 
     def batch(self, prompts: Iterable[str | Sequence[int]], **options: Unpack[RequestOptions]) -> Batch:
@@ -232,7 +230,7 @@ class Engine:
             sampling(SamplingConfig())
             speculation = speculation_config(given)
         except GgpipeError as e:
-            raise named(e) from None
+            raise e.renamed(NAMES) from None
         return lambda usual, own: RequestSpec(
             prompt=own, sampling=sampling(usual), n_predict=prompt.n_predict, speculation=speculation
         )

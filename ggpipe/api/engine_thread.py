@@ -11,24 +11,23 @@ import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ggpipe.api.arguments import in_keywords, named
+from ggpipe.api.arguments import NAMES
 from ggpipe.api.feed import Feed
 from ggpipe.channel.client import ClientRequest, EngineClient
 from ggpipe.channel.events import RequestAccepted, RequestEnded, RequestEvent, RequestRefused, TokenReady
 from ggpipe.channel.link import Waker
 from ggpipe.channel.started import UserContact, supervised
 from ggpipe.channel.supervisor import Supervisor
-from ggpipe.config.engine import EngineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import GgpipeError, RunError, SilentRankError, UsageError
+from ggpipe.errors import GgpipeError, RunError, SilentRankError, UsageError, Wording
 from ggpipe.launch.job import Job
-from ggpipe.options.option import Options
+from ggpipe.launch.rank_setup import RankSetup
 from ggpipe.options.settings import RankSettings
 from ggpipe.planning.n_ranks import ranks_to_start
 from ggpipe.stats.records import RankStats
@@ -51,16 +50,18 @@ class EngineThread:
 
     def __init__(
         self,
-        config: EngineConfig,
-        options: Options,
-        show: Callable[[str], None] | None = None,
-        named: Callable[[GgpipeError], GgpipeError] = named,
+        settings: RankSetup,
+        ranks: RankSettings,
+        show: Callable[[str | Wording], None] | None = None,
+        names: Mapping[str, str] = NAMES,
         first_rank: Callable[[Callable[[Head], int]], int] | None = None,
     ) -> None:
         """Starts at once; `loaded` says how that went.
 
-        `show` gets lines for the user, and `named` makes errors, in which settings have the user's names; the default
-        is the logger `ggpipe`, and keywords. `first_rank`: makes this process the first of ranks that the user has
+        `settings`: of the ranks. `ranks`: where they are started, and how often again.
+
+        `show` gets lines for the user, and `names` has what the user calls settings in errors; the default is the
+        logger `ggpipe`, and keywords. `first_rank`: makes this process the first of ranks that the user has
         started, and calls what it is given with their head; these are not started again.
         """
         self.ranks: Sequence[RankStats] = ()
@@ -71,10 +72,10 @@ class EngineThread:
         """Ends when the models are loaded, or with why they are not."""
         self.ended = Feed()
         """Ends with why nothing is served any more."""
-        self._config = config
-        self._options = options
+        self._settings = settings
+        self._given = ranks
         self._show = show or _show
-        self._named = named
+        self._names = names
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._calls: collections.deque[Callable[[EngineClient], None]] = collections.deque()
@@ -113,7 +114,7 @@ class EngineThread:
             try:
                 begun = begin(engine)
             except UsageError as e:
-                self._end(feed, error=self._named(e))
+                self._end(feed, error=e.renamed(self._names))
                 return
             self._feeds[feed], self._of_request[begun.id] = begun, feed
 
@@ -152,9 +153,9 @@ class EngineThread:
             try:
                 answer.set_result(question(engine))
             except UsageError as e:
-                answer.set_exception(self._named(e))
+                answer.set_exception(e.renamed(self._names))
             except GgpipeError as e:
-                answer.set_exception(self._named(e))
+                answer.set_exception(e.renamed(self._names))
                 raise
             except Exception as e:
                 answer.set_exception(e)
@@ -221,14 +222,13 @@ class EngineThread:
             if self._first_rank is not None:
                 self._first_rank(self._be_first)
                 return
-            n_ranks = ranks_to_start(self._config, self._options[RankSettings].hostfile) or 1
-            job = Job(self._options.arguments({}), n_ranks, self._options[RankSettings].hostfile)
+            n_ranks = ranks_to_start(self._settings.config, self._given.hostfile) or 1
+            job = Job(self._settings, n_ranks, self._given.hostfile)
             user = UserContact(show=self._show, report=lambda _: None, waker=self._waker)
-            n_restarts = self._options[RankSettings].restart
-            with supervised(job, self._config, n_restarts, self._options.arguments, user, self._begin) as ranks:
+            with supervised(job, self._given.restart, user, self._begin) as ranks:
                 self._serve(ranks.load())
         except GgpipeError as e:
-            error = error if self._is_closing and self.loaded.has_ended else self._named(e)
+            error = error if self._is_closing and self.loaded.has_ended else e.renamed(self._names)
         except BaseException as e:
             error = RunError(f"the engine broke: {e!r}")
             raise
@@ -243,7 +243,7 @@ class EngineThread:
         try:
             self._serve(ranks.load())
         except GgpipeError as e:
-            self._fail(self._named(e))
+            self._fail(e.renamed(self._names))
             if isinstance(e, SilentRankError):  # which ends this process at once
                 self._closing.wait(_LAST_WORDS_S)
             raise
@@ -286,7 +286,7 @@ class EngineThread:
                 self._end(feed, error=_failed(problems))
             case RequestRefused(_, why), _:
                 del self._of_request[event.request]
-                self._end(feed, error=self._named(why.to_error()))
+                self._end(feed, error=why.to_error().renamed(self._names))
 
     def _show_all(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -317,5 +317,5 @@ def _failed(problems: Sequence[str]) -> GgpipeError | None:
     return RunError("; ".join(problems)) if problems else None
 
 
-def _show(line: str) -> None:
-    _LOG.warning("%s", in_keywords(line))
+def _show(line: str | Wording) -> None:
+    _LOG.warning("%s", Wording(line).renamed(NAMES))

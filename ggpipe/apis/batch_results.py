@@ -23,7 +23,7 @@ from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.apis.replies import timings
 from ggpipe.apis.responses import ResponsesBody, ResponseWriter
 from ggpipe.core.request import Token
-from ggpipe.errors import RunError, UsageError
+from ggpipe.errors import RunError, Setting, UsageError
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.answer import AnswerFormat, AnswerParser, WholeAnswer, whole_answer
 from ggpipe.text.embeddings import Vector
@@ -70,8 +70,9 @@ class Results:
         others = [task for task in tasks if task.body is not None and not isinstance(task.body, _OF_SPECINFER)]
         if format == "specinfer" and others:
             raise UsageError(
-                f"custom_id {others[0].custom_id}: SpecInfer's format is for /v1/completions and /v1/chat/completions; "
-                "leave out `output_format`"
+                f"custom_id {others[0].custom_id}: SpecInfer's format is for /v1/completions and "
+                "/v1/chat/completions; leave out ",
+                Setting("output_format"),
             )
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is not a file: name one for the answers, which are read again when a job goes on")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from ggpipe.apis.embeddings import EMBEDDINGS, EmbeddingBody
 from ggpipe.apis.responses import RESPONSES, ResponsesBody
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation
-from ggpipe.errors import UsageError
+from ggpipe.errors import GgpipeError, UsageError
 
 Format = Literal["lines", "specinfer", "openai"]
 
@@ -128,7 +127,7 @@ def _from_line(number: int, line: str) -> Task:
         body = _body(found.get("method", "POST"), found.get("url"), found.get("body"))
         key = _key(body.prompts)
     except (ValueError, UsageError, RecursionError) as e:
-        return Task(id=identity, custom_id=custom_id, error=f"line {number}: {_named(str(e))}")
+        return Task(id=identity, custom_id=custom_id, error=f"line {number}: {_named(e)}")
     return Task(id=identity, custom_id=custom_id, body=body, key=key)
 
 
@@ -152,9 +151,9 @@ def _body(method: object, url: object, body: object) -> TaskBody:
     return own
 
 
-def _named(message: str) -> str:
-    """With the names that bodies have."""
-    return re.sub(r"`(\w+)`", lambda found: f"`{BODY_NAMES.get(found[1], found[1])}`", message)
+def _named(error: Exception) -> str:
+    """What is wrong, with the names that bodies have."""
+    return str(error.renamed(BODY_NAMES) if isinstance(error, GgpipeError) else error)
 
 
 def _key(prompts: Sequence[BodyPrompt]) -> str:

@@ -30,7 +30,7 @@ from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePr
 from ggpipe.core.prompt import Conversation, as_prompt
 from ggpipe.core.request import Token, check_prompt
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import GgpipeError, UsageError
+from ggpipe.errors import GgpipeError, UsageError, Wording
 from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.text.chat.answer import AnswerFormat
 from ggpipe.text.chat.conversation import ChatPrompt
@@ -135,7 +135,7 @@ class EngineClient(abc.ABC):
         ranks: list[RankStats],
         n_ctx: int,
         can_speculate: bool,
-        warnings: tuple[str, ...] = (),
+        warnings: tuple[Wording, ...] = (),
         sampling: SamplingConfig | None = None,
         model: ModelInfo | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Counters, Finish, Token
-from ggpipe.errors import BodyError, GgpipeError, PromptTooLong, RunError
+from ggpipe.errors import BodyError, GgpipeError, PromptTooLong, RunError, SettingError, Wording
 from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.answer import AnswerFormat
 
@@ -90,7 +90,12 @@ class Failure(ChannelMessage, frozen=True, kw_only=True):
 
     error: str
     """The name of its class."""
-    message: str
+    message: Wording
+    """Its message; of a SettingError, the problem."""
+    field: str = ""
+    """As `SettingError.field`."""
+    advice: str | Wording = ""
+    """As `SettingError.advice`."""
     param: str | None = None
     """As `BodyError.param`."""
     n_prompt: int = 0
@@ -101,8 +106,10 @@ class Failure(ChannelMessage, frozen=True, kw_only=True):
     @staticmethod
     def of(error: GgpipeError) -> Failure:
         """An error, to be sent."""
-        name, message = type(error).__name__, str(error)
+        name, message = type(error).__name__, error.wording
         match error:
+            case SettingError(field=field, problem=problem, advice=advice):
+                return Failure(error=name, message=Wording(problem), field=field, advice=advice)
             case PromptTooLong(n_prompt=n_prompt, n_ctx=n_ctx):
                 return Failure(error=name, message=message, n_prompt=n_prompt, n_ctx=n_ctx)
             case BodyError(param=param):
@@ -116,7 +123,9 @@ class Failure(ChannelMessage, frozen=True, kw_only=True):
             return RunError(self.message)
         if issubclass(kind, PromptTooLong):
             return kind(self.n_prompt, self.n_ctx)
-        return kind(self.message, self.param) if issubclass(kind, BodyError) else kind(self.message)
+        if issubclass(kind, SettingError):
+            return kind(self.field, self.message, self.advice)
+        return kind(str(self.message), self.param) if issubclass(kind, BodyError) else kind(self.message)
 
 
 class RequestRefused(ChannelMessage, frozen=True):

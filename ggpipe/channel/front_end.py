@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ggpipe.channel.events import Failure, Sendable
 from ggpipe.channel.link import ChannelLink
 from ggpipe.channel.messages import Alive, EndRanks, FromFrontEnd, Interrupt, RanksFailed, Ready, UserLine
-from ggpipe.errors import GgpipeError, Interrupted, RunError
+from ggpipe.errors import GgpipeError, Interrupted, RunError, Wording
 
 _ALIVE_S = 1.0
 
@@ -51,8 +51,8 @@ class FrontEnd:
         """Send in one piece. What a front end that has left does not get is lost."""
         self._link.send(*messages, attend=self._attend)
 
-    def say(self, line: str) -> None:
-        """Have a line shown to the user; settings stand in backticks in it."""
+    def say(self, line: str | Wording) -> None:
+        """Have a line shown to the user."""
         self.send(UserLine(line))
 
     def report(self, error: GgpipeError) -> None:

@@ -42,7 +42,7 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import RunError, UsageError
+from ggpipe.errors import RunError, UsageError, Wording
 from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.conversation import ChatPrompt
 
@@ -159,7 +159,7 @@ class EngineLoaded(ChannelMessage, frozen=True, kw_only=True):
     ranks: tuple[RankStats, ...]
     n_ctx: int
     can_speculate: bool
-    warnings: tuple[str, ...]
+    warnings: tuple[Wording, ...]
     sampling: SamplingConfig
     """As `EngineClient.sampling`."""
     model: ModelInfo
@@ -202,9 +202,9 @@ class Profiled(ChannelMessage, frozen=True):
 
 
 class UserLine(ChannelMessage, frozen=True):
-    """A line for the user, which names settings as messages of errors do."""
+    """A line for the user."""
 
-    text: str
+    text: str | Wording
 
 
 class Alive(ChannelMessage, frozen=True):

@@ -53,7 +53,7 @@ from ggpipe.cluster.profile import Profile
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Finish
-from ggpipe.errors import GgpipeError, RankError, RunError, SilentRankError, Terminated, UsageError
+from ggpipe.errors import GgpipeError, RankError, RunError, Setting, SilentRankError, Terminated, UsageError, Wording
 from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.conversation import ChatPrompt
 
@@ -74,7 +74,7 @@ class RemoteRanks:
     def __init__(
         self,
         link: ChannelLink[FromHead],
-        on_line: Callable[[str], None],
+        on_line: Callable[[str | Wording], None],
         cause: Callable[[], str | None] = lambda: None,
         more_links: Callable[[], ChannelLink[FromHead] | None] = lambda: None,
         rank_timeout_s: float = 30.0,
@@ -145,8 +145,10 @@ class RemoteRanks:
             self._silent_s = 0.0 if received else self._silent_s + min(time.monotonic() - began, _TICK_S)
             if self._silent_s > (self._rank_timeout_s or math.inf):
                 raise SilentRankError(
-                    f"{self._place} sent nothing for {self._rank_timeout_s:g} s: stopped, or cut off from the network "
-                    "(the limit is `rank_timeout_s`)"
+                    f"{self._place} sent nothing for {self._rank_timeout_s:g} s: stopped, or cut off from the "
+                    "network (the limit is ",
+                    Setting("rank_timeout_s"),
+                    ")",
                 )
             if not received and (link := self._more_links()) is not None:
                 self._take_report(link)
@@ -243,7 +245,7 @@ class Restarts(Stoppable, Protocol):
     def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, EngineLoaded]:
         """Other ranks, which have loaded, after those before died of this error. Raises what ends all of it."""
 
-    def say(self, line: str) -> None:
+    def say(self, line: str | Wording) -> None:
         """Show a line to the user."""
 
 
@@ -312,12 +314,14 @@ class RemoteEngine(EngineClient):
         self._own, loaded = self._restarts.restarted(error)
         if loaded.model.fingerprint != self.model.fingerprint:  # nothing of the texts so far would be its own
             raise RunError(
-                "the file of `model` is another one than when it was loaded first: start ggpipe again to use it"
+                "the file of ",
+                Setting("model"),
+                " is another one than when it was loaded first: start ggpipe again to use it",
             )
         self._offset_s, self.can_speculate = self._own.offset_s, loaded.can_speculate
         for warning in loaded.warnings:
             if warning not in self.warnings:
-                self._restarts.say(f"warning: {warning}")
+                self._restarts.say(Wording("warning: ", warning))
         self.warnings = tuple(dict.fromkeys((*self.warnings, *loaded.warnings)))
         self._kept.clear()
         for request in self._requests.values():

@@ -7,15 +7,14 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ggpipe.channel.link import ChannelLink, Listener, Waker
 from ggpipe.channel.messages import FromHead
 from ggpipe.channel.remote import RemoteRanks
 from ggpipe.channel.supervisor import StartMethod, Supervisor
-from ggpipe.config.engine import EngineConfig
-from ggpipe.errors import GgpipeError, HostError, LaunchError, RankError, StartError, Terminated
+from ggpipe.errors import GgpipeError, HostError, LaunchError, RankError, StartError, Terminated, Wording
 from ggpipe.launch.hostfile import hosts_of
 from ggpipe.launch.job import Job, jobs_again
 from ggpipe.launch.mpirun import RankProcesses
@@ -34,7 +33,7 @@ _FIRST_WITHIN_S = 600.0  # files may come slowly over a network; for a lost mach
 class UserContact:
     """Who is told what happens to the ranks. Settings stand in backticks in lines and errors."""
 
-    show: Callable[[str], None]
+    show: Callable[[str | Wording], None]
     """Shows a line."""
     report: Callable[[GgpipeError], None]
     """Shows an error, which is raised all the same, before the ranks leave."""
@@ -46,20 +45,15 @@ class UserContact:
 
 @contextlib.contextmanager
 def supervised(
-    first: Job,
-    config: EngineConfig,
-    n_restarts: int,
-    arguments: Callable[[Mapping[str, object]], list[str]],
-    user: UserContact,
-    on_begin: Callable[[Supervisor], None],
+    first: Job, n_restarts: int, user: UserContact, on_begin: Callable[[Supervisor], None]
 ) -> Iterator[Supervisor]:
     """A job's ranks, at most `n_restarts` times in ten minutes again where they die. They leave when the context is
     left, and errors are reported before.
 
-    `arguments`: as for `jobs_again`. `on_begin` is called before anything is started. Only for a process that is no
+    `on_begin` is called before anything is started. Only for a process that is no
     rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start for.
     """
-    timeout_s = config.pipeline.rank_timeout_s
+    timeout_s = first.settings.config.pipeline.rank_timeout_s
 
     def way(job: Job, is_first: bool = False) -> StartMethod:
         least_s = _FIRST_WITHIN_S if is_first else _STARTS_WITHIN_S
@@ -76,7 +70,7 @@ def supervised(
         return StartMethod(start, job.line)
 
     def again(attend: Callable[[], None]) -> list[StartMethod]:
-        jobs = jobs_again(first, config, arguments, attend) if first.slots else [first]
+        jobs = jobs_again(first, attend) if first.slots else [first]
         return [way(job) for job in jobs]
 
     with Supervisor(again, n_restarts, user.show) as supervisor:
@@ -98,7 +92,7 @@ def _looking_for_hosts(
             hosts = list(dict.fromkeys(job.slots[: job.n_ranks]))
             away = unreachable(hosts, attend)
             if not away:
-                raise RankError(str(e)) from e
+                raise RankError(e) from e
             with contextlib.suppress(OSError):
                 sys.stderr.write(e.report)
             raise LaunchError(
@@ -126,7 +120,8 @@ def started(
     with job.hosts_in_file() as hostfile:
         first_host = hosts_of(hostfile)[0] if hostfile is not None else None
         with Listener(first_host, user.show) as listener:
-            processes = RankProcesses(job.arguments, job.n_ranks, hostfile, listener.environment)
+            environment = {**listener.environment, **job.settings.environment}
+            processes = RankProcesses(job.n_ranks, hostfile, environment)
             with _at_once(processes, user, on_start_error or user.report):  # the ranks wait for each other
                 link = _accepted(listener, processes, attend, limit_s)
                 more_links = functools.partial(listener.accept, 0)

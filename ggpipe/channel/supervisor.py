@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ggpipe.channel.messages import EngineLoaded
 from ggpipe.channel.remote import DEATHS, RemoteEngine, RemoteRanks
-from ggpipe.errors import GgpipeError, Interrupted, RunError, StartError, UsageError
+from ggpipe.errors import GgpipeError, Interrupted, RunError, StartError, UsageError, Wording
 from ggpipe.stats.records import RankStats
 
 WINDOW_S = 600.0
@@ -59,7 +59,7 @@ class Supervisor:
         self,
         ways: Callable[[Callable[[], None]], Sequence[StartMethod]],
         n_restarts: int,
-        on_line: Callable[[str], None],
+        on_line: Callable[[str | Wording], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ways`: those to start the ranks again, the best first; the next one is taken where the ranks refuse one with
@@ -157,17 +157,17 @@ class Supervisor:
         try:
             while not self.is_ending() and (number := self._budget.take(self._clock())) is not None:
                 self.n_restarts += 1
-                self.say(f"{error}; starting the ranks again ({number} of {self._budget.n_restarts})")
+                self.say(Wording(error, f"; starting the ranks again ({number} of {self._budget.n_restarts})"))
                 self._end(error)
                 try:
                     return self._loaded_again()
                 except (*DEATHS, StartError) as e:
                     error = e
                 except UsageError as e:
-                    raise RunError(str(e)) from e
+                    raise RunError(e) from e
         finally:
             self.is_loading = False
-        raise RunError(str(error)) if isinstance(error, StartError) else error
+        raise RunError(error) if isinstance(error, StartError) else error
 
     def _loaded_again(self) -> tuple[RemoteRanks, EngineLoaded]:
         ways = deque(self._ways(self.attend))
@@ -183,7 +183,7 @@ class Supervisor:
             except UsageError as e:
                 if not ways or self.is_ending():
                     raise
-                self.say(str(e))
+                self.say(e.wording)
                 self._end(e)
 
     def _end(self, error: GgpipeError) -> None:

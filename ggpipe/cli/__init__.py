@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ggpipe.cli.argv import normalise
-
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
@@ -24,13 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     # Not os._exit: MPICH takes leave of its launcher only when the process ends in the ordinary way.
-    sys.exit(run(normalise(sys.argv[1:] if arguments is None else arguments)))
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; returns its exit code, errors reported."""
     try:
-        from ggpipe.cli import app  # typer is loaded here, when Ctrl-C is taken care of
+        from ggpipe.cli import app  # loaded when Ctrl-C is taken care of
 
         return app.run(arguments)
     except KeyboardInterrupt:

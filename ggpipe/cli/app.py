@@ -6,53 +6,33 @@ import importlib
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
 
-import typer
-
+from ggpipe._version import __version__
 from ggpipe.cli import INTERRUPTED
-from ggpipe.cli.foreign import without_foreign
+from ggpipe.cli.command_line import HelpWanted, named_command, parse
 from ggpipe.cli.messages import flush_stdout, name_variables, reach_front_end, report, show, warn
-from ggpipe.cli.mistakes import check_command, explained
-from ggpipe.cli.parsing import default_map, make_app
 from ggpipe.cli.variables import read_variables
-from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError
+from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError, Wording
 from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
 from ggpipe.options.commands import COMMANDS
-from ggpipe.options.option import Command, Option, Options
+from ggpipe.options.option import Command, Options
 from ggpipe.options.table import OPTIONS
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, made fit for typer (`cli/argv.py`). Returns its exit code; errors are reported."""
+    """Run a command line. Returns its exit code; errors are reported."""
     error: GgpipeError
-    variables: dict[str, Any] = {}
-    rows: list[Option] = []
     name_variables({})
     try:
-        check_command(COMMANDS, arguments)
-        for own in COMMANDS:
-            if own.name in arguments[:1]:
-                rows = own.options(OPTIONS)
-                arguments = [own.name, *without_foreign(rows, arguments[1:])]
-                variables[own.name] = default_map(read_variables(own, OPTIONS, os.environ, warn))
-        program = make_app(COMMANDS, OPTIONS, _call, arguments, name_variables)
-        code = program(list(arguments), standalone_mode=False, prog_name="ggpipe", default_map=variables)
-        return leave_status(int(code or 0) or flush_stdout())
-    except typer.Exit as e:
-        return leave_status(e.exit_code or flush_stdout())
-    except typer.TyperException as e:
-        if not e.format_message():  # the help was shown, since nothing was asked for
-            return leave_status(UsageError.exit_code)
-        error = UsageError(explained(e, rows, arguments[1:]))
+        return leave_status(_run(arguments) or flush_stdout())
     except MpiError as e:
         rank, error = rank_in_environment(), e
         if rank is not None:
             if rank > 0:
-                error = MpiError(f"rank {rank} ({socket.gethostname()}): {e}")
+                error = MpiError(f"rank {rank} ({socket.gethostname()}): ", e)
             if reach_front_end(error):
                 return 0
-            show(f"error: {error}")
+            show(Wording("error: ", error))
             if rank > 0:
                 wait_for_first_rank()
             return end_job(e.exit_code)
@@ -64,6 +44,25 @@ def run(arguments: Sequence[str]) -> int:
         return leave_status(INTERRUPTED)
     report(error)
     return leave_status(error.exit_code)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    command: Command | None = None
+    try:
+        command = named_command(COMMANDS, arguments)
+        if command is None and arguments[:1] == ["--version"]:
+            print(f"ggpipe {__version__}")
+            return 0
+        if command is None:
+            raise HelpWanted
+        variables = read_variables(command, OPTIONS, os.environ, warn)
+        options = parse(command, OPTIONS, arguments[1:], variables, name_variables)
+    except HelpWanted:
+        from ggpipe.cli.help import show_help  # typer is for nothing but help
+
+        show_help(COMMANDS, OPTIONS, command)
+        return 0 if arguments else UsageError.exit_code
+    return _call(command, options)
 
 
 def _call(command: Command, options: Options) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ggpipe.channel.client import StartedRanks
 from ggpipe.channel.messages import Profiled
@@ -18,9 +17,10 @@ from ggpipe.cluster.model_file import check_model_file
 from ggpipe.cluster.profile import Profile
 from ggpipe.config.engine import EngineConfig
 from ggpipe.engine.signals import Signals, leave
-from ggpipe.errors import GgpipeError, UsageError
+from ggpipe.errors import GgpipeError, Setting, SettingError, Wording
 from ggpipe.launch import environment
 from ggpipe.launch.job import Job
+from ggpipe.launch.rank_setup import RankSetup
 from ggpipe.launch.slurm import allocated_hosts
 from ggpipe.options.option import Options
 from ggpipe.options.settings import LogSettings, RankSettings
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 USER = UserContact(show=show, report=report, leave=leave)
 
-NO_RESTART = "`restart` does nothing here: ggpipe starts only ranks again that it has started itself, with `shares`"
+NO_RESTART = Wording(
+    Setting("restart"),
+    " does nothing here: ggpipe starts only ranks again that it has started itself, with ",
+    Setting("layer_split"),
+)
 
 FrontEndMain = Callable[[StartedRanks], int]
 """What a command does with its ranks; returns the exit code."""
@@ -45,13 +49,14 @@ def run_command(
     front_end: FrontEndMain,
     prepare: Callable[[], object] = lambda: None,
     ctrl_c_ends: bool = True,
+    demo: Literal["tiny", "inflated"] | None = None,
 ) -> int:
     """Run a command on the ranks that the config names, and return the exit code.
 
     They are started where nobody did, and started again as often as the options allow. `front_end` runs in this
     process, if this is the one that the user has started, or the first rank under the user's own mpirun. `prepare` is
     called before ranks are started, for mistakes that only the front end can find. `ctrl_c_ends`: what the front end
-    ends early after Ctrl-C has the exit code for that. Raises UsageError for a hostfile
+    ends early after Ctrl-C has the exit code for that. `demo`: as of `RankSetup`. Raises UsageError for a hostfile
     without shares, LaunchError when there is no mpirun or no such hostfile, and what `check_model_files` raises.
     """
     if not environment.is_rank() and not environment.is_served():
@@ -59,16 +64,14 @@ def run_command(
         n_ranks = ranks_to_start(config, options[RankSettings].hostfile)
         if n_ranks is not None:
             check_model_files(config, options[RankSettings].hostfile)
-            job, n_restarts = (
-                Job(options.arguments({}), n_ranks, options[RankSettings].hostfile),
-                options[RankSettings].restart,
-            )
+            settings = RankSetup(config=config, verbose=options[LogSettings].verbose, demo=demo)
+            job = Job(settings, n_ranks, options[RankSettings].hostfile)
             with _signals() as signals:
 
                 def follow(own: Supervisor) -> None:
                     signals.follow(own.stop, own.fail, lambda: own.stopping)
 
-                with supervised(job, config, n_restarts, options.arguments, USER, follow) as ranks:
+                with supervised(job, options[RankSettings].restart, USER, follow) as ranks:
                     return _exit_code(front_end(ranks), signals, ctrl_c_ends)
     if options[RankSettings].restart and options.is_given("restart") and environment.has_user():
         warn(NO_RESTART)
@@ -90,18 +93,20 @@ def check_model_files(config: EngineConfig, hostfile: Path | None) -> None:
 
 
 def run_side_by_side(
-    layouts: Sequence[tuple[EngineConfig, Options, Sequence[str]]],
+    layouts: Sequence[tuple[EngineConfig, Options]],
     front_end: Callable[[Iterator[StartedRanks]], int],
 ) -> int:
     """Run a command on the ranks of several layouts, and return the exit code.
 
-    `layouts`: the config, options and arguments of ggpipe for the ranks of each. `front_end` gets the ranks of each
+    `layouts`: the config and options for the ranks of each. `front_end` gets the ranks of each
     in turn; they are started when it asks for them. All end with it. Raises as `run_command` does, and UsageError
     where the user has started ranks.
     """
     if environment.is_rank():
-        raise UsageError("`layouts` names several, of which ggpipe starts the ranks itself: leave out mpirun or srun")
-    n_ranks = [ranks_to_start(config, options[RankSettings].hostfile) or 1 for config, options, _ in layouts]
+        raise SettingError(
+            "layouts", "names several, of which ggpipe starts the ranks itself", "leave out mpirun or srun"
+        )
+    n_ranks = [ranks_to_start(config, options[RankSettings].hostfile) or 1 for config, options in layouts]
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_signals())
         supervisors: list[Supervisor] = []
@@ -119,38 +124,55 @@ def run_side_by_side(
             signals.follow(stop, fail, lambda: any(supervisor.stopping for supervisor in supervisors))
 
         def started() -> Iterator[StartedRanks]:
-            for (config, options, arguments), n in zip(layouts, n_ranks, strict=True):
-                job, n_restarts = Job(arguments, n, options[RankSettings].hostfile), options[RankSettings].restart
-                again = options.arguments
-                yield stack.enter_context(supervised(job, config, n_restarts, again, USER, follow))
+            for (config, options), n in zip(layouts, n_ranks, strict=True):
+                settings = RankSetup(config=config, verbose=options[LogSettings].verbose)
+                job = Job(settings, n, options[RankSettings].hostfile)
+                yield stack.enter_context(supervised(job, options[RankSettings].restart, USER, follow))
 
         return _exit_code(front_end(started()), signals)
 
 
 def run_profile(
-    config: EngineConfig,
+    settings: RankSetup,
     n_ranks: int,
     hostfile: Path | None,
-    verbose: bool,
-    measure: Callable[[Transport, Attend, Say], Profile | None],
+    check: Callable[[int], None] = lambda _: None,
+    on_line: Callable[[], None] = lambda: None,
 ) -> Profile | None:
-    """Have `n_ranks` ranks measure themselves; where they were started already, be one of them.
+    """Have `n_ranks` ranks measure themselves, as `settings.profile` says; where they were started already, be one.
+
+    `check` gets the number of ranks before they measure, and may raise; `on_line` is called in the front end before it
+    shows a line, and may raise.
 
     Returns the profile in the process that is the front end, else None. When it returns there, no rank is left.
     """
+    config, work = settings.config, settings.profile
+    assert work is not None
     if not environment.is_rank() and (n_ranks > 1 or hostfile is not None):
-        job = Job(sys.argv[1:], n_ranks, hostfile)
+        check(n_ranks)
+        job = Job(settings, n_ranks, hostfile)
         with _signals() as signals, started(job, config.pipeline.rank_timeout_s, signals.attend, USER) as ranks:
             signals.follow(ranks.stop, ranks.fail, lambda: ranks.stopping)
             return ranks.profile()
-    from ggpipe.engine.process import run_alike
-    from ggpipe.llama import libllama  # the process that starts the ranks does not need it
+    from ggpipe.engine.process import run_alike  # the process that starts the ranks needs none of these
+    from ggpipe.llama import libllama
+    from ggpipe.profiling.profile import profile_ranks
 
     def result(profile: Profile | None) -> Profiled:
         assert profile is not None  # this is the head
         return Profiled(profile)
 
-    libllama.set_log_level(2 if verbose else 5)
+    def measure(transport: Transport, attend: Attend, say: Say) -> Profile | None:
+        check(transport.size)
+
+        def announce(line: str | Wording) -> None:
+            if environment.has_user():
+                on_line()
+            say(line)
+
+        return profile_ranks(transport, config, work.layers, work.seconds, attend, announce)
+
+    libllama.set_log_level(2 if settings.verbose else 5)
     profile = run_alike(config, measure, report, show, result)
     return profile if environment.has_user() else None
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from ggpipe.display.live.terminal import open_launcher_stderr
-from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
+from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated, Wording
 from ggpipe.launch.environment import is_served, rank_in_environment
 from ggpipe.options.table import OPTIONS
 
@@ -28,21 +28,21 @@ def name_variables(variables: Mapping[str, str]) -> None:
     _variables = dict(variables)
 
 
-def in_flags(message: str) -> str:
-    """A message of the library with flags in the place of settings: of `n_ctx` in backticks it makes -c/--ctx-size, or
-    the environment variable that its value came from."""
-    return re.sub(r"`([\w.]+)`", lambda match: _variables.get(match[1]) or SPELLINGS.get(match[1], match[0]), message)
+def in_flags(message: str | Wording | GgpipeError) -> str:
+    """A message as text, with flags in the place of settings: -c/--ctx-size for `n_ctx`, or the environment variable
+    that its value came from."""
+    return Wording(message).spelled(lambda name: _variables.get(name) or SPELLINGS.get(name) or f"`{name}`")
 
 
-def show(message: str) -> None:
+def show(message: str | Wording) -> None:
     """Print a message of the library, or of a command, as one line, whatever the names of files in it are."""
     line = _CONTROL.sub(lambda match: repr(match[0])[1:-1], in_flags(message))
     print(f"ggpipe: {line}", file=sys.stderr)
 
 
-def warn(message: str) -> None:
+def warn(message: str | Wording) -> None:
     """Print a warning."""
-    show(f"warning: {message}")
+    show(Wording("warning: ", message))
 
 
 def print_past_mpirun(error: GgpipeError) -> None:
@@ -62,7 +62,7 @@ def report(error: GgpipeError) -> None:
     print_past_mpirun(error)
     flush_stdout()
     with contextlib.suppress(OSError):
-        show(f"error: {error}")
+        show(Wording("error: ", error))
 
 
 def reach_front_end(error: GgpipeError) -> bool:

@@ -8,7 +8,7 @@ from ggpipe.cluster import recording
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config.engine import MAX_PREFIXES, ContextConfig
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, UsageError
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     ModelSettings,
@@ -47,7 +47,9 @@ def text_of(text: SimulatedText) -> SyntheticText | Recording:
             agreement=agreement, n_prompt=text.prompt_tokens, confidence=text.confidence, seed=text.seed
         )
     if text.acceptance is not None:
-        raise UsageError("a recording has its own acceptance: leave out `recording` or `acceptance`")
+        raise UsageError(
+            "a recording has its own acceptance: leave out ", Setting("recording"), " or ", Setting("acceptance")
+        )
     return recording.read(text.recording)
 
 

@@ -1,9 +1,8 @@
 """Environment variables that llama.cpp's programs read for their flags, as defaults of a command line.
 
-Only the process that the user started reads them. It passes what they say to its ranks as flags, so all ranks have the
-same settings, whatever the environment of their machines is. Under the user's own mpirun or srun no rank knows the
-environment of the others: the first one reads what only a server's first rank needs, and names the variables that it
-leaves out.
+Only the process that the user started reads them. It passes its settings to its ranks, so all ranks have the same,
+whatever the environment of their machines is. Under the user's own mpirun or srun no rank knows the environment of the
+others: the first one reads what only a server's first rank needs, and names the variables that it leaves out.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ggpipe.cli.argv import SWITCHES
 from ggpipe.errors import UsageError
 from ggpipe.launch import environment
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.option import Command, Option
 from ggpipe.options.server import ServerConfig
+
+SWITCHES = {"1": "on", "true": "on", "enabled": "on", "0": "off", "false": "off", "disabled": "off"}
+"""Further words for on and off that llama.cpp takes."""
 
 _PREFIX, _NO = "LLAMA_ARG_", "LLAMA_ARG_NO_"
 _OF_RANKS = ("n_slots",)  # of a server's settings, those that all of its ranks need

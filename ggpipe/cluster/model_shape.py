@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ggpipe.config.engine import MAX_PARTS
+from ggpipe.config.layer_split import MAX_PARTS
 
 FLOAT_BYTES = 4
 ALL_EXPERTS = 1_000_000

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import RankProfile
+from ggpipe.config.layer_split import LayerSplit
 
 TURNS = 1.06
 """`NodeSpec.turns` where it was not measured: `scripts/bench/stage` finds 1.03 to 1.10 on two virtual cores."""
@@ -52,19 +53,15 @@ class ClusterSpec:
     """The link between nodes."""
     local: Link
     """The link between ranks of a node."""
-    shares: tuple[float, ...] | None = None
-    """Each target rank's share of the layers; None: even."""
-    draft_shares: tuple[float, ...] = ()
-    """Each draft rank's share of the draft's layers; empty: even."""
+    layer_split: LayerSplit | None = None
+    """How the target's layers are divided; None: evenly."""
+    draft_layer_split: LayerSplit | None = None
+    """How the draft's layers are divided; None: evenly."""
     threads: tuple[int, ...] = ()
     """Threads of each rank; empty: each node's cores, divided among its ranks."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     """Measured links, by (sender, receiver) ranks."""
     overheads: Overheads = field(default_factory=Overheads)
-    group_sizes: tuple[int, ...] = ()
-    """Ranks of each of the target's stages, one for each of `shares`; empty: one each."""
-    draft_group_sizes: tuple[int, ...] = ()
-    """The same of the draft's stages."""
     sums: Mapping[tuple[int, int], SumTimes] = field(default_factory=dict)
     """Measured sums, by two nodes, the lower number first; by one node twice for ranks of that node."""
     network_sums: SumTimes | None = None

@@ -68,8 +68,8 @@ from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import Profile, read
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
-from ggpipe.core.layout import Shares, Split, parse_split
-from ggpipe.errors import UsageError
+from ggpipe.config.layer_split import LayerSplits, n_ranks_of, parse_layer_split
+from ggpipe.errors import SettingError, UsageError
 
 CLUSTERS = Path(__file__).parent / "bundled"
 """The cluster files that come with ggpipe; their names stand for them."""
@@ -231,9 +231,7 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
     target_on = _numbers_of("target_on", others if file.target_on is None else file.target_on, numbers)
     if not target_on:
         raise ValueError("target_on names no node: give one for each rank that holds layers, the head first")
-    split = _split(file, len(target_on), len(draft_on))
-    target = split.target if split is not None else None
-    draft = split.drafts[0] if split is not None and split.drafts else Shares(())
+    splits = _layer_splits(file, len(target_on), len(draft_on))
     n_ranks = len(target_on) + len(draft_on)
     if len(file.threads) not in (0, n_ranks):
         raise ValueError(f"threads is a list of {len(file.threads)} numbers for {n_ranks} ranks: give one for each")
@@ -256,13 +254,11 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
         draft=file.draft.shape("draft") if file.draft else None,
         network=network,
         local=local,
-        shares=target.shares if target else None,
-        draft_shares=draft.shares,
+        layer_split=splits[0] if splits else None,
+        draft_layer_split=splits[1] if len(splits) > 1 else None,
         threads=tuple(file.threads),
         links=links,
         overheads=_overheads(file, measured_overheads(machine.measured for machine in machines)),
-        group_sizes=target.group_sizes if target else (),
-        draft_group_sizes=draft.group_sizes,
         sums={
             (a, b): times
             for (a, b), times in measured_sums([machine.measured for machine in machines]).items()
@@ -348,23 +344,24 @@ def _numbers_of(key: str, names: Sequence[str], numbers: Mapping[str, int]) -> t
     return tuple(numbers[name] for name in names)
 
 
-def _split(file: _File, n_target: int, n_draft: int) -> Split | None:
+def _layer_splits(file: _File, n_target: int, n_draft: int) -> LayerSplits:
+    """The target's, and the draft's; empty: the file has none."""
     if file.layer_split is None:
-        return None
+        return ()
     text = file.layer_split
     try:
-        split = parse_split(text)
-    except UsageError as e:
-        raise ValueError(f"layer_split {str(e).removeprefix('`shares` ')}") from e
-    if len(split.drafts) > 1:
+        splits = parse_layer_split(text)
+    except SettingError as e:
+        raise ValueError(e.wording.spelled(str)) from e
+    if len(splits) > 2:
         raise ValueError(f"layer_split {text}: a cluster has one draft model, so write one / at most")
-    named = split.target.n_ranks, split.n_draft_ranks
+    named = n_ranks_of(splits[:1]), n_ranks_of(splits[1:])
     if named != (n_target, n_draft):
         raise ValueError(
             f"layer_split {text}: {named[0]} shares for {n_target} target ranks, {named[1]} for {n_draft} draft ranks; "
             "give one for each"
         )
-    return split
+    return splits
 
 
 def _named(path: Steps) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.config.checks import MAX_TOKENS, check_choice, check_finite, check_range
-from ggpipe.errors import LaunchError, SettingError
+from ggpipe.config.layer_split import MAX_PARTS, LayerSplit
+from ggpipe.errors import LaunchError, Setting, SettingError, Wording
 
 LoadMode = Literal["mmap", "none", "mlock", "mmap+mlock", "dio"]
 Numa = Literal["distribute", "isolate", "numactl"]
@@ -43,8 +44,6 @@ _MOST_ROWS, _MOST_DRAFT_ROWS = 64, 16
 """Rows of best-first trees in a run of the target and of the draft model, at most."""
 MAX_THREADS = 512
 """Threads that ggml has room for."""
-MAX_PARTS = 16
-"""Ranks of a group: ggml has room for as many devices that compute together."""
 _MOST_TIMEOUT_S = 86400
 _QUANTIZED = set(get_args(KvType)) - {"f32", "f16", "bf16"}
 
@@ -118,8 +117,9 @@ class ContextConfig:
         check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES, "a number of sequences")
         if 0 < self.n_ctx < self.n_seq:
             raise SettingError(
-                f"`n_ctx` must be at least {self.n_seq}, a token for each sequence, got {self.n_ctx}: "
-                "raise it, or lower `n_parallel` or `n_seq`"
+                "n_ctx",
+                f"must be at least {self.n_seq}, a token for each sequence, got {self.n_ctx}",
+                Wording("raise it, or lower ", Setting("n_parallel"), " or ", Setting("n_seq")),
             )
         check_range(
             "yarn_orig_ctx", self.yarn_orig_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)"
@@ -133,7 +133,11 @@ class ContextConfig:
                      "yarn_beta_fast", "yarn_beta_slow"):  # fmt: skip
             check_finite(name, getattr(self, name))
         if self.flash_attn == "off" and self.cache_type_v in _QUANTIZED:
-            raise SettingError(f"`cache_type_v` {self.cache_type_v} needs flash attention: set `flash_attn` to on")
+            raise SettingError(
+                "cache_type_v",
+                f"{self.cache_type_v} needs flash attention",
+                Wording("set ", Setting("flash_attn"), " to on"),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +186,11 @@ class SpeculationConfig:
         if self.n_seq is not None:
             check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES)
         if not 0 <= self.n_min <= self.most_drafted:
-            raise SettingError(f"`n_min` must be a number from 0 to `n_draft` ({self.most_drafted}), got {self.n_min}")
+            most = f" ({self.most_drafted}), got {self.n_min}"
+            raise SettingError("n_min", Wording("must be a number from 0 to ", Setting("n_draft"), most))
         for name in ("p_accept", "p_split", "p_recovery", "p_decay"):
             if not 0 <= getattr(self, name) <= 1:
-                raise SettingError(f"`{name}` must be a probability from 0 to 1, got {getattr(self, name):g}")
+                raise SettingError(name, f"must be a probability from 0 to 1, got {getattr(self, name):g}")
 
     @property
     def is_best_first(self) -> bool:
@@ -225,20 +230,18 @@ class SpeculationConfig:
 class PipelineConfig:
     """How the work is spread over ranks."""
 
-    shares: tuple[float, ...] | None = None
-    """Share of the layers for each rank, head first; None spreads them evenly over all ranks."""
+    layer_split: LayerSplit | None = None
+    """How the layers are divided, head first; None spreads them evenly over all ranks."""
     threads: tuple[int, ...] = (-1,)
     """One value for all ranks, or one for each; -1 is this rank's part of its machine's cores."""
     threads_batch: tuple[int, ...] = (-1,)
     """Threads for runs of more than one token, as `threads`; -1 takes the value of `threads`."""
     auto: bool = False
-    """Shares, and whether the last rank drafts, are measured and planned when the ranks have started."""
+    """The split, and whether the last rank drafts, are measured and planned when the ranks have started."""
     rank_timeout_s: float = 30.0
     """A rank that sends nothing for so many seconds ends the job; 0: never."""
     check_memory: bool = False
     """Nothing is loaded when a machine's available memory is less than its ranks need."""
-    group_sizes: tuple[int, ...] = ()
-    """For each of the shares, the number of ranks that compute these layers together; empty: one each."""
     tensor_split: tuple[float, ...] = ()
     """In which proportions the ranks of a group divide each tensor, in every group of as many ranks; others divide
     evenly. Groups of the draft count as well."""
@@ -248,23 +251,23 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         if self.rank_timeout_s != 0 and not 1 <= self.rank_timeout_s <= _MOST_TIMEOUT_S:
             raise SettingError(
-                f"`rank_timeout_s` must be 0 (never) or a number of seconds from 1 to {_MOST_TIMEOUT_S}, "
-                f"got {self.rank_timeout_s:g}"
+                "rank_timeout_s",
+                f"must be 0 (never) or a number of seconds from 1 to {_MOST_TIMEOUT_S}, got {self.rank_timeout_s:g}",
             )
         for value in self.threads:
-            _check_threads("threads", value, "-1 (the machine's cores)")
+            _check_threads("threads", value, Wording("the machine's cores"))
         for value in self.threads_batch:
-            _check_threads("threads_batch", value, "-1 (as `threads`)")
+            _check_threads("threads_batch", value, Wording("as ", Setting("threads")))
         check_choice("tensor_wire", self.tensor_wire, get_args(TensorWire))
-        _check_groups("shares", self.shares or (), self.group_sizes)
+        _check_groups(self.layer_split)
         for weight in self.tensor_split:
             if not 0 < weight < math.inf:
-                raise SettingError(f"`tensor_split` must be numbers above 0, as in 3,1, got {weight:g}")
+                raise SettingError("tensor_split", f"must be numbers above 0, as in 3,1, got {weight:g}")
 
     @property
     def n_ranks(self) -> int | None:
-        """Ranks that the shares are for; None: as many as there are."""
-        return sum(self.group_sizes) or len(self.shares) if self.shares is not None else None
+        """Ranks that the split is for; None: as many as there are."""
+        return self.layer_split.n_ranks if self.layer_split is not None else None
 
     def threads_of(self, rank: int, own_cores: int) -> tuple[int, int]:
         """Threads of a rank for single tokens and for batches; `own_cores` stands in for -1."""
@@ -280,25 +283,23 @@ class DraftConfig:
 
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
-    shares: tuple[float, ...] = ()
-    """Share of its layers for each of its ranks, which follow the target's and those of earlier draft models. Empty:
+    layer_split: LayerSplit | None = None
+    """How its layers are divided among its ranks, which follow the target's and those of earlier draft models. None:
     the head runs it."""
-    group_sizes: tuple[int, ...] = ()
-    """For each of the shares, the number of ranks that compute these layers together; empty: one each."""
     threads: int = -1
     """-1 takes the number of threads that the rank has for the target."""
     threads_batch: int = -1
     """Threads for runs of more than one token; -1 takes the value of `threads`."""
 
     def __post_init__(self) -> None:
-        _check_threads("draft.threads", self.threads, "-1 (as `threads`)")
-        _check_threads("draft.threads_batch", self.threads_batch, "-1 (as `draft.threads`)")
-        _check_groups("draft.shares", self.shares, self.group_sizes)
+        _check_threads("draft.threads", self.threads, Wording("as ", Setting("threads")))
+        _check_threads("draft.threads_batch", self.threads_batch, Wording("as ", Setting("draft.threads")))
+        _check_groups(self.layer_split)
 
     @property
     def n_ranks(self) -> int:
         """Ranks that hold nothing but this model."""
-        return sum(self.group_sizes) or len(self.shares)
+        return self.layer_split.n_ranks if self.layer_split is not None else 0
 
 
 @dataclass(frozen=True)
@@ -340,32 +341,40 @@ class EngineConfig:
         contexts = [self.context, *(draft.context for draft in self.drafts)]
         check_range("n_requests", self.n_requests, 1, min(context.n_seq for context in contexts))
         if self.n_queued < 0:
-            raise SettingError(f"`n_queued` must be 0 or more, got {self.n_queued}")
+            raise SettingError("n_queued", f"must be 0 or more, got {self.n_queued}")
         if not 1 < self.prefill_slowdown < math.inf:
-            raise SettingError(f"`prefill_slowdown` must be above 1, got {self.prefill_slowdown:g}")
-        has_ranks = [bool(draft.shares) for draft in self.drafts]
+            raise SettingError("prefill_slowdown", f"must be above 1, got {self.prefill_slowdown:g}")
+        has_ranks = [draft.layer_split is not None for draft in self.drafts]
         if has_ranks != sorted(has_ranks, reverse=True):
-            raise SettingError("`draft.model`: name those with ranks of their own before the others")
+            raise SettingError(
+                "draft.model",
+                "has ranks of its own after one without",
+                "name those with ranks of their own before the others",
+            )
         if self.pipeline.auto and len(self.drafts) > 1:
-            raise SettingError("`shares` auto plans for one draft model at most: give shares, or fewer draft models")
+            raise SettingError(
+                "layer_split", "auto plans for one draft model at most", "give shares, or fewer draft models"
+            )
         self._check_groups()
 
     def _check_groups(self) -> None:
-        sizes = {*self.pipeline.group_sizes, *(size for draft in self.drafts for size in draft.group_sizes)} - {1}
+        splits = [self.pipeline.layer_split, *(draft.layer_split for draft in self.drafts)]
+        sizes = {size for split in splits if split is not None for size in split.sizes} - {1}
         n = len(self.pipeline.tensor_split)
         if n and n not in sizes:
             raise SettingError(
-                f"`tensor_split` has {n} numbers, but `shares` has no group of {n} ranks: give a number for each rank "
-                "of a group"
+                "tensor_split",
+                Wording(f"has {n} numbers, but ", Setting("layer_split"), f" has no group of {n} ranks"),
+                "give a number for each rank of a group",
             )
         if not sizes:
             return
         if self.context.exact:
-            raise SettingError("`exact` does not work with groups: sums depend on the number of ranks; leave it out")
+            raise SettingError("exact", "does not work with groups: sums depend on the number of ranks; leave it out")
         if self.context.flash_attn == "off":
-            raise SettingError("groups need flash attention: set `flash_attn` to on")
+            raise SettingError("flash_attn", "off does not work with groups", "set it to on")
         if self.model.loras:
-            raise SettingError("`loras` cannot be used with groups: leave them out, or give each rank its own share")
+            raise SettingError("loras", "cannot be used with groups", "leave them out, or give each rank its own share")
 
     def n_prefixes(self, context: ContextConfig) -> int:
         """Ended requests whose cells are kept in this context, at most: each takes a sequence id more.
@@ -404,21 +413,25 @@ class EngineConfig:
         for name, values in (("threads", pipeline.threads), ("threads_batch", pipeline.threads_batch)):
             if len(values) not in (1, n_ranks):
                 raise SettingError(
-                    f"`{name}` has {len(values)} values for {n_ranks} ranks: give one for all, or one for each rank"
+                    name, f"has {len(values)} values for {n_ranks} ranks", "give one for all, or one for each rank"
                 )
         if pipeline.n_ranks is not None and pipeline.n_ranks + n_draft != n_ranks:
             n = pipeline.n_ranks + n_draft
             raise LaunchError(
-                f"`shares` names {n} ranks, but {n_ranks} were started: use mpirun -n {n}, or give {n_ranks} shares"
+                Setting("layer_split"),
+                f" names {n} ranks, but {n_ranks} were started: use mpirun -n {n}, or give {n_ranks} shares",
             )
 
 
-def _check_groups(name: str, shares: tuple[float, ...], sizes: tuple[int, ...]) -> None:
-    if sizes and len(sizes) != len(shares):
-        raise SettingError(f"`group_sizes` has {len(sizes)} numbers for {len(shares)} `{name}`: give one for each")
-    for size in sizes:
+def _check_groups(split: LayerSplit | None) -> None:
+    if split is None:
+        return
+    n_sizes, n_shares = len(split.group_sizes), len(split.shares)
+    if n_sizes not in (0, n_shares):
+        raise SettingError("group_sizes", f"has {n_sizes} numbers for {n_shares} shares", "give one for each")
+    for size in split.group_sizes:
         check_range("group_sizes", size, 1, MAX_PARTS, "a number of ranks")
 
 
-def _check_threads(name: str, value: int, unset: str) -> None:
-    check_range(name, value, 1, MAX_THREADS, special=unset)
+def _check_threads(name: str, value: int, meaning: Wording) -> None:
+    check_range(name, value, 1, MAX_THREADS, special=Wording("-1 (", meaning, ")"))

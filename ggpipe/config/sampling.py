@@ -57,7 +57,7 @@ def samplers_by_name(names: Iterable[str]) -> tuple[str, ...]:
     found = []
     for name in names:
         if name.lower() not in spelled:
-            raise SettingError(f"`samplers` has no {name}: name some of {', '.join(SAMPLERS)}")
+            raise SettingError("samplers", f"has no {name}", f"name some of {', '.join(SAMPLERS)}")
         found.append(spelled[name.lower()])
     return tuple(found)
 
@@ -68,7 +68,7 @@ def samplers_by_letter(letters: str) -> tuple[str, ...]:
     for letter in letters:
         if letter not in named:
             known = ", ".join(f"{letter} ({name})" for letter, name in named.items())
-            raise SettingError(f"`sampling_seq` has no {letter}: write some of {known}")
+            raise SettingError("sampling_seq", f"has no {letter}", f"write some of {known}")
     return tuple(named[letter] for letter in letters)
 
 
@@ -178,50 +178,52 @@ class SamplingConfig:
             check_finite(name, getattr(self, name))
         for name in self.samplers:
             if name not in SAMPLERS:
-                raise SettingError(f"`samplers` has no {name}: name some of {', '.join(SAMPLERS)}")
+                raise SettingError("samplers", f"has no {name}", f"name some of {', '.join(SAMPLERS)}")
         if self.repeat_penalty <= 0:
-            raise SettingError(f"`repeat_penalty` must be above 0, got {self.repeat_penalty:g}")
+            raise SettingError("repeat_penalty", f"must be above 0, got {self.repeat_penalty:g}")
         for name in ("repeat_last_n", "dry_penalty_last_n"):
             check_range(
                 name, getattr(self, name), 0, MAX_TOKENS, "a number of tokens", special="-1 (the whole context)"
             )
         check_range("dry_allowed_length", self.dry_allowed_length, 0, MAX_TOKENS, "a number of tokens")
         if self.dry_base < 1:
-            raise SettingError(f"`dry_base` must be 1 or more, got {self.dry_base:g}")
+            raise SettingError("dry_base", f"must be 1 or more, got {self.dry_base:g}")
         if abs(self.top_k) > MAX_TOKENS:
-            raise SettingError(f"`top_k` must be 0 (all tokens) or a number up to {MAX_TOKENS}, got {self.top_k}")
+            raise SettingError("top_k", f"must be 0 (all tokens) or a number up to {MAX_TOKENS}, got {self.top_k}")
         check_range("mirostat", self.mirostat, 0, 2)
         check_range("min_keep", self.min_keep, 0, MAX_TOKENS, "a number of tokens")
         if self.adaptive_target > 1:
             raise SettingError(
-                f"`adaptive_target` must be below 0 (off) or a probability from 0 to 1, got {self.adaptive_target:g}"
+                "adaptive_target", f"must be below 0 (off) or a probability from 0 to 1, got {self.adaptive_target:g}"
             )
         if not 0 <= self.adaptive_decay <= 0.99:
-            raise SettingError(f"`adaptive_decay` must be a number from 0 to 0.99, got {self.adaptive_decay:g}")
+            raise SettingError("adaptive_decay", f"must be a number from 0 to 0.99, got {self.adaptive_decay:g}")
         check_range("seed", self.seed, 0, 2**32 - 2, special="-1 (a random one)")  # libllama: 2**32 - 1 is "random"
         if len(self.logit_bias) > _MOST_BIASES:
-            raise SettingError(f"`logit_bias` must have at most {_MOST_BIASES} tokens, got {len(self.logit_bias)}")
+            raise SettingError("logit_bias", f"must have at most {_MOST_BIASES} tokens, got {len(self.logit_bias)}")
         n = self.reasoning_budget
         check_range("reasoning_budget", n, 0, MAX_TOKENS, "a number of tokens", special="-1 (no limit)")
         message = self.reasoning_budget_message
         if len(message) > _MOST_TEXT or any("\ud800" <= c <= "\udfff" for c in message):
-            raise SettingError(f"`reasoning_budget_message` must be a text in UTF-8 of at most {_MOST_TEXT} characters")
+            raise SettingError(
+                "reasoning_budget_message", f"must be a text in UTF-8 of at most {_MOST_TEXT} characters"
+            )
         check_range("n_probs", self.n_probs, 0, _MOST_PROBS, "a number of tokens")
         if len(self.samplers) > _MOST_SAMPLERS:
-            raise SettingError(f"`samplers` must name at most {_MOST_SAMPLERS}, got {len(self.samplers)}")
+            raise SettingError("samplers", f"must name at most {_MOST_SAMPLERS}, got {len(self.samplers)}")
         for name in ("stop", "dry_sequence_breakers"):
             if len(texts := getattr(self, name)) > _MOST_TEXTS:
-                raise SettingError(f"`{name}` must be at most {_MOST_TEXTS} texts, got {len(texts)}")
+                raise SettingError(name, f"must be at most {_MOST_TEXTS} texts, got {len(texts)}")
             for text in texts:
                 if len(text) > _MOST_TEXT:
-                    raise SettingError(f"`{name}` must be texts of at most {_MOST_TEXT} characters, got {len(text)}")
+                    raise SettingError(name, f"must be texts of at most {_MOST_TEXT} characters, got {len(text)}")
                 if not text or any("\ud800" <= c <= "\udfff" for c in text):
-                    raise SettingError(f"`{name}` must be texts in UTF-8 that are not empty, got {text!r}")
+                    raise SettingError(name, f"must be texts in UTF-8 that are not empty, got {text!r}")
         for token, bias in self.logit_bias:
             if token < 0 or math.isnan(bias) or bias == math.inf:
                 raise SettingError(
-                    "`logit_bias` must be tokens, from 0 on, with finite numbers or minus infinity, "
-                    f"got {token} and {bias:g}"
+                    "logit_bias",
+                    f"must be tokens, from 0 on, with finite numbers or minus infinity, got {token} and {bias:g}",
                 )
 
     @classmethod

@@ -13,7 +13,7 @@ from ggpipe.config.engine import Saves, SpeculationConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder
 from ggpipe.core.prompt_chunks import chunk_rows
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import PromptTooLong, UsageError
+from ggpipe.errors import PromptTooLong, Setting, UsageError
 
 
 class Finish(enum.Enum):
@@ -108,9 +108,15 @@ def check_order(order: PrefixOrder, limits: Limits, has_folder: bool) -> None:
     """Raises UsageError for what cannot be done in a pipeline of these limits. `has_folder`: for saved prefixes."""
     check_prompt(order.tokens, limits.n_ctx)
     if not limits.n_prefixes:
-        raise UsageError("nothing is kept of ended requests: `exact` needs `flash_attn` for it, and a model that can")
+        raise UsageError(
+            "nothing is kept of ended requests: ",
+            Setting("exact"),
+            " needs ",
+            Setting("flash_attn"),
+            " for it, and a model that can",
+        )
     if not isinstance(order, ErasePrefix) and not has_folder:
-        raise UsageError("there is no folder for prefixes: name one with `slot_save_path`")
+        raise UsageError("there is no folder for prefixes: name one with ", Setting("slot_save_path"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

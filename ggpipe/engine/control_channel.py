@@ -66,7 +66,7 @@ class ControlChannel(Generic[T]):
 
     def fail(self, error: GgpipeError) -> None:
         """Send this rank's error to the head."""
-        self.send(HEAD, RankFailed(self.transport.place, type(error).__name__, str(error)))
+        self.send(HEAD, RankFailed(self.transport.place, type(error).__name__, error.wording))
 
     # Receiving
 
@@ -175,8 +175,10 @@ class ControlChannel(Generic[T]):
 
 def error_of(failed: RankFailed) -> GgpipeError:
     """What the head raises when another rank failed: a usage error of the same class, or RankError."""
-    text = f"{failed.place}: {failed.message}"
     kind: Any = getattr(errors, failed.error, None)
-    if isinstance(kind, type) and issubclass(kind, errors.UsageError):
-        return kind(text)
-    return RankError(text)
+    if not (isinstance(kind, type) and issubclass(kind, errors.UsageError)):
+        kind = RankError
+    elif kind.__init__ is not GgpipeError.__init__:  # it is made of more than a message
+        kind = errors.UsageError
+    error: GgpipeError = kind(failed.place, ": ", failed.message)
+    return error

@@ -52,7 +52,7 @@ from ggpipe.engine.control_channel import Received
 from ggpipe.engine.head import DraftUpdate, HeadEvent, LoadedHead, PartSpan
 from ggpipe.engine.prompt_reader import PromptReader
 from ggpipe.engine.stage_thread import Fetched
-from ggpipe.errors import QueueFull, UsageError
+from ggpipe.errors import QueueFull, Setting, UsageError
 from ggpipe.llama import machine
 from ggpipe.llama.constrained_sampler import ConstrainedSampler, NoTokenFits
 from ggpipe.llama.model_header import ModelHeader
@@ -132,7 +132,7 @@ class EngineCore:
     def _check_room(self) -> None:
         n = len(self._active) + len(self._orders)
         if n >= self._head.limits.n_requests + self._head.head.config.n_queued:
-            raise QueueFull(f"{n} requests are being served or wait: try again later, or raise `n_queued`")
+            raise QueueFull(f"{n} requests are being served or wait: try again later, or raise ", Setting("n_queued"))
 
     def _begin(self, number: int, spec: RequestSpec, stats: RequestStats) -> None:
         self._check_room()

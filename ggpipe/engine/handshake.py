@@ -11,7 +11,7 @@ from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.engine import TARGET, EngineConfig
 from ggpipe.core.layout import Layout
-from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError
+from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, Setting, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
@@ -36,19 +36,21 @@ def hello(transport: Transport, model_file: ModelFile, model: int) -> Hello:
     )
 
 
-def compare(hellos: Sequence[Hello]) -> list[str]:
+def compare(hellos: Sequence[Hello]) -> list[Wording]:
     """Do all ranks hold the same? Returns warnings. Raises ModelError or LaunchError where they cannot work together.
 
     `hellos`: one for each rank, in order.
     """
-    head, warnings = hellos[0], []
+    head = hellos[0]
+    warnings: list[Wording] = []
     for rank, other in enumerate(hellos):
         where = f"rank {rank} ({other.host})"
         first_rank, first = next((i, hello) for i, hello in enumerate(hellos) if hello.model == other.model)
         if other.fingerprint != first.fingerprint:
             raise ModelError(
-                f"{where} has another model than rank {first_rank} ({first.host}) as "
-                f"{'`model`' if other.model == TARGET else '`draft.model`'}: copy it there again"
+                f"{where} has another model than rank {first_rank} ({first.host}) as ",
+                Setting("model" if other.model == TARGET else "draft.model"),
+                ": copy it there again",
             )
         versions = (("ggpipe", other.ggpipe, head.ggpipe), ("libllama", other.libllama, head.libllama))
         for package, version, wanted in versions:
@@ -58,7 +60,8 @@ def compare(hellos: Sequence[Hello]) -> list[str]:
                 )
         if other.cpu_features != head.cpu_features:
             differ = sorted(set(other.cpu_features) ^ set(head.cpu_features))
-            warnings.append(f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): texts may differ")
+            line = f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): texts may differ"
+            warnings.append(Wording(line))
     return warnings
 
 
@@ -93,8 +96,11 @@ def check_memory(
         available = min(hello.memory_bytes for hello in hellos if hello.host == host) * USABLE
         if needed > available:
             raise MemoryNeededError(
-                f"{host} needs {needed / 1e9:.1f} GB for its ranks and has {available / 1e9:.1f} GB available: "
-                "add machines or memory, or lower `n_ctx` or `n_ubatch`"
+                f"{host} needs {needed / 1e9:.1f} GB for its ranks and has {available / 1e9:.1f} "
+                "GB available: add machines or memory, or lower ",
+                Setting("n_ctx"),
+                " or ",
+                Setting("n_ubatch"),
             )
 
 
@@ -103,6 +109,8 @@ def check_cuts(cuts: list[BoundaryTensors], architecture: str) -> None:
     for before, after in itertools.pairwise(cuts):
         if after.wanted - before.produced:
             raise IndivisibleModelError(
-                f"'{architecture}' models cannot be cut between ranks (a layer needs more than the layer before it); "
-                "run it on one rank (without `shares`)"
+                f"'{architecture}' models cannot be cut between ranks (a layer needs more than the layer "
+                "before it); run it on one rank (without ",
+                Setting("layer_split"),
+                ")",
             )

@@ -18,7 +18,7 @@ from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.inner_draft import InnerDraft
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import Fetched, Notice, Passed, ResultReady, Saved, StageFailed
-from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated
+from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
@@ -65,7 +65,7 @@ class Head:
         this process."""
         self._inner: list[InnerDraft] = []
         self._process_ranks = range(1, transport.size)
-        while not all(draft.shares for draft in config.drafts):
+        while not all(draft.layer_split for draft in config.drafts):
             inner = InnerDraft(transport, config)
             transport, config = inner.transport, inner.config
             self._inner.append(inner)
@@ -178,7 +178,7 @@ class LoadedHead:
         model_file: ModelFile,
         vocab: Vocab,
         limits: Limits,
-        warnings: tuple[str, ...],
+        warnings: tuple[Wording, ...],
         *,
         exact_in_company: bool,
         restored: tuple[int, ...] | None,

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 
 from ggpipe.config.engine import FIRST_DRAFT, EngineConfig
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.engine import wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.worker import Worker
@@ -19,9 +20,9 @@ class InnerDraft:
 
     def __init__(self, outer: Transport, config: EngineConfig) -> None:
         """`outer`: the head's transport. The draft model is the first one of `config` that has no ranks."""
-        index = next(i for i, draft in enumerate(config.drafts) if not draft.shares)
+        index = next(i for i, draft in enumerate(config.drafts) if draft.layer_split is None)
         single, batch = wiring.threads_of(config, outer, FIRST_DRAFT + index)
-        draft = replace(config.drafts[index], shares=(1.0,), threads=single, threads_batch=batch)
+        draft = replace(config.drafts[index], layer_split=LayerSplit((1.0,)), threads=single, threads_batch=batch)
         self.config = replace(config, drafts=(*config.drafts[:index], draft, *config.drafts[index + 1 :]))
         """The head's config, with the draft rank."""
         self.transport = JoinedTransport(outer)

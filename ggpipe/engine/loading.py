@@ -22,7 +22,7 @@ from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.head import Head, LoadedHead
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import Loaded, Loading, Passed, RunNotice, StageThread
-from ggpipe.errors import Interrupted, MemoryNeededError
+from ggpipe.errors import Interrupted, MemoryNeededError, Setting, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
@@ -67,11 +67,17 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 agreed.warnings.append(_in_turn(config.context))
             n_requests, context = 1, replace(context, n_prefixes=0)
         if config.prompt_cache is not None and context.n_prefixes == 0:
-            why = "`exact` needs `flash_attn` for it" if config.context.exact else "lower `n_seq` by 2 for it"
-            agreed.warnings.append(f"`prompt_cache` is not used: {why}")
+            why = (
+                Wording(Setting("exact"), " needs ", Setting("flash_attn"), " for it")
+                if config.context.exact
+                else Wording("lower ", Setting("n_seq"), " by 2 for it")
+            )
+            agreed.warnings.append(Wording(Setting("prompt_cache"), " is not used: ", why))
         restored = progress.restored_of(layout, context, agreed.warnings)
         if draft_layouts and not vocab.rolls_back:
-            agreed.warnings.append("`model` cannot roll back its KV state: running without speculation")
+            agreed.warnings.append(
+                Wording(Setting("model"), " cannot roll back its KV state: running without speculation")
+            )
         started: dict[int, Layout] = {}  # by drafter
         for drafter, (draft, draft_layout) in enumerate(zip(config.drafts, draft_layouts, strict=True)):
             outline, hello = outlines[draft_layout.head], agreed.hellos[draft_layout.head]
@@ -79,7 +85,10 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             vocabularies = vocab.with_draft(outline, draft.model.path.name if len(draft_layouts) > 1 else "")
             if not outline.rolls_back:
                 agreed.warnings.append(
-                    f"`draft.model` {draft.model.path.name} cannot roll back its KV state: running without it"
+                    Wording(
+                        Setting("draft.model"),
+                        f" {draft.model.path.name} cannot roll back its KV state: running without it",
+                    )
                 )
             elif vocab.rolls_back:
                 draft_context = progress.context_of(draft_layout)
@@ -122,7 +131,7 @@ class _Agreed:
     """The head's."""
     warmup: bool
     """As of `Stage`."""
-    warnings: list[str]
+    warnings: list[Wording]
 
 
 def _agree(head: Head) -> _Agreed:
@@ -135,10 +144,10 @@ def _agree(head: Head) -> _Agreed:
     n_target = transport.size - config.n_draft_ranks
     heads = config.draft_heads(transport.size)
     draft_layouts = [
-        lay_out(hellos[first].n_layer, draft.n_ranks, draft.shares, first, draft.group_sizes)
+        lay_out(hellos[first].n_layer, draft.n_ranks, draft.layer_split, first)
         for first, draft in zip(heads, config.drafts, strict=True)
     ]
-    layout = lay_out(model_file.n_layer, n_target, config.pipeline.shares, HEAD, config.pipeline.group_sizes)
+    layout = lay_out(model_file.n_layer, n_target, config.pipeline.layer_split, HEAD)
     warmup = config.warmup
     if config.pipeline.check_memory or warmup:
         try:
@@ -146,7 +155,7 @@ def _agree(head: Head) -> _Agreed:
         except MemoryNeededError as e:
             if config.pipeline.check_memory:
                 raise
-            warnings.append(f"`warmup` is left out, so that memory may run out later: {e}")
+            warnings.append(Wording(Setting("warmup"), " is left out, so that memory may run out later: ", e))
             warmup = False
     return _Agreed(
         model_file=model_file,
@@ -192,10 +201,12 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
     return Pipeline(transport, layout, HEAD, inbox.put, start if HEAD in layout.stage_ranks else None)
 
 
-def _in_turn(context: ContextConfig) -> str:
+def _in_turn(context: ContextConfig) -> Wording:
     if context.flash_attn == "off":
-        return "`exact` without flash attention takes requests in turn; see `flash_attn`"
-    return "`exact` takes requests in turn: this model's attention has the same bits only for one at a time"
+        return Wording(Setting("exact"), " without flash attention takes requests in turn; see ", Setting("flash_attn"))
+    return Wording(
+        Setting("exact"), " takes requests in turn: this model's attention has the same bits only for one at a time"
+    )
 
 
 def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests: int, sparsity: float) -> Limits:
@@ -260,7 +271,7 @@ class _Progress:
         contexts = [self._contexts[rank] for rank in layout.stage_ranks]
         return replace(contexts[0], exact_in_company=all(context.exact_in_company for context in contexts))
 
-    def restored_of(self, layout: Layout, context: _Context, warnings: list[str]) -> tuple[int, ...] | None:
+    def restored_of(self, layout: Layout, context: _Context, warnings: list[Wording]) -> tuple[int, ...] | None:
         """The tokens that all stages of a layout have from their prompt caches; None: no stage has any. Adds a line to
         `warnings` where the files are of no use."""
         found = {rank: self._restored[rank] for rank in layout.stage_ranks}
@@ -275,11 +286,13 @@ class _Progress:
         without = next((rank for rank, restored in found.items() if longest and not restored.tokens), None)
         if failed is not None:
             place = f"{self._place(failed)}: " if self._n_ranks > 1 else ""
-            warnings.append(place + found[failed].problem)
+            warnings.append(Wording(place, found[failed].problem))
         elif without is not None:
-            warnings.append(f"{self._place(without)} has no prompt cache, others have: the prompt is computed anew")
+            line = f"{self._place(without)} has no prompt cache, others have: the prompt is computed anew"
+            warnings.append(Wording(line))
         elif longest and not common:
-            warnings.append("the prompt caches of the ranks are of different prompts: the prompt is computed anew")
+            line = "the prompt caches of the ranks are of different prompts: the prompt is computed anew"
+            warnings.append(Wording(line))
         return common if longest else None
 
     def _place(self, rank: int) -> str:

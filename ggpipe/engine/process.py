@@ -20,7 +20,7 @@ from ggpipe.engine.head import Head
 from ggpipe.engine.served import serve
 from ggpipe.engine.signals import Signals
 from ggpipe.engine.worker import Worker
-from ggpipe.errors import GgpipeError, ModelError, RankError, SilentRankError, Terminated
+from ggpipe.errors import GgpipeError, ModelError, RankError, Setting, SilentRankError, Terminated, Wording
 from ggpipe.launch import sockets
 from ggpipe.launch.environment import die_with_parent, is_rank, is_served, rank_in_environment
 from ggpipe.llama import libllama, machine
@@ -39,8 +39,8 @@ Attend = Callable[[], None]
 """Called while a rank waits. On the head it raises RunError when the user wants to stop, Terminated when mpirun
 ends the job."""
 
-Say = Callable[[str], None]
-"""Shows a line to the user; settings stand in backticks in it."""
+Say = Callable[[str | Wording], None]
+"""Shows a line to the user."""
 
 Settle = Callable[[Transport, Attend, EngineConfig, Say], EngineConfig]
 """Called on all ranks before anything is loaded; together they complete the config."""
@@ -90,8 +90,9 @@ def _end_aborted(config: EngineConfig, transport: Transport, reason: str, report
     if "ggml-backend-meta" in reason:
         architecture = ModelFile.open(model.path).architecture
         error = ModelError(
-            f"this '{architecture}' model cannot be divided as a group ({reason}): give each rank layers of its own, "
-            "as in 0.5,0.5, with `shares`"
+            f"this '{architecture}' model cannot be divided as a group ({reason}): give each rank layers "
+            "of its own, as in 0.5,0.5, with ",
+            Setting("layer_split"),
         )
     if is_served():
         link.report(error)

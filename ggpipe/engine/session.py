@@ -18,6 +18,7 @@ from ggpipe.core.prompt import Conversation
 from ggpipe.engine.engine import EngineCore
 from ggpipe.engine.head import Head
 from ggpipe.engine.loading import load_all
+from ggpipe.errors import Wording
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_header import ModelHeader, n_numbers
 from ggpipe.llama.vocab import Vocab
@@ -29,7 +30,7 @@ class Session(EngineClient):
     """See the module's text. All methods but `stop` belong to the main thread."""
 
     def __init__(
-        self, head: Head, engine: EngineCore, warnings: tuple[str, ...] = (), model: ModelInfo | None = None
+        self, head: Head, engine: EngineCore, warnings: tuple[Wording, ...] = (), model: ModelInfo | None = None
     ) -> None:
         """`head`: the one that the engine was loaded with; it says when the user wants an end."""
         sampling = engine.vocab.sampling()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ggpipe.errors import LaunchError
+from ggpipe.errors import LaunchError, Setting
 
 _SLOTS = re.compile(r"\bslots\s*=\s*(\d+)|^\S+?:(\d+)(?:\s|$)")
 _OF_OPEN_MPI = re.compile(r"^[^#\n]*\bslots\s*=", re.MULTILINE)
@@ -25,7 +25,7 @@ def hosts_of(hostfile: Path) -> list[str]:
         text = hostfile.read_text()
     except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) else "no text"
-        raise LaunchError(f"`hostfile` {hostfile}: {why}") from e
+        raise LaunchError(Setting("hostfile"), f" {hostfile}: {why}") from e
     hosts: list[str] = []
     for line in text.splitlines():
         if line := line.partition("#")[0].strip():
@@ -34,7 +34,9 @@ def hosts_of(hostfile: Path) -> list[str]:
             n_slots = min(int((match[1] or match[2])[:9]), _MOST_SLOTS) if match else 1
             hosts += [name[0] if name else line] * n_slots
     if not hosts:
-        raise LaunchError(f"`hostfile` {hostfile} names no machines: write one a line, as in `node1 slots=1`")
+        raise LaunchError(
+            Setting("hostfile"), f" {hostfile} names no machines: write one a line, as in `node1 slots=1`"
+        )
     return hosts
 
 

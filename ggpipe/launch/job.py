@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ggpipe.config.engine import EngineConfig
-from ggpipe.core.layout import Shares, Split
+from ggpipe.config.layer_split import LayerSplits
 from ggpipe.errors import LaunchError
 from ggpipe.launch.hostfile import hosts_of, is_readable, write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi
 from ggpipe.launch.placement import Placement, listed
+from ggpipe.launch.rank_setup import RankSetup
 from ggpipe.launch.reach import unreachable
 from ggpipe.launch.slurm import allocated_hosts
 
@@ -22,8 +24,7 @@ from ggpipe.launch.slurm import allocated_hosts
 class Job:
     """Ranks to start."""
 
-    arguments: Sequence[str]
-    """Of ggpipe, the same for all ranks."""
+    settings: RankSetup
     n_ranks: int
     hostfile: Path | None
     """The user's."""
@@ -64,47 +65,47 @@ def slots_of(hostfile: Path | None) -> list[str]:
     return allocated_hosts() if hostfile is None else hosts_of(hostfile)
 
 
-def jobs_again(
-    first: Job,
-    config: EngineConfig,
-    arguments: Callable[[Mapping[str, object]], list[str]],
-    attend: Callable[[], None],
-) -> list[Job]:
+def jobs_again(first: Job, attend: Callable[[], None]) -> list[Job]:
     """A job on the machines that can be reached now, and others for the case that they refuse it.
 
-    `arguments` makes a command line of the user's with some options changed. `attend` is called while machines are
-    looked for, and may raise. Raises LaunchError when none can be reached.
+    `attend` is called while machines are looked for, and may raise. Raises LaunchError when none can be reached.
     """
-    slots, pipeline, drafts = first.slots, config.pipeline, config.drafts
-    split: Split | None = None
-    if pipeline.shares is not None:
-        parts = (Shares(draft.shares, draft.group_sizes) for draft in drafts if draft.shares)
-        split = Split(Shares(pipeline.shares, pipeline.group_sizes), tuple(parts))
-    before = Placement.on(slots, split, pipeline.threads, pipeline.threads_batch, pipeline.tensor_split)
+    slots, config = first.slots, first.settings.config
+    pipeline, drafts = config.pipeline, config.drafts
+    splits: LayerSplits | None = None
+    if pipeline.layer_split is not None:
+        splits = (pipeline.layer_split, *(draft.layer_split for draft in drafts if draft.layer_split is not None))
+    before = Placement.on(slots, splits, pipeline.threads, pipeline.threads_batch, pipeline.tensor_split)
     away = unreachable(slots, attend)
     if not away.intersection(before.hosts):
         return [first]
     now = before.without(away, slots[len(before.hosts) :])
-    changes: dict[str, object] = {
-        "shares": now.split_text,
-        "threads": ",".join(map(str, now.threads)),
-        "threads_batch": ",".join(map(str, now.threads_batch)),
-        "check_memory": True,
-    }
-    if len(drafts) > 1:
-        changes["draft.model"] = [draft.model.path for draft in drafts]  # in the order of the shares
-    if pipeline.tensor_split:
-        changes["tensor_split"] = ",".join(map(repr, now.tensor_split)) or None
     lost = [host for host in dict.fromkeys(before.hosts) if host in away]
     line = f"{listed(lost)} cannot be reached: {now.changes_since(before)}"
-    jobs = [Job(arguments(changes), len(now.hosts), first.hostfile, now.hosts, line)]
-    if now.split is not None:
-        kept = [(draft, own) for draft, own in zip(drafts, now.split.drafts, strict=False) if own.shares]
-        left_out = [draft.model.path.name for draft in drafts if draft not in (draft for draft, _ in kept)]
-        if left_out:
-            changes["shares"] = str(Split(now.split.target, tuple(own for _, own in kept)))
-            changes["draft.model"] = [draft.model.path for draft, _ in kept] or None
-            changes |= {} if kept else {"mode": None, "spec_type": None}
-            what = listed(left_out) if kept else "the draft model" if len(drafts) == 1 else "the draft models"
-            jobs.append(replace(jobs[0], arguments=arguments(changes), line=f"going on without {what}"))
+    settings = replace(first.settings, config=_placed(config, now))
+    jobs = [Job(settings, len(now.hosts), first.hostfile, now.hosts, line)]
+    kept = tuple(draft for draft in settings.config.drafts if draft.layer_split is not None)
+    left_out = [draft.model.path.name for draft in drafts if draft.model not in [own.model for own in kept]]
+    if now.splits is not None and left_out:
+        without = replace(settings, config=replace(settings.config, drafts=kept))
+        what = listed(left_out) if kept else "the draft model" if len(drafts) == 1 else "the draft models"
+        jobs.append(replace(jobs[0], settings=without, line=f"going on without {what}"))
     return jobs
+
+
+def _placed(config: EngineConfig, placement: Placement) -> EngineConfig:
+    """The config for other ranks. Their machines may have too little memory, which they check."""
+    drafts, split = config.drafts, None
+    if placement.splits is not None:
+        split, *others = placement.splits
+        pairs = itertools.zip_longest(drafts, others[: len(drafts)])
+        drafts = tuple(replace(draft, layer_split=own) for draft, own in pairs)
+    pipeline = replace(
+        config.pipeline,
+        layer_split=split,
+        threads=placement.threads,
+        threads_batch=placement.threads_batch,
+        tensor_split=placement.tensor_split,
+        check_memory=True,
+    )
+    return replace(config, pipeline=pipeline, drafts=tuple(sorted(drafts, key=lambda own: own.layer_split is None)))

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from ggpipe.errors import LaunchError, StartError
+from ggpipe.errors import LaunchError, Setting, StartError
 from ggpipe.launch.environment import die_with_parent, mpi_environment, session_folder
 
 _TICK_S = 0.02
@@ -85,15 +85,8 @@ def mpirun_command(mpirun: str, n_ranks: int, hostfile: Path | None, passed: Seq
     return command
 
 
-def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The rest of a command line after `mpirun_command`: each rank is `ggpipe ARGUMENTS`.
-
-    A rank does not import from the current directory. A lone ":" separates programs on mpirun's command line, so such
-    an argument is a part of the script of the shell that becomes the rank.
-    """
-    words = [sys.executable, "-P", "-m", "ggpipe", *arguments]
-    quoted = " ".join("':'" if word == ":" else f'"${{{i}}}"' for i, word in enumerate(words))
-    return ["sh", "-c", f"exec {quoted}", *("_" if word == ":" else word for word in words)]
+RANK_COMMAND = (sys.executable, "-P", "-m", "ggpipe", "rank")
+"""The rest of a command line after `mpirun_command`. A rank does not import from the current directory."""
 
 
 def kill_session(session: int) -> None:
@@ -145,18 +138,16 @@ class RankProcesses:
     Lines that ranks print go to this process's stderr. mpirun's own reports of how the job ended are kept (`report`).
     """
 
-    def __init__(
-        self, arguments: Sequence[str], n_ranks: int, hostfile: Path | None, environment: Mapping[str, str]
-    ) -> None:
-        """Start `ggpipe ARGUMENTS` as `n_ranks` ranks with these variables. Raises LaunchError.
+    def __init__(self, n_ranks: int, hostfile: Path | None, environment: Mapping[str, str]) -> None:
+        """Start `n_ranks` ranks with these variables. Raises LaunchError.
 
         One rank without a hostfile needs no mpirun.
         """
         if hostfile is not None and not hostfile.is_file():
-            raise LaunchError(f"`hostfile` {hostfile}: no such file")
+            raise LaunchError(Setting("hostfile"), f" {hostfile}: no such file")
         self._is_alone = n_ranks == 1 and hostfile is None
         start = [] if self._is_alone else mpirun_command(find_mpirun(), n_ranks, hostfile, sorted(environment))
-        command = [*start, *rank_command(arguments)]
+        command = [*start, *RANK_COMMAND]
         try:
             self._folder, self._lock = _own_folder()
         except OSError as e:

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ggpipe.core.layout import Shares, Split, fill_up, part_shares
-from ggpipe.errors import LaunchError
+from ggpipe.config.layer_split import LayerSplit, LayerSplits, n_ranks_of
+from ggpipe.core.layout import part_shares
+from ggpipe.errors import LaunchError, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +17,8 @@ class Placement:
 
     hosts: tuple[str, ...]
     """The machine of each rank."""
-    split: Split | None
-    """Of the layers; None: all ranks are the target's, or what a plan makes them."""
+    splits: LayerSplits | None
+    """How the layers are divided; None: all ranks are the target's, or what a plan makes them."""
     threads: tuple[int, ...] = (-1,)
     """One value for all ranks, or one for each."""
     threads_batch: tuple[int, ...] = (-1,)
@@ -28,37 +29,33 @@ class Placement:
     def on(
         cls,
         slots: Sequence[str],
-        split: Split | None,
+        splits: LayerSplits | None,
         threads: tuple[int, ...] = (-1,),
         threads_batch: tuple[int, ...] = (-1,),
         tensor_split: tuple[float, ...] = (),
     ) -> Placement:
         """Ranks on the machines of a hostfile, in its order (see `hosts_of`). Further ranks begin with the first
         again."""
-        n_ranks = len(slots) if split is None else split.n_ranks
+        n_ranks = len(slots) if splits is None else n_ranks_of(splits)
         hosts = tuple(slots[rank % len(slots)] for rank in range(n_ranks))
-        return cls(hosts=hosts, split=split, threads=threads, threads_batch=threads_batch, tensor_split=tensor_split)
-
-    @property
-    def split_text(self) -> str:
-        """As on the command line."""
-        return "auto" if self.split is None else str(self.split)
+        return cls(hosts=hosts, splits=splits, threads=threads, threads_batch=threads_batch, tensor_split=tensor_split)
 
     @property
     def n_target(self) -> int:
         """Ranks of the target."""
-        return len(self.hosts) - (self.split.n_draft_ranks if self.split is not None else 0)
+        return len(self.hosts) if self.splits is None else n_ranks_of(self.splits[:1])
 
     def changes_since(self, before: Placement) -> str:
         """For the user: what is on other machines now."""
         if len(self.hosts) == len(before.hosts):
             new = [host for host, old in zip(self.hosts, before.hosts, strict=True) if host != old]
             return f"instead, ranks are on {listed(list(dict.fromkeys(new)))}"
-        if self.split is None:
+        if self.splits is None:
             return f"the layers are planned again for {listed(self.hosts)}"
         parts = []
         if self.hosts[: self.n_target] != before.hosts[: before.n_target]:
-            stages = zip(self.split.target.shares, _stages(self.split.target.sizes), strict=True)
+            target = _of_target(self.splits)
+            stages = zip(target.shares, _stages(target.sizes), strict=True)
             shares = [f"{share:.3g} on {'+'.join(self.hosts[i] for i in ranks)}" for share, ranks in stages]
             parts.append(f"shares of the layers are now {listed(shares)}")
         drafts = list(itertools.zip_longest(before._draft_hosts, self._draft_hosts, fillvalue=()))
@@ -71,8 +68,8 @@ class Placement:
     @property
     def _draft_hosts(self) -> list[tuple[str, ...]]:
         """The machines of each draft model that the split names."""
-        drafts = self.split.drafts if self.split is not None else ()
-        return [self.hosts[ranks.start : ranks.stop] for ranks in _stages([d.n_ranks for d in drafts], self.n_target)]
+        n_ranks = [split.n_ranks if split is not None else 0 for split in (self.splits or ())[1:]]
+        return [self.hosts[ranks.start : ranks.stop] for ranks in _stages(n_ranks, self.n_target)]
 
     def without(self, away: Collection[str], spare: Sequence[str] = ()) -> Placement:
         """Ranks on the machines that are left.
@@ -87,32 +84,35 @@ class Placement:
         hosts = [free.pop(0) if host in away and free else host for host in self.hosts]
         kept = [rank for rank, host in enumerate(hosts) if host not in away]
         if not kept:
-            raise LaunchError("none of the machines of `hostfile` can be reached")
-        split = self._split_among(kept) if self.split is not None else None
-        sizes = split.sizes if split is not None else ()
+            raise LaunchError("none of the machines of ", Setting("hostfile"), " can be reached")
+        splits = self._splits_among(kept) if self.splits is not None else None
+        sizes = {size for split in splits or () if split is not None for size in split.sizes}
         return Placement(
             hosts=tuple(hosts[rank] for rank in kept),
-            split=split,
+            splits=splits,
             threads=_of_ranks(self.threads, kept),
             threads_batch=_of_ranks(self.threads_batch, kept),
             tensor_split=self.tensor_split if len(self.tensor_split) in sizes else (),
         )
 
-    def _split_among(self, ranks: Sequence[int]) -> Split:
-        assert self.split is not None
+    def _splits_among(self, ranks: Sequence[int]) -> LayerSplits:
+        assert self.splits is not None
         if ranks[0] >= self.n_target:
-            return Split(Shares(_scaled([1.0] * len(ranks))))
-        before = self.split
-        target = before.target._replace(shares=fill_up(before.target.shares))
-        firsts = itertools.accumulate((draft.n_ranks for draft in before.drafts), initial=self.n_target)
-        drafts = [self._among(ranks, draft, first) for draft, first in zip(before.drafts, firsts, strict=False)]
-        while drafts and not drafts[-1].shares:
-            drafts.pop()
-        return Split(self._among(ranks, target, 0), tuple(drafts))
+            return (LayerSplit(_scaled([1.0] * len(ranks))),)
+        drafts = self.splits[1:]
+        firsts = itertools.accumulate(
+            (split.n_ranks if split is not None else 0 for split in drafts), initial=self.n_target
+        )
+        left = [self._among(ranks, split, first) for split, first in zip(drafts, firsts, strict=False)]
+        while left and left[-1] is None:
+            left.pop()
+        return (self._among(ranks, _of_target(self.splits).filled, 0), *left)
 
-    def _among(self, ranks: Sequence[int], before: Shares, first: int) -> Shares:
+    def _among(self, ranks: Sequence[int], before: LayerSplit | None, first: int) -> LayerSplit | None:
         """What is left of a model's stages, which begin with rank `first`, on those ranks of theirs that are among
-        `ranks`."""
+        `ranks`; None: nothing."""
+        if before is None:
+            return None
         kept_shares, kept_sizes = [], []
         for share, stage in zip(before.shares, _stages(before.sizes, first), strict=True):
             parts = zip(stage, part_shares(len(stage), self.tensor_split), strict=True)
@@ -120,7 +120,15 @@ class Placement:
             if weights:
                 kept_shares.append(share * sum(weights))
                 kept_sizes.append(len(weights))
-        return Shares(_scaled(kept_shares), tuple(kept_sizes) if max(kept_sizes, default=1) > 1 else ())
+        if not kept_shares:
+            return None
+        return LayerSplit(_scaled(kept_shares), tuple(kept_sizes) if max(kept_sizes) > 1 else ())
+
+
+def _of_target(splits: LayerSplits) -> LayerSplit:
+    target = splits[0]
+    assert target is not None
+    return target
 
 
 def _stages(sizes: Sequence[int], first: int = 0) -> list[range]:

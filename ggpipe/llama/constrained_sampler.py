@@ -21,7 +21,7 @@ import numpy as np
 
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, UsageError
 from ggpipe.llama.draft_check import GrammarDraftCheck
 from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.sampler import Sampler
@@ -283,5 +283,5 @@ def sampler_at(
             constrained.resume(tokens, redrawn)
     except NoTokenFits:
         constrained.close()
-        raise UsageError("the text so far does not fit `grammar`") from None
+        raise UsageError("the text so far does not fit ", Setting("grammar")) from None
     return constrained

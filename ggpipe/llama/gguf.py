@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ggpipe.cluster.model_file import check_model_file
-from ggpipe.errors import ModelError
+from ggpipe.errors import ModelError, Setting
 from ggpipe.llama.libllama import ggml, logged_errors, start
 
 MetadataValue = int | float | str | bool | tuple[int, ...]
@@ -218,5 +218,5 @@ def _siblings(path: Path, count: int) -> tuple[Path, ...]:
     if match is None or int(match["count"]) != count:
         raise ModelError(f"{path} is one of {count} parts, but is not named NAME-00001-of-{count:05d}.gguf")
     if int(match["no"]) != 1:
-        raise ModelError(f"{path} is part {int(match['no'])} of {count}: give the first part as `model`")
+        raise ModelError(f"{path} is part {int(match['no'])} of {count}: give the first part as ", Setting("model"))
     return tuple(path.with_name(f"{match['prefix']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))

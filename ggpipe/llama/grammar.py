@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError
 from ggpipe.llama.libllama import last_error, lib, logged_errors
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.grammar import gbnf
@@ -27,12 +27,12 @@ class Grammar:
     """Where a text stands in its grammar."""
 
     def __init__(self, text: str, vocab: Vocab) -> None:
-        """`text`: in GBNF. Raises UsageError where libllama cannot follow it safely."""
+        """`text`: in GBNF. Raises SettingError where libllama cannot follow it safely."""
         gbnf.check(text)
         logged_errors()
         sampler = lib.llama_sampler_init_grammar(vocab.pointer, text.encode(), gbnf.ROOT.encode())
         if not sampler:
-            raise UsageError(f"`grammar` is not a grammar in GBNF: {last_error()}")
+            raise SettingError("grammar", f"is not a grammar in GBNF: {last_error()}")
         self._vocab = vocab
         self._sampler: Any = sampler
         self._behind: int | None = None

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ggpipe.config.engine import MAX_PARTS, ContextConfig, ModelConfig
+from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.layer_split import MAX_PARTS
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile

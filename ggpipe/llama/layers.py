@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ggpipe.config.engine import ModelConfig
-from ggpipe.errors import ModelError, RunError, SettingError
+from ggpipe.errors import ModelError, RunError, Setting, SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.machine import advise, lock_memory
@@ -159,8 +159,8 @@ def load_layers(
                 mapping.keep_only(ranges)
         if config.load_mode in ("mlock", "mmap+mlock") and (error := lock_memory()):
             raise SettingError(
-                f"`load_mode` {config.load_mode}: cannot lock memory ({error}); "
-                "raise the limit with `ulimit -l unlimited`"
+                "load_mode",
+                f"{config.load_mode}: cannot lock memory ({error}); raise the limit with `ulimit -l unlimited`",
             )
         if not tell(total):  # also where it was stopped before
             raise RunError("loading was stopped")
@@ -177,11 +177,11 @@ def apply_loras(model: Any, context: Any, config: ModelConfig) -> None:
         adapter = lib.llama_adapter_lora_init(model, os.fsencode(path)) if path.is_file() else None
         if not adapter:
             why = last_error() if path.is_file() else "no such file"
-            raise ModelError(f"`loras` {path}: {why}")
+            raise ModelError(Setting("loras"), f" {path}: {why}")
         adapters.append(adapter)
         scales.append(scale)
     if adapters:
         pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
         factors = (ctypes.c_float * len(scales))(*scales)
         if lib.llama_set_adapters_lora(context, pointers, len(adapters), factors) != 0:
-            raise ModelError(f"`loras`: these adapters cannot be applied together: {last_error()}")
+            raise ModelError(Setting("loras"), f": these adapters cannot be applied together: {last_error()}")

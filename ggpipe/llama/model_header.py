@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES
 from ggpipe.config.engine import Pooling
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, UsageError
 from ggpipe.llama.gguf import ModelFile, TensorInfo, type_name
 from ggpipe.llama.libllama import ggml, lib
 
@@ -74,8 +74,10 @@ class ModelHeader:
         """Raises UsageError for embeddings that cannot be had of so many tokens."""
         if pooling == "none" and n_tokens * self.width > _MOST_NUMBERS:
             raise UsageError(
-                f"{n_tokens} vectors are too many for an answer: give {_MOST_NUMBERS // self.width} tokens at most, or "
-                "take another `pooling` than none"
+                f"{n_tokens} vectors are too many for an answer: give {_MOST_NUMBERS // self.width} tokens at "
+                "most, or take another ",
+                Setting("pooling"),
+                " than none",
             )
 
     def cell_bytes(self, layer: int, cache_type_k: str, cache_type_v: str) -> float:

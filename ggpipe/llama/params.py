@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits
-from ggpipe.errors import RunError, SettingError
+from ggpipe.errors import RunError, Setting, SettingError
 from ggpipe.llama.libllama import lib, native
 
 _GGML_TYPES = {
@@ -62,7 +62,7 @@ def _fill_override(item: Any, text: str) -> None:
             case _:
                 raise ValueError
     except (ValueError, KeyError) as e:
-        raise SettingError(f"`override_kv` {text}: write KEY=TYPE:VALUE with TYPE int, float, bool or str") from e
+        raise SettingError("override_kv", text, "write KEY=TYPE:VALUE with TYPE int, float, bool or str") from e
 
 
 def place_layers(params: Any, counts: list[tuple[int, int]], keep: list[object]) -> None:
@@ -133,7 +133,7 @@ class LlamaBatch:
         """Take over a run's rows; with `outputs`, those that want something are flagged."""
         n = len(rows)
         if n > self._n_rows:
-            raise RunError(f"a run of {n} rows is longer than `n_ubatch` {self._n_rows}")
+            raise RunError(f"a run of {n} rows is longer than ", Setting("n_ubatch"), f" {self._n_rows}")
         self.struct.n_tokens = n
         tokens, pos, counts, seqs, flags = self._tokens, self._pos, self._counts, self._seqs, self._flags
         for i, row in enumerate(rows):

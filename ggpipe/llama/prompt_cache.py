@@ -61,7 +61,7 @@ class PrefixFiles:
         self._facts: dict[str, str] = {}
         if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             why = "it cannot be written to: permission denied" if folder.is_dir() else "there is no such folder"
-            raise SettingError(f"`slot_save_path` {folder}: {why}")
+            raise SettingError("slot_save_path", f"{folder}: {why}")
 
     def describe(self, stage: Stage, file: ModelFile, model: ModelConfig, context: ContextConfig) -> None:
         """What states of this stage depend on. To be called before the others."""
@@ -118,7 +118,7 @@ class PromptCache:
         except OSError as e:
             problem = e.strerror or str(e)
         if problem:
-            raise SettingError(f"`prompt_cache` {self.path}: {problem}")
+            raise SettingError("prompt_cache", f"{self.path}: {problem}")
 
     def describe(self, stage: Stage, file: ModelFile, model: ModelConfig, context: ContextConfig) -> None:
         """What states of this stage depend on. To be called before `restore` and `save`."""
@@ -196,8 +196,8 @@ def _facts(stage: Stage, file: ModelFile, model: ModelConfig, context: ContextCo
         "metadata": ", ".join(model.override_kv) or "the model's own",
         "layers": f"{first + 1}-{end} of {file.n_layer}{_part_text(stage.group)}",
         "KV types": f"{context.cache_type_k} and {context.cache_type_v}",
-        "`flash_attn`": context.flash_attn,
-        "`exact`": "on" if context.exact else "off",
+        "flash attention": context.flash_attn,
+        "exact numerics": "on" if context.exact else "off",
         "RoPE settings": ", ".join(f"{name} {value}" for name, value in rope.items()),
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.chat.reasoning_budget import ReasoningBudget
@@ -36,7 +36,9 @@ class Sampler:
         self._biases: dict[int, float] = {}
         for token, bias in config.logit_bias:
             if token >= vocab.n_tokens:
-                raise UsageError(f"`logit_bias` names token {token}: the model has tokens up to {vocab.n_tokens - 1}")
+                raise SettingError(
+                    "logit_bias", f"names token {token}: the model has tokens up to {vocab.n_tokens - 1}"
+                )
             self._biases[token] = self._biases.get(token, 0.0) + bias
         never = {token for token, bias in self._biases.items() if bias == -math.inf}
         never.update(vocab.suppressed_tokens, vocab.end_tokens if config.ignore_eos else ())

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ggpipe.config.engine import ContextConfig, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
-from ggpipe.errors import IndivisibleModelError, RunError, UsageError
+from ggpipe.errors import IndivisibleModelError, RunError, Setting, SettingError, UsageError, Wording
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group, context_of_group, joined, together
 from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
@@ -143,10 +143,12 @@ class Stage:
         self._spare = n_own + self._pins
         n_seq = self._spare + n_spare
         if n_seq > lib.llama_max_parallel_sequences():
-            raise UsageError(f"`n_seq` must be at most {most} for a model with sliding windows, got {config.n_seq}")
+            raise SettingError("n_seq", f"must be at most {most} for a model with sliding windows, got {config.n_seq}")
         if n_asked < n_seq:
-            raise UsageError(
-                f"`n_seq` {config.n_seq} needs a context of {n_seq} tokens; the model's own has {n_asked}: set `n_ctx`"
+            raise SettingError(
+                "n_seq",
+                f"{config.n_seq} needs a context of {n_seq} tokens; the model's own has {n_asked}",
+                Wording("set ", Setting("n_ctx")),
             )
         logged_errors()
         self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
@@ -174,8 +176,10 @@ class Stage:
             raise RunError(f"libllama cannot decode with this model (status {status}): {last_error()}")
         if self._native.misplaced or (self.is_first and self._native.missing):
             raise IndivisibleModelError(
-                f"layers of '{self._file.architecture}' models depend on each other in a way that cannot be cut "
-                "between ranks; run it on one rank (without `shares`)"
+                f"layers of '{self._file.architecture}' models depend on each other in a way that cannot be "
+                "cut between ranks; run it on one rank (without ",
+                Setting("layer_split"),
+                ")",
             )
         self.forget_all()
         return BoundaryTensors(Counter(self._native.wanted), Counter(self._native.produced))
@@ -238,7 +242,7 @@ class Stage:
             self._forget(run)
             return Outcome(outgoing[:headroom], (), compute_s, True)
         if status == 1:
-            raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise `n_ctx`")
+            raise RunError(f"no free KV cells for {len(run.rows)} tokens; raise ", Setting("n_ctx"))
         if status != 0:
             raise RunError(f"libllama cannot decode run {run.id} (status {status}): {last_error()}")
         if self._native.misplaced or (self._native.missing and not timing_only):

@@ -15,7 +15,7 @@ from typing import Any
 from ggpipe.config.engine import ModelConfig
 from ggpipe.config.sampling import MODEL_KEYS, SamplingConfig
 from ggpipe.core.draft_messages import Vocabularies
-from ggpipe.errors import ModelError, UsageError
+from ggpipe.errors import ModelError, Setting, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, logged_errors, start
 from ggpipe.llama.params import model_params
@@ -235,8 +235,13 @@ class Vocab:
                 return Vocabularies(n_own, n_other, max(outline.eos, 0))
             text = self.text(wrong)
             why = f"token {wrong} is {text!r} in the target and another text in the draft"
-        name = " ".join(filter(None, ("`draft.model`", file)))
-        raise ModelError(f"{name} does not fit `model`: {why}; use a draft model of the same family")
+        name = f" {file}" if file else ""
+        raise ModelError(
+            Setting("draft.model"),
+            f"{name} does not fit ",
+            Setting("model"),
+            f": {why}; use a draft model of the same family",
+        )
 
     def close(self) -> None:
         """Free it. A second call does nothing."""

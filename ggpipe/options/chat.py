@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ggpipe.core.prompt import Conversation
-from ggpipe.errors import SettingError, UsageError
+from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.text.chat.conversation import CHATML
 from ggpipe.text.chat.tools.choice import tool_choice
 
@@ -35,7 +35,7 @@ class ChatSettings:
             ("chat_template_kwargs", self.template_kwargs),
         ):  # fmt: skip
             if given is not None:
-                raise SettingError(f"`{name}` is for a user's message: add `single_turn`")
+                raise SettingError(name, "is for a user's message", Wording("add ", Setting("single_turn")))
 
     def conversation(self, prompt: str) -> Conversation | None:
         """What the user says to the model; None: the prompt is a text to continue."""
@@ -70,16 +70,16 @@ class ChatSettings:
         template = self.template
         if self.template_file is not None:
             if template is not None:
-                raise UsageError("give one chat template: a text with `chat_template`, or a file")
+                raise UsageError("give one chat template: a text with ", Setting("chat_template"), ", or a file")
             try:
                 template = self.template_file.read_text("utf-8")
             except (OSError, UnicodeError) as e:
                 why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-                raise SettingError(f"`chat_template_file` {self.template_file}: cannot read it: {why}") from e
+                raise SettingError("chat_template_file", f"{self.template_file}: cannot read it: {why}") from e
         if template == "chatml":
             return CHATML
         if template is not None and "{%" not in template and "{{" not in template:
-            raise SettingError("`chat_template` must be chatml or a template in the Jinja language")
+            raise SettingError("chat_template", "must be chatml or a template in the Jinja language")
         return template
 
 

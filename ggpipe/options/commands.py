@@ -154,7 +154,7 @@ COMMANDS: tuple[Command, ...] = (
         records=(settings.ClusterSettings, *_WEIGHTS, *_COMPUTING, settings.SimulatedText, settings.PlanSettings),
         leave_out=frozenset(
             {
-                "shares",
+                "layer_split",
                 "n_predict",
                 "seed",
                 "draft.threads_batch",
@@ -176,7 +176,7 @@ COMMANDS: tuple[Command, ...] = (
         records=(*_WEIGHTS, *_COMPUTING, settings.ProfileSettings),
         leave_out=frozenset(
             {
-                "shares",
+                "layer_split",
                 "draft.threads",
                 "draft.threads_batch",
                 "restart",
@@ -202,7 +202,7 @@ COMMANDS: tuple[Command, ...] = (
             SamplingConfig,
             settings.BenchSettings,
         ),
-        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "shares", "stop", *_OF_REASONING}),
+        leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "layer_split", "stop", *_OF_REASONING}),
         required=frozenset({"model"}),
         defaults={"n_predict": 128, "seed": 1},
     ),
@@ -225,7 +225,14 @@ COMMANDS: tuple[Command, ...] = (
             settings.DemoSettings,
         ),
         leave_out=frozenset({"override_kv", "restart", *_OF_REASONING}),
-        defaults={"n_predict": 120, "n_ctx": 1024, "threads": "1", "shares": "0.5,0.5/1.0", "temp": 0.0, "seed": 1},
+        defaults={
+            "n_predict": 120,
+            "n_ctx": 1024,
+            "threads": "1",
+            "layer_split": "0.5,0.5/1.0",
+            "temp": 0.0,
+            "seed": 1,
+        },
     ),
     Command(
         name="serve",
@@ -253,22 +260,24 @@ COMMANDS: tuple[Command, ...] = (
         reads_variables=True,
         defaults={"restart": 10, "warmup": True},
     ),
-    Command(
-        name="rank",
-        help="""Be a rank of a Python program's engine, which starts it (`ggpipe/api/`).""",
-        records=(
-            *_WEIGHTS,
-            *_COMPUTING,
-            settings.PromptSettings,
-            settings.PromptCacheFile,
-            EngineConfig,
-            SpeculationConfig,
-            SamplingConfig,
-            Constraint,
-        ),
-        leave_out=frozenset({"prompt", "file", "escape"}),
-        required=frozenset({"model"}),
-        defaults={"n_requests": 4},
-        hidden=True,
-    ),
+    Command(name="rank", help="Be a rank that a front end started, with the settings that it gives.", hidden=True),
 )
+
+ENGINE = Command(
+    name="engine",
+    help="What a Python program gives an engine, and a server its ranks.",
+    records=(
+        *_WEIGHTS,
+        *_COMPUTING,
+        settings.PromptSettings,
+        settings.PromptCacheFile,
+        EngineConfig,
+        SpeculationConfig,
+        SamplingConfig,
+        Constraint,
+    ),
+    leave_out=frozenset({"prompt", "file", "escape"}),
+    required=frozenset({"model"}),
+    defaults={"n_requests": 4},
+)
+"""No command of the program."""

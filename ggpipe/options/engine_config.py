@@ -5,6 +5,7 @@ All functions raise SettingError or UsageError for settings that contradict each
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,7 @@ from ggpipe.config.engine import (
     SpeculationConfig,
 )
 from ggpipe.core.drafters import registry
-from ggpipe.core.layout import Shares
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.option import Options
 from ggpipe.options.settings import LoadSettings, LoraSettings, ModelSettings, PromptCacheFile, RankSettings
 
@@ -32,18 +32,17 @@ def engine_config(options: Options) -> EngineConfig:
 
     Most commands have no use for what earlier requests of the same job computed, and `bench` must not.
     """
-    speculation, given = speculation_config(options), options[RankSettings].split
+    speculation, given = speculation_config(options), options[RankSettings].layer_split
     n_drafters = _n_drafters(options, speculation)
-    target = given.split.target if given.split is not None else None
     serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
     n_requests = serving["n_requests"]
     drafts = draft_configs(options, _sequences(speculation.sequences, n_requests), speculation.branches)
     n_paths = speculation.sequences + n_drafters - 1 if n_drafters else 1  # others may name another token each
     n_branches = speculation.branches if n_drafters else 0
     context = replace(options[ContextConfig], n_seq=_sequences(n_paths, n_requests), n_branches=n_branches)
-    pipeline = replace(options[PipelineConfig], auto=given.auto)
-    if target is not None:
-        pipeline = replace(pipeline, shares=target.shares, group_sizes=target.group_sizes)
+    pipeline = replace(options[PipelineConfig], auto=given == "auto")
+    if given is not None and given != "auto":
+        pipeline = replace(pipeline, layer_split=given[0])
     prompt_cache = options[PromptCacheFile].config
     return EngineConfig(model_config(options), context, pipeline, drafts, prompt_cache=prompt_cache, **serving)
 
@@ -60,31 +59,37 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
     names, n_models = speculation.drafters, len(options[ModelSettings].drafts)
     if given_mode(options) in ("async", "speculative"):
         if names == ():
-            raise UsageError(f"`mode` {speculation.mode} needs a drafter, and `spec_type` is none: name one there")
+            raise SettingError(
+                "mode",
+                Wording(f"{speculation.mode} needs a drafter, and ", Setting("spec_type"), " is none"),
+                "name one there",
+            )
         if names is None:
-            check_draft(options, f"`mode` {speculation.mode}")
+            check_draft(options, Wording(Setting("mode"), f" {speculation.mode}"))
     if names is not None:
         with_model = [name for name in names if name in registry.WITH_MODEL]
         if with_model:
-            check_draft(options, f"`spec_type` {with_model[0]}")
+            check_draft(options, Wording(Setting("spec_type"), f" {with_model[0]}"))
         elif n_models and names:
-            raise UsageError(
-                f"`draft.model` has nothing to do with `spec_type` {','.join(names)}: leave it out, or add draft there"
+            raise SettingError(
+                "draft.model",
+                Wording("has nothing to do with ", Setting("spec_type"), f" {','.join(names)}"),
+                "leave it out, or add draft there",
             )
     return len(registry.chosen(names, n_models))
 
 
-def check_draft(options: Options, what: str) -> None:
+def check_draft(options: Options, what: str | Wording) -> None:
     """Raises UsageError when there is no draft model, which `what` needs."""
     if not options[ModelSettings].drafts:
-        raise UsageError(f"{what} needs a draft model: name one with `draft.model`")
+        raise UsageError(what, " needs a draft model: name one with ", Setting("draft.model"))
 
 
 def model_config(options: Options) -> ModelConfig:
     """The target model."""
     path, loras = options[ModelSettings].target, options[LoraSettings]
     if path is None:
-        raise UsageError("name a model with `model`")
+        raise UsageError("name a model with ", Setting("model"))
     adapters = (*((lora, 1.0) for lora in loras.plain), *loras.scaled)
     fields = options.fields(ModelConfig)
     return ModelConfig(path=path, load_mode=options[LoadSettings].mode, loras=adapters, **fields)
@@ -95,13 +100,15 @@ def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tupl
 
     They are loaded as the target is. Their contexts are as large, but positions, kernels and metadata are their own.
     """
-    paths, target, split = options[ModelSettings].drafts, options[ContextConfig], options[RankSettings].split.split
-    parts = split.drafts if split is not None else ()
-    if len(parts) > max(len(paths), 1):
-        raise UsageError(
-            f"`shares` has ranks for {len(parts)} draft models, but `draft.model` names {len(paths)}: name each of them"
+    paths, target, given = options[ModelSettings].drafts, options[ContextConfig], options[RankSettings].layer_split
+    splits = given[1:] if given is not None and given != "auto" else ()
+    if len(splits) > max(len(paths), 1):
+        raise SettingError(
+            "layer_split",
+            Wording(f"has ranks for {len(splits)} draft models, but ", Setting("draft.model"), f" names {len(paths)}"),
+            "name each of them",
         )
-    if parts:
+    if splits:
         check_draft(options, "a split with ranks behind the /")
     fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
     mode = options[LoadSettings].mode
@@ -112,12 +119,12 @@ def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tupl
     )  # fmt: skip
     drafts = [
         DraftConfig(
-            model=ModelConfig(path=path, load_mode=mode, **fields), context=context, shares=shares,
-            group_sizes=group_sizes, **options.fields(DraftConfig),
+            model=ModelConfig(path=path, load_mode=mode, **fields), context=context, layer_split=split,
+            **options.fields(DraftConfig),
         )
-        for path, (shares, group_sizes) in zip(paths, (*parts, *[Shares(())] * (len(paths) - len(parts))), strict=True)
+        for path, split in itertools.zip_longest(paths, splits)
     ]  # fmt: skip
-    return tuple(sorted(drafts, key=lambda draft: not draft.shares))
+    return tuple(sorted(drafts, key=lambda draft: draft.layer_split is None))
 
 
 def draft_threads(options: Options) -> int:
@@ -142,10 +149,12 @@ def speculation_config(options: Options) -> SpeculationConfig:
     return speculation.as_chain if _drafts_chains(options) else speculation
 
 
-def warnings_of(options: Options) -> list[str]:
+def warnings_of(options: Options) -> list[Wording]:
     """Settings that are not used as they were given."""
     if _drafts_chains(options) and options[ModelSettings].drafts and options[SpeculationConfig].n_parallel > 1:
-        return ["`exact` without flash attention drafts chains: `n_parallel` 1 is used"]
+        return [
+            Wording(Setting("exact"), " without flash attention drafts chains: ", Setting("n_parallel"), " 1 is used")
+        ]
     return []
 
 

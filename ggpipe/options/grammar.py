@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ggpipe.errors import SettingError, UsageError
+from ggpipe.errors import Setting, SettingError, UsageError
 from ggpipe.text.grammar.gbnf import check
 from ggpipe.text.grammar.json_schema import grammar_of
 
@@ -25,7 +25,16 @@ class Constraint:
             value is not None for value in (self.grammar, self.grammar_file, self.json_schema, self.json_schema_file)
         ]
         if sum(given) > 1:
-            raise UsageError("give one of `grammar`, `grammar_file`, `json_schema` and `json_schema_file`")
+            raise UsageError(
+                "give one of ",
+                Setting("grammar"),
+                ", ",
+                Setting("grammar_file"),
+                ", ",
+                Setting("json_schema"),
+                " and ",
+                Setting("json_schema_file"),
+            )
         grammar, schema = self.grammar, self.json_schema
         if self.grammar_file is not None:
             grammar = _read("grammar_file", self.grammar_file)
@@ -44,4 +53,4 @@ def _read(name: str, path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise SettingError(f"`{name}` {path}: cannot read it: {why}") from e
+        raise SettingError(name, f"{path}: cannot read it: {why}") from e

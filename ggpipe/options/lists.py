@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
+
+from ggpipe.config.layer_split import LayerSplits, parse_layer_split
+
+
+def layer_split(text: str) -> LayerSplits | Literal["auto"]:
+    """`0.2,0.4,0.4`, `0.5,0.5*2/1.0` or `auto`. Raises SettingError."""
+    return "auto" if text == "auto" else parse_layer_split(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:

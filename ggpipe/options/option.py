@@ -77,15 +77,6 @@ class Option:
         kind = found[0] if found and self.parse is None else str
         return list[kind] if self.many else kind  # type: ignore[valid-type]
 
-    def words(self, given: Any) -> list[str]:
-        """The option with a value, as on a command line."""
-        if not self.flags:
-            return [f"./{given}" if str(given).startswith("-") else str(given)]  # all of them are files
-        *_, (on, _, off) = (text.strip().partition("/") for text in self.flags if "--" in text)
-        if isinstance(given, bool):
-            return [on if given else off]
-        return [f"{on}={value}" for value in (given if self.many else [given])]
-
     def value(self, given: Any) -> Any:
         """The field's value. Raises SettingError."""
         if given is None and not self.many:
@@ -96,7 +87,7 @@ class Option:
             return self.parse(list(given or ()) if self.many else given)
         except ValueError as e:
             text = " ".join(given) if self.many else given
-            raise SettingError(f"`{self.name}` {text}: {e}") from None
+            raise SettingError(self.name, f"{text}: {e}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +96,7 @@ class Command:
 
     name: str
     help: str
-    records: tuple[type, ...]
+    records: tuple[type, ...] = ()
     """It takes the options that set fields of these records."""
     leave_out: frozenset[str] = frozenset()
     """It does not take the options of these names."""
@@ -158,30 +149,9 @@ class Options:
             command, {row: given.get(names.get(row.name, row.name), command.default_of(row)) for row in rows}
         )
 
-    def without(self, *records: type) -> Options:
-        """These settings, but with the defaults of some records."""
-        command = self._command
-        return Options(
-            command,
-            {row: command.default_of(row) if row.record in records else value for row, value in self._given.items()},
-        )
-
     def is_given(self, name: str) -> bool:
         """The option of this name has another value than this command's default."""
         return any(given != self._command.default_of(row) for row, given in self._given.items() if row.name == name)
-
-    def arguments(self, changes: Mapping[str, Any]) -> list[str]:
-        """The command and its options as arguments of a command line, some of them with other texts; None leaves an
-        option out.
-
-        `changes`: by the options' names.
-        """
-        words = [self._command.name]
-        for row, given in self._given.items():
-            value = changes.get(row.name, given)
-            if value != self._command.default_of(row) and value is not None:
-                words += row.words(value)
-        return words
 
     def __getitem__(self, record: type[R]) -> R:
         """A record; fields without a value have their default. Raises SettingError for values out of bounds."""

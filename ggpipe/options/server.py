@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.config.checks import check_choice, check_range
-from ggpipe.errors import SettingError, UsageError
+from ggpipe.errors import Setting, SettingError, Wording
 
 _CLIENT_LIMIT_S = 60.0
 _MOST_WAITING = 900  # fewer than wait for an engine at most
@@ -83,32 +83,35 @@ class ServerConfig:
         check_choice("log_format", self.log_format, get_args(LogFormat))
         check_choice("reasoning_format", self.reasoning_format, get_args(ReasoningOutput))
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise SettingError(f"`timeout_s` must be a number of seconds above 0, got {self.timeout_s:g}")
+            raise SettingError("timeout_s", f"must be a number of seconds above 0, got {self.timeout_s:g}")
         if self.sse_ping_interval_s != -1 and not 0 < self.sse_ping_interval_s < math.inf:
             raise SettingError(
-                f"`sse_ping_interval_s` must be -1 (never) or a number of seconds above 0, "
-                f"got {self.sse_ping_interval_s:g}"
+                "sse_ping_interval_s",
+                f"must be -1 (never) or a number of seconds above 0, got {self.sse_ping_interval_s:g}",
             )
         check_range("n_waiting", self.n_waiting, 0, _MOST_WAITING)
         check_range("max_body_mib", self.max_body_mib, 1, 1024)
         for origin in self.cors_origins or ():
             if origin and not _ORIGIN.fullmatch(origin):
                 raise SettingError(
-                    f"`cors_origins` {origin}: write origins as in https://example.org:8443, without a path, "
-                    "or localhost, or *"
+                    "cors_origins",
+                    origin,
+                    "write origins as in https://example.org:8443, without a path, or localhost, or *",
                 )
         if self.static_path is not None and not self.webui:
-            raise UsageError("`static_path` takes the place of the page: leave out `webui`")
+            raise SettingError("static_path", "takes the place of the page", Wording("leave out ", Setting("webui")))
         if self.static_path is not None and not self.static_path.is_dir():
-            raise SettingError(f"`static_path` {self.static_path}: there is no such folder")
+            raise SettingError("static_path", f"{self.static_path}: there is no such folder")
         if not _PREFIX.fullmatch(self.api_prefix):
             raise SettingError(
-                f"`api_prefix` must be as in /llm or /a/b, without a slash at its end, got {self.api_prefix!r}"
+                "api_prefix", f"must be as in /llm or /a/b, without a slash at its end, got {self.api_prefix!r}"
             )
         if not self.jinja:
-            raise SettingError("`jinja` cannot be off: all chat templates are read as Jinja")
+            raise SettingError("jinja", "cannot be off: all chat templates are read as Jinja")
         if (self.ssl_key_file is None) != (self.ssl_cert_file is None):
-            raise UsageError("`ssl_key_file` and `ssl_cert_file` belong together: give both, or none")
+            raise SettingError(
+                "ssl_key_file", Wording("and ", Setting("ssl_cert_file"), " belong together"), "give both, or none"
+            )
 
     @property
     def client_limit_s(self) -> float:
@@ -135,9 +138,9 @@ class ServerConfig:
                 lines = [line.strip() for line in self.api_key_file.read_text("utf-8").splitlines()]
             except (OSError, UnicodeError) as e:
                 why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-                raise SettingError(f"`api_key_file` {self.api_key_file}: cannot read the keys: {why}") from e
+                raise SettingError("api_key_file", f"{self.api_key_file}: cannot read the keys: {why}") from e
             keys += [line for line in lines if not line.startswith("#")]
         found = tuple(filter(None, keys))
         if not found and (self.api_key is not None or self.api_key_file is not None):
-            raise SettingError(f"`{'api_key' if self.api_key is not None else 'api_key_file'}` has no key")
+            raise SettingError("api_key" if self.api_key is not None else "api_key_file", "has no key")
         return found

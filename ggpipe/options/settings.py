@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 from ggpipe.config.checks import check_choice, check_range
 from ggpipe.config.engine import MOST_NORM, LoadMode, Mode, Pooling, PromptCacheConfig
-from ggpipe.core.layout import Split, parse_split
-from ggpipe.errors import SettingError, UsageError
+from ggpipe.config.layer_split import LayerSplits
+from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.escapes import unescape
 
 Color = Literal["auto", "on", "off"]
@@ -43,7 +43,9 @@ class ModelSettings:
     def check_one_draft(self) -> None:
         """Raises UsageError for several draft models, for a command that takes one at most."""
         if len(self.drafts) > 1:
-            raise UsageError(f"`draft.model` is given {len(self.drafts)} times, and this command takes one draft model")
+            raise SettingError(
+                "draft.model", f"is given {len(self.drafts)} times, and this command takes one draft model"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,50 +91,37 @@ class PromptSettings:
     def __post_init__(self) -> None:
         if self.n_predict < -1:
             raise SettingError(
-                f"`n_predict` must be -1 (until the text ends) or a number of tokens, got {self.n_predict}"
+                "n_predict", f"must be -1 (until the text ends) or a number of tokens, got {self.n_predict}"
             )
 
     def read(self) -> str:
         """The text to continue; bytes that are not UTF-8 are surrogates in it."""
         text = self.text
         if (text is None) == (self.file is None):
-            raise UsageError("give one prompt: a text with `prompt`, or a file with `file`")
+            raise UsageError("give one prompt: a text with ", Setting("prompt"), ", or a file with ", Setting("file"))
         if self.file is not None:
             try:
                 text = self.file.read_bytes().decode("utf-8", "surrogateescape")
             except OSError as e:
-                raise SettingError(f"`file` {self.file}: cannot read the prompt: {e.strerror}") from e
+                raise SettingError("file", f"{self.file}: cannot read the prompt: {e.strerror}") from e
             text = text.removesuffix("\n")  # as llama.cpp: editors end files with a newline that no prompt means
         assert text is not None
         return unescape(text) if self.escape else text
 
 
 @dataclass(frozen=True)
-class GivenSplit:
-    """Shares of the layers, as one option names them for all ranks."""
-
-    split: Split | None = None
-    """None spreads the target's layers evenly over the ranks."""
-    auto: bool = False
-
-    @staticmethod
-    def parse(text: str) -> GivenSplit:
-        """`0.2,0.4,0.4`, `0.5,0.5*2/1.0` or `auto`. Raises SettingError."""
-        return GivenSplit(auto=True) if text == "auto" else GivenSplit(parse_split(text))
-
-
-@dataclass(frozen=True)
 class RankSettings:
     """The ranks, and what each of them holds."""
 
-    split: GivenSplit = GivenSplit()
+    layer_split: LayerSplits | Literal["auto"] | None = None
+    """How models' layers are divided; None spreads the target's layers evenly over the ranks."""
     hostfile: Path | None = None
     restart: int = 0
     """Ranks that died are started again, at most so many times in ten minutes."""
 
     def __post_init__(self) -> None:
         if self.restart < 0:
-            raise SettingError(f"`restart` must be 0 (never) or a number of restarts, got {self.restart}")
+            raise SettingError("restart", f"must be 0 (never) or a number of restarts, got {self.restart}")
 
 
 @dataclass(frozen=True)
@@ -159,7 +148,7 @@ class PromptCacheFile:
         if self.path is None:
             if self.all or self.read_only:
                 name = "prompt_cache_ro" if self.read_only else "prompt_cache_all"
-                raise SettingError(f"`{name}` needs a file: name one with `prompt_cache`")
+                raise SettingError(name, "needs a file", Wording("name one with ", Setting("prompt_cache")))
             return None
         return PromptCacheConfig(self.path, "nothing" if self.read_only else "text" if self.all else "prompt")
 
@@ -243,7 +232,7 @@ class BenchSettings:
     modes: tuple[str, ...] = ()
     """Empty: all that are possible; where layouts are compared, the fastest one."""
     layouts: tuple[str, ...] = ()
-    """Splits as of `RankSettings`, to be compared where there are several. Empty: the layers are spread evenly over the
+    """Layer splits, to be compared where there are several. Empty: the layers are spread evenly over the
     ranks."""
     color: Color = "auto"
     csv: Path | None = None
@@ -256,14 +245,16 @@ class BenchSettings:
         check_choice("color", self.color, get_args(Color))
         check_choice("plot_format", self.plot_format, get_args(PlotFormat))
         if self.rounds < 1:
-            raise SettingError(f"`rounds` must be 1 or more, got {self.rounds}")
+            raise SettingError("rounds", f"must be 1 or more, got {self.rounds}")
         for mode in self.modes:
             check_choice("modes", mode, BENCH_MODES)
         for i, text in enumerate(self.layouts):
             if text in self.layouts[:i]:
-                raise SettingError(f"`layouts` names {text} twice: give each layout once")
+                raise SettingError("layouts", f"names {text} twice", "give each layout once")
         if len(self.layouts) > 1 and "single" in self.modes:
-            raise SettingError("`modes` single is not for several `layouts`: name 1.0, one rank, as one of them")
+            raise SettingError(
+                "modes", Wording("single is not for several ", Setting("layouts")), "name 1.0, one rank, as one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +267,7 @@ class RecordSettings:
 
     def __post_init__(self) -> None:
         if not 2 <= self.candidates <= 100:
-            raise SettingError(f"`candidates` must be a number from 2 to 100, got {self.candidates}")
+            raise SettingError("candidates", f"must be a number from 2 to 100, got {self.candidates}")
 
 
 @dataclass(frozen=True)
@@ -316,7 +307,7 @@ class SimulatedText:
 
     def __post_init__(self) -> None:
         if self.n_predict < 1 and self.n_predict != -1:
-            raise SettingError(f"`n_predict` must be 1 or more, or -1 (as many as usual), got {self.n_predict}")
+            raise SettingError("n_predict", f"must be 1 or more, or -1 (as many as usual), got {self.n_predict}")
         check_choice("confidence", self.confidence, get_args(Confidence))
 
 
@@ -339,7 +330,20 @@ class SimulatedTraffic:
     def __post_init__(self) -> None:
         for name in ("concurrent", "requests_csv"):
             if getattr(self, name) is not None and not self.is_given:
-                raise SettingError(f"`{name}` is for several requests: name `users`, `rate`, `requests` or `arrivals`")
+                raise SettingError(
+                    name,
+                    "is for several requests",
+                    Wording(
+                        "name ",
+                        Setting("users"),
+                        ", ",
+                        Setting("rate"),
+                        ", ",
+                        Setting("requests"),
+                        " or ",
+                        Setting("arrivals"),
+                    ),
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +378,6 @@ class PlanSettings:
 
 def _check_measuring(n_ranks: int | None, seconds: float) -> None:
     if n_ranks is not None and n_ranks < 1:
-        raise SettingError(f"`n_ranks` must be a number of ranks, 1 or more, got {n_ranks}")
+        raise SettingError("n_ranks", f"must be a number of ranks, 1 or more, got {n_ranks}")
     if not (math.isfinite(seconds) and seconds > 0):
-        raise SettingError(f"`seconds` must be a time above 0, got {seconds:g}")
+        raise SettingError("seconds", f"must be a time above 0, got {seconds:g}")

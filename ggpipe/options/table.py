@@ -32,7 +32,6 @@ from ggpipe.options.settings import (
     DemoSettings,
     EmbeddingSettings,
     GenerateOutput,
-    GivenSplit,
     LoadSettings,
     LogSettings,
     LoraSettings,
@@ -172,7 +171,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, COMPUTE, "check_memory", "--check-memory", help="Load nothing when a machine's available memory is less than its ranks need. --restart does so for layers that go to other machines."),
     _option(ContextConfig, COMPUTE, "exact", "--exact", help="Reference kernels: the same bits for every split, mode and number of threads. Slower."),
 
-    _option(RankSettings, RANKS, "split", "--mpi-layer-split", setting="shares", metavar="LIST", optional=True, parse=GivenSplit.parse, help="Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0), those of each further draft model behind another. Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
+    _option(RankSettings, RANKS, "layer_split", "--mpi-layer-split", metavar="LIST", optional=True, parse=lists.layer_split, help="Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0), those of each further draft model behind another. Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."),
     _option(BenchSettings, RANKS, "layouts", "--mpi-layer-split", metavar="LIST", many=True, help="As above. May be repeated: the layouts are compared. Each is loaded on ranks of its own, and they take turns."),
     _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=lists.weights, help="In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others divide evenly."),
     _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="What the machines of a group send each other of their sums; f16: half the bytes, rounded."),

@@ -1,4 +1,4 @@
-"""An automatic split: ranks measure themselves, the head plans for exactly these and sends the others their shares."""
+"""An automatic split: ranks measure themselves, the head plans for exactly these and sends the others their layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
 from ggpipe.config.engine import TARGET, ContextConfig, EngineConfig
-from ggpipe.core.layout import Layout, layer_range, shares_text
+from ggpipe.config.layer_split import text_of
+from ggpipe.core.layout import layer_range
 from ggpipe.engine import wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.process import run_alike
-from ggpipe.errors import IndivisibleModelError, RunError
+from ggpipe.errors import IndivisibleModelError, RunError, Setting, Wording
 from ggpipe.launch import sockets
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
@@ -32,7 +33,7 @@ from ggpipe.profiling.profile import kernels_of, profile_ranks
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes
 from ggpipe.transport.base import HEAD, Transport
-from ggpipe.transport.control import RankFacts, StartProfile, UseShares
+from ggpipe.transport.control import RankFacts, StartProfile, UseSplit
 
 _BUDGET_S = 1.5
 _AGREEMENT, _N_PROMPT = 0.7, 128
@@ -43,9 +44,9 @@ Channel = ControlChannel[None]
 
 
 def settle(
-    transport: Transport, attend: Callable[[], None], config: EngineConfig, say: Callable[[str], None]
+    transport: Transport, attend: Callable[[], None], config: EngineConfig, say: Callable[[str | Wording], None]
 ) -> EngineConfig:
-    """The config with shares for exactly these ranks. All ranks call it, each gets the same shares; on the head `say`
+    """The config with a split for exactly these ranks. All ranks call it, each gets the same one; on the head `say`
     gets a line for the user.
 
     Raises on the head what any rank failed with, UsageError when the model does not fit, and RankError on the others.
@@ -53,17 +54,17 @@ def settle(
     channel: Channel = ControlChannel(transport, attend)
     with channel.failing_together():
         if transport.rank != HEAD:
-            return _with_shares(config, _follow(channel, config))
+            return _with_split(config, _follow(channel, config))
         profile = _measured(channel, config)
         if transport.size == 1:
             plan = _plan(config, profile, n_ranks=1, attend=attend)
             config = _with_threads(config, plan)
         else:
             plan = _plan(config, profile, in_order=True, attend=attend)
-        shares = _shares(plan)
-        channel.send_to_all(shares)
+        split = _split(plan)
+        channel.send_to_all(split)
     say(_chosen(plan))
-    return _with_shares(config, shares)
+    return _with_split(config, split)
 
 
 def ranks_here(config: EngineConfig) -> int:
@@ -79,15 +80,15 @@ def ranks_here(config: EngineConfig) -> int:
     return len(_plan(config, profile).ranks)
 
 
-def _follow(channel: Channel, config: EngineConfig) -> UseShares:
-    """The part of all ranks but the head: the shares that the head chose."""
+def _follow(channel: Channel, config: EngineConfig) -> UseSplit:
+    """The part of all ranks but the head: the split that the head chose."""
     channel.send(HEAD, _facts(channel.transport, config))
     order = channel.receive().message
     if isinstance(order, StartProfile):
         profile_ranks(channel.transport, config, budget_s=_BUDGET_S, attend=channel.attend)
         order = channel.receive().message
-    if not isinstance(order, UseShares):
-        raise RunError(f"the head sent {type(order).__name__} instead of UseShares: use one ggpipe everywhere")
+    if not isinstance(order, UseSplit):
+        raise RunError(f"the head sent {type(order).__name__} instead of UseSplit: use one ggpipe everywhere")
     return order
 
 
@@ -119,7 +120,9 @@ def _profile(channel: Channel, config: EngineConfig) -> Profile:
         model_file = ModelFile.open(config.model.path)
         if channel.transport.size > 1:
             raise IndivisibleModelError(
-                f"'{model_file.architecture}' models cannot be cut between ranks; run it on one rank (without `shares`)"
+                f"'{model_file.architecture}' models cannot be cut between ranks; run it on one rank (without ",
+                Setting("layer_split"),
+                ")",
             ) from e
         return measure((0, model_file.n_layer))
 
@@ -191,31 +194,15 @@ def _may_group(config: EngineConfig) -> bool:
     return not (context.exact or context.flash_attn == "off" or config.model.loras)
 
 
-def _shares(plan: Plan) -> UseShares:
-    placement = plan.placement
-    assert placement.layout is not None
-    draft = placement.draft_layout
-    shares, sizes = _shares_of(placement.layout)
-    draft_shares = _shares_of(draft)[0] if draft is not None else ()
-    return UseShares(shares, draft_shares, sizes if max(sizes) > 1 else (), placement.tensor_split)
+def _split(plan: Plan) -> UseSplit:
+    target, draft = (*plan.placement.layer_splits, None)[:2]
+    assert target is not None
+    return UseSplit(target, draft, plan.placement.tensor_split)
 
 
-def _shares_of(layout: Layout) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The share of each stage, and its ranks."""
-    stages = [layout.stage_of(rank) for rank in layout.ranks if layout.part_of(rank) == 0]
-    counts = [b - a for a, b in (stage.layers for stage in stages)]
-    return tuple(count / sum(counts) for count in counts), tuple(len(stage.ranks) for stage in stages)
-
-
-def _with_shares(config: EngineConfig, shares: UseShares) -> EngineConfig:
-    drafts = tuple(replace(draft, shares=shares.draft) for draft in config.drafts)
-    pipeline = replace(
-        config.pipeline,
-        shares=shares.target,
-        group_sizes=shares.group_sizes,
-        tensor_split=shares.tensor_split,
-        auto=False,
-    )
+def _with_split(config: EngineConfig, split: UseSplit) -> EngineConfig:
+    drafts = tuple(replace(draft, layer_split=split.draft) for draft in config.drafts)
+    pipeline = replace(config.pipeline, layer_split=split.target, tensor_split=split.tensor_split, auto=False)
     return replace(config, pipeline=pipeline, drafts=drafts)
 
 
@@ -233,7 +220,7 @@ def _chosen(plan: Plan) -> str:
     """One line for the user."""
     placement = plan.placement
     assert placement.layout is not None
-    text = shares_text(placement.layout, placement.draft_layout)
+    text = text_of(placement.layer_splits)
     n_target = len(placement.target_on)
     draft = ""
     if placement.draft_on:

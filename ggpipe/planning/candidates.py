@@ -12,7 +12,7 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.engine import Mode
 from ggpipe.core.layout import Layout, part_shares
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, UsageError
 from ggpipe.planning.evaluate import Candidate
 from ggpipe.planning.groups import grouped
 from ggpipe.planning.placements import Arrangement, arrangements
@@ -235,12 +235,20 @@ class CandidateSearch:
         if left == 0:
             return UsageError(
                 f"no way to divide {target.name}'s {target.n_layer} layers over {constraints.n_ranks or len(nodes)} "
-                f"ranks fits their machines: {what}; use fewer ranks, lower `n_ctx` or `n_ubatch`, or name a split"
+                f"ranks fits their machines: {what}; use fewer ranks, lower ",
+                Setting("n_ctx"),
+                " or ",
+                Setting("n_ubatch"),
+                ", or name a split",
             )
         where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
         return UsageError(
-            f"{target.name} does not fit: {what} and room to compute in, and the machines have {where}; "
-            f"{_gb(left)} are missing: add memory or machines, lower `n_ctx` or `n_ubatch`, or take a smaller model"
+            f"{target.name} does not fit: {what} and room to compute in, and the machines have {where}; {_gb(left)} "
+            "are missing: add memory or machines, lower ",
+            Setting("n_ctx"),
+            " or ",
+            Setting("n_ubatch"),
+            ", or take a smaller model",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ggpipe.config.engine import EngineConfig
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, SettingError, Wording
 from ggpipe.launch.job import slots_of
 
 
@@ -19,7 +19,10 @@ def ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
     if config.pipeline.auto:
         n_ranks = len(slots_of(hostfile)) or _ranks_here(config)
     if hostfile is not None and n_target is None and not config.pipeline.auto:
-        raise UsageError("`hostfile` needs `shares`: the number of ranks to start and the share of each")
+        raise SettingError(
+            "hostfile",
+            Wording("needs ", Setting("layer_split"), ": the number of ranks to start and the share of each"),
+        )
     config.check_ranks(n_ranks or 1)
     return None if hostfile is None and n_ranks <= 1 else n_ranks
 

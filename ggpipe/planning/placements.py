@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.engine import TensorWire
 from ggpipe.core.layout import Layout
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError
 from ggpipe.sim.virtual_cluster import VirtualPlacement
 
 _KINDS = 6  # kinds of machines that are tried for the draft
@@ -127,8 +127,8 @@ def arrangements(
     maker = _Maker(spec, speed, n_ranks is not None or in_order, in_order, threads, draft_threads, draft_parts)
     places = _places(spec)
     if n_ranks is not None and n_ranks > len(places):
-        raise UsageError(
-            f"`n_ranks` {n_ranks}: there is room for {len(places)} ranks, one on each machine or as many as named"
+        raise SettingError(
+            "n_ranks", f"{n_ranks}: there is room for {len(places)} ranks, one on each machine or as many as named"
         )
     if n_ranks is not None:
         fastest = sorted(range(len(places)), key=lambda i: -speed(places[i].node))[:n_ranks]

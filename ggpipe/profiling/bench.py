@@ -20,7 +20,7 @@ from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine import wiring
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import tune
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, UsageError, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import context_of_group
@@ -93,7 +93,7 @@ class BenchTurn:
         return case_name(self.layout, self.mode)
 
 
-def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -> BenchWork:
+def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str | Wording], None]) -> BenchWork:
     """The part of `spec` that is possible with a loaded engine; `say` gets a line on whatever is left out.
 
     Raises UsageError when no prompt or no mode is left.
@@ -108,10 +108,13 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str], None]) -
         except UsageError as e:
             if not spec.may_skip_texts:
                 raise
-            say(f"{e}; left out")
+            say(Wording(e, "; left out"))
     if not prompts:
         raise UsageError(
-            f"no prompt fits into a context of {engine.n_ctx} tokens with `n_predict` {spec.n_predict}: raise `n_ctx`"
+            f"no prompt fits into a context of {engine.n_ctx} tokens with ",
+            Setting("n_predict"),
+            f" {spec.n_predict}: raise ",
+            Setting("n_ctx"),
         )
     modes = spec.modes or tuple(mode for mode in MODES if mode not in SPECULATIVE_MODES or spec.config.drafts)
     if not engine.can_speculate:
@@ -201,14 +204,12 @@ def check_layout(config: EngineConfig) -> None:
     if pipeline.auto or pipeline.n_ranks is None:
         return
     config.check_ranks(pipeline.n_ranks + config.n_draft_ranks)
-    parts = [(config.model.path, config.context, pipeline.n_ranks, pipeline.shares, pipeline.group_sizes)]
-    for draft in config.drafts:
-        if draft.shares:
-            parts.append((draft.model.path, draft.context, draft.n_ranks, draft.shares, draft.group_sizes))
-    for path, context, n_ranks, shares, group_sizes in parts:
-        if path.exists():
+    parts = [(config.model.path, config.context, pipeline.layer_split)]
+    parts += [(draft.model.path, draft.context, draft.layer_split) for draft in config.drafts]
+    for path, context, split in parts:
+        if path.exists() and split is not None:
             file = ModelFile.open(path)
-            if lay_out(file.n_layer, n_ranks, shares, group_sizes=group_sizes).group_sizes:
+            if lay_out(file.n_layer, split.n_ranks, split).group_sizes:
                 context_of_group(file, context)
 
 
@@ -216,8 +217,11 @@ def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -
     """All modes must write texts of the same length. Raises UsageError when the context is too small for that."""
     if len(prompt) + n_predict > n_ctx:
         raise UsageError(
-            f"{name} has {len(prompt)} tokens, `n_predict` is {n_predict}, and the context has room for {n_ctx}: "
-            f"raise `n_ctx` to {len(prompt) + n_predict}"
+            f"{name} has {len(prompt)} tokens, ",
+            Setting("n_predict"),
+            f" is {n_predict}, and the context has room for {n_ctx}: raise ",
+            Setting("n_ctx"),
+            f" to {len(prompt) + n_predict}",
         )
 
 
@@ -226,7 +230,7 @@ def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -
 
 def single_config(config: EngineConfig) -> EngineConfig:
     """For the whole target in the front end's process."""
-    pipeline = replace(config.pipeline, shares=None, group_sizes=(), tensor_split=())
+    pipeline = replace(config.pipeline, layer_split=None, tensor_split=())
     return replace(config, drafts=(), context=replace(config.context, n_seq=1), pipeline=pipeline)
 
 

@@ -24,7 +24,7 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.engine import handshake
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.stage_thread import Notice
-from ggpipe.errors import SettingError
+from ggpipe.errors import SettingError, Wording
 from ggpipe.profiling import stage_timing
 from ggpipe.profiling.links import LinkTimer
 from ggpipe.profiling.profiled_rank import TURN_S, ProfiledRank
@@ -65,7 +65,7 @@ def profile_ranks(
     layers: tuple[int, int] | None = None,
     budget_s: float = 15.0,
     attend: Callable[[], None] = lambda: None,
-    on_line: Callable[[str], None] = lambda _: None,
+    on_line: Callable[[str | Wording], None] = lambda _: None,
 ) -> Profile | None:
     """Measure all ranks with `config`'s models, for about `budget_s` seconds and the time it takes to load.
 
@@ -89,7 +89,11 @@ class _ProfileHead:
     """The head while a cluster is profiled: asks all ranks, itself included."""
 
     def __init__(
-        self, channel: ControlChannel[Notice], own: ProfiledRank, budget_s: float, on_line: Callable[[str], None]
+        self,
+        channel: ControlChannel[Notice],
+        own: ProfiledRank,
+        budget_s: float,
+        on_line: Callable[[str | Wording], None],
     ) -> None:
         self._channel = channel
         self._own = own
@@ -109,7 +113,7 @@ class _ProfileHead:
         if layers is None:
             layers = default_layers(model, own_s - draft_s, max(hello.cache_bytes for hello in hellos))
         if not 0 <= layers[0] < layers[1] <= model.n_layer:
-            raise SettingError(f"`layers` {layers[0]}-{layers[1] - 1}: the model has layers 0 to {model.n_layer - 1}")
+            raise SettingError("layers", f"{layers[0]}-{layers[1] - 1}: the model has layers 0 to {model.n_layer - 1}")
         self._on_line(_announced(model, layers, draft, self._n_ranks))
         drafts: dict[int, DraftMeasured] = {}
         alone: dict[int, AloneMeasured] = {}
@@ -139,7 +143,7 @@ class _ProfileHead:
         others = self._channel.gather(ProfileHello, range(1, self._n_ranks))
         hellos = [self._own.hello(), *others.values()]
         for warning in handshake.compare([hello.target for hello in hellos]):
-            self._on_line(f"warning: {warning}")
+            self._on_line(Wording("warning: ", warning))
         drafts = [hello.draft for hello in hellos if hello.draft is not None]
         if drafts:
             handshake.compare(drafts)  # its warnings are those of the target

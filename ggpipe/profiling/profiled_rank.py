@@ -12,7 +12,7 @@ from ggpipe.config.engine import FIRST_DRAFT, TARGET, EngineConfig
 from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.stage_thread import Notice
-from ggpipe.errors import IndivisibleModelError, MpiError, RunError
+from ggpipe.errors import IndivisibleModelError, MpiError, RunError, Setting
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of
@@ -237,7 +237,9 @@ class ProfiledRank:
             if layers == (0, n):
                 raise
             raise IndivisibleModelError(
-                f"'{self.model.architecture}' models cannot be cut: profile all layers, with `layers` 0-{n - 1}"
+                f"'{self.model.architecture}' models cannot be cut: profile all layers, with ",
+                Setting("layers"),
+                f" 0-{n - 1}",
             ) from e
 
     def _load(

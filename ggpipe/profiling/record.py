@@ -16,7 +16,7 @@ from ggpipe.core.drafters.draft_state import candidates
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import Interrupted, ModelError, UsageError
+from ggpipe.errors import Interrupted, ModelError, Setting, UsageError
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.sampler import Sampler
@@ -92,7 +92,9 @@ def write_texts(
         if text:
             written.append(WrittenText(name, prompt, tuple(text)))
         elif not is_stopped:
-            raise UsageError(f"the text after {name} ends at once: set `ignore_eos`, or take another prompt")
+            raise UsageError(
+                f"the text after {name} ends at once: set ", Setting("ignore_eos"), ", or take another prompt"
+            )
         if is_stopped:
             break
     if not written:
@@ -151,7 +153,7 @@ def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig
         vocabularies = target_vocab.with_draft(outline)
         for field, able in (("model", target_vocab.rolls_back), ("draft.model", outline.rolls_back)):
             if not able:
-                raise ModelError(f"`{field}` cannot roll back its KV state, so it cannot be used for speculation")
+                raise ModelError(Setting(field), " cannot roll back its KV state, so it cannot be used for speculation")
         with contextlib.closing(Sampler(sampling, target_vocab, _ANY_CONTEXT)) as sampler:
             return Pair(vocabularies=vocabularies, banned=sampler.banned)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,12 +81,12 @@ class ApiError(Exception):
             return ApiError(400, str(error), error.param)
         if isinstance(error, PromptTooLong):
             return ApiError.too_long(error.n_ctx, error.n_prompt)
-        message = re.sub(r"`([\w.]+)`", lambda found: f"`{_NAMES.get(found[1], found[1])}`", str(error))
+        error = error.renamed(_NAMES)
+        message = str(error)
         if isinstance(error, QueueFull):
             return ApiError(503, message)
         if isinstance(error, UsageError):
-            field = error.field if isinstance(error, SettingError) else ""
-            return ApiError(400, message, _NAMES.get(field, field) or None)
+            return ApiError(400, message, error.field if isinstance(error, SettingError) else None)
         return ApiError(503, message)
 
 

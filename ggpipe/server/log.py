@@ -96,7 +96,7 @@ class LogFile(logging.Handler):
         try:
             self._fd = self._opened()
         except OSError as e:
-            raise SettingError(f"`log_file` {path}: cannot write it: {e.strerror}") from e
+            raise SettingError("log_file", f"{path}: cannot write it: {e.strerror}") from e
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

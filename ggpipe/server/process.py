@@ -61,7 +61,7 @@ def listen(config: ServerConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as e:
-        raise SettingError(f"`host` {config.host}: no such address: {e}") from e
+        raise SettingError("host", f"{config.host}: no such address: {e}") from e
     listener = socket.socket(family, kind)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def listen(config: ServerConfig) -> socket.socket:
         listener.listen(1024)
     except OSError as e:
         listener.close()
-        raise SettingError(f"`port` {config.port}: cannot listen on {config.host}: {e.strerror}") from e
+        raise SettingError("port", f"{config.port}: cannot listen on {config.host}: {e.strerror}") from e
     return listener
 
 
@@ -187,7 +187,7 @@ async def _serve(
     try:
         settings.load()
     except OSError as e:  # ssl.SSLError is one
-        raise SettingError(f"`ssl_cert_file` {config.ssl_cert_file}: cannot use it: {e.strerror or e}") from e
+        raise SettingError("ssl_cert_file", f"{config.ssl_cert_file}: cannot use it: {e.strerror or e}") from e
     settings.http_protocol_class = limited(settings.http_protocol_class, n_connections)  # type: ignore[assignment]
     http = _Uvicorn(settings)
     is_ending, is_cut_off = asyncio.Event(), asyncio.Event()

@@ -48,7 +48,7 @@ _DECODER = msgspec.json.Decoder(_Saved)
 def check_folder(folder: Path) -> None:
     """Raises SettingError for what is no folder, or cannot be written to."""
     if not (folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)):
-        raise SettingError(f"`slot_save_path` {folder}: there is no such folder, or it cannot be written to")
+        raise SettingError("slot_save_path", f"{folder}: there is no such folder, or it cannot be written to")
 
 
 class SavedSlots:

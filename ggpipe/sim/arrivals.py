@@ -13,7 +13,7 @@ import msgspec
 
 from ggpipe.cluster.decode import decode
 from ggpipe.config.engine import MAX_SEQUENCES
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, SettingError, UsageError, Wording
 
 MOST_REQUESTS = 2000
 """In a simulation."""
@@ -60,18 +60,22 @@ class Traffic:
             ("concurrent", self.n_requests, MAX_SEQUENCES),
         ):
             if value is not None and not 1 <= value <= most:
-                raise UsageError(f"`{name}` must be a number from 1 to {most}, got {value}")
+                raise SettingError(name, f"must be a number from 1 to {most}, got {value}")
         if self.rate is not None and not 0 < self.rate < math.inf:
-            raise UsageError(f"`rate` must be a number of requests per second above 0, got {self.rate:g}")
+            raise SettingError("rate", f"must be a number of requests per second above 0, got {self.rate:g}")
         given = [
             name for name, value in (("users", self.users), ("rate", self.rate), ("arrivals", self.listed)) if value
         ]
         if len(given) > 1:
-            raise UsageError(f"`{given[0]}` and `{given[1]}` both say when requests arrive: leave out one of them")
+            raise SettingError(
+                given[0], Wording("and ", Setting(given[1]), " both say when requests arrive"), "leave out one of them"
+            )
         if self.listed and self.n_total is not None:
-            raise UsageError("`arrivals` has a number of requests already: leave out `requests`")
+            raise SettingError(
+                "arrivals", "has a number of requests already", Wording("leave out ", Setting("requests"))
+            )
         if self.users and self.n_total is not None and self.n_total < self.users:
-            raise UsageError(f"`requests` must be at least {self.users}, one for each user, got {self.n_total}")
+            raise SettingError("requests", f"must be at least {self.users}, one for each user, got {self.n_total}")
 
     @property
     def at_a_time(self) -> int:

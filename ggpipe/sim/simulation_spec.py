@@ -13,9 +13,10 @@ from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import MAX_PARTS, THRESHOLDS, Mode, Policy, SpeculationConfig
+from ggpipe.config.engine import THRESHOLDS, Mode, Policy, SpeculationConfig
+from ggpipe.config.layer_split import MAX_PARTS
 from ggpipe.core.layout import Layout, lay_out
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, SettingError, UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, Sizes, serve
 from ggpipe.sim.text import Confidence, SimulatedTokens, SyntheticTokens, recorded
@@ -58,9 +59,9 @@ class SyntheticText:
 
     def __post_init__(self) -> None:
         if not 0 <= self.agreement <= 1:
-            raise UsageError(f"`acceptance` must be a share between 0 and 1, got {self.agreement:g}")
+            raise SettingError("acceptance", f"must be a share between 0 and 1, got {self.agreement:g}")
         if self.n_prompt < 1:
-            raise UsageError(f"`prompt_tokens` must be 1 or more, got {self.n_prompt}")
+            raise SettingError("prompt_tokens", f"must be 1 or more, got {self.n_prompt}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,12 @@ class SimulationSpec:
         if self.traffic is not None:
             n_tokens *= self.traffic.at_a_time
         if 0 < n_ctx < longest:
-            raise UsageError(f"a context of {n_ctx} tokens cannot hold {longest}: raise `n_ctx`, or lower `n_predict`")
+            raise UsageError(
+                f"a context of {n_ctx} tokens cannot hold {longest}: raise ",
+                Setting("n_ctx"),
+                ", or lower ",
+                Setting("n_predict"),
+            )
         needed_bytes = self._needed_bytes(n_ctx or n_tokens)
         for number, node in enumerate(self.cluster.nodes):
             if needed_bytes[number] > node.memory_bytes:
@@ -177,7 +183,7 @@ class SimulationSpec:
         if not names:
             return self.tokens
         if isinstance(self.tokens, Recording):
-            raise UsageError(f"a recording has its own {names[0]}: leave out `recording`, or that sweep")
+            raise UsageError(f"a recording has its own {names[0]}: leave out ", Setting("recording"), ", or that sweep")
         agreement = values.get("acceptance", self.tokens.agreement)
         return replace(
             self.tokens, agreement=agreement, n_prompt=int(values.get("prompt-tokens", self.tokens.n_prompt))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from ggpipe.config.engine import Mode
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError, UsageError
 from ggpipe.sim.simulation_spec import NAMES, SPECULATIVE_NAMES, WHOLE, SimulationSpec
 from ggpipe.stats.records import RequestStats
 from ggpipe.stats.summary import Summary, summary_of
@@ -60,9 +60,9 @@ def parse_axis(text: str) -> Axis:
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("_", "-")
     if not equals:
-        raise UsageError(f"`sweep` {text}: write NAME=VALUES, as in draft=2..8 or pa=0.1,0.3,0.5")
+        raise SettingError("sweep", text, "write NAME=VALUES, as in draft=2..8 or pa=0.1,0.3,0.5")
     if name not in NAMES:
-        raise UsageError(f"`sweep` {text}: {name or 'nothing'} cannot be swept; names are {', '.join(NAMES)}")
+        raise SettingError("sweep", f"{text}: {name or 'nothing'} cannot be swept; names are {', '.join(NAMES)}")
     found = list(itertools.chain.from_iterable(_parse_piece(text, name in WHOLE, piece) for piece in values.split(",")))
     return Axis(name, tuple(dict.fromkeys(found)))
 
@@ -123,9 +123,9 @@ def _check_axes(axes: Sequence[Axis], modes: Sequence[Mode], n_modes: int) -> No
     names = [axis.name for axis in axes]
     for name in names:
         if name in SPECULATIVE_NAMES and list(modes) == ["iterative"]:
-            raise UsageError(f"`sweep` {name}=… makes no difference without draft tokens: leave it out")
+            raise SettingError("sweep", f"{name}=… makes no difference without draft tokens", "leave it out")
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise UsageError(f"`sweep` {twice[0]}=… is given twice: give all its values in one, separated by commas")
+        raise SettingError("sweep", f"{twice[0]}=… is given twice", "give all its values in one, separated by commas")
     n_runs = math.prod(len(axis.values) for axis in axes) * n_modes
     if n_runs > _MOST_RUNS:
         raise UsageError(f"these sweeps are {n_runs} simulations, at most {_MOST_RUNS} are possible: name fewer values")
@@ -135,7 +135,7 @@ def _parse_piece(text: str, whole: bool, piece: str) -> list[float]:
     ends, slash, step_text = piece.partition("/")
     low_text, dots, high_text = ends.partition("..")
     if slash and not dots:
-        raise UsageError(f"`sweep` {text}: {piece} has a step and no range; write a..b/step")
+        raise SettingError("sweep", f"{text}: {piece} has a step and no range; write a..b/step")
     low = _number(text, whole, low_text)
     if not dots:
         return [low]
@@ -144,14 +144,14 @@ def _parse_piece(text: str, whole: bool, piece: str) -> list[float]:
         return [low, *(float(f"{low + i * (high - low) / _STEPS:.3g}") for i in range(1, _STEPS)), high]
     step = _number(text, whole, step_text) if slash else 1
     if low > high:
-        raise UsageError(f"`sweep` {text}: {piece} is empty; write the smaller number first")
+        raise SettingError("sweep", f"{text}: {piece} is empty; write the smaller number first")
     if low == high:
         return [low]
     if step <= 0:
-        raise UsageError(f"`sweep` {text}: a step is above 0")
+        raise SettingError("sweep", f"{text}: a step is above 0")
     n_steps = math.floor(min((high - low) / step * (1 + 1e-9), _MOST))
     if n_steps > _MOST_RUNS:
-        raise UsageError(f"`sweep` {text}: {piece} has more than {_MOST_RUNS} values; take larger steps")
+        raise SettingError("sweep", f"{text}: {piece} has more than {_MOST_RUNS} values; take larger steps")
     return [_rounded(low + i * step) for i in range(n_steps + 1)]
 
 
@@ -162,7 +162,7 @@ def _number(text: str, whole: bool, number: str) -> float:
             raise ValueError
     except ValueError:
         kind = "a whole number" if whole else "a number"
-        raise UsageError(f"`sweep` {text}: {number.strip() or 'nothing'} is not {kind}") from None
+        raise SettingError("sweep", f"{text}: {number.strip() or 'nothing'} is not {kind}") from None
     return value
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from ggpipe.cluster.recording import RecordedPrompt, Recording
 from ggpipe.core.draft_messages import Candidates
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError, UsageError
 
 Confidence = Literal["calibrated", "overconfident", "underconfident"]
 
@@ -98,7 +98,7 @@ class SyntheticTokens:
     ) -> None:
         """Raises UsageError where these make no sense."""
         if not 0 <= agreement <= 1:
-            raise UsageError(f"`acceptance` must be a share between 0 and 1, got {agreement}")
+            raise SettingError("acceptance", f"must be a share between 0 and 1, got {agreement}")
         for name, value, least in (("n_prompt", n_prompt, 1), ("n_text", n_text, 1), ("n_candidates", n_candidates, 2)):
             if value < least:
                 raise UsageError(f"{name} must be at least {least}, got {value}")

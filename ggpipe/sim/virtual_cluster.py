@@ -15,8 +15,9 @@ from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
 from ggpipe.cluster.profile import MeasuredLayers, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.config.engine import TensorWire
-from ggpipe.core.layout import Layout, Shares, Split, lay_out, part_shares
-from ggpipe.errors import UsageError
+from ggpipe.config.layer_split import LayerSplits, n_ranks_of
+from ggpipe.core.layout import Layout, decimal_split, lay_out, part_shares
+from ggpipe.errors import SettingError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of
 from ggpipe.sim.costs import Cost, MeasuredCost, Roofline
 from ggpipe.sim.groups import GroupCost, group_cost
@@ -122,6 +123,11 @@ class VirtualPlacement:
         return self.layout is not None and any(len(stage.ranks) > 1 for stage in self.layout.stages)
 
     @property
+    def layer_splits(self) -> LayerSplits:
+        """How the user would write this."""
+        return tuple(decimal_split(own) for own in (self.layout, self.draft_layout) if own is not None)
+
+    @property
     def group_sizes(self) -> frozenset[int]:
         """Ranks of its groups; empty where each stage has one rank."""
         return frozenset(size for own in (self.layout, self.draft_layout) if own for size in own.group_sizes)
@@ -130,11 +136,10 @@ class VirtualPlacement:
 def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None) -> VirtualPlacement:
     """The placement in a cluster file. Raises LaunchError for a split that the models' layers do not allow."""
     draft_on = spec.draft_on if draft is not None else ()
-    layout = lay_out(target.n_layer, len(spec.target_on), spec.shares, 0, spec.group_sizes)
+    layout = lay_out(target.n_layer, len(spec.target_on), spec.layer_split)
     draft_layout = None
     if draft is not None and draft_on:
-        shares, sizes = spec.draft_shares or None, spec.draft_group_sizes
-        draft_layout = lay_out(draft.n_layer, len(draft_on), shares, len(spec.target_on), sizes)
+        draft_layout = lay_out(draft.n_layer, len(draft_on), spec.draft_layer_split, len(spec.target_on))
     return VirtualPlacement(
         target_on=spec.target_on,
         draft_on=draft_on,
@@ -223,32 +228,32 @@ def stage_cost(
     )
 
 
-def with_split(spec: ClusterSpec, split: Split) -> ClusterSpec:
+def with_splits(spec: ClusterSpec, splits: LayerSplits) -> ClusterSpec:
     """The cluster with its ranks and layers divided by these shares.
 
     Ranks stay where they are; shares for the target's ranks alone leave the draft's out. Raises UsageError when shares
     and ranks differ in number.
     """
-    if len(split.drafts) > 1:
-        raise UsageError("`shares` names ranks of several draft models, and simulations have one: write one / at most")
-    n_target, n_draft, places = split.target.n_ranks, split.n_draft_ranks, spec.target_on + spec.draft_on
+    if len(splits) > 2:
+        raise SettingError(
+            "layer_split", "names ranks of several draft models, and simulations have one", "write one / at most"
+        )
+    n_target, n_draft, places = n_ranks_of(splits[:1]), n_ranks_of(splits[1:]), spec.target_on + spec.draft_on
     if n_target + n_draft != len(places) and (n_target, n_draft) != (len(spec.target_on), 0):
-        raise UsageError(
-            f"`shares` names {n_target + n_draft} ranks, and the cluster has {len(places)}: give a share for "
-            "each, or change target_on and draft_on in its file"
+        raise SettingError(
+            "layer_split",
+            f"names {n_target + n_draft} ranks, and the cluster has {len(places)}",
+            "give a share for each, or change target_on and draft_on in its file",
         )
     target_on, draft_on = places[:n_target], places[n_target : n_target + n_draft]
     threads = spec.threads[: n_target + n_draft]
-    draft = split.drafts[0] if split.drafts else Shares(())
     return replace(
         spec,
         target_on=target_on,
         draft_on=draft_on,
-        shares=split.target.shares,
-        draft_shares=draft.shares,
+        layer_split=splits[0],
+        draft_layer_split=splits[1] if len(splits) > 1 else None,
         threads=threads,
-        group_sizes=split.target.group_sizes,
-        draft_group_sizes=draft.group_sizes,
     )
 
 

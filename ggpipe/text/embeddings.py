@@ -28,8 +28,8 @@ def chosen(pooling: Pooling | None, of_model: str) -> Pooling:
     choices = ", ".join(known)
     if pooling is None:
         says = f"the model's file says {of_model}" if of_model else "the model's file does not say how"
-        raise SettingError(f"`pooling` is missing, and {says}: give one of {choices}")
-    raise SettingError(f"`pooling` must be one of {choices}, got {pooling}")
+        raise SettingError("pooling", f"is missing, and {says}", f"give one of {choices}")
+    raise SettingError("pooling", f"must be one of {choices}, got {pooling}")
 
 
 class Pooled:

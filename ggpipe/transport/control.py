@@ -4,7 +4,7 @@
 |-----------------------|-------------------------------|-----------------------------------------|
 | `planning/auto`       |                               | RankFacts                               |
 |                       | StartProfile (then a profile) |                                         |
-|                       | UseShares                     |                                         |
+|                       | UseSplit                      |                                         |
 | `profiling/profile`   |                               | ProfileHello                            |
 |                       | MeasureDraft                  | DraftMeasured                           |
 |                       | MeasureAlone                  | AloneMeasured                           |
@@ -31,10 +31,11 @@ import msgspec
 
 from ggpipe.cluster.links import Overheads
 from ggpipe.cluster.profile import MeasuredLayers, Point
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Restored
-from ggpipe.errors import RunError
+from ggpipe.errors import RunError, Wording
 from ggpipe.transport.base import Payload
 
 VERSION = 12
@@ -313,13 +314,12 @@ class StartProfile(ControlMessage, frozen=True):
     """No profile of these ranks is known: measure one now, all together."""
 
 
-class UseShares(ControlMessage, frozen=True):
-    """The split: shares of the layers, as in `PipelineConfig.shares` and `DraftConfig.shares`."""
+class UseSplit(ControlMessage, frozen=True):
+    """How the layers are divided."""
 
-    target: tuple[float, ...]
-    draft: tuple[float, ...]
-    group_sizes: tuple[int, ...] = ()
-    """As `PipelineConfig.group_sizes`."""
+    target: LayerSplit
+    draft: LayerSplit | None
+    """As `DraftConfig.layer_split`."""
     tensor_split: tuple[float, ...] = ()
     """As `PipelineConfig.tensor_split`."""
 
@@ -332,7 +332,7 @@ class RankFailed(ControlMessage, frozen=True):
 
     place: str
     error: str
-    message: str
+    message: Wording
 
 
 class Abort(ControlMessage, frozen=True):
@@ -357,7 +357,7 @@ AnyControlMessage = (
     | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
     | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured
     | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | MeasureSums | SumsMeasured | EndProfile
-    | RankFacts | StartProfile | UseShares
+    | RankFacts | StartProfile | UseSplit
     | RankFailed | Abort | Beat
 )  # fmt: skip
 """Every control message there is."""

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
-from ggpipe.errors import GgpipeError, SilentRankError, Terminated
+from ggpipe.errors import GgpipeError, Setting, SilentRankError, Terminated
 from ggpipe.launch.environment import end_job
 from ggpipe.transport import control
 from ggpipe.transport.base import HEAD, Kind, Message, Transport
@@ -213,8 +213,10 @@ class Heartbeat:
 
     def _end_job(self, silent: Sequence[int]) -> NoReturn:
         error = SilentRankError(
-            f"{self._names(silent)} sent nothing for {self._timeout_s:g} s: stopped, or cut off from the network "
-            "(the limit is `rank_timeout_s`)"
+            f"{self._names(silent)} sent nothing for {self._timeout_s:g} s: stopped, or cut off from the "
+            "network (the limit is ",
+            Setting("rank_timeout_s"),
+            ")",
         )
         if self._leads:
             self._on_silent(error)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ggpipe.config.engine import Mode
-from ggpipe.core.layout import Layout, shares_text
+from ggpipe.config.layer_split import text_of
+from ggpipe.core.layout import Layout, decimal_split
 from ggpipe.llama.bundled import ModelPair, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from scripts.models.make_pair import Shape, make_pair
@@ -99,11 +100,15 @@ def splits(n_layer: int, n_ranks: int) -> list[Setting]:
         for counts in [*compositions(n_layer, n_target, step), *headless]:
             starts = [sum(counts[:i]) for i in range(n_target)]
             layout = Layout.of_ranks([(a, a + n) for a, n in zip(starts, counts, strict=True)])
-            found.append(Setting(("--mpi-layer-split", shares_text(layout, draft), "-t", "1")))
+            found.append(Setting(("--mpi-layer-split", _text(layout, draft), "-t", "1")))
         if n_target > 1:
             group = Layout.of_ranks([(0, n_layer)], 0, (n_target,))
-            found.append(Setting(("--mpi-layer-split", shares_text(group, draft), "-t", "1")))
+            found.append(Setting(("--mpi-layer-split", _text(group, draft), "-t", "1")))
     return found
+
+
+def _text(*layouts: Layout | None) -> str:
+    return text_of([decimal_split(layout) for layout in layouts if layout is not None])
 
 
 def compositions(n: int, parts: int, step: int) -> list[tuple[int, ...]]:

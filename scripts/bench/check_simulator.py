@@ -37,7 +37,8 @@ from ggpipe.cluster.links import Overheads, SumTimes
 from ggpipe.cluster.profile import Point
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.engine import Mode, SpeculationConfig
-from ggpipe.core.layout import lay_out, parse_split
+from ggpipe.config.layer_split import n_ranks_of, parse_layer_split
+from ggpipe.core.layout import lay_out
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of
@@ -137,12 +138,12 @@ def simulated(setup: SimulationSpec) -> dict[Mode, float]:
 def setup_of(spec: ClusterSpec, pair: Pair, recording: Path, layout: str, n_draft: int) -> SimulationSpec:
     """The same layout as `bench` has."""
     target_shape, draft_shape = (shape_of(ModelFile.open(path)) for path in (pair.target, pair.draft))
-    split = parse_split(LAYOUTS[layout])
-    n_target, n_draft_ranks = split.target.n_ranks, split.n_draft_ranks
+    target, *drafts = parse_layer_split(LAYOUTS[layout])
+    n_target, n_draft_ranks = n_ranks_of([target]), n_ranks_of(drafts)
     placement = VirtualPlacement(
         target_on=(0,) * n_target,
         draft_on=(0,) * n_draft_ranks,
-        layout=lay_out(target_shape.n_layer, n_target, split.target.shares, 0, split.target.group_sizes),
+        layout=lay_out(target_shape.n_layer, n_target, target),
         draft_layout=lay_out(draft_shape.n_layer, 1, None, n_target) if n_draft_ranks else None,
         threads=(1,) * (n_target + n_draft_ranks),
     )

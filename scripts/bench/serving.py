@@ -44,6 +44,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.request_spec import RequestSpec
@@ -82,14 +83,16 @@ def job(args: argparse.Namespace) -> int:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     pair = inflated_pair()
     sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS))
-    pipeline = PipelineConfig((1 / N_TARGET,) * N_TARGET, (1,))
+    pipeline = PipelineConfig(LayerSplit((1 / N_TARGET,) * N_TARGET), (1,))
     if args.group:
-        pipeline = PipelineConfig((1.0,), (1,), group_sizes=(N_TARGET,))
+        pipeline = PipelineConfig(LayerSplit((1.0,), (N_TARGET,)), (1,))
     config = EngineConfig(
         ModelConfig(path=pair.target),
         sizes,
         pipeline,
-        (DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, shares=(1.0,)),) if args.draft else (),
+        (DraftConfig(model=ModelConfig(path=pair.draft), context=sizes, layer_split=LayerSplit((1.0,))),)
+        if args.draft
+        else (),
         n_requests=max(USERS),
         prefill_slowdown=args.prefill_slowdown,
     )

@@ -41,8 +41,8 @@ from typing import IO
 from ggpipe.api.answer import Answer
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
+from ggpipe.cli.command_line import parse
 from ggpipe.cli.commands import serve
-from ggpipe.cli.parsing import parse
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError

@@ -33,6 +33,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import Row, RowLogits, Run
 from ggpipe.core.request_spec import RequestSpec
@@ -135,8 +136,12 @@ def job(args: argparse.Namespace) -> int:
     config = EngineConfig(
         ModelConfig(path=target),
         ContextConfig(n_ctx=N_CTX),
-        PipelineConfig((1 / n_target,) * n_target, (1,)),
-        (DraftConfig(model=ModelConfig(path=draft), context=ContextConfig(n_ctx=N_CTX), shares=(1.0,)),),
+        PipelineConfig(LayerSplit((1 / n_target,) * n_target), (1,)),
+        (
+            DraftConfig(
+                model=ModelConfig(path=draft), context=ContextConfig(n_ctx=N_CTX), layer_split=LayerSplit((1.0,))
+            ),
+        ),
         cache_prompt=False,
     )
 

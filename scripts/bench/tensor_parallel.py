@@ -36,8 +36,8 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import n_ranks_of, parse_layer_split
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.layout import Shares, parse_split
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
@@ -65,7 +65,7 @@ class Setting:
     @property
     def n_ranks(self) -> int:
         """Of the target and of the draft."""
-        return parse_split(self.split).n_ranks
+        return n_ranks_of(parse_layer_split(self.split))
 
 
 ONE = Setting("one rank")
@@ -97,15 +97,13 @@ Results = dict[tuple[str, Mode], list[Result]]
 
 def job(setting: Setting, args: argparse.Namespace) -> int:
     """One rank's part. The head answers each line of stdin, a mode, with what a text in this mode took."""
-    pair, context, split = inflated_pair(), ContextConfig(n_ctx=2048, n_seq=8), parse_split(setting.split)
-    own = split.drafts[0] if split.drafts else Shares(())
-    draft = DraftConfig(
-        model=ModelConfig(path=pair.draft), context=context, shares=own.shares, group_sizes=own.group_sizes
-    )
+    pair, context, split = inflated_pair(), ContextConfig(n_ctx=2048, n_seq=8), parse_layer_split(setting.split)
+    own = split[1] if len(split) > 1 else None
+    draft = DraftConfig(model=ModelConfig(path=pair.draft), context=context, layer_split=own)
     config = EngineConfig(
         ModelConfig(path=pair.target),
         context,
-        PipelineConfig(split.target.shares, threads=(setting.threads,), group_sizes=split.target.group_sizes),
+        PipelineConfig(split[0], threads=(setting.threads,)),
         (draft,) if setting.modes == SPECULATIVE else (),
     )
 

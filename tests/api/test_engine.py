@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.commands import TARGET, processes_with, wait_for
+from support.commands import TARGET, marked, processes_with, wait_for
 
 import ggpipe
 from ggpipe import Engine, Finish
@@ -211,7 +212,9 @@ def test_bad_requests(engine: Engine) -> None:
     assert text_of(engine)
 
 
-def test_no_model() -> None:
+def test_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = marked("no-such-model.gguf")
+    monkeypatch.setenv(name, "no-such-model.gguf")
     with pytest.raises(ggpipe.ModelError, match=r"no-such-model\.gguf: No such file"):
         Engine("no-such-model.gguf").load()
     wait_for(lambda: not processes_with("no-such-model.gguf"))
@@ -244,15 +247,16 @@ def test_several_draft_models(engine: Engine) -> None:
     assert answer.tokens == engine.generate(PROMPT).wait().tokens
 
 
-def test_an_engine_that_only_its_answers_keep() -> None:
+def test_an_engine_that_only_its_answers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves them, and ends when they are whole."""
-    options = {**OPTIONS_OF_ALL, "n_ctx": 2049}  # of no other ranks
-    answer = Engine(TARGET, **options).generate(PROMPT)
+    ((name, mark),) = marked(f"kept-{os.getpid()}").items()
+    monkeypatch.setenv(name, mark)
+    answer = Engine(TARGET, **OPTIONS_OF_ALL).generate(PROMPT)
     gc.collect()
-    wait_for(lambda: processes_with("--ctx-size=2049"))
+    wait_for(lambda: processes_with(mark))
     assert len(answer.wait().tokens) == 12
-    wait_for(lambda: not processes_with("--ctx-size=2049"))
-    assert [len(one.tokens) for one in Engine(TARGET, **options).batch([PROMPT] * 3)] == [12] * 3
+    wait_for(lambda: not processes_with(mark))
+    assert [len(one.tokens) for one in Engine(TARGET, **OPTIONS_OF_ALL).batch([PROMPT] * 3)] == [12] * 3
     assert answer.text
 
 

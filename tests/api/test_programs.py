@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.commands import TARGET, processes_with, wait_for
+from support.commands import TARGET, marked, processes_with, wait_for
 
 HEAD = """
 import os, signal, sys, time
@@ -30,7 +30,7 @@ class Program:
         path.write_text(HEAD.format(options=options) + textwrap.dedent(script))
         self.process = subprocess.Popen(
             [sys.executable, path, self.model, str(n_restarts)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, cwd=folder,
+            text=True, cwd=folder, env={**os.environ, **marked(self.model.name)},
         )  # fmt: skip
 
     def ends(self) -> tuple[int, str, str]:
@@ -75,16 +75,16 @@ def test_however_it_ends(tmp_path: Path, last_line: str, code: int) -> None:
 
 def test_ranks_that_die(tmp_path: Path) -> None:
     script = """
-    import logging
+    import contextlib, logging
     logging.basicConfig(stream=sys.stdout)
     from pathlib import Path
 
     def kill_rank():
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal() and int(folder.name) != os.getpid():
-                command = (folder / "cmdline").read_bytes().split(b"\\0")
-                if os.fsencode(sys.argv[1]) in b" ".join(command) and b"rank" in command:
-                    os.kill(int(folder.name), signal.SIGKILL)
+                with contextlib.suppress(FileNotFoundError):
+                    if f"PPid:\\t{os.getpid()}\\n" in (folder / "status").read_text():
+                        os.kill(int(folder.name), signal.SIGKILL)
 
     with engine:
         for number, token in enumerate(engine.generate("Once upon a time", n_predict=200, ignore_eos=True)):

@@ -23,7 +23,7 @@ from ggpipe.channel.messages import (
     Tokenize,
     UserLine,
 )
-from ggpipe.errors import LaunchError, ModelError, RunError, Terminated, UsageError
+from ggpipe.errors import LaunchError, ModelError, RunError, Terminated, UsageError, Wording
 from ggpipe.launch.environment import CHANNEL_VARIABLES
 
 ADDRESS, SECRET = CHANNEL_VARIABLES
@@ -249,5 +249,5 @@ def test_a_reader_who_has_gone(pair: tuple[ChannelLink[FromHead], ChannelLink[Fr
 
 
 def test_errors_that_are_not_ours() -> None:
-    error = Failure(error="SystemExit", message="why").to_error()
+    error = Failure(error="SystemExit", message=Wording("why")).to_error()
     assert (type(error), str(error)) == (RunError, "why")

@@ -43,9 +43,12 @@ from ggpipe.errors import (
     PromptTooLong,
     RankError,
     RunError,
+    Setting,
+    SettingError,
     SilentRankError,
     Terminated,
     UsageError,
+    Wording,
 )
 from ggpipe.stats.records import RequestStats
 from ggpipe.transport.local import LocalWorld
@@ -68,7 +71,7 @@ class Connected:
 
     def ranks(self, **settings: Any) -> RemoteRanks:
         """The front end's, once the head is ready."""
-        return RemoteRanks(self.front_end, self.lines.append, **settings)
+        return RemoteRanks(self.front_end, lambda line: self.lines.append(str(line)), **settings)
 
 
 @contextlib.contextmanager
@@ -227,7 +230,7 @@ def test_a_prompt_of_texts_and_tokens(connected: Connected) -> None:
     [
         (asked((5,) * 5000), PromptTooLong, {"n_prompt": 5000, "n_ctx": 4096}),
         (asked((10**6,)), UsageError, {}),
-        (asked(b"a", SamplingConfig(grammar="root ::= x")), UsageError, {}),
+        (asked(b"a", SamplingConfig(grammar="root ::= x")), SettingError, {"field": "grammar"}),
         (
             asked(
                 replace(SAID, tools=(TOOL,), choice=ToolChoice(must_call=True)), SamplingConfig(grammar='root ::= "a"')
@@ -358,7 +361,8 @@ def test_lines_and_errors_of_the_ranks(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
     connected.head.send(
-        UserLine("measured `n_ctx`"), RanksFailed(Failure(error="ModelError", message="rank 1 (there): damaged"))
+        UserLine(Wording("measured ", Setting("n_ctx"))),
+        RanksFailed(Failure(error="ModelError", message=Wording("rank 1 (there): damaged"))),
     )
     with pytest.raises(UsageError, match=r"^rank 1 \(there\): damaged$"):
         ranks.profile()
@@ -394,7 +398,7 @@ def test_another_rank_reports_that_the_head_is_silent(connected: Connected) -> N
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = ChannelLink(socket.create_connection(server.getsockname()), messages.from_front_end)
         accepted, _ = server.accept()
-    other.send(RanksFailed(Failure(error="SilentRankError", message="rank 0 (there) sent nothing for 3 s")))
+    other.send(RanksFailed(Failure(error="SilentRankError", message=Wording("rank 0 (there) sent nothing for 3 s"))))
     ready(connected)
     ranks = connected.ranks(more_links=lambda: ChannelLink(accepted, messages.from_head))
     with pytest.raises(SilentRankError, match=r"^rank 0 \(there\) sent nothing for 3 s$"):
@@ -415,7 +419,9 @@ def test_a_stop_is_sent_once(connected: Connected) -> None:
     ready(connected)
     ranks = connected.ranks()
     ranks.stop()
-    connected.head.send(UserLine("one"), UserLine("two"), RanksFailed(Failure(error="RunError", message="stopped")))
+    connected.head.send(
+        UserLine("one"), UserLine("two"), RanksFailed(Failure(error="RunError", message=Wording("stopped")))
+    )
     with pytest.raises(RunError, match="stopped"):
         ranks.profile()
     ranks.close()

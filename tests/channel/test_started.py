@@ -13,6 +13,7 @@ from ggpipe.config.engine import EngineConfig, ModelConfig
 from ggpipe.errors import GgpipeError, LaunchError, RankError, StartError
 from ggpipe.launch import job, mpirun
 from ggpipe.launch.job import Job
+from ggpipe.launch.rank_setup import RankSetup
 
 RULE = "-" * 60
 NOT_STARTED = f"""{RULE}
@@ -51,10 +52,10 @@ class Rig:
             monkeypatch.setattr(module, "unreachable", lambda hosts, _: set(away) & set(hosts))
 
     def start(self, n_restarts: int) -> None:
-        first = Job(["--version"], 2, self._hostfile)
         config = EngineConfig(model=ModelConfig(path=Path("none")))
-        user = UserContact(show=self.lines.append, report=self.reported.append)
-        with supervised(first, config, n_restarts, lambda _: [], user, lambda _: None) as ranks:
+        first = Job(RankSetup(config=config), 2, self._hostfile)
+        user = UserContact(show=lambda line: self.lines.append(str(line)), report=self.reported.append)
+        with supervised(first, n_restarts, user, lambda _: None) as ranks:
             ranks.load()
 
 

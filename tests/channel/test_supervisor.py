@@ -64,7 +64,7 @@ def test_only_new_warnings_are_shown() -> None:
     rig = Rig(FakeRanks("first", dies_at=2), FakeRanks("second"))
     with rig.engine() as engine:
         rig.text(engine)
-        assert engine.warnings == ("warning of first", "another one", "warning of second")
+        assert tuple(map(str, engine.warnings)) == ("warning of first", "another one", "warning of second")
     assert rig.lines[1:] == ["warning: warning of second"]
 
 

@@ -44,7 +44,7 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine_config.engine_config(given(""))
     three = engine_config.engine_config(given("--mpi-layer-split 0.5,0.5/1 -md d.gguf"))
     assert started_by(one, None) == here
-    with pytest.raises(UsageError, match="`hostfile` needs `shares`"):
+    with pytest.raises(UsageError, match="`hostfile` needs `layer_split`"):
         started_by(one, hostfile)
     assert started_by(three, hostfile) == elsewhere
     assert started == [(3, hostfile)]

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, processes_with, ranks_of, wait_for
+from support.commands import ROOT, SPLITS, TARGET, marked, processes_with, ranks_of, wait_for
 from support.in_process import ggpipe
 
-N_PROMPTS = 16
+N_PROMPTS = 24
 OPTIONS = ("-m", TARGET, "-t", 1, "-c", 4096, "-n", 300, "--temp", 0, "--ignore-eos", *SPLITS[2])
 
 
@@ -29,7 +29,11 @@ class Job:
         command = [sys.executable, "-P", "-m", "ggpipe", "batch", folder / "in.txt", "-o", self.out, *OPTIONS]
         n_before = self.n_lines()
         self.process = subprocess.Popen(
-            [*map(str, command), *map(str, arguments)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [*map(str, command), *map(str, arguments)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **marked(self.out.name)},
         )
         wait_for(lambda: self.n_lines() >= n_before + 2, 120)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pexpect
 import pytest
-from support.commands import ROOT, SPLITS, TARGET, processes_with, ranks_of, wait_for
+from support.commands import ROOT, SPLITS, TARGET, marked, processes_with, ranks_of, wait_for
 from support.in_process import output
 
 from ggpipe.launch.environment import mpi_environment
@@ -29,7 +29,8 @@ class Terminal:
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         command = ["-P", "-m", "ggpipe", "chat", "-m", str(TARGET), *map(str, arguments)]
-        environment = {**os.environ, **mpi_environment(), "XDG_CACHE_HOME": str(folder), "TERM": "xterm-256color"}
+        environment = {**os.environ, **mpi_environment(), **marked(str(folder))}
+        environment |= {"XDG_CACHE_HOME": str(folder), "TERM": "xterm-256color"}
         self._child: Any = pexpect.spawn(
             sys.executable, command, env={**environment, "PROMPT_TOOLKIT_NO_CPR": "1"}, cwd=ROOT, encoding="utf-8",
             dimensions=(40, 100), timeout=WITHIN_S,
@@ -127,19 +128,18 @@ def test_mistakes(terminal: Terminal, tmp_path: Path) -> None:
 
 def test_a_rank_is_killed_and_an_answer_is_stopped(tmp_path: Path) -> None:
     """While the model writes, and again while nobody asks it anything."""
-    marker = f"Tell tales {os.getpid()}."
-    settings = ("-c", 200000, "-t", 1, "--ignore-eos", "-sys", marker, "-p", "Once", *SPLITS[2])
+    settings = ("-c", 200000, "-t", 1, "--ignore-eos", "-sys", "Tell tales.", "-p", "Once", *SPLITS[2])
     terminal = Terminal(tmp_path, *settings)
     try:
         terminal.shows("generating")
-        os.kill(ranks_of(marker)[1], signal.SIGKILL)
+        os.kill(ranks_of(str(tmp_path))[1], signal.SIGKILL)
         terminal.shows(r"starting the ranks again \(1 of 3\)")
         terminal.shows("loading")
         terminal.shows("generating")
         terminal.types(CTRL_C)
         terminal.shows("stopped")
         answer = saved(terminal, tmp_path / "a")[2]["content"]
-        os.kill(ranks_of(marker)[0], signal.SIGKILL)
+        os.kill(ranks_of(str(tmp_path))[0], signal.SIGKILL)
         terminal.shows(r"starting the ranks again \(2 of 3\)")
         terminal.asks("And then?", "generating")
         terminal.types(CTRL_C)
@@ -150,7 +150,7 @@ def test_a_rank_is_killed_and_an_answer_is_stopped(tmp_path: Path) -> None:
         assert terminal.ends() == 0
     finally:
         terminal.close()
-    wait_for(lambda: not processes_with(marker))
+    wait_for(lambda: not processes_with(str(tmp_path)))
 
 
 # Without a terminal

@@ -77,7 +77,7 @@ def test_under_mpirun() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [(("-n", -3), "-n/--predict"), (("-m", "x.gguf"), "No such option"), (("-t", "x"), "-t/--threads")],
+    [(("-n", -3), "-n/--predict"), (("-m", "x.gguf"), "no such option"), (("-t", "x"), "-t/--threads")],
 )
 def test_bad_command_lines(arguments: tuple[object, ...], why: str) -> None:
     done = in_process.ggpipe("demo", "--tiny", *arguments)

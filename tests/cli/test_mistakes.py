@@ -14,7 +14,7 @@ from ggpipe.cli.app import run
         (["-m", "x.gguf", "generate"], "-m comes before the command: write `ggpipe generate -m ...`"),
         (["-m", "x.gguf"], "-m comes before a command, such as `ggpipe generate -m ...`; commands are generate, chat"),
         (["generate", "x.gguf", "-p", "a"], "x.gguf stands alone: name the model with -m/--model, as in -m x.gguf"),
-        (["generate", "-m", "x.gguf", "-p", "a", "b"], "b stands behind the text of -p/--prompt: put a text of several "
+        (["generate", "-m", "x.gguf", "-p", "a", "b"], "b follows the text of -p/--prompt: put a text of several "
          "words into quotes"),
         (["generate", "-m", "x.gguf", "a b"], "a b stands alone: give a prompt with -p/--prompt, in quotes"),
         (["generate", "-m", "x.gguf", "-f", "a", "b"], "b stands alone: no option takes it"),
@@ -24,8 +24,8 @@ from ggpipe.cli.app import run
         (["batch", "-m", "x.gguf", "z"], "-o/--output is missing: "),
         (["generate", "-m", "x.gguf", "-n", "many"], "-n/--predict must be a whole number, got many"),
         (["generate", "-m", "x.gguf", "--temp=hot"], "--temp must be a number, got hot"),
-        (["generate", "-m"], "Option '-m' requires an argument."),
-        (["generate", "-m", "x.gguf", "--prompd", "a"], "No such option: --prompd (Possible options: --prompt"),
+        (["generate", "-m"], "-m needs a value: GGUF file of the target model"),
+        (["generate", "-m", "x.gguf", "--prompd", "a"], "no such option: --prompd: did you mean --prompt"),
     ],
 )  # fmt: skip
 def test_what_to_write(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

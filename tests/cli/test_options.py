@@ -1,4 +1,4 @@
-"""The table of options: its rows, what typer makes of them, and the settings that a command line gives."""
+"""The table of options: its rows, what a command line makes of them, and the settings that a command line gives."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 from support import command_lines
 from support.command_lines import REQUIRED
 
+from ggpipe.cli.help import show_help
 from ggpipe.cli.messages import SPELLINGS, in_flags
-from ggpipe.cli.parsing import make_app
 from ggpipe.config.engine import (
     ContextConfig,
     DraftConfig,
@@ -23,8 +22,10 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import SettingError, UsageError
+from ggpipe.launch.rank_setup import VARIABLE, RankSetup, own_setup
 from ggpipe.options import engine_config, lists
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.grammar import Constraint
@@ -33,6 +34,7 @@ from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
     LoadSettings,
+    LogSettings,
     PlanSettings,
     ProfileSettings,
     PromptSettings,
@@ -45,8 +47,8 @@ CONFIGS = (ModelConfig, ContextConfig, SamplingConfig, SpeculationConfig, Pipeli
 ELSEWHERE = {  # fields that no row sets: the command line has them in another form, or finds them out
     ModelConfig: {"path", "load_mode", "loras"},
     ContextConfig: {"n_seq", "n_branches"},
-    PipelineConfig: {"shares", "group_sizes", "auto"},
-    DraftConfig: {"model", "context", "shares", "group_sizes"},
+    PipelineConfig: {"layer_split", "auto"},
+    DraftConfig: {"model", "context", "layer_split"},
     SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs", "grammar", "reasoning_marks"},
 }
 
@@ -96,12 +98,12 @@ def test_help_texts_stand_alone() -> None:
         assert row.help.endswith("."), row.help
 
 
-# What typer makes of it
+# What a command line makes of it
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["serve", "--help"]])
-def test_help_shows_switches_without_a_value(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    make_app(COMMANDS, OPTIONS, lambda *_: 0)(arguments, standalone_mode=False)
+@pytest.mark.parametrize("name", ["", "generate", "serve"])
+def test_help_shows_switches_without_a_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_help(COMMANDS, OPTIONS, command_lines.command_named(name) if name else None)
     shown = capsys.readouterr().out
     assert "--help" in shown
     assert "bool" not in shown.lower()
@@ -144,27 +146,10 @@ def test_a_command_has_its_own_defaults() -> None:
 
 
 def test_a_model_may_be_required_or_not() -> None:
-    with pytest.raises(typer.TyperException) as caught:
+    with pytest.raises(UsageError, match="-m/--model is missing: "):
         options("")
-    assert "--model" in caught.value.format_message()
     with pytest.raises(UsageError, match="name a model with `model`"):
         engine_config.model_config(options("", "plan"))
-
-
-def test_options_as_a_command_line() -> None:
-    lines = {
-        "": ["--model=m.gguf"],
-        "-np 4 --no-cancel -nr -p a=b_c": [
-            "--model=m.gguf", "--no-repack", "--prompt=a=b_c", "--parallel=4", "--no-cancel",
-        ],
-        "--lora a --lora b --exact -t 2,1": ["--model=m.gguf", "--lora=a", "--lora=b", "--threads=2,1", "--exact"],
-    }  # fmt: skip
-    for line, words in lines.items():
-        assert given(line).arguments({}) == ["generate", *words]
-    line = "-md d.gguf --mode async --mpi-layer-split 0.5,0.5/1 -t 1,2,3"
-    changed = given(line).arguments({"shares": "0.5,0.5", "draft.model": None, "mode": None, "threads": "1,2"})
-    assert changed == ["generate", "--model=m.gguf", "--threads=1,2", "--mpi-layer-split=0.5,0.5"]
-    assert "--check-memory" in given("--mpi-layer-split auto").arguments({"check_memory": True})
 
 
 VALUES = (
@@ -173,22 +158,32 @@ VALUES = (
 )  # fmt: skip
 
 
+def words(row: Option, value: object) -> list[str]:
+    on, _, off = next(flag for text in row.flags for flag in [text.strip()] if flag.startswith("--")).partition("/")
+    return [f"{on}={value}"] if not isinstance(value, bool) else [on if value else off]
+
+
 def with_a_value(row: Option) -> Options | None:
     """A command line with the first value that the option takes."""
     command = next(c for c in COMMANDS if row in c.options(OPTIONS))
     required = [word for name in sorted(command.required - {row.name}) for word in REQUIRED[name]]
     for value in [not row.default] if row.reads is bool else VALUES:
-        with contextlib.suppress(typer.TyperException, SettingError):
-            return command_lines.options([*required, *row.words([value] if row.many else value)], command.name)
+        with contextlib.suppress(UsageError):
+            return command_lines.options([*required, *words(row, value)], command.name)
     return None
 
 
-def test_any_option_as_a_command_line() -> None:
+def test_what_any_option_sets_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     read = {row.spelling: with_a_value(row) for row in OPTIONS if row.flags}
-    lines = {name: one.arguments({}) for name, one in read.items() if one is not None}
-    assert read.keys() == lines.keys()
-    again = {name: command_lines.options(words, command) for name, (command, *words) in lines.items()}
-    assert [name for name, one in read.items() if one is None or again[name]._values != one._values] == []
+    assert [name for name, options in read.items() if options is None] == []
+    n_configs = 0
+    for options in filter(None, read.values()):
+        with contextlib.suppress(UsageError):
+            settings = RankSetup(config=engine_config.engine_config(options), verbose=options[LogSettings].verbose)
+            monkeypatch.setenv(VARIABLE, settings.environment[VARIABLE])
+            assert own_setup() == settings
+            n_configs += 1
+    assert n_configs > 100
 
 
 def test_switches_and_repeated_options() -> None:
@@ -264,7 +259,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: given("-tb a"), "`threads_batch` a: give a number"),
         (lambda: given("--lora-scaled a"), "`lora_scaled` a: write FILE:SCALE"),
         (lambda: given("--lora-scaled a:b"), "`lora_scaled` a:b: write FILE:SCALE"),
-        (lambda: given("--mpi-layer-split 2"), "`shares` 2: shares add up to 2, more than 1"),
+        (lambda: given("--mpi-layer-split 2"), "`layer_split` 2: shares add up to 2, more than 1"),
         (lambda: given("")[PromptSettings].read(), "give one prompt"),
         (lambda: given("-p x -f y")[PromptSettings].read(), "give one prompt"),
         (lambda: given("-f nowhere")[PromptSettings].read(), "`file` nowhere: cannot read the prompt: No such file"),
@@ -325,8 +320,8 @@ def test_the_draft_is_loaded_as_the_target_and_keeps_its_own_positions() -> None
     assert (draft.model.loras, draft.model.override_kv) == ((), ())
     assert (config.context.exact, config.context.rope_scale) == (True, 2.0)
     assert draft.context == ContextConfig(n_ctx=99, cache_type_k="q8_0", n_branches=128)
-    assert config.pipeline == PipelineConfig((0.5, 0.5), (1, 2, 3))
-    assert (draft.shares, draft.threads, draft.threads_batch) == ((1.0,), 5, -1)
+    assert config.pipeline == PipelineConfig(LayerSplit((0.5, 0.5)), (1, 2, 3))
+    assert (draft.layer_split, draft.threads, draft.threads_batch) == (LayerSplit((1.0,)), 5, -1)
 
 
 def test_draft_models_with_ranks_come_first() -> None:
@@ -344,9 +339,9 @@ def test_draft_models_with_ranks_come_first() -> None:
         ("--mpi-layer-split 0.5,0.5/1", "a split with ranks behind the / needs a draft model: .*"),
         (
             "-md a.gguf --mpi-layer-split 0.5/1/1",
-            "`shares` has ranks for 2 draft models, but `draft.model` names 1: .*",
+            "`layer_split` has ranks for 2 draft models, but `draft.model` names 1: .*",
         ),
-        ("-md a.gguf -md b.gguf --mpi-layer-split auto", "`shares` auto plans for one draft model at most: .*"),
+        ("-md a.gguf -md b.gguf --mpi-layer-split auto", "`layer_split` auto plans for one draft model at most: .*"),
     ],
 )
 def test_draft_models_without_ranks_and_ranks_without_draft_models(line: str, message: str) -> None:
@@ -356,7 +351,7 @@ def test_draft_models_without_ranks_and_ranks_without_draft_models(line: str, me
 
 def test_a_split_may_be_planned() -> None:
     pipeline = engine_config.engine_config(given("--mpi-layer-split auto")).pipeline
-    assert (pipeline.shares, pipeline.auto) == (None, True)
+    assert (pipeline.layer_split, pipeline.auto) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -405,19 +400,9 @@ def test_a_json_schema_becomes_a_grammar(tmp_path: Path) -> None:
         ("-j {} --grammar root::=.", "give one of `grammar`"),
         ("--grammar-file /nowhere", "`grammar_file` /nowhere: cannot read it"),
         ("--grammar root::=a", "there is no rule 'a'"),
-        ('-j {"not":{}}', "`json_schema`: the schema has 'not'"),
+        ('-j {"not":{}}', "`json_schema` has 'not'"),
     ],
 )
 def test_what_no_text_can_be_held_to_is_refused(line: str, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         sampling_config(options(f"-m x {line}"))
-
-
-def test_the_program_has_only_the_command_that_is_asked_for() -> None:
-    def named(*arguments: str) -> list[str]:
-        program = make_app(COMMANDS, OPTIONS, lambda command, options: 0, arguments)
-        return [str(own.name) for own in program.registered_commands]
-
-    every = [command.name for command in COMMANDS]
-    assert named("plan", "--draft", "generate") == ["plan"]
-    assert named() == named("--help") == named("pln") == named("--x", "plan") == every

@@ -20,7 +20,8 @@ from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import even_shape
 from ggpipe.cluster.recording import BUNDLED
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.core.layout import Shares, lay_out, parse_split
+from ggpipe.config.layer_split import LayerSplit, n_ranks_of, parse_layer_split
+from ggpipe.core.layout import lay_out
 from ggpipe.display.tables.plan import GenerateCommand, command_line
 from ggpipe.launch.hostfile import hostfile_lines, hosts_of
 from ggpipe.planning import profile_cache
@@ -90,16 +91,16 @@ def test_a_plan_for_a_cluster(cluster: Path, tmp_path: Path) -> None:
     assert value_of(command, "-c") == "8192"
     assert plan["best"] in ("async", "speculative")
     assert plan["modes"][plan["best"]]["tokens_per_s"] > plan["modes"]["iterative"]["tokens_per_s"]
-    split = parse_split(value_of(command, "--mpi-layer-split"))
+    split, *drafts = parse_layer_split(value_of(command, "--mpi-layer-split"))
     target = [rank for rank in plan["ranks"] if not rank["draft"]]
-    layout = lay_out(32, len(target), split.target.shares, 0, split.target.group_sizes)
+    layout = lay_out(32, len(target), split)
     assert list(layout.stages[0].ranks) == list(range(plan["group_sizes"][0]))
     assert plan["alternative"]["tokens_per_s"] <= plan["modes"][plan["best"]]["tokens_per_s"]
     assert " t/s estimated, against " in done.stdout
     if plan["tensor_split"]:
         assert value_of(command, "--tensor-split") == ",".join(f"{share:g}" for share in plan["tensor_split"])
     assert [tuple(rank["layers"]) for rank in target] == list(layout.layers)
-    assert split.n_draft_ranks == len(plan["ranks"]) - len(target)
+    assert n_ranks_of(drafts) == len(plan["ranks"]) - len(target)
     for rank in plan["ranks"]:
         assert sum(rank["memory_bytes"].values()) < rank["has_bytes"]
     lines = done.stdout.splitlines()
@@ -123,8 +124,9 @@ def test_as_many_ranks_as_wanted_with_flags_of_the_user(cluster: Path) -> None:
     done = ggpipe("plan", cluster, "-r", 2, "-t", 6, "-ub", 128, "-ctk", "q8_0", "--acceptance", 0.9)
     assert done.returncode == 0, done.stderr
     command = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("ggpipe generate")))
-    target, drafts = parse_split(value_of(command, "--mpi-layer-split"))
-    assert (target.n_ranks, drafts, target.group_sizes) in ((2, (), (2,)), (2, (), ()), (1, (Shares((1.0,)),), ()))
+    target, *drafts = parse_layer_split(value_of(command, "--mpi-layer-split"))
+    assert target is not None
+    assert (target.n_ranks, drafts, target.group_sizes) in ((2, [], (2,)), (2, [], ()), (1, [LayerSplit((1.0,))], ()))
     assert (value_of(command, "-t"), value_of(command, "-ub"), value_of(command, "-ctk")) == ("6", "128", "q8_0")
 
 
@@ -260,12 +262,12 @@ def test_ranks_plan_their_split(cache: Path, tmp_path: Path) -> None:
     done = mpirun(3, "generate", *TEXT, "--mpi-layer-split", "auto", "--json", tmp_path / "stats.json")
     assert done.returncode == 0, done.stderr
     text, layers = chosen(done.stderr)
-    split = parse_split(text)
-    assert split.n_ranks == 3
-    assert layers.endswith("the draft on rank 2" if split.drafts else "the draft inside the first rank")
+    splits = parse_layer_split(text)
+    assert n_ranks_of(splits) == 3
+    assert layers.endswith("the draft on rank 2" if splits[1:] else "the draft inside the first rank")
     ranks = json.loads((tmp_path / "stats.json").read_text())["ranks"]
     target = [tuple(rank["layers"]) for rank in ranks if not rank["draft"]]
-    assert target == list(lay_out(8, split.target.n_ranks, split.target.shares).layers)
+    assert target == list(lay_out(8, n_ranks_of(splits[:1]), splits[0]).layers)
     (kept,) = cache.iterdir()
     written = kept.stat().st_mtime_ns
     again = mpirun(3, "generate", *TEXT, "--mpi-layer-split", "auto")
@@ -292,7 +294,7 @@ def test_hosts_of_a_hostfile_plan_their_split(cache: Path, tmp_path: Path) -> No
     hosts.write_text("localhost slots=2\n")
     done = commands.ggpipe("generate", *TEXT, "--mpi-layer-split", "auto", "--hostfile", hosts)
     assert done.returncode == 0, done.stderr
-    assert parse_split(chosen(done.stderr)[0]).n_ranks == 2
+    assert n_ranks_of(parse_layer_split(chosen(done.stderr)[0])) == 2
 
 
 PLANS_LATE = """

@@ -56,7 +56,6 @@ def test_variables_are_read(line: Line) -> None:
     assert (server.port, server.keys(), server.n_slots, server.alias) == (81, ("a", "b"), 3, None)
     assert (server.metrics, server.slots) == (True, False)
     assert options.fields(SamplingConfig)["temp"] == 0.5
-    assert "--ctx-size=512" in options.arguments({})  # so ranks have it as a flag
 
 
 def test_flags_come_first(line: Line) -> None:

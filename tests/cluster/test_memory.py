@@ -18,6 +18,7 @@ from support.zoo import ZOO, ZooModel, make, pair_script
 from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
 from ggpipe.cluster.model_shape import even_shape
 from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.layout import lay_out
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile
@@ -165,13 +166,13 @@ def test_it_is_enough_for_ranks(tmp_path: Path) -> None:
 
 def test_the_ranks_of_a_group_divide_weights_and_cells() -> None:
     shape = shape_of(ModelFile.open(TARGET))
-    layout = lay_out(shape.n_layer, 3, (0.5, 0.5), 0, (1, 2))
+    layout = lay_out(shape.n_layer, 3, LayerSplit((0.5, 0.5), (1, 2)))
     alone, first, second = memory_by_rank(shape, layout, [], 1024, 512, (3, 1)).values()
     whole = stage_memory(shape, layout.layers_of(1), 1024, 512)
     assert first.weights == pytest.approx(0.75 * whole.weights, rel=0.01), "all but norms"
     assert second.kv == pytest.approx(0.25 * whole.kv)
     assert first.compute == second.compute == whole.compute
-    assert alone == memory_by_rank(shape, lay_out(shape.n_layer, 2, (0.5, 0.5)), [], 1024, 512)[0]
+    assert alone == memory_by_rank(shape, lay_out(shape.n_layer, 2, LayerSplit((0.5, 0.5))), [], 1024, 512)[0]
 
 
 def test_parts_that_divide_the_ffn_alone_hold_the_rest_whole() -> None:
@@ -180,7 +181,7 @@ def test_parts_that_divide_the_ffn_alone_hold_the_rest_whole() -> None:
     )
     one_third = tuple(n // 3 for n in shape.layer_bytes)
     shape = replace(shape, layer_whole_bytes=one_third, divides_attention=False)
-    layout = lay_out(4, 2, (1.0,), 0, (2,))
+    layout = lay_out(4, 2, LayerSplit((1.0,), (2,)))
     whole = stage_memory(shape, (0, 4), 1024, 512)
     for part in memory_by_rank(shape, layout, [], 1024, 512).values():
         assert part.kv == whole.kv

@@ -16,6 +16,7 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import write
 from ggpipe.cluster.spec import TURNS
 from ggpipe.cluster.toml import read_cluster, shipped
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.simulator import simulate
 from ggpipe.sim.virtual_cluster import build, placement_of
@@ -88,7 +89,7 @@ def test_the_example_is_read(tmp_path: Path) -> None:
     spec = read_cluster(written(tmp_path, "\n".join(line[4:] for line in example.splitlines()) + office))
     assert [node.name for node in spec.nodes] == ["server1", "server2", "office"]
     assert (spec.target_on, spec.draft_on, spec.threads) == ((0, 1), (2,), (16, 16, 6))
-    assert (spec.shares, spec.draft_shares) == ((0.5, 0.5), (1.0,))
+    assert (spec.layer_split, spec.draft_layer_split) == (LayerSplit((0.5, 0.5)), LayerSplit((1.0,)))
     assert spec.network == Link(60e-6, 0.94e9 / 8)
     node = spec.nodes[0]
     assert (node.cores, node.memory_bytes, node.bytes_per_s) == (16, 64e9, 90e9)
@@ -104,7 +105,7 @@ def test_defaults(tmp_path: Path) -> None:
     spec = read_cluster(written(tmp_path, NODES.replace("core_gb_per_s = 12\n", "") + NETWORK))
     assert spec.title == "own"
     assert (spec.target_on, spec.draft_on, spec.target, spec.draft) == ((0, 1), (), None, None)
-    assert (spec.shares, spec.draft_shares, spec.threads, spec.links) == (None, (), (), {})
+    assert (spec.layer_split, spec.draft_layer_split, spec.threads, spec.links) == (None, None, (), {})
     assert spec.nodes[0].core_bytes_per_s == spec.nodes[0].bytes_per_s
     assert spec.nodes[0].crowd is None
     assert spec.nodes[0].turns == TURNS

@@ -15,6 +15,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import SettingError
 
@@ -39,7 +40,7 @@ MODEL = ModelConfig(path=Path("m.gguf"))
         (lambda n: SpeculationConfig(n_min=n), "n_min", (-1, 9)),
         (lambda n: PipelineConfig(threads=(1, n)), "threads", (0, -2, 513)),
         (lambda n: PipelineConfig(threads_batch=(n,)), "threads_batch", (0, -2, 513)),
-        (lambda n: PipelineConfig(shares=(0.5, 0.5), group_sizes=(1, n)), "group_sizes", (0, 17)),
+        (lambda n: PipelineConfig(layer_split=LayerSplit((0.5, 0.5), (1, n))), "group_sizes", (0, 17)),
         (lambda n: DraftConfig(model=MODEL, threads=n), "draft.threads", (0, -2, 513)),
         (lambda n: DraftConfig(model=MODEL, threads_batch=n), "draft.threads_batch", (0, -2, 513)),
     ],
@@ -111,28 +112,36 @@ def test_wide_records_take_keywords_only() -> None:
 
 # Groups
 
-GROUPS = PipelineConfig(shares=(0.5, 0.5), group_sizes=(2, 1))
+GROUPS = PipelineConfig(layer_split=LayerSplit((0.5, 0.5), (2, 1)))
 
 
 def test_ranks_of_groups() -> None:
-    draft = DraftConfig(model=MODEL, shares=(1.0,), group_sizes=(3,))
+    draft = DraftConfig(model=MODEL, layer_split=LayerSplit((1.0,), (3,)))
     config = EngineConfig(MODEL, pipeline=GROUPS, drafts=(draft,))
     assert (GROUPS.n_ranks, draft.n_ranks, config.n_draft_ranks) == (3, 3, 3)
-    assert (PipelineConfig().n_ranks, PipelineConfig(shares=(0.5, 0.5)).n_ranks) == (None, 2)
+    assert (PipelineConfig().n_ranks, PipelineConfig(layer_split=LayerSplit((0.5, 0.5))).n_ranks) == (None, 2)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PipelineConfig(shares=(1.0,), group_sizes=(2, 2)), "`group_sizes` has 2 numbers for 1 `shares`"),
+        (
+            lambda: PipelineConfig(layer_split=LayerSplit((1.0,), (2, 2))),
+            "`group_sizes` has 2 numbers for 1 shares",
+        ),
         (lambda: PipelineConfig(tensor_split=(3, 0)), "`tensor_split` must be numbers above 0, as in 3,1, got 0"),
         (lambda: PipelineConfig(tensor_wire=BAD), "`tensor_wire` must be f32 or f16, got bad"),
         (
-            lambda: EngineConfig(MODEL, pipeline=PipelineConfig(shares=(0.5, 0.5), tensor_split=(3, 1))),
-            "`tensor_split` has 2 numbers, but `shares` has no group of 2 ranks",
+            lambda: EngineConfig(
+                MODEL, pipeline=PipelineConfig(layer_split=LayerSplit((0.5, 0.5)), tensor_split=(3, 1))
+            ),
+            "`tensor_split` has 2 numbers, but `layer_split` has no group of 2 ranks",
         ),
         (lambda: EngineConfig(MODEL, ContextConfig(exact=True), GROUPS), "`exact` does not work with groups"),
-        (lambda: EngineConfig(MODEL, ContextConfig(flash_attn="off"), GROUPS), "groups need flash attention"),
+        (
+            lambda: EngineConfig(MODEL, ContextConfig(flash_attn="off"), GROUPS),
+            "`flash_attn` off does not work with groups",
+        ),
         (
             lambda: EngineConfig(ModelConfig(path=Path("m"), loras=((Path("a"), 1.0),)), pipeline=GROUPS),
             "`loras` cannot be used with groups",
@@ -147,5 +156,7 @@ def test_what_groups_cannot_do_is_one_line(make: Callable[[], object], message: 
 
 
 def test_proportions_of_a_drafts_group() -> None:
-    draft = DraftConfig(model=MODEL, shares=(1.0,), group_sizes=(3,))
-    EngineConfig(MODEL, pipeline=PipelineConfig(shares=(1.0,), tensor_split=(3, 2, 1)), drafts=(draft,))
+    draft = DraftConfig(model=MODEL, layer_split=LayerSplit((1.0,), (3,)))
+    EngineConfig(
+        MODEL, pipeline=PipelineConfig(layer_split=LayerSplit((1.0,)), tensor_split=(3, 2, 1)), drafts=(draft,)
+    )

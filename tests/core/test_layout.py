@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.core.layout import Layout, Shares, Split, lay_out, parse_split, part_shares, shares_text
+from ggpipe.config.layer_split import LayerSplit, n_ranks_of, parse_layer_split, text_of
+from ggpipe.core.layout import Layout, decimal_split, lay_out, part_shares
 from ggpipe.errors import LaunchError, UsageError
 
 
@@ -30,15 +31,15 @@ def counts(layout: Layout) -> list[int]:
     ],
 )
 def test_shares_are_read(text: str, target: tuple[float, ...], draft: tuple[float, ...]) -> None:
-    assert parse_split(text) == Split(Shares(target), (Shares(draft),) if draft else ())
+    assert parse_layer_split(text) == (LayerSplit(target), *((LayerSplit(draft),) if draft else ()))
 
 
 def test_shares_of_several_draft_models_are_read() -> None:
-    split = parse_split("0.5*2,0.5/1.0//0.4,0.6*2")
-    assert split.drafts == (Shares((1.0,)), Shares(()), Shares((0.4, 0.6), (1, 2)))
-    assert (split.target.n_ranks, split.n_draft_ranks, split.n_ranks) == (3, 4, 7)
-    assert split.sizes == (2, 1, 1, 1, 2)
-    assert str(split) == "0.5*2,0.5/1.0//0.4,0.6*2"
+    splits = parse_layer_split("0.5*2,0.5/1.0//0.4,0.6*2")
+    assert splits[1:] == (LayerSplit((1.0,)), None, LayerSplit((0.4, 0.6), (1, 2)))
+    assert (n_ranks_of(splits[:1]), n_ranks_of(splits[1:]), n_ranks_of(splits)) == (3, 4, 7)
+    assert [split.sizes for split in splits if split] == [(2, 1), (1,), (1, 2)]
+    assert text_of(splits) == "0.5*2,0.5/1.0//0.4,0.6*2"
 
 
 @pytest.mark.parametrize(
@@ -59,10 +60,10 @@ def test_groups_are_read(
     draft_shares: tuple[float, ...],
     draft_group_sizes: tuple[int, ...],
 ) -> None:
-    split = parse_split(text)
-    drafts = (Shares(draft_shares, draft_group_sizes),) if draft_shares else ()
-    assert split == Split(Shares(shares, group_sizes), drafts)
-    assert parse_split(str(split)) == split
+    splits = parse_layer_split(text)
+    drafts = (LayerSplit(draft_shares, draft_group_sizes),) if draft_shares else ()
+    assert splits == (LayerSplit(shares, group_sizes), *drafts)
+    assert parse_layer_split(text_of(splits)) == splits
 
 
 @pytest.mark.parametrize(
@@ -98,24 +99,25 @@ def test_groups_are_read(
 )
 def test_wrong_shares_end_in_one_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_split(text)
-    assert str(caught.value) == f"`shares` {text}: {message}"
+        parse_layer_split(text)
+    assert str(caught.value) == f"`layer_split` {text}: {message}"
     assert caught.value.exit_code == 2
 
 
 @given(st.text(max_size=20) | st.text("0123456789.,/-e *", max_size=20))
 def test_any_text_is_shares_or_a_usage_error(text: str) -> None:
     try:
-        split = parse_split(text)
+        splits = parse_layer_split(text)
     except UsageError:
         return
-    for shares, sizes in (split.target, *split.drafts):
+    for split in filter(None, splits):
+        shares, sizes = split.shares, split.group_sizes
         assert not sizes or (len(sizes) == len(shares) and max(sizes) > 1)
-        assert not shares or 0 < sum(shares) <= 1 + 1e-5
+        assert 0 < sum(shares) <= 1 + 1e-5
         assert all(math.isfinite(share) and share >= 0 for share in shares)
-    assert split.target.shares
-    assert not split.drafts or split.drafts[-1].shares
-    assert parse_split(str(split)) == split
+    assert splits[0] is not None
+    assert splits[-1] is not None
+    assert parse_layer_split(text_of(splits)) == splits
 
 
 # Laying out
@@ -136,7 +138,7 @@ def test_any_text_is_shares_or_a_usage_error(text: str) -> None:
     ],
 )
 def test_leftovers_go_to_the_head(n_layer: int, shares: tuple[float, ...], expected: list[int]) -> None:
-    assert counts(lay_out(n_layer, len(shares), shares)) == expected
+    assert counts(lay_out(n_layer, len(shares), LayerSplit(shares))) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_leftovers_go_to_the_head(n_layer: int, shares: tuple[float, ...], expec
     ],
 )
 def test_a_head_of_share_0_only_coordinates(n_layer: int, shares: tuple[float, ...], expected: list[int]) -> None:
-    layout = lay_out(n_layer, len(shares), shares)
+    layout = lay_out(n_layer, len(shares), LayerSplit(shares))
     assert counts(layout) == expected
     assert layout.layers[0] == (0, 0)
     assert layout.stage_ranks == tuple(range(1, len(shares)))
@@ -165,8 +167,8 @@ def test_without_shares_layers_are_spread_evenly_the_longer_ranges_first() -> No
 
 def test_shares_and_ranks_must_agree_in_number() -> None:
     with pytest.raises(LaunchError) as caught:
-        lay_out(10, 4, (0.5, 0.5))
-    assert str(caught.value) == ("`shares` names 2 ranks, but 4 were started: use mpirun -n 2, or give 4 shares")
+        lay_out(10, 4, LayerSplit((0.5, 0.5)))
+    assert str(caught.value) == ("`layer_split` names 2 ranks, but 4 were started: use mpirun -n 2, or give 4 shares")
     assert caught.value.exit_code == 2
 
 
@@ -183,7 +185,7 @@ def test_no_rank_is_left_without_a_layer(
     n_layer: int, n_ranks: int, shares: tuple[float, ...] | None, empty: int
 ) -> None:
     with pytest.raises(LaunchError) as caught:
-        lay_out(n_layer, n_ranks, shares)
+        lay_out(n_layer, n_ranks, LayerSplit(shares) if shares is not None else None)
     assert str(caught.value) == (
         f"rank {empty} would get no layer: the model has {n_layer} layers for {n_ranks} ranks; "
         "give it a larger share, or use fewer ranks"
@@ -192,7 +194,7 @@ def test_no_rank_is_left_without_a_layer(
 
 
 def test_the_next_stage() -> None:
-    layout = lay_out(6, 3, (0.0, 0.5, 0.5))
+    layout = lay_out(6, 3, LayerSplit((0.0, 0.5, 0.5)))
     assert [layout.receivers_of(rank) for rank in range(3)] == [(1,), (2,), ()]
     assert lay_out(6, 1, None).receivers_of(0) == ()
 
@@ -201,8 +203,7 @@ def test_the_next_stage() -> None:
 
 
 def test_the_ranks_of_groups() -> None:
-    shares, group_sizes = parse_split("0.25,0.25*2,0.5*3").target
-    layout = lay_out(8, 6, shares, 0, group_sizes)
+    layout = lay_out(8, 6, parse_layer_split("0.25,0.25*2,0.5*3")[0])
     assert [stage.ranks for stage in layout.stages] == [(0,), (1, 2), (3, 4, 5)]
     assert layout.layers == ((0, 2), (2, 4), (2, 4), (4, 8), (4, 8), (4, 8))
     assert [layout.part_of(rank) for rank in layout.ranks] == [0, 0, 1, 0, 1, 2]
@@ -210,26 +211,28 @@ def test_the_ranks_of_groups() -> None:
 
 
 def test_a_head_that_only_coordinates_feeds_a_group() -> None:
-    layout = lay_out(8, 3, (0.0, 1.0), 0, (1, 2))
+    layout = lay_out(8, 3, LayerSplit((0.0, 1.0), (1, 2)))
     assert layout.layers == ((0, 0), (0, 8), (0, 8))
     assert layout.receivers_of(0) == (1, 2)
     assert layout.part_of(0) == 0
 
 
 def test_groups_of_a_draft_follow_the_targets_ranks() -> None:
-    layout = lay_out(4, 3, (0.5, 0.5), 5, (2, 1))
+    layout = lay_out(4, 3, LayerSplit((0.5, 0.5), (2, 1)), 5)
     assert [stage.ranks for stage in layout.stages] == [(5, 6), (7,)]
     assert layout.ranks == range(5, 8)
 
 
 def test_groups_and_ranks_must_agree_in_number() -> None:
-    with pytest.raises(LaunchError, match="`shares` names 4 ranks, but 2 were started: use mpirun -n 4, or give 2"):
-        lay_out(8, 2, (0.5, 0.5), 0, (2, 2))
+    with pytest.raises(
+        LaunchError, match="`layer_split` names 4 ranks, but 2 were started: use mpirun -n 4, or give 2"
+    ):
+        lay_out(8, 2, LayerSplit((0.5, 0.5), (2, 2)))
 
 
 def test_no_group_is_left_without_a_layer() -> None:
     with pytest.raises(LaunchError) as caught:
-        lay_out(2, 5, (0.8, 0.1, 0.1), 0, (2, 2, 1))
+        lay_out(2, 5, LayerSplit((0.8, 0.1, 0.1), (2, 2, 1)))
     assert str(caught.value) == (
         "rank 2 would get no layer: the model has 2 layers for 3 stages; give it a larger share, or use fewer stages"
     )
@@ -252,9 +255,11 @@ def valid_shares(draw: st.DrawFn) -> tuple[float, ...]:
     digits = draw(st.sampled_from([2, 3, 17]))
     text = ",".join(f"{max(math.floor(n / whole * 10**digits) / 10**digits, n and 0.01):.17g}" for n in parts)
     try:
-        return parse_split(text).target.shares
+        split = parse_layer_split(text)[0]
     except UsageError:
         return (1.0,)
+    assert split is not None
+    return split.shares
 
 
 @given(st.integers(1, 130), st.data())
@@ -262,7 +267,7 @@ def test_ranges_are_contiguous_and_cover_all_layers(n_layer: int, data: st.DataO
     shares = data.draw(st.none() | valid_shares())
     n_ranks = len(shares) if shares is not None else data.draw(st.integers(1, 8))
     try:
-        layout = lay_out(n_layer, n_ranks, shares)
+        layout = lay_out(n_layer, n_ranks, LayerSplit(shares) if shares is not None else None)
     except LaunchError:
         too_small = n_layer < n_ranks if shares is None else min(filter(None, shares)) * n_layer < 1
         assert too_small, "refused though every rank's share is a layer or more"
@@ -306,7 +311,7 @@ def layout_of(counts: list[int], head: int = 0) -> Layout:
     ],
 )
 def test_shares_are_written_short(layers: list[int], text: str) -> None:
-    assert shares_text(layout_of(layers)) == text
+    assert str(decimal_split(layout_of(layers))) == text
 
 
 @given(st.integers(0, 9), st.lists(st.integers(1, 9), max_size=40), st.lists(st.integers(1, 5), max_size=3))
@@ -315,12 +320,12 @@ def test_what_is_written_gives_the_same_layers(first: int, others: list[int], dr
         return
     layout = layout_of([first, *others])
     draft_layout = layout_of(draft, len(layout.layers)) if draft else None
-    split = parse_split(shares_text(layout, draft_layout))
-    assert lay_out(first + sum(others), len(layout.layers), split.target.shares) == layout
+    target, *drafts = parse_layer_split(text_of([decimal_split(own) for own in (layout, draft_layout) if own]))
+    assert lay_out(first + sum(others), len(layout.layers), target) == layout
     if draft_layout is not None:
-        assert lay_out(sum(draft), len(draft), split.drafts[0].shares, draft_layout.head) == draft_layout
+        assert lay_out(sum(draft), len(draft), drafts[0], draft_layout.head) == draft_layout
     else:
-        assert split.drafts == ()
+        assert drafts == []
 
 
 @given(st.integers(0, 9), st.lists(st.integers(1, 9), max_size=9), st.data())
@@ -331,10 +336,10 @@ def test_what_is_written_of_groups_gives_the_same_layers(first: int, others: lis
     sizes = tuple(data.draw(st.integers(1, 4)) if count else 1 for count in counts)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     layout = Layout.of_ranks([(b - n, b) for n, b in zip(counts, ends, strict=True)], 0, sizes)
-    shares, group_sizes = parse_split(shares_text(layout)).target
-    assert lay_out(sum(counts), sum(sizes), shares, 0, group_sizes) == layout
+    (split,) = parse_layer_split(str(decimal_split(layout)))
+    assert lay_out(sum(counts), sum(sizes), split) == layout
 
 
 def test_what_no_shares_give() -> None:
     with pytest.raises(ValueError, match="no shares give"):
-        shares_text(layout_of([3, 0, 3]))
+        decimal_split(layout_of([3, 0, 3]))

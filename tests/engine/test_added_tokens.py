@@ -22,6 +22,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
@@ -47,7 +48,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_draft_reads_a_stand_in(chat: Path, n_draft_ranks: int) -> None:
     """The prompt has such tokens, and the target draws them: the text is its own, and draft tokens are accepted."""
     context = ContextConfig(n_ctx=256, exact=True)
-    draft = DraftConfig(model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), shares=(1.0,) * n_draft_ranks)
+    draft = DraftConfig(
+        model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), layer_split=LayerSplit((1.0,) * n_draft_ranks)
+    )
     config = EngineConfig(
         model=ModelConfig(path=chat), context=context, pipeline=PipelineConfig(threads=(1,)), drafts=(draft,)
     )

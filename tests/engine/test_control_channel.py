@@ -18,6 +18,7 @@ from ggpipe.errors import (
     RunError,
     Terminated,
     UsageError,
+    Wording,
 )
 from ggpipe.transport.base import HEAD, Kind, Message
 from ggpipe.transport.control import Abort, AskClock, AskUsage, Clock, Quit, RankFailed, Usage
@@ -138,7 +139,7 @@ def test_the_head_raises_what_a_rank_failed_with(error: GgpipeError, kind: type[
 
 @pytest.mark.parametrize("name", ["NoSuchError", "ValueError", "annotations", "__name__", ""])
 def test_an_error_of_an_unknown_class_is_a_rank_error(name: str) -> None:
-    error = error_of(RankFailed("rank 2 (node1)", name, "reason"))
+    error = error_of(RankFailed("rank 2 (node1)", name, Wording("reason")))
     assert type(error) is RankError
     assert str(error) == "rank 2 (node1): reason"
 

@@ -21,6 +21,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
@@ -37,7 +38,7 @@ def engine(n_ranks: int, n_draft_ranks: int = 0, n_requests: int = 3) -> Iterato
     draft = DraftConfig(
         model=ModelConfig(path=DRAFT),
         context=ContextConfig(n_ctx=512, n_seq=n_requests + 1),
-        shares=(1.0,) * n_draft_ranks,
+        layer_split=LayerSplit((1.0,) * n_draft_ranks),
     )
     config = EngineConfig(
         model=ModelConfig(path=TARGET),

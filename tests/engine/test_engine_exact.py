@@ -24,6 +24,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.engine.engine import EngineCore
 from ggpipe.engine.head import LoadedHead
@@ -66,7 +67,7 @@ def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iter
             DraftConfig(
                 model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
                 context=ContextConfig(n_ctx=N_CTX, n_seq=16),
-                shares=(1.0,) * n_draft_ranks,
+                layer_split=LayerSplit((1.0,) * n_draft_ranks),
             ),
         ),
         n_requests=4,
@@ -111,6 +112,8 @@ def test_texts_beside_others(n_ranks: int, n_draft_ranks: int, drafts: str) -> N
 def test_without_flash_attention_requests_take_turns() -> None:
     with loaded(2, 0, "off") as (head, engine):
         assert head.limits.n_requests == 1
-        assert head.warnings == ("`exact` without flash attention takes requests in turn; see `flash_attn`",)
+        assert tuple(map(str, head.warnings)) == (
+            "`exact` without flash attention takes requests in turn; see `flash_attn`",
+        )
         alone = [serve(engine, DRAFTS["trees"], (case,))[0] for case in range(len(CASES))]
         assert serve(engine, DRAFTS["trees"], range(len(CASES))) == alone

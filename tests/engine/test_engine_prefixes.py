@@ -22,6 +22,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
 from ggpipe.stats.records import RequestStats
@@ -40,7 +41,7 @@ def loaded(n_ranks: int, n_draft_ranks: int = 0, n_ctx: int = N_CTX, cache_promp
             DraftConfig(
                 model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
                 context=ContextConfig(n_ctx=n_ctx, n_ubatch=512, n_seq=4),
-                shares=(1.0,) * n_draft_ranks,
+                layer_split=LayerSplit((1.0,) * n_draft_ranks),
             ),
         ),
         n_requests=2,

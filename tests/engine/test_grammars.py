@@ -20,6 +20,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
@@ -126,7 +127,7 @@ def test_a_group_keeps_whole_rows() -> None:
     sampling = SamplingConfig(temp=1.0, seed=6, grammar="root ::= [0-9]{12}")  # few tokens fit
     context = ContextConfig(n_ctx=256)
     for sizes in ((2,), (1, 2)):
-        pipeline = PipelineConfig(shares=(1 / len(sizes),) * len(sizes), threads=(1,), group_sizes=sizes)
+        pipeline = PipelineConfig(layer_split=LayerSplit((1 / len(sizes),) * len(sizes), sizes), threads=(1,))
         with local_session(EngineConfig(ModelConfig(path=TARGET), context, pipeline), sum(sizes)) as session:
             tokens = list(session.stream(asked(session.tokenize(PROMPT), sampling, 40)))
             assert len("".join(token.text for token in tokens)) == 12

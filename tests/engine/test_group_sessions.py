@@ -23,8 +23,8 @@ from ggpipe.config.engine import (
     PromptCacheConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import parse_layer_split
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.layout import Shares, parse_split
 from ggpipe.engine.session import Session
 from ggpipe.stats.records import RequestStats
 
@@ -42,14 +42,13 @@ def prompt() -> tuple[int, ...]:
 
 
 def config_of(split: str, tensor_split: tuple[float, ...] = (), cache: Path | None = None) -> EngineConfig:
-    (shares, sizes), drafts = parse_split(split)
-    draft_shares, draft_sizes = drafts[0] if drafts else Shares(())
+    target, draft = (*parse_layer_split(split), None)[:2]
     context, model = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=4), ModelConfig(path=DRAFT)
     return EngineConfig(
         ModelConfig(path=TARGET),
         context,
-        PipelineConfig(shares, threads=(1,), group_sizes=sizes, tensor_split=tensor_split),
-        (DraftConfig(model=model, context=context, shares=draft_shares, group_sizes=draft_sizes),),
+        PipelineConfig(target, threads=(1,), tensor_split=tensor_split),
+        (DraftConfig(model=model, context=context, layer_split=draft),),
         n_requests=2,
         prompt_cache=PromptCacheConfig(cache, "text") if cache is not None else None,
     )
@@ -143,5 +142,5 @@ def test_each_part_keeps_its_prompt_cache(tmp_path: Path) -> None:
         assert stats.counters.cached_tokens > 50
         differ_at_near_ties_only(tokens, expected)
     with session_of(config_of("0.5,0.5*2/1.0", (3, 1), tmp_path / "cache")) as session:
-        assert "it was written with layers" in session.warnings[0]
-        assert "part 0 of 0.5, 0.5" in session.warnings[0]
+        assert "it was written with layers" in str(session.warnings[0])
+        assert "part 0 of 0.5, 0.5" in str(session.warnings[0])

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 from support.commands import HANG_S
 
-from ggpipe.core.layout import Layout, lay_out, parse_split
+from ggpipe.config.layer_split import parse_layer_split
+from ggpipe.core.layout import Layout, lay_out
 from ggpipe.core.messages import KvKind, KvOp, Row, Run, RunResult, Span
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import Fetched, PartDone, Passed, ResultReady, StageFailed, StageThread
@@ -66,8 +67,9 @@ class Ranks:
 
 
 def ranks_of(text: str) -> Ranks:
-    own = parse_split(text).target
-    return Ranks(lay_out(8, own.n_ranks, own.shares, 0, own.group_sizes), own.n_ranks)
+    (own,) = parse_layer_split(text)
+    assert own is not None
+    return Ranks(lay_out(8, own.n_ranks, own), own.n_ranks)
 
 
 @pytest.mark.parametrize(("split", "first", "others"), [("0.5*2,0.5", 0, [1]), ("0,0.5*2,0.5*2", None, [1, 2])])

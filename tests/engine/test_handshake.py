@@ -11,6 +11,7 @@ from support.commands import SPLITS, TARGET
 
 from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.layout import lay_out
 from ggpipe.engine.handshake import check_memory, hello
 from ggpipe.engine.head import Head
@@ -30,7 +31,7 @@ MEMORY = [memory.total for memory in memory_by_rank(shape_of(FILE), LAYOUT, [], 
 
 def check(*machines: tuple[str, float], config: EngineConfig = CONFIG) -> None:
     """Each rank's machine and its bytes: two of the target, then one for each draft model."""
-    drafts = [lay_out(FILE.n_layer, 1, (1.0,), rank) for rank in range(2, len(machines))]
+    drafts = [lay_out(FILE.n_layer, 1, LayerSplit((1.0,)), rank) for rank in range(2, len(machines))]
     hellos = [msgspec.structs.replace(HELLO, host=host, memory_bytes=int(size)) for host, size in machines]
     check_memory(hellos, config, FILE, LAYOUT, drafts)
 
@@ -49,7 +50,7 @@ def test_a_machine_lacks_memory() -> None:
 
 
 def test_a_draft_inside_the_head_counts() -> None:
-    draft = DraftConfig(model=CONFIG.model, shares=(1.0,))
+    draft = DraftConfig(model=CONFIG.model, layer_split=LayerSplit((1.0,)))
     enough = (("a", MEMORY[0] * 1.1), ("b", MEMORY[1] * 1.1), ("a", MEMORY[0] * 1.1))
     with pytest.raises(MemoryNeededError, match=r"^a needs "):
         check(*enough, config=replace(CONFIG, drafts=(draft,)))
@@ -68,7 +69,7 @@ def test_memory_is_checked_on_request() -> None:
 def test_cells_take_their_memory_later_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     def warnings() -> tuple[str, ...]:
         with Head(LocalWorld(1).transports[0], replace(CONFIG, warmup=True)) as head:
-            return Session.load(head).warnings
+            return tuple(map(str, Session.load(head).warnings))
 
     assert not warnings()
     monkeypatch.setattr(machine, "available_bytes", lambda: 10**6)

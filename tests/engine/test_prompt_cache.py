@@ -27,6 +27,7 @@ from ggpipe.config.engine import (
     Saves,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.engine.session import Session
 from ggpipe.stats.records import RequestStats
 
@@ -43,11 +44,11 @@ def loaded(
     context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=True)
     drafts: tuple[DraftConfig, ...] = ()
     if draft is not None:
-        drafts = (DraftConfig(model=ModelConfig(path=DRAFT), context=context, shares=(1.0,) * draft),)
+        drafts = (DraftConfig(model=ModelConfig(path=DRAFT), context=context, layer_split=LayerSplit((1.0,) * draft)),)
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
         context=context,
-        pipeline=PipelineConfig(shares=(*shares,), threads=(1,)),
+        pipeline=PipelineConfig(layer_split=LayerSplit((*shares,)), threads=(1,)),
         drafts=drafts,
         cache_prompt=False,
         prompt_cache=PromptCacheConfig(path, saves),
@@ -133,13 +134,13 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     assert cached(path, prompt, (0.5, 0.5)) == 49, "the shorter one counts"
     part.unlink()
     with loaded(path, (0.5, 0.5)) as session:
-        (warning,) = session.warnings
+        (warning,) = map(str, session.warnings)
         assert warning.startswith("rank 1 (")
         assert warning.endswith(") has no prompt cache, others have: the prompt is computed anew")
         assert generate(session, prompt).counters.cached_tokens == 0
     part.write_bytes(old[:-100])
     with loaded(path, (0.5, 0.5)) as session:
-        (warning,) = session.warnings
+        (warning,) = map(str, session.warnings)
         assert warning.startswith("rank 1 (")
         assert warning.endswith(f"prompt cache {part}: it is cut off; the prompt is computed anew")
         assert generate(session, prompt).counters.cached_tokens == 0

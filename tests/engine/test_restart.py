@@ -20,6 +20,7 @@ from support.commands import (
     ROOT,
     SPLITS,
     TARGET,
+    marked,
     mpirun,
     names_killed,
     processes_with,
@@ -54,7 +55,7 @@ class Restarted:
         self.text = ""
         command = [*launch, sys.executable, "-P", "-m", "ggpipe", *text, "--json", f"/tmp/{self.marker}", *arguments]
         self.process = subprocess.Popen(
-            [str(word) for word in command], env={**os.environ, **mpi_environment()}, cwd=ROOT,
+            [str(word) for word in command], env={**os.environ, **mpi_environment(), **marked(self.marker)}, cwd=ROOT,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self._errors: list[bytes] = []

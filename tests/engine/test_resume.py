@@ -23,6 +23,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
@@ -49,7 +50,7 @@ def loaded(n_ranks: int, n_draft_ranks: int, n_ubatch: int) -> Iterator[Session]
             DraftConfig(
                 model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
                 context=ContextConfig(n_ctx=512, n_seq=16),
-                shares=(1.0,) * n_draft_ranks,
+                layer_split=LayerSplit((1.0,) * n_draft_ranks),
             ),
         ),
         n_requests=4,

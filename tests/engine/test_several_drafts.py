@@ -20,6 +20,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.engine.session import Session
 from ggpipe.errors import ModelError
@@ -48,10 +49,16 @@ def config_of(target: Path, *drafts: tuple[Path, tuple[float, ...]], shares: tup
     """`drafts`: of each draft model its file and its shares."""
     context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=6, exact=True)
     models = [
-        DraftConfig(model=ModelConfig(path=path), context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2), shares=own)
+        DraftConfig(
+            model=ModelConfig(path=path),
+            context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2),
+            layer_split=LayerSplit(own) if own else None,
+        )
         for path, own in drafts
     ]
-    return EngineConfig(ModelConfig(path=target), context, PipelineConfig(shares, threads=(1,)), tuple(models))
+    return EngineConfig(
+        ModelConfig(path=target), context, PipelineConfig(LayerSplit(shares), threads=(1,)), tuple(models)
+    )
 
 
 @cache
@@ -115,7 +122,7 @@ def test_one_that_cannot_roll_back_is_left_out(tmp_path: Path) -> None:
     tokens = tuple(range(5, 40))
     with local_session(config_of(target, *drafts, shares=(1.0,)), 3) as session:
         (warning,) = session.warnings
-        assert warning == "`draft.model` mamba.gguf cannot roll back its KV state: running without it"
+        assert str(warning) == "`draft.model` mamba.gguf cannot roll back its KV state: running without it"
         assert session.engine.can_speculate
         _, stats = generate(session, GREEDY, SpeculationConfig(n_draft=4), tokens)
         text, _ = generate(session, GREEDY, SpeculationConfig(mode="iterative"), tokens)

@@ -26,6 +26,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
@@ -65,16 +66,16 @@ def config_of(
     n_ctx: int = N_CTX,
     shares: tuple[float, ...] | None = None,
 ) -> EngineConfig:
-    draft_shares = (1 / n_draft_ranks,) * n_draft_ranks if n_draft_ranks else ()
+    draft_split = LayerSplit((1 / n_draft_ranks,) * n_draft_ranks) if n_draft_ranks else None
     return EngineConfig(
         ModelConfig(path=target),
         ContextConfig(n_ctx=n_ctx, n_ubatch=32, n_seq=n_seq, exact=exact),
-        PipelineConfig(shares, threads=(threads,)),
+        PipelineConfig(LayerSplit(shares) if shares is not None else None, threads=(threads,)),
         (
             DraftConfig(
                 model=ModelConfig(path=draft),
                 context=ContextConfig(n_ctx=n_ctx, n_ubatch=32, n_seq=n_seq),
-                shares=draft_shares,
+                layer_split=draft_split,
             ),
         ),
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support import in_process
 from support.commands import HANG_S, SPLITS, TARGET, Job, ggpipe, processes_with, ranks_of, wait_for
+from support.settings import SETTINGS
 
 from ggpipe.channel.started import UserContact, started
 from ggpipe.errors import StartError
@@ -29,18 +30,6 @@ def test_any_prompt_reaches_the_ranks(prompt: str) -> None:
     assert result.stdout == in_process.output(*TEXT, "--exact", "-p", prompt)
 
 
-def test_any_argument_reaches_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    python.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(python))
-    arguments = [":", "", "a b", "$0", "::", *map(str, range(20)), ":"]
-    command = mpirun.rank_command(arguments)
-    assert ":" not in command
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed.splitlines() == ["-P", "-m", "ggpipe", *arguments]
-
-
 def test_ranks_import_nothing_from_the_current_directory(tmp_path: Path) -> None:
     (tmp_path / "secrets.py").write_text("raise SystemExit('imported from the current directory')\n")
     result = ggpipe(*TEXT, "-p", "Once", *SPLITS[2], cwd=tmp_path)
@@ -54,7 +43,7 @@ def test_a_killed_mpirun_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("hydra has no files")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(Path("/tmp").glob("ompi*"))
-    ranks = mpirun.RankProcesses(["--version"], 2, None, {"GGPIPE_CHANNEL": "", "PATH": os.environ["PATH"]})
+    ranks = mpirun.RankProcesses(2, None, {"GGPIPE_CHANNEL": "", "PATH": os.environ["PATH"]})
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("*/*")) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -95,7 +84,7 @@ def test_a_folder_without_room_is_named(
     user = UserContact(show=lambda _: None, report=lambda _: None)
     with (
         pytest.raises(StartError, match=f"{tmp_path} has .* MB left for its files: make room, or set TMPDIR"),
-        started(Ranks([], 2, None), 0, lambda: None, user),
+        started(Ranks(SETTINGS, 2, None), 0, lambda: None, user),
     ):
         pass
     assert capfd.readouterr().err == ""
@@ -109,7 +98,7 @@ def test_no_files_are_left_to_start_ranks_with(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(subprocess, "Popen", fails)
     with pytest.raises(StartError, match="ranks cannot be started: "):
-        mpirun.RankProcesses([], 1, None, {})
+        mpirun.RankProcesses(1, None, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -127,7 +116,7 @@ def test_a_killed_mpirun_leaves_no_shared_memory(tmp_path: Path, monkeypatch: py
     program.chmod(0o700)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(program))
     Path(f"{other}.0").touch()
-    ranks = mpirun.RankProcesses([], 2, None, {})
+    ranks = mpirun.RankProcesses(2, None, {})
     deadline = time.monotonic() + 60
     while not ranks._shared_memory and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -195,7 +184,7 @@ EXITS = """
 import sys, tempfile
 from ggpipe.launch import mpirun
 mpirun.find_mpirun = lambda: sys.argv[1]
-ranks = mpirun.RankProcesses([], 2, None, {})
+ranks = mpirun.RankProcesses(2, None, {})
 """
 
 
@@ -218,7 +207,7 @@ def test_a_ctrl_c_while_ranks_are_ended_leaves_nothing(tmp_path: Path, monkeypat
     program.chmod(0o700)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(program))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ranks = mpirun.RankProcesses([], 2, None, {})
+    ranks = mpirun.RankProcesses(2, None, {})
     wait_for(program.with_name("mpirun.ready").exists)
     with pytest.raises(KeyboardInterrupt):
         ranks.end()

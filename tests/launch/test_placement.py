@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.settings import SETTINGS
 
 from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
-from ggpipe.core.layout import Shares, Split, lay_out, parse_split
+from ggpipe.config.layer_split import LayerSplit, n_ranks_of, parse_layer_split, text_of
+from ggpipe.core.layout import lay_out
 from ggpipe.errors import LaunchError
 from ggpipe.launch import job as jobs
 from ggpipe.launch.hostfile import hosts_of
 from ggpipe.launch.job import Job, jobs_again
 from ggpipe.launch.placement import Placement
+from ggpipe.launch.rank_setup import RankSetup
 
 
 def placement(
     split: str, *slots: str, threads: tuple[int, ...] = (-1,), tensor_split: tuple[float, ...] = ()
 ) -> Placement:
-    return Placement.on(slots, parse_split(split), threads, tensor_split=tensor_split)
+    return Placement.on(slots, parse_layer_split(split), threads, tensor_split=tensor_split)
+
+
+def text_of_splits(of: Placement) -> str:
+    assert of.splits is not None
+    return text_of(of.splits)
 
 
 def layers(of: Placement, n_layer: int = 20) -> dict[str, int]:
-    assert of.split is not None
-    layout = lay_out(n_layer, of.n_target, of.split.target.shares, 0, of.split.target.group_sizes)
+    assert of.splits is not None
+    layout = lay_out(n_layer, of.n_target, of.splits[0])
     return {host: b - a for host, (a, b) in zip(of.hosts, layout.layers, strict=False)}
 
 
@@ -70,16 +77,16 @@ def test_the_drafts_machine_is_away() -> None:
     before = placement("0.5,0.5/1", "a", "b", "c")
     now = before.without({"c"})
     assert now.changes_since(before) == "the draft model is now on a"
-    assert (now.hosts, now.split_text) == (("a", "b"), "0.5,0.5")
+    assert (now.hosts, text_of_splits(now)) == (("a", "b"), "0.5,0.5")
     now = placement("0.5,0.5/0.5,0.5", "a", "b", "c", "d").without({"c"})
-    assert (now.hosts, now.split_text) == (("a", "b", "d"), "0.5,0.5/1.0")
+    assert (now.hosts, text_of_splits(now)) == (("a", "b", "d"), "0.5,0.5/1.0")
 
 
 def test_the_drafts_machine_is_left() -> None:
     before = placement("0.5,0.5/1", "a", "b", "c")
     now = before.without({"a", "b"})
     assert now.changes_since(before) == "shares of the layers are now 1 on c; the draft model is now on c"
-    assert (now.hosts, now.split_text) == (("c",), "1.0")
+    assert (now.hosts, text_of_splits(now)) == (("c",), "1.0")
 
 
 def test_a_machine_with_several_ranks() -> None:
@@ -93,71 +100,64 @@ def test_a_group_goes_on_with_fewer_ranks() -> None:
     assert (now.hosts, now.threads) == (("a", "c", "d", "e"), (1, 3, 4, 5))
     assert layers(now, 30) == {"a": 10, "c": 20, "d": 20}
     assert now.changes_since(before) == "shares of the layers are now 0.333 on a and 0.667 on c+d"
-    assert now.split_text.endswith("*2/1.0")
-    assert before.without({"b", "d"}).split_text == "0.5,0.5/1.0"
-    assert before.without({"c", "d"}).split_text == "1.0*2/1.0"
-    assert before.without({"a", "b", "c", "d"}).split_text == "1.0"
+    assert text_of_splits(now).endswith("*2/1.0")
+    assert text_of_splits(before.without({"b", "d"})) == "0.5,0.5/1.0"
+    assert text_of_splits(before.without({"c", "d"})) == "1.0*2/1.0"
+    assert text_of_splits(before.without({"a", "b", "c", "d"})) == "1.0"
 
 
 def test_a_group_of_unequal_ranks() -> None:
     before = placement("0.5*2,0.5*2", "a", "b", "c", "d", tensor_split=(3, 1))
     now = before.without({"b"})
     assert now.tensor_split == (3, 1)
-    assert now.split is not None
-    assert now.split.target.shares == pytest.approx((3 / 7, 4 / 7))
+    assert now.splits is not None
+    assert now.splits[0] is not None
+    assert now.splits[0].shares == pytest.approx((3 / 7, 4 / 7))
     assert now.without({"d"}).tensor_split == ()
 
 
 def test_a_spare_machine_joins_a_group() -> None:
     now = placement("0.5*2,0.5", "a", "b", "c").without({"b"}, spare=["d"])
-    assert (now.hosts, now.split_text) == (("a", "d", "c"), "0.5*2,0.5")
+    assert (now.hosts, text_of_splits(now)) == (("a", "d", "c"), "0.5*2,0.5")
 
 
 def test_a_drafts_group_loses_a_rank() -> None:
     before = placement("0.5,0.5/1.0*2", "a", "b", "c", "d")
-    assert before.without({"d"}).split_text == "0.5,0.5/1.0"
-    assert before.without({"c", "d"}).split_text == "0.5,0.5"
+    assert text_of_splits(before.without({"d"})) == "0.5,0.5/1.0"
+    assert text_of_splits(before.without({"c", "d"})) == "0.5,0.5"
 
 
 def test_each_draft_model_keeps_to_its_own_ranks() -> None:
     before = placement("0.5,0.5/1.0/0.5,0.5", "a", "b", "c", "d", "e")
     now = before.without({"d"})
-    assert (now.hosts, now.split_text) == (("a", "b", "c", "e"), "0.5,0.5/1.0/1.0")
+    assert (now.hosts, text_of_splits(now)) == (("a", "b", "c", "e"), "0.5,0.5/1.0/1.0")
     assert now.changes_since(before) == "draft model 2 is now on e"
     now = before.without({"c"})
-    assert (now.hosts, now.split_text) == (("a", "b", "d", "e"), "0.5,0.5//0.5,0.5")
+    assert (now.hosts, text_of_splits(now)) == (("a", "b", "d", "e"), "0.5,0.5//0.5,0.5")
     assert now.changes_since(before) == "draft model 1 is now on a"
-    assert before.without({"d", "e"}).split_text == "0.5,0.5/1.0"
-    assert before.without({"a", "b", "d"}).split_text == "0.5,0.5"
+    assert text_of_splits(before.without({"d", "e"})) == "0.5,0.5/1.0"
+    assert text_of_splits(before.without({"a", "b", "d"})) == "0.5,0.5"
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.lists(st.integers(1, 3), max_size=4), st.data())
 def test_what_is_left_of_several_models_can_be_written_and_read(
     sizes: list[int], drafts: list[int], data: st.DataObject
 ) -> None:
-    def shares(n: int) -> Shares:
-        return Shares((1 / n,) * n)
-
-    split = Split(
-        Shares((1 / len(sizes),) * len(sizes), tuple(sizes) if max(sizes) > 1 else ()), tuple(map(shares, drafts))
-    )
-    hosts = [f"host{i}" for i in range(split.n_ranks)]
+    target = LayerSplit((1 / len(sizes),) * len(sizes), tuple(sizes) if max(sizes) > 1 else ())
+    splits = (target, *(LayerSplit((1 / n,) * n) for n in drafts))
+    hosts = [f"host{i}" for i in range(n_ranks_of(splits))]
     away = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - 1))
-    now = Placement.on(hosts, split).without(away)
-    assert now.split is not None
-    assert parse_split(now.split_text) == now.split
+    now = Placement.on(hosts, splits).without(away)
+    assert now.splits is not None
+    assert parse_layer_split(text_of_splits(now)) == now.splits
     assert now.hosts == tuple(host for host in hosts if host not in away)
-    assert now.split.n_ranks == len(now.hosts)
-    if away.issuperset(hosts[: split.target.n_ranks]):
-        assert now.split.drafts == ()
-    for old, new, ranks in zip(split.drafts, now.split.drafts, _ranges(split), strict=False):
-        assert new.n_ranks == old.n_ranks - len(away.intersection(hosts[ranks.start : ranks.stop]))
-
-
-def _ranges(split: Split) -> list[range]:
-    """The ranks of each draft model."""
-    ends = list(itertools.accumulate((draft.n_ranks for draft in split.drafts), initial=split.target.n_ranks))
-    return [range(a, b) for a, b in itertools.pairwise(ends)]
+    assert n_ranks_of(now.splits) == len(now.hosts)
+    if away.issuperset(hosts[: target.n_ranks]):
+        assert len(now.splits) == 1
+    first = target.n_ranks
+    for old, new in zip(splits[1:], now.splits[1:], strict=False):
+        assert n_ranks_of([new]) == old.n_ranks - len(away.intersection(hosts[first : first + old.n_ranks]))
+        first += old.n_ranks
 
 
 def test_none_is_left() -> None:
@@ -170,11 +170,12 @@ def test_what_is_left_can_be_written_and_read(weights: list[int], data: st.DataO
     hosts = [f"host{i}" for i in range(len(weights))]
     away = data.draw(st.sets(st.sampled_from(hosts), max_size=len(hosts) - 1))
     shares = tuple(weight / sum(weights) for weight in weights)
-    now = Placement.on(hosts, Split(Shares(shares))).without(away)
-    assert now.split is not None
-    assert parse_split(now.split_text) == now.split
+    now = Placement.on(hosts, (LayerSplit(shares),)).without(away)
+    assert now.splits is not None
+    assert parse_layer_split(text_of_splits(now)) == now.splits
     left = [weight for host, weight in zip(hosts, weights, strict=True) if host not in away]
-    assert now.split.target.shares == pytest.approx([weight / sum(left) for weight in left])
+    assert now.splits[0] is not None
+    assert now.splits[0].shares == pytest.approx([weight / sum(left) for weight in left])
 
 
 # Jobs
@@ -192,25 +193,28 @@ def hostfile(tmp_path: Path) -> Path:
 def again(
     hostfile: Path, away: set[str], monkeypatch: pytest.MonkeyPatch, split: str | None, *drafts: str
 ) -> list[Job]:
-    """Jobs whose arguments are the changes to the user's."""
-
-    def arguments(changes: Mapping[str, object]) -> list[str]:
-        return [f"{name}={value}" for name, value in changes.items()]
-
     monkeypatch.setattr(jobs, "unreachable", lambda *_: away)
-    target, parts = parse_split(split) if split is not None else (None, ())
-    parts = (*parts, *[Shares(())] * (len(drafts) - len(parts)))
-    models = [ModelConfig(path=Path(name)) for name in drafts]
+    target, *others = parse_layer_split(split) if split is not None else (None,)
     config = EngineConfig(
         MODEL,
-        pipeline=PipelineConfig(shares=target.shares if target is not None else None, auto=split is None),
-        drafts=tuple(DraftConfig(model=model, shares=own.shares) for model, own in zip(models, parts, strict=True)),
+        pipeline=PipelineConfig(layer_split=target, auto=split is None),
+        drafts=tuple(
+            DraftConfig(model=ModelConfig(path=Path(name)), layer_split=own)
+            for name, own in itertools.zip_longest(drafts, others)
+        ),
     )
-    first = Job(["generate"], 3, hostfile)
-    made = jobs_again(first, config, arguments, lambda: None)
+    first = Job(RankSetup(config=config), 3, hostfile)
+    made = jobs_again(first, lambda: None)
     if not away:
         assert made == [first]
     return made
+
+
+def split_of(job: Job) -> str:
+    """As on a command line, with the draft models' names."""
+    config = job.settings.config
+    parts = [config.pipeline.layer_split, *(draft.layer_split for draft in config.drafts)]
+    return text_of(parts) + "".join(f" {draft.model.path.stem}" for draft in config.drafts)
 
 
 def test_as_many_slots_as_can_be_written(tmp_path: Path) -> None:
@@ -241,7 +245,7 @@ def test_a_hostfile_is_translated_for_another_mpirun(
     monkeypatch.setattr(jobs, "find_mpirun", lambda: "mpirun")
     for is_open_mpi, reads in ((True, open_mpi_reads), (False, hydra_reads)):
         monkeypatch.setattr(jobs, "is_open_mpi", lambda _, answer=is_open_mpi: answer)
-        with Job((), 3, hostfile).hosts_in_file() as path:
+        with Job(SETTINGS, 3, hostfile).hosts_in_file() as path:
             assert path is not None
             assert (path == hostfile) is reads
             assert hosts_of(path) == ["a", "a", "c"]
@@ -252,8 +256,8 @@ def test_a_machine_is_away(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.25,0.25")
     assert job.n_ranks == 2
     assert job.line == "b cannot be reached: shares of the layers are now 0.667 on a and 0.333 on c"
-    assert list(job.arguments)[1:] == ["threads=-1", "threads_batch=-1", "check_memory=True"]
-    assert job.arguments[0].startswith("shares=0.66666")
+    assert job.settings.config.pipeline.check_memory
+    assert split_of(job).startswith("0.66666")
     with job.hosts_in_file() as path:
         assert path is not None
         assert hosts_of(path) == ["a", "c"]
@@ -262,7 +266,7 @@ def test_a_machine_is_away(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_planned_split_is_planned_again(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = again(hostfile, {"a"}, monkeypatch, None, "d.gguf")
-    assert (job.n_ranks, job.hosts, job.arguments[0]) == (2, ("b", "c"), "shares=auto")
+    assert (job.n_ranks, job.hosts, job.settings.config.pipeline.auto) == (2, ("b", "c"), True)
     assert job.line == "a cannot be reached: the layers are planned again for b and c"
 
 
@@ -271,21 +275,17 @@ def test_a_draft_goes_to_the_head_or_is_left_out(hostfile: Path, monkeypatch: py
     assert (inside.hosts, without.hosts) == (("a", "b"), ("a", "b"))
     assert inside.line == "c cannot be reached: the draft model is now on a"
     assert without.line == "going on without the draft model"
-    assert "draft.model=None" in without.arguments
-    assert "mode=None" in without.arguments
-    assert "draft.model=None" not in inside.arguments
+    assert (split_of(inside), split_of(without)) == ("0.5,0.5/ d", "0.5,0.5")
 
 
 def test_one_of_several_drafts_loses_its_machine(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hostfile.write_text("a\nb\nc\nd\n")
     inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1/1", "x.gguf", "y.gguf")
-    assert inside.arguments[0] == "shares=0.5,0.5//1.0"
-    assert str([Path("x.gguf"), Path("y.gguf")]) in inside.arguments[-1]
+    assert split_of(inside) == "0.5,0.5/1.0/ y x"
     assert (without.line, without.hosts) == ("going on without x.gguf", ("a", "b", "d"))
-    assert without.arguments[0] == "shares=0.5,0.5/1.0"
-    assert without.arguments[-1] == f"draft.model={[Path('y.gguf')]}"
+    assert split_of(without) == "0.5,0.5/1.0 y"
 
 
 def test_a_draft_stays_where_it_is(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = again(hostfile, {"b"}, monkeypatch, "0.5,0.5/1", "d.gguf")
-    assert job.arguments[0] == "shares=1.0/1.0"
+    assert split_of(job) == "1.0/1.0 d"

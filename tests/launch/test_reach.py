@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.settings import SETTINGS
 
 from ggpipe.errors import LaunchError, RunError, StartError
 from ggpipe.launch import mpirun, reach
@@ -91,7 +92,7 @@ def test_no_file_or_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_room_for_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "away"))
-    with pytest.raises(LaunchError, match="set TMPDIR"), Job((), 1, None, hosts=("there",)).hosts_in_file():
+    with pytest.raises(LaunchError, match="set TMPDIR"), Job(SETTINGS, 1, None, hosts=("there",)).hosts_in_file():
         pass
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.settings import SETTINGS
 
 from ggpipe.launch import job as jobs
 from ggpipe.launch.hostfile import hosts_of
@@ -65,11 +66,11 @@ def test_ranks_are_started_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "environ", BATCH)
     monkeypatch.setattr(jobs, "find_mpirun", lambda: "mpirun")
     monkeypatch.setattr(jobs, "is_open_mpi", lambda _: True)
-    with Job(["generate"], 2, None).hosts_in_file() as path:
+    with Job(SETTINGS, 2, None).hosts_in_file() as path:
         assert path is not None
         assert hosts_of(path) == ["node1", "node2", "node3"]
-    with Job(["serve"], 1, None).hosts_in_file() as path:
+    with Job(SETTINGS, 1, None).hosts_in_file() as path:
         assert path is None  # one rank is where its user is
     (tmp_path / "hosts").write_text("node3\n")
-    with Job(["generate"], 2, tmp_path / "hosts").hosts_in_file() as path:
+    with Job(SETTINGS, 2, tmp_path / "hosts").hosts_in_file() as path:
         assert path == tmp_path / "hosts"

@@ -13,6 +13,7 @@ from support.commands import TARGET, on_ranks
 from support.sysfs import TWO, sysfs
 
 from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.engine.process import own_socket
 from ggpipe.launch import sockets
 from ggpipe.launch.sockets import cpus_of, free_sockets, sharing
@@ -69,8 +70,8 @@ def test_ranks_share_cores() -> None:
 def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "SYSFS", sysfs(tmp_path / "sys", TWO))
     model = ModelConfig(path=TARGET)
-    config = EngineConfig(model, pipeline=PipelineConfig(shares=(1.0,), group_sizes=(2,)))
-    drafts = replace(config, drafts=(DraftConfig(model=model, shares=(1.0,)),))
+    config = EngineConfig(model, pipeline=PipelineConfig(layer_split=LayerSplit((1.0,), (2,))))
+    drafts = replace(config, drafts=(DraftConfig(model=model, layer_split=LayerSplit((1.0,))),))
     auto = EngineConfig(model, pipeline=PipelineConfig(auto=True), drafts=(DraftConfig(model=model),))
 
     def places(config: EngineConfig, n: int) -> list[frozenset[int] | None]:

@@ -12,6 +12,7 @@ from support.sysfs import sysfs
 from support.virtual import measured
 
 from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.launch import sockets
 from ggpipe.planning import auto
 
@@ -20,9 +21,9 @@ CONFIG = EngineConfig(ModelConfig(path=TARGET), ContextConfig(n_ctx=1024), Pipel
 
 def test_ranks_of_one_machine_are_a_group() -> None:
     plan = auto._plan(CONFIG, measured(("here", "here"), threads=4), in_order=True)
-    shares = auto._shares(plan)
-    assert (shares.target, shares.group_sizes, shares.draft) == ((1.0,), (2,), ())
-    settled = auto._with_shares(CONFIG, shares)
+    split = auto._split(plan)
+    assert (split.target, split.draft) == (LayerSplit((1.0,), (2,)), None)
+    settled = auto._with_split(CONFIG, split)
     assert (settled.pipeline.n_ranks, settled.pipeline.auto) == (2, False)
     line = auto._chosen(plan)
     assert line.startswith("layer split 1.0*2: layers 0-7; ")
@@ -32,8 +33,8 @@ def test_ranks_of_one_machine_are_a_group() -> None:
 @pytest.mark.parametrize("context", [{"exact": True}, {"flash_attn": "off"}], ids=str)
 def test_settings_that_exclude_groups(context: dict[str, object]) -> None:
     config = replace(CONFIG, context=replace(CONFIG.context, **context))  # type: ignore[arg-type]
-    shares = auto._shares(auto._plan(config, measured(("here", "here"), threads=4), in_order=True))
-    assert (len(shares.target), shares.group_sizes) == (2, ())
+    split = auto._split(auto._plan(config, measured(("here", "here"), threads=4), in_order=True))
+    assert split.target.sizes == (1, 1)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two sockets need two CPUs")

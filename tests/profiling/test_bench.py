@@ -27,6 +27,7 @@ from ggpipe.config.engine import (
     PipelineConfig,
     SpeculationConfig,
 )
+from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish
 from ggpipe.display.tables import bench as tables
@@ -41,8 +42,8 @@ MODES: tuple[bench.BenchMode, ...] = ("iterative", "speculative", "async", "sing
 CONFIG = EngineConfig(
     ModelConfig(path=TARGET),
     ContextConfig(n_ctx=256),
-    PipelineConfig((0.5, 0.5), threads=(1,)),
-    (DraftConfig(model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), shares=(1.0,)),),
+    PipelineConfig(LayerSplit((0.5, 0.5)), threads=(1,)),
+    (DraftConfig(model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), layer_split=LayerSplit((1.0,))),),
 )
 WORK = bench.BenchWork(
     prompts={"a": (5, 6, 7, 8), "b": tuple(range(20, 50))},

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import in_process
-from support.commands import HANG_S, ROOT, TARGET, ggpipe, processes_with
+from support.commands import HANG_S, ROOT, TARGET, ggpipe, marked, processes_with
 from support.zoo import make
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -72,7 +72,8 @@ def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
     command += ["-f", "prompts/tale.txt", "--csv", tmp_path / marker]
     terminal, inner = pty.openpty()  # the bar is drawn there
     process = subprocess.Popen(
-        [sys.executable, "-m", "ggpipe", *map(str, command)], cwd=ROOT, env={**os.environ, "TERM": "xterm"},
+        [sys.executable, "-m", "ggpipe", *map(str, command)], cwd=ROOT,
+        env={**os.environ, **marked(marker), "TERM": "xterm"},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=inner, start_new_session=True,
     )  # fmt: skip
     os.close(inner)

@@ -295,7 +295,7 @@ def test_the_user_has_enough(model: Path) -> None:
         (("-t", "x"), "-t/--threads x: "),
         (("-ctk", "f8"), "-ctk/--cache-type-k must be f32, "),
         (("--hostfile", "/nonexistent"), "--hostfile /nonexistent: "),
-        (("--mpi-layer-split", "0.5,0.5"), "No such option"),
+        (("--mpi-layer-split", "0.5,0.5"), "no such option"),
     ],
 )
 def test_bad_command_lines(arguments: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:

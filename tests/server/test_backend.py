@@ -48,7 +48,7 @@ class FakeThread:
 
     def ask(self, _: object) -> concurrent.futures.Future[Any]:
         answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        answer.set_exception(SettingError("`temp` must be a number"))
+        answer.set_exception(SettingError("temp", "must be a number"))
         return answer
 
     def submit(self, feed: Feed, request_of: RequestOf) -> None:

@@ -12,12 +12,13 @@ from ggpipe.cluster.links import Link, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.config.engine import SpeculationConfig, TensorWire
-from ggpipe.core.layout import Layout, Shares, Split
+from ggpipe.config.layer_split import LayerSplit
+from ggpipe.core.layout import Layout
 from ggpipe.errors import UsageError
 from ggpipe.sim.groups import GroupCost, group_cost
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.simulator import Sizes
-from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster, build, placement_of, stage_cost, with_split
+from ggpipe.sim.virtual_cluster import StageSpec, VirtualCluster, build, placement_of, stage_cost, with_splits
 from ggpipe.stats.records import RequestStats
 
 LATENCY_S, BYTES_PER_S = 30e-6, 1.25e9
@@ -131,7 +132,7 @@ def test_a_part_computes_its_share() -> None:
 
 
 def test_a_group_decodes_as_fast_as_its_slowest_part_and_its_sums() -> None:
-    spec = with_split(nodes(2), Split(Shares((1.0,), (2,))))
+    spec = with_splits(nodes(2), (LayerSplit((1.0,), (2,)),))
     stats, own = request_of(spec)
     part_s = own.target.stages[0].cost.seconds(1, 10)
     per_token_s = part_s + own.target.groups[0].seconds(1, 1)
@@ -143,7 +144,7 @@ def test_a_group_decodes_as_fast_as_its_slowest_part_and_its_sums() -> None:
 
 
 def test_each_part_has_its_line() -> None:
-    stats, _ = request_of(with_split(nodes(4), Split(Shares((0.5, 0.5), (2, 2)))))
+    stats, _ = request_of(with_splits(nodes(4), (LayerSplit((0.5, 0.5), (2, 2)),)))
     assert [rank.layers for rank in stats.ranks] == [(0, 4), (0, 4), (4, 8), (4, 8)]
     assert len({(rank.compute_s, rank.busy_s) for rank in stats.ranks[:2]}) == 1
     assert [rank.sent_bytes > 0 for rank in stats.ranks] == [True, False, True, False]
@@ -201,13 +202,13 @@ def test_a_sweep_over_groups() -> None:
 
 
 def test_a_model_that_groups_cannot_compute() -> None:
-    own = setup_of(with_split(nodes(2), Split(Shares((1.0,), (2,)))))
+    own = setup_of(with_splits(nodes(2), (LayerSplit((1.0,), (2,)),)))
     with pytest.raises(UsageError, match="some is not known to work in groups"):
         replace(own, target=replace(SHAPE, max_parts=1)).run("iterative")
 
 
 def test_a_sweep_over_networks_changes_sums() -> None:
-    own = setup_of(with_split(nodes(2), Split(Shares((1.0,), (2,)))))
+    own = setup_of(with_splits(nodes(2), (LayerSplit((1.0,), (2,)),)))
     own = replace(own, cluster=replace(own.cluster, sums={(0, 1): SumTimes.of_link(Link(1e-6, 1e12))}))
     measured, slow = (setup.run("iterative")[0].decode_tps or 0 for setup in (own, own.changed({"latency-us": 500})))
     assert measured > slow

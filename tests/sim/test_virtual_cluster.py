@@ -12,10 +12,11 @@ from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import Point, Profile
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
-from ggpipe.core.layout import Layout, Shares, Split, lay_out
+from ggpipe.config.layer_split import LayerSplit
+from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.costs import MeasuredCost, Roofline
-from ggpipe.sim.virtual_cluster import VirtualPlacement, build, placement_of, stage_cost, threads_of, with_split
+from ggpipe.sim.virtual_cluster import VirtualPlacement, build, placement_of, stage_cost, threads_of, with_splits
 
 TARGET = even_shape(
     name="target", n_layer=8, weight_bytes=40e9, parameters=70e9, n_embd=8192, cell_bytes=320e3, n_vocab=32000
@@ -114,27 +115,27 @@ def test_experts_are_read_in_part() -> None:
 
 def test_a_cluster_with_another_split() -> None:
     own = replace(spec(), threads=(16, 16, 8))
-    other = with_split(own, Split(Shares((0.25, 0.75)), (Shares((1.0,)),)))
+    other = with_splits(own, (LayerSplit((0.25, 0.75)), LayerSplit((1.0,))))
     placement = placement_of(other, TARGET, DRAFT)
     assert placement.layout is not None
     assert placement.layout.layers == ((0, 2), (2, 8))
     assert placement.threads == (16, 16, 8)
-    inside = with_split(own, Split(Shares((0.5, 0.5))))
+    inside = with_splits(own, (LayerSplit((0.5, 0.5)),))
     assert (inside.draft_on, inside.threads) == ((), (16, 16))
-    turned = with_split(own, Split(Shares((0.4, 0.3, 0.3))))
+    turned = with_splits(own, (LayerSplit((0.4, 0.3, 0.3)),))
     assert (turned.target_on, turned.draft_on) == ((0, 1, 2), ())
-    turned = with_split(own, Split(Shares((1.0,)), (Shares((0.5, 0.5)),)))
+    turned = with_splits(own, (LayerSplit((1.0,)), LayerSplit((0.5, 0.5))))
     assert (turned.target_on, turned.draft_on) == ((0,), (1, 2))
-    group = with_split(own, Split(Shares((1.0,), (2,)), (Shares((1.0,)),)))
+    group = with_splits(own, (LayerSplit((1.0,), (2,)), LayerSplit((1.0,))))
     assert placement_of(group, TARGET, DRAFT).layout == Layout.of_ranks([(0, 8)], 0, (2,))
     for split in (
-        Split(Shares((1.0,))),
-        Split(Shares((0.5, 0.5)), (Shares((0.5, 0.5)),)),
-        Split(Shares((0.2,) * 4)),
-        Split(Shares((0.5, 0.5), (2, 2))),
+        (LayerSplit((1.0,)),),
+        (LayerSplit((0.5, 0.5)), LayerSplit((0.5, 0.5))),
+        (LayerSplit((0.2,) * 4),),
+        (LayerSplit((0.5, 0.5), (2, 2)),),
     ):
         with pytest.raises(UsageError, match="and the cluster has 3: give a share for each"):
-            with_split(own, split)
+            with_splits(own, split)
 
 
 def test_more_ranks_than_layers() -> None:
@@ -203,7 +204,7 @@ def test_ranks_that_measured_the_same_are_averaged() -> None:
 
 def test_other_numbers_of_rows_cost_by_the_layer() -> None:
     own = spec_from_profile(measured(("x",)), "measured")
-    placement = VirtualPlacement(target_on=(0, 0), layout=lay_out(4, 2, (0.75, 0.25)), threads=(8, 8))
+    placement = VirtualPlacement(target_on=(0, 0), layout=lay_out(4, 2, LayerSplit((0.75, 0.25))), threads=(8, 8))
     stages = build(own, placement, shape_like(measured()), None).target.stages
     assert [stages[rank].change_s for rank in (0, 1)] == pytest.approx([3e-4, 1e-4])
 

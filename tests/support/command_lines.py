@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ggpipe.cli.parsing import reader
+from ggpipe.cli.command_line import parse
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.option import Command, Options
 from ggpipe.options.table import OPTIONS
@@ -20,10 +19,5 @@ def command_named(name: str) -> Command:
 
 
 def options(words: Sequence[str], command: str = "generate") -> Options:
-    """The options of `ggpipe COMMAND WORDS`. Raises what typer raises, and SettingError."""
-    return _reader(command)(words)
-
-
-@functools.cache
-def _reader(command: str) -> Callable[[Sequence[str]], Options]:
-    return reader(command_named(command), OPTIONS)
+    """The options of `ggpipe COMMAND WORDS`. Raises UsageError."""
+    return parse(command_named(command), OPTIONS, words)

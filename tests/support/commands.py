@@ -75,14 +75,11 @@ def _run(
 
 
 def ranks_of(marker: str) -> dict[int, int]:
-    """Rank -> process id of all running ranks that have `marker` in their command line."""
+    """Rank -> process id of all running ranks that `processes_with` finds."""
     found = {}
-    for folder in Path("/proc").iterdir():
+    for folder in map(Path, map("/proc/{}".format, processes_with(marker))):
         with contextlib.suppress(OSError, ValueError):
-            if not folder.name.isdigit() or marker.encode() not in (folder / "cmdline").read_bytes():
-                continue
-            environment = (folder / "environ").read_bytes().split(b"\0")
-            for entry in environment:
+            for entry in (folder / "environ").read_bytes().split(b"\0"):
                 name, _, value = entry.partition(b"=")
                 if name in (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK"):
                     found[int(value)] = int(folder.name)
@@ -90,13 +87,23 @@ def ranks_of(marker: str) -> dict[int, int]:
 
 
 def processes_with(marker: str) -> list[int]:
-    """Ids of all processes that have `marker` in their command line, but for this one."""
+    """Ids of all processes that have `marker` in their command line, or were started by a `marked` program."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            if marker.encode() in (folder / "cmdline").read_bytes() and int(folder.name) != os.getpid():
+            words, variables = ((folder / name).read_bytes() for name in ("cmdline", "environ"))
+            is_marked = f"{_MARK}={marker}".encode() in variables.split(b"\0")
+            if int(folder.name) != os.getpid() and (marker.encode() in words or is_marked):
                 found.append(int(folder.name))
     return found
+
+
+def marked(marker: str) -> dict[str, str]:
+    """A variable of a program, by which `ranks_of` and `processes_with` find the ranks that it starts."""
+    return {_MARK: marker}
+
+
+_MARK = "GGPIPE_TEST"
 
 
 def wait_for(condition: object, timeout: float = HANG_S) -> None:
@@ -119,7 +126,8 @@ class Job:
         command += ["-f", "prompts/tale.txt", "-n", "1000000", "-c", "300000", "--ignore-eos", "-t", "1"]
         command += ["--json", f"/tmp/{self.marker}", *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, env={**os.environ, **mpi_environment()}, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout,
+            command, env={**os.environ, **mpi_environment(), **marked(self.marker)}, cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=stdout,
             stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         if stdout == subprocess.PIPE:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ggpipe.launch.environment import die_with_parent, mpi_environment
-from support.commands import ROOT, TARGET, processes_with, ranks_of
+from support.commands import ROOT, TARGET, marked, processes_with, ranks_of
 from support.streams import STREAMS
 from support.virtual_hosts import VirtualHosts
 
@@ -170,13 +170,13 @@ class Streams:
         self._folder = tempfile.TemporaryDirectory(prefix="ggpipe-streams-")
         folder = Path(self._folder.name)
         self._tokens, self._stderr = folder / "tokens", folder / "stderr"
-        self._marker = str(folder / "unused.json")  # in the command line of each rank
+        self._marker = str(folder / "unused.json")
         words: list[object] = ["generate", "-m", TARGET, "-p", "-", "-n", n_predict, "-c", 4096, "-ub", 64, "-t", 1]
         words += ["--exact", "--json", self._marker, "--rank-timeout", rank_timeout_s, "--restart", n_restarts]
         if not one_rank:
             words += ["-md", _DRAFT, "--mpi-layer-split", "0.5,0.5/1.0"]
         launch: list[str] = []
-        environment = {**os.environ, **mpi_environment(), "GGPIPE_STREAMS": str(self._tokens)}
+        environment = {**os.environ, **mpi_environment(), "GGPIPE_STREAMS": str(self._tokens), **marked(self._marker)}
         if hosts is not None:
             launch = hosts.on(1)
             environment |= hosts.environment

@@ -20,7 +20,6 @@ import pytest
 
 from ggpipe.channel import started
 from ggpipe.cli import launching, main
-from ggpipe.config.engine import EngineConfig
 from ggpipe.engine.session import LocalRanks
 from ggpipe.launch.job import Job
 from support.commands import ROOT
@@ -69,8 +68,8 @@ def output(*arguments: object) -> str:
 
 
 @contextlib.contextmanager
-def _threads(job: Job, config: EngineConfig, *_: object) -> Iterator[LocalRanks]:
-    with local_ranks(config, job.n_ranks) as head:
+def _threads(job: Job, *_: object) -> Iterator[LocalRanks]:
+    with local_ranks(job.settings.config, job.n_ranks) as head:
         yield LocalRanks(head)
 
 

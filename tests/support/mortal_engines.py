@@ -25,7 +25,7 @@ from ggpipe.channel.supervisor import StartMethod, Supervisor
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.request import Finish, Token
-from ggpipe.errors import GgpipeError, RankError, RunError
+from ggpipe.errors import GgpipeError, RankError, RunError, Wording
 from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.answer import answer_format
 from ggpipe.text.chat.conversation import ChatPrompt
@@ -74,7 +74,8 @@ class FakeRanks(RemoteRanks):
         self.ranks[:] = [RankStats(rank=0, host=self.name, load_s=1.0)]
         return EngineLoaded(
             ranks=tuple(self.ranks), n_ctx=100, can_speculate=True,
-            warnings=(f"warning of {self.name}", "another one"), sampling=SamplingConfig(), model=self._model,
+            warnings=(Wording(f"warning of {self.name}"), Wording("another one")),
+            sampling=SamplingConfig(), model=self._model,
         )  # fmt: skip
 
     def send(self, *messages: Sendable) -> None:
@@ -135,7 +136,9 @@ class Rig:
         self.n_ways = 1
         self.on_ways: Callable[[], None] = lambda: None
         self._starts = list(starts)
-        self.supervisor = Supervisor(self._ways, n_restarts, self.lines.append, clock=lambda: self.now)
+        self.supervisor = Supervisor(
+            self._ways, n_restarts, lambda line: self.lines.append(str(line)), clock=lambda: self.now
+        )
 
     @contextlib.contextmanager
     def _start(self, own: Supervisor) -> Iterator[FakeRanks]:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.core.layout import lay_out, parse_split, shares_text
+from ggpipe.config.layer_split import n_ranks_of, parse_layer_split, text_of
+from ggpipe.core.layout import lay_out
 from ggpipe.planning.candidates import CandidateSearch, Constraints
 from ggpipe.planning.evaluate import Candidate, Evaluator
 from ggpipe.planning.placements import Arrangement
@@ -76,12 +77,12 @@ def check(plan: Plan, spec: ClusterSpec, target: ModelShape) -> None:
     layout = plan.placement.layout
     assert layout is not None
     assert sum(b - a for a, b in (stage.layers for stage in layout.stages)) == target.n_layer
-    split = parse_split(shares_text(layout, plan.placement.draft_layout))
-    shares, group_sizes = split.target
-    assert lay_out(target.n_layer, len(layout.layers), shares, 0, group_sizes) == layout
-    assert max(group_sizes, default=1) <= target.max_parts
-    assert not plan.placement.tensor_split or len(plan.placement.tensor_split) in group_sizes
-    assert split.n_draft_ranks == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
+    split, *drafts = parse_layer_split(text_of(plan.placement.layer_splits))
+    assert split is not None
+    assert lay_out(target.n_layer, len(layout.layers), split) == layout
+    assert max(split.sizes) <= target.max_parts
+    assert not plan.placement.tensor_split or len(plan.placement.tensor_split) in split.sizes
+    assert n_ranks_of(drafts) == sum(rank.drafts for rank in plan.ranks) == len(plan.placement.draft_on)
     assert len(plan.placement.threads) == len(plan.ranks) == len(plan.places)
 
 

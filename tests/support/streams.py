@@ -11,20 +11,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ggpipe.channel.client import StartedRanks
 from ggpipe.channel.events import RequestEnded, TokenReady
+from ggpipe.cli.command_line import parse
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import report
-from ggpipe.cli.parsing import parse
 from ggpipe.config.engine import ContextConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError
-from ggpipe.launch import mpirun
 from ggpipe.launch.environment import leave_status
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.engine_config import engine_config, speculation_config
@@ -80,11 +78,5 @@ def _wide(context: ContextConfig) -> ContextConfig:
     return replace(context, n_seq=N_SEQ)
 
 
-def rank_command(arguments: Sequence[str]) -> list[str]:
-    """Each rank is this program, not ggpipe."""
-    return [sys.executable, "-P", __file__, *arguments]
-
-
 if __name__ == "__main__":
-    mpirun.rank_command = rank_command
     sys.exit(main())

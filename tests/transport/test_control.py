@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.errors import RunError
+from ggpipe.errors import RunError, Setting, Wording
 from ggpipe.transport import control
 from ggpipe.transport.control import AnyControlMessage, ControlMessage, Hello, Quit, RankFailed, StageLoading
 
@@ -42,6 +42,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(values, arguments))
     if typing.get_origin(kind) is dict:
         return st.dictionaries(*map(values, arguments), max_size=4)
+    if kind is Wording:
+        return st.lists(st.text() | st.builds(Setting, st.text()), max_size=3).map(lambda parts: Wording(*parts))
     if dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         fields = typing.get_type_hints(kind, include_extras=True)
         return st.builds(lambda given: kind(**given), st.fixed_dictionaries({n: values(t) for n, t in fields.items()}))  # type: ignore[operator]
@@ -49,6 +51,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 MESSAGES = st.one_of(*map(values, KINDS))
+FAILED = RankFailed("rank 1 (node1)", "RunError", Wording("broke"))
 HELLO = Hello(
     host="node1",
     model=0,
@@ -138,7 +141,8 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
 
 
 @given(
-    st.sampled_from([HELLO, Quit(3), StageLoading(1, 2), RankFailed("rank 1 (node1)", "RunError", "broke")]), st.data()
+    st.sampled_from([HELLO, Quit(3), StageLoading(1, 2), RankFailed("rank 1 (node1)", "RunError", Wording("broke"))]),
+    st.data(),
 )
 def test_a_flipped_byte_is_a_message_or_refused(message: ControlMessage, data: st.DataObject) -> None:
     payload = bytearray(control.encode(message))
@@ -150,7 +154,7 @@ def test_a_flipped_byte_is_a_message_or_refused(message: ControlMessage, data: s
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
-    payload = control.encode(RankFailed("rank 1 (node1)", "RunError", "broke")).replace(b"broke", b"br\xffke")
+    payload = control.encode(FAILED).replace(b"broke", b"br\xffke")
     assert "unreadable" in refused(payload)
 
 

@@ -26,7 +26,7 @@ from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import BatchProgress
-from ggpipe.errors import RunError, UsageError
+from ggpipe.errors import RunError, Setting, UsageError, Wording
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
@@ -97,7 +97,7 @@ class _Work:
         """Those that are submitted, by their ids."""
         self._is_stopped = False
 
-    def run(self, warnings: list[str]) -> int:
+    def run(self, warnings: list[Wording]) -> int:
         """The exit code. Raises what loading and serving raise; what is answered by then is written."""
         results, n_before, tally = self._results, self._results.n_answered, _Tally()
         n_all = n_before + len(self._left)
@@ -160,7 +160,7 @@ class _Work:
                     sampling = body.sampling(self._sampling(engine.sampling))
                     specs = body.requests(usual, sampling, self._chat.completed)
         except UsageError as e:
-            self._results.fail(task, in_flags(str(e)))
+            self._results.fail(task, in_flags(e))
             return
         flight = _Flight(task=task, texts=[None] * len(specs))
         self._asks.extend((flight, i, spec) for i, spec in enumerate(specs))
@@ -169,13 +169,15 @@ class _Work:
         body.check(engine.model.n_embd)
         pooling = chosen(self._embedding.pooling, engine.model.pooling)
         if pooling == "none":
-            raise UsageError("a vector for each token has no place here: set `pooling` to mean, cls or last")
+            raise UsageError(
+                "a vector for each token has no place here: set ", Setting("pooling"), " to mean, cls or last"
+            )
         return [RequestSpec(prompt=as_prompt(one), pooling=pooling) for one in body.prompts]
 
     def _end(self, flight: _Flight, index: int, request: ClientRequest) -> None:
         body, vector = flight.task.body, None
         if request.error is not None:
-            flight.error = in_flags(str(request.error))
+            flight.error = in_flags(request.error)
         elif request.stats.finish is Finish.STOPPED:
             self._is_stopped = True
         elif isinstance(body, EmbeddingBody) and request.ended is not None:

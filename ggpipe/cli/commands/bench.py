@@ -28,8 +28,9 @@ from ggpipe.display.tables.bench import (
     write_traces,
 )
 from ggpipe.engine.session import LocalRanks
-from ggpipe.errors import GgpipeError, Interrupted, RunError, SettingError, UsageError
+from ggpipe.errors import GgpipeError, Interrupted, RunError, Setting, SettingError, UsageError, Wording
 from ggpipe.llama import libllama
+from ggpipe.options import lists
 from ggpipe.options.engine_config import (
     check_draft,
     engine_config,
@@ -40,7 +41,6 @@ from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
-    GivenSplit,
     LogSettings,
     PromptSettings,
     RankSettings,
@@ -68,9 +68,9 @@ def run(options: Options) -> int:
     config = next(iter(configs.values()))
     for mode in settings.modes:
         if mode in SPECULATIVE_MODES:
-            check_draft(options, f"`modes` {mode}")
+            check_draft(options, Wording(Setting("modes"), f" {mode}"))
     if prompt.n_predict < 2:
-        raise SettingError(f"`n_predict` must be 2 or more to measure a speed, got {prompt.n_predict}")
+        raise SettingError("n_predict", f"must be 2 or more to measure a speed, got {prompt.n_predict}")
     if settings.plots is not None:
         check_plottable(Path(f"speed.{settings.plot_format}"))
     texts = functools.cache(lambda: _texts(settings.files, prompt))
@@ -99,13 +99,12 @@ def run(options: Options) -> int:
         try:
             check_layout(own)
         except UsageError as e:
-            raise UsageError(f"layout {text}: {e}") from None
-    all_arguments = [options.arguments({"layouts": [text]}) for text in layouts]
-    return run_side_by_side(list(zip(configs.values(), layouts.values(), all_arguments, strict=True)), front_end)
+            raise UsageError(f"layout {text}: ", e) from None
+    return run_side_by_side(list(zip(configs.values(), layouts.values(), strict=True)), front_end)
 
 
 def _with_layout(options: Options, layout: str) -> Options:
-    return options.having(replace(options[RankSettings], split=GivenSplit.parse(layout)))
+    return options.having(replace(options[RankSettings], layer_split=lists.layer_split(layout)))
 
 
 def _texts(files: Sequence[Path], prompt: PromptSettings) -> dict[str, str]:
@@ -115,7 +114,7 @@ def _texts(files: Sequence[Path], prompt: PromptSettings) -> dict[str, str]:
         found = next((paths for folder in folders if (paths := list(folder.glob("*.txt")))), [])
         files = sorted(found, key=lambda path: path.stat().st_size)
         if not files:
-            raise UsageError("this installation has no bundled prompts: name some with `files`")
+            raise UsageError("this installation has no bundled prompts: name some with ", Setting("files"))
     names = [path.stem for path in files]
     unique = [path.stem if names.count(path.stem) == 1 else str(path) for path in files]
     return {name: replace(prompt, file=path).read() for name, path in zip(unique, files, strict=True)}
@@ -125,7 +124,7 @@ def _bench(
     ranks: Iterable[StartedRanks],
     spec: BenchSpec,
     settings: BenchSettings,
-    warnings: Sequence[str],
+    warnings: Sequence[Wording],
     sampling: SamplingOf,
 ) -> int:
     for path in (settings.csv, settings.json):
@@ -146,7 +145,7 @@ def _bench(
             all_ranks.append(own)
             engines[layout] = _load(own, terminal)
             for warning in engines[layout].warnings:
-                warn(f"{layout}: {warning}" if layout else warning)
+                warn(Wording(f"{layout}: ", warning) if layout else warning)
         first = engines[spec.layouts[0]]
         spec = replace(spec, sampling=replace(sampling(first.sampling), ignore_eos=settings.full_length))
         work = work_of(spec, first, show)

@@ -16,7 +16,7 @@ from ggpipe.core.prompt import Conversation
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Terminal, open_terminal, unechoed
 from ggpipe.display.stdout import Stdout
-from ggpipe.errors import UsageError
+from ggpipe.errors import Setting, UsageError, Wording
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
@@ -62,7 +62,9 @@ def _task_of(options: Options) -> _Task:
         parts.append(sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n"))
     question = "\n\n".join(part for part in parts if part)
     if is_only_one and not question:
-        raise UsageError("stdin is no terminal, and nothing comes from it: write a question to it, or give a `prompt`")
+        raise UsageError(
+            "stdin is no terminal, and nothing comes from it: write a question to it, or give a ", Setting("prompt")
+        )
     sampling_config(options)  # which raises now what it would raise later
     return _Task(
         question=question or None,
@@ -75,7 +77,7 @@ def _task_of(options: Options) -> _Task:
     )
 
 
-def _serve(ranks: StartedRanks, task: _Task, output: ChatOutput, warnings: Sequence[str]) -> None:
+def _serve(ranks: StartedRanks, task: _Task, output: ChatOutput, warnings: Sequence[Wording]) -> None:
     terminal = open_terminal(output.color)
     engine = _loaded(ranks, terminal)
     for warning in (*warnings, *engine.warnings):

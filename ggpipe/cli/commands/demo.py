@@ -54,7 +54,7 @@ def run(options: Options) -> int:
             print_sentences(terminal, ("", *comparison(ranks.ranks, drafted.stats, alone)), "bold")
         return 0
 
-    return run_command(config, options, front_end)
+    return run_command(config, options, front_end, demo="tiny" if tiny else "inflated")
 
 
 def _inflated(color: Color) -> ModelPair:

@@ -23,7 +23,7 @@ from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.summary import append_csv, print_summary, write_json
-from ggpipe.errors import GgpipeError, RunError
+from ggpipe.errors import GgpipeError, RunError, Setting, Wording
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
@@ -85,7 +85,7 @@ def request_of(options: Options) -> GenerateRequest:
 
 
 def answer(
-    ranks: StartedRanks, request: GenerateRequest, output: GenerateOutput, warnings: Sequence[str]
+    ranks: StartedRanks, request: GenerateRequest, output: GenerateOutput, warnings: Sequence[Wording]
 ) -> ServedRequest:
     """Load the models, serve one request, show its text and its figures, and write the files.
 
@@ -163,9 +163,9 @@ def answer(
     if output.trace is not None:
         write_trace(output.trace, stats, ranks.ranks)
     if stats.finish is Finish.CONTEXT_FULL:
-        show(f"the context of {engine.n_ctx} tokens is full; raise `n_ctx` for a longer text")
+        show(Wording(f"the context of {engine.n_ctx} tokens is full; raise ", Setting("n_ctx"), " for a longer text"))
     if stats.finish is Finish.NO_TOKEN:
-        show("the text ends where no token of the model's vocabulary fits `grammar`")
+        show(Wording("the text ends where no token of the model's vocabulary fits ", Setting("grammar")))
     if failure is not None:
         raise failure
     return ServedRequest(engine, stats)

@@ -10,17 +10,16 @@ from ggpipe.cli.messages import SPELLINGS
 from ggpipe.cli.simulated import shapes_of, text_of
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
-from ggpipe.cluster.profile import Profile
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.engine import ContextConfig, PipelineConfig
 from ggpipe.display.files import check_writable
 from ggpipe.display.progress import SimulationProgress
 from ggpipe.display.tables.plan import GenerateCommand, print_plan, write_plan
-from ggpipe.engine.process import Attend, Say
-from ggpipe.errors import LaunchError, SettingError, UsageError
+from ggpipe.errors import LaunchError, Setting, SettingError, UsageError, Wording
 from ggpipe.launch.environment import has_user
 from ggpipe.launch.job import slots_of
+from ggpipe.launch.rank_setup import ProfileWork, RankSetup
 from ggpipe.options.engine_config import check_draft, draft_threads, engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
@@ -35,10 +34,8 @@ from ggpipe.options.settings import (
 from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.evaluate import tokens_of_users
 from ggpipe.planning.planner import PlanRequest, make_plan
-from ggpipe.profiling.profile import profile_ranks
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulator import Sizes
-from ggpipe.transport.base import Transport
 
 _N_CTX = 4096  # where neither the user nor a model file gives a context size
 
@@ -49,11 +46,11 @@ def run(options: Options) -> int:
     cluster, hostfile = options[ClusterSettings].path, options[RankSettings].hostfile
     if cluster is not None:
         if hostfile is not None:
-            raise UsageError("give a cluster file, or `hostfile` to measure its machines: not both")
+            raise UsageError("give a cluster file, or ", Setting("hostfile"), " to measure its machines: not both")
         request.show(read_cluster(cluster), [])
         return 0
     if options[ModelSettings].target is None:
-        raise UsageError("name a model with `model`, or a cluster file that describes one")
+        raise UsageError("name a model with ", Setting("model"), ", or a cluster file that describes one")
     return _measure(request)
 
 
@@ -68,7 +65,7 @@ class _Request:
         threads = options[PipelineConfig].threads
         if len(threads) > 1:
             raise SettingError(
-                f"`threads` must be one number for all ranks here, got {len(threads)}: plan finds the rest"
+                "threads", f"must be one number for all ranks here, got {len(threads)}", "plan finds the rest"
             )
         self._threads, self._draft_threads = threads[0], draft_threads(options)
         if self.settings.users is not None:
@@ -83,8 +80,12 @@ class _Request:
         users = self.settings.users
         if users is not None and (needed := tokens_of_users(users, self.text)) > (n_ctx or target.n_ctx):
             raise UsageError(
-                f"a context of {n_ctx or target.n_ctx} tokens cannot hold the {needed} of {users} users: "
-                "raise `n_ctx`, or lower `users` or `prompt_tokens`"
+                f"a context of {n_ctx or target.n_ctx} tokens cannot hold the {needed} of {users} users: raise ",
+                Setting("n_ctx"),
+                ", or lower ",
+                Setting("users"),
+                " or ",
+                Setting("prompt_tokens"),
             )
         loras = self.options[LoraSettings]
         constraints = Constraints(
@@ -111,11 +112,11 @@ class _Request:
         own, draft = shapes_of(self.options)
         target = own or spec.target
         if target is None:
-            raise UsageError("the cluster file describes no target model: name one with `model`")
+            raise UsageError("the cluster file describes no target model: name one with ", Setting("model"))
         if draft is None and own is None:
             draft = spec.draft
         if draft is None and self.settings.mode in ("speculative", "async"):
-            check_draft(self.options, f"`mode` {self.settings.mode}")
+            check_draft(self.options, Wording(Setting("mode"), f" {self.settings.mode}"))
         return target, draft
 
     def _command(self, n_ctx: int, hosts: list[str]) -> GenerateCommand:
@@ -142,13 +143,16 @@ def _measure(request: _Request) -> int:
     if settings.mode == "iterative":
         config = replace(config, drafts=())
 
-    def measure(transport: Transport, attend: Attend, say: Say) -> Profile | None:
-        if settings.n_ranks is not None and settings.n_ranks > transport.size:
-            raise LaunchError(f"`n_ranks` is {settings.n_ranks}, but {transport.size} ranks were started: give no more")
-        return profile_ranks(transport, config, None, settings.seconds, attend, say)
+    def check(n_ranks: int) -> None:
+        if settings.n_ranks is not None and settings.n_ranks > n_ranks:
+            raise LaunchError(
+                Setting("n_ranks"), f" is {settings.n_ranks}, but {n_ranks} ranks were started: give no more"
+            )
 
     n_ranks = len(hosts) or settings.n_ranks or 1
-    measured = run_profile(config, n_ranks, hostfile, options[LogSettings].verbose, measure)
+    work = ProfileWork(None, settings.seconds)
+    of_ranks = RankSetup(config=config, verbose=options[LogSettings].verbose, profile=work)
+    measured = run_profile(of_ranks, n_ranks, hostfile, check)
     if measured is not None:  # the ranks have left, and nobody waits while it plans
         names = list(dict.fromkeys(rank.host for rank in measured.ranks))
         request.show(spec_from_profile(measured, ", ".join(names)), hosts)

@@ -14,10 +14,10 @@ from ggpipe.display.files import check_writable
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.profile import profile_table
-from ggpipe.engine.process import Attend, Say
-from ggpipe.errors import LaunchError
-from ggpipe.launch.environment import has_user, is_rank
+from ggpipe.errors import LaunchError, Setting
+from ggpipe.launch.environment import is_rank
 from ggpipe.launch.job import slots_of
+from ggpipe.launch.rank_setup import ProfileWork, RankSetup
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
@@ -26,8 +26,6 @@ from ggpipe.options.settings import (
     ProfileSettings,
     RankSettings,
 )
-from ggpipe.profiling.profile import profile_ranks
-from ggpipe.transport.base import Transport
 
 _LOG_WIDTH = 120
 _STDOUT = Path("-")
@@ -41,21 +39,20 @@ def run(options: Options) -> int:
     if output is not None and output != _STDOUT and not is_rank():
         check_writable(output)
 
-    def measure(transport: Transport, attend: Attend, say: Say) -> Profile | None:
-        if wanted is not None and wanted != transport.size:
+    def check(n_ranks: int) -> None:
+        if wanted is not None and wanted != n_ranks:
             raise LaunchError(
-                f"`n_ranks` is {wanted}, but {transport.size} ranks were started: leave it out, or set it to that"
+                Setting("n_ranks"), f" is {wanted}, but {n_ranks} ranks were started: leave it out, or set it to that"
             )
 
-        def announce(line: str) -> None:
-            if output is not None and output != _STDOUT and has_user():
-                check_writable(output)  # here the other ranks learn of a refusal
-            say(line)
-
-        return profile_ranks(transport, config, settings.layers, settings.seconds, attend, announce)
+    def on_line() -> None:
+        if output is not None and output != _STDOUT:
+            check_writable(output)  # here the other ranks learn of a refusal
 
     n_ranks = wanted or (1 if is_rank() else len(slots_of(hostfile)) or 1)
-    measured = run_profile(config, n_ranks, hostfile, options[LogSettings].verbose, measure)
+    work = ProfileWork(settings.layers, settings.seconds)
+    of_ranks = RankSetup(config=config, verbose=options[LogSettings].verbose, profile=work)
+    measured = run_profile(of_ranks, n_ranks, hostfile, check, on_line)
     if measured is not None:
         _show(measured)
         _write(measured, output)

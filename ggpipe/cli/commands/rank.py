@@ -1,21 +1,40 @@
-"""`ggpipe rank`: a rank of a Python program's engine."""
+"""`ggpipe rank`: a rank that a front end started."""
 
 from __future__ import annotations
 
-from ggpipe.channel.client import StartedRanks
-from ggpipe.cli.launching import run_command
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from ggpipe.cli.launching import run_profile, run_this_rank
+from ggpipe.config.engine import EngineConfig
 from ggpipe.errors import UsageError
 from ggpipe.launch import environment
-from ggpipe.options.engine_config import engine_config
+from ggpipe.launch.rank_setup import own_setup
 from ggpipe.options.option import Options
 
+if TYPE_CHECKING:
+    from ggpipe.engine.head import Head
 
-def run(options: Options) -> int:
-    """Serve the program that started it. The exit code."""
+
+def run(_: Options) -> int:
+    """Serve the front end, or measure for it. The exit code."""
     if not environment.is_served():
-        raise UsageError("`ggpipe rank` is started by Python programs, see `ggpipe.Engine`; use `ggpipe generate`")
-    return run_command(engine_config(options), options, _no_front_end)
+        raise UsageError("`ggpipe rank` is started by other commands and by Python programs; use `ggpipe generate`")
+    settings = own_setup()
+    if settings.profile is not None:
+        run_profile(settings, 1, None)
+        return 0
+    config = settings.config if settings.demo is None else _with_bundled(settings.config, settings.demo)
+    return run_this_rank(config, _no_head, settings.verbose)
 
 
-def _no_front_end(_: StartedRanks) -> int:
+def _with_bundled(config: EngineConfig, kind: Literal["tiny", "inflated"]) -> EngineConfig:
+    from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
+
+    pair = BUNDLED_PAIR if kind == "tiny" else inflated_pair()
+    drafts = tuple(replace(draft, model=replace(draft.model, path=pair.draft)) for draft in config.drafts)
+    return replace(config, model=replace(config.model, path=pair.target), drafts=drafts)
+
+
+def _no_head(_: Head) -> int:
     raise AssertionError("the front end is at the other end of the channel")

@@ -16,7 +16,7 @@ from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.recording import recording_text
-from ggpipe.errors import SettingError, UsageError
+from ggpipe.errors import Setting, SettingError, UsageError
 from ggpipe.llama import libllama
 from ggpipe.options.engine_config import engine_config
 from ggpipe.options.option import Options
@@ -34,12 +34,12 @@ def run(options: Options) -> int:
     """Start the ranks, or be one of them; the exit code."""
     config, prompt, settings = engine_config(options), options[PromptSettings], options[RecordSettings]
     if options[ModelSettings].the_draft is None:
-        raise UsageError("record needs a draft model: name one with `draft.model`")
+        raise UsageError("record needs a draft model: name one with ", Setting("draft.model"))
     (draft,) = config.drafts
-    if draft.shares:
-        raise UsageError("record runs the draft inside the first rank: leave out the / of `shares`")
+    if draft.layer_split is not None:
+        raise UsageError("record runs the draft inside the first rank: leave out the / of ", Setting("layer_split"))
     if prompt.n_predict == 0:
-        raise SettingError("`n_predict` must be 1 or more, or -1 (all that fits), got 0")
+        raise SettingError("n_predict", "must be 1 or more, or -1 (all that fits), got 0")
     prompts = [replace(prompt, file=file, text=None) for file in settings.files]
     if prompt.text is not None or not prompts:
         prompts.append(prompt)

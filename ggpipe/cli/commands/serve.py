@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,12 @@ from ggpipe.cli.messages import in_flags, report, warn
 from ggpipe.config.engine import EngineConfig, SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.engine.signals import Signals
-from ggpipe.errors import GgpipeError, SettingError, UsageError
+from ggpipe.errors import GgpipeError, Setting, SettingError, UsageError, Wording
 from ggpipe.launch import environment
+from ggpipe.launch.rank_setup import RankSetup
 from ggpipe.options.chat import ChatSettings
-from ggpipe.options.commands import COMMANDS
+from ggpipe.options.commands import ENGINE
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
-from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.server import ServerConfig
@@ -31,16 +30,15 @@ if TYPE_CHECKING:
 _NAMES = {"n_requests": "n_slots", "n_parallel": "n_branches"}
 """Settings of the ranks that have another name here."""
 _ENDS_S = 10.0  # beyond the time that running requests have
-_RANK = next(command for command in COMMANDS if command.name == "rank")
 
 
 def run(options: Options, on_start: Callable[[EngineThread], None] = lambda _: None) -> int:
     """Serve until it is ended; or be one of the ranks. `on_start` gets the engine, which loads. The exit code."""
-    of_engine = options.of(_RANK, OPTIONS, _NAMES)
+    of_engine = options.of(ENGINE, OPTIONS, _NAMES)
     try:
         config, speculation = engine_config(of_engine), speculation_config(of_engine)
     except GgpipeError as e:
-        raise _named(e) from None
+        raise e.renamed(_NAMES) from None
     sampling_config(options, SamplingConfig())  # mistakes show at once
     if not environment.is_rank():
         return _serve(options, config, speculation, of_engine, on_start)
@@ -83,7 +81,7 @@ class _GivenRanks:
         return run_this_rank(self._config, reporting, self._verbose, self._report, self.signals)
 
     def _report(self, error: GgpipeError) -> None:
-        report(_named(error))
+        report(error.renamed(_NAMES))
         error.is_reported = self.has_reported = True
 
 
@@ -103,7 +101,7 @@ def _serve(
         raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
     server, prompt = options[ServerConfig], options[PromptSettings]
     if server.keep_slots and config.slot_save_path is None:
-        raise SettingError("`keep_slots` needs a folder: name one with `slot_save_path`")
+        raise SettingError("keep_slots", "needs a folder", Wording("name one with ", Setting("slot_save_path")))
     if config.slot_save_path is not None:
         check_folder(config.slot_save_path)
     usual = functools.partial(sampling_config, options)
@@ -123,20 +121,23 @@ def _serve(
     )
     log.begin(server)
 
-    def say(line: str) -> None:
+    def say(line: str | Wording) -> None:
         log.say(in_flags(line))
 
     for warning in warnings_of(of_engine):
-        say(f"warning: {warning}")
+        say(Wording("warning: ", warning))
     if options.is_given("n_http_threads"):
-        say("warning: `n_http_threads` is not used: one event loop answers all clients")
+        say(Wording("warning: ", Setting("n_http_threads"), " is not used: one event loop answers all clients"))
     if given is None:
         check_model_files(config, options[RankSettings].hostfile)
     listener = process.listen(server)
     url = process.url(server, listener)
     say(f"listening on {url}; loading {path}")
-    own = of_engine.without(SamplingConfig, Constraint, PromptSettings)
-    thread = EngineThread(config, own, say, _named, given.run if given is not None else None)
+    settings, first_rank = (
+        RankSetup(config=config, verbose=options[LogSettings].verbose),
+        given.run if given is not None else None,
+    )
+    thread = EngineThread(settings, options[RankSettings], say, _NAMES, first_rank)
     on_start(thread)
 
     def on_loaded() -> None:
@@ -147,7 +148,7 @@ def _serve(
     try:
         process.serve(serving, listener, thread, on_loaded, signals)
     except GgpipeError as e:
-        log.note_end(in_flags(f"error: {e}"))
+        log.note_end(in_flags(Wording("error: ", e)))
         raise
     say("ended")
     return 0
@@ -165,9 +166,3 @@ def _chat(options: Options) -> ChatSettings:
     chat = ChatSettings(single_turn=True, **options.fields(ChatSettings))
     chat.of_messages([])  # reads the template
     return chat
-
-
-def _named(error: GgpipeError) -> GgpipeError:
-    """The same error with this command's names of settings. They become flags on the terminal, and fields of bodies in
-    answers."""
-    return error.reworded(re.sub(r"`(\w+)`", lambda found: f"`{_NAMES.get(found[1], found[1])}`", str(error)))

@@ -24,7 +24,7 @@ from ggpipe.display.tables.simulation import (
     write_json,
     write_requests_csv,
 )
-from ggpipe.errors import SettingError, UsageError
+from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.engine_config import (
     check_draft,
     draft_threads,
@@ -42,7 +42,7 @@ from ggpipe.options.settings import (
 from ggpipe.sim.simulation_spec import TRAFFIC_NAMES, SimulationSpec
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.sweep import Combination, parse_axis, sweep
-from ggpipe.sim.virtual_cluster import VirtualPlacement, placement_of, threads_of, with_split
+from ggpipe.sim.virtual_cluster import VirtualPlacement, placement_of, threads_of, with_splits
 
 _N_TEXT = 256
 
@@ -74,29 +74,37 @@ def _check_files(settings: SimulateSettings, requests_csv: Path | None, n_axes: 
     if settings.plot is not None:
         check_plottable(settings.plot)
         if n_axes > 2:
-            raise UsageError(f"`plot` draws sweeps of one or two names, not of {n_axes}: write a `csv` instead")
+            raise SettingError(
+                "plot",
+                f"draws sweeps of one or two names, not of {n_axes}",
+                Wording("write a ", Setting("csv"), " instead"),
+            )
         if is_shared and not n_axes:
-            raise UsageError("`plot` draws one request or a sweep: leave it out, or add `sweep` users=1..8")
+            raise SettingError(
+                "plot",
+                "draws one request or a sweep",
+                Wording("leave it out, or add ", Setting("sweep"), " users=1..8"),
+            )
     if settings.trace is not None and is_shared:
-        raise UsageError("`trace` is of one request: leave it out, or simulate one request")
+        raise SettingError("trace", "is of one request", "leave it out, or simulate one request")
     if requests_csv is not None and n_axes:
-        raise UsageError("`requests_csv` is of one simulation: leave out `sweep`")
+        raise SettingError("requests_csv", "is of one simulation", Wording("leave out ", Setting("sweep")))
     if settings.trace is not None and n_axes:
-        raise UsageError("`trace` is of one simulation: leave out `sweep`")
+        raise SettingError("trace", "is of one simulation", Wording("leave out ", Setting("sweep")))
 
 
 def _spec(options: Options) -> SimulationSpec:
     path = options[ClusterSettings].path
     assert path is not None
-    cluster, given, context = read_cluster(path), options[RankSettings].split, options[ContextConfig]
-    if given.auto:
-        raise SettingError("`shares` auto is for real ranks: name shares, or use ggpipe plan")
-    if given.split is not None:
-        cluster = with_split(cluster, given.split)
+    cluster, given, context = read_cluster(path), options[RankSettings].layer_split, options[ContextConfig]
+    if given == "auto":
+        raise SettingError("layer_split", "auto is for real ranks", "name shares, or use ggpipe plan")
+    if given is not None:
+        cluster = with_splits(cluster, given)
     target, draft = shapes_of(options)
     target, draft = target or cluster.target, draft or cluster.draft
     if target is None:
-        raise UsageError(f"{path} describes no target model: name one with `model`")
+        raise UsageError(f"{path} describes no target model: name one with ", Setting("model"))
     placement = placement_of(cluster, target, draft)
     pipeline = options[PipelineConfig]
     placement = _with_threads(cluster, placement, pipeline, draft_threads(options))
@@ -123,7 +131,7 @@ def _with_threads(
     n_ranks, n_target = len(placement.node_of), len(placement.target_on)
     if len(given.threads) not in (1, n_ranks):
         raise SettingError(
-            f"`threads` has {len(given.threads)} values for {n_ranks} ranks: give one for all, or one for each rank"
+            "threads", f"has {len(given.threads)} values for {n_ranks} ranks", "give one for all, or one for each rank"
         )
     own = [given.threads_of(rank, threads_of(cluster, placement, rank))[0] for rank in range(n_ranks)]
     if draft > 0:
@@ -136,7 +144,7 @@ def _check_tensor_split(placement: VirtualPlacement) -> None:
     n = len(placement.tensor_split)
     if n and n not in placement.group_sizes:
         raise SettingError(
-            f"`tensor_split` has {n} numbers, but no group has {n} ranks: give a number for each rank of a group"
+            "tensor_split", f"has {n} numbers, but no group has {n} ranks", "give a number for each rank of a group"
         )
 
 
@@ -145,8 +153,8 @@ def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
     mode = given_mode(options)
     if spec.draft is None and not registry.chosen(spec.speculation.drafters, 0):
         if mode in ("speculative", "async"):
-            check_draft(options, f"`mode` {mode}")
-        show("no draft model, so only iterative is simulated: name one with `draft.model`")
+            check_draft(options, Wording(Setting("mode"), f" {mode}"))
+        show(Wording("no draft model, so only iterative is simulated: name one with ", Setting("draft.model")))
         return ["iterative"]
     return [mode] if mode else list(get_args(Mode))
 

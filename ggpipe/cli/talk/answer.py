@@ -20,7 +20,7 @@ from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.stream import TextStream
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.stdout import Stdout
-from ggpipe.errors import PromptTooLong, UsageError
+from ggpipe.errors import PromptTooLong, Setting, UsageError, Wording
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.reasoning import Piece, ReasoningParser
 
@@ -94,8 +94,10 @@ class Answerer:
             request = engine.begin(spec, reply.stats)
         except PromptTooLong as e:
             raise UsageError(
-                f"the conversation has {e.n_prompt} tokens and the context {e.n_ctx}: /clear begins a new one, /save "
-                "keeps this one, and `n_ctx` makes room for longer ones"
+                f"the conversation has {e.n_prompt} tokens and the context {e.n_ctx}: /clear begins a new one, "
+                "/save keeps this one, and ",
+                Setting("n_ctx"),
+                " makes room for longer ones",
             ) from e
         marks = request.answer_format
         assert marks is not None  # it is a conversation
@@ -110,8 +112,12 @@ class Answerer:
                 self._to_stdout("\n")
         if reply.stats.finish is Finish.CONTEXT_FULL:
             warn(
-                f"the context of {engine.n_ctx} tokens is full, and the answer is cut off: /clear begins a new "
-                "conversation, /save keeps this one, and `n_ctx` makes room for longer ones"
+                Wording(
+                    f"the context of {engine.n_ctx} tokens is full, and the answer is cut off: /clear begins a new "
+                    "conversation, /save keeps this one, and ",
+                    Setting("n_ctx"),
+                    " makes room for longer ones",
+                )
             )
 
     def _write(self, piece: Piece, reply: ModelReply, style: str | None) -> None:

@@ -89,7 +89,7 @@ class Talk:
                         self._is_edited = False
                         self._commands[command[0]](command[1])
                 except UsageError as e:
-                    self._say(in_flags(str(e)), style="red")
+                    self._say(in_flags(e), style="red")
         except GgpipeError:
             self._keep()
             raise

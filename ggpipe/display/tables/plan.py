@@ -17,7 +17,8 @@ from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.engine import SpeculationConfig
-from ggpipe.core.layout import layer_range, shares_text
+from ggpipe.config.layer_split import text_of
+from ggpipe.core.layout import layer_range
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
 from ggpipe.display.stdout import page_console, print_page
@@ -83,8 +84,7 @@ def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tup
     if plan.best.mode != "iterative":
         words += ["-md", str(command.draft)]
     if len(plan.ranks) > 1 or hostfile is not None:
-        assert plan.placement.layout is not None
-        words += ["--mpi-layer-split", shares_text(plan.placement.layout, plan.placement.draft_layout)]
+        words += ["--mpi-layer-split", text_of(plan.placement.layer_splits)]
     if plan.placement.tensor_split:
         words += ["--tensor-split", ",".join(f"{share:g}" for share in plan.placement.tensor_split)]
     if plan.placement.tensor_wire != "f32":

@@ -39,7 +39,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as e:
-            raise SettingError(f"`chat_template` is no template that Jinja can read: {e}") from e
+            raise SettingError("chat_template", f"is no template that Jinja can read: {e}") from e
 
     def render(
         self,
@@ -68,7 +68,9 @@ class ChatTemplate:
     ) -> tuple[str, str]:
         """As `render`, with tools and calls as this template wants them; and the end of it, as `generation_prompt`."""
         if name := next((name for name in _OWN_NAMES if name in further), None):
-            raise UsageError(f"`chat_template_kwargs` has `{name}`, which follows from the conversation: leave it out")
+            raise SettingError(
+                "chat_template_kwargs", f"has {name}, which follows from the conversation", "leave it out"
+            )
         for arguments_as_text in (False, True):
             written = for_template(messages, tools, self.source, arguments_as_text)
             try:

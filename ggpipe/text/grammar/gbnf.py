@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError
 
 ROOT = "root"
 
@@ -63,7 +63,7 @@ class _Item:
 
 
 def check(text: str) -> None:
-    """Raises UsageError, in one line, for a grammar that libllama cannot follow safely."""
+    """Raises SettingError, in one line, for a grammar that libllama cannot follow safely."""
     if len(text) > _MOST_TEXT:
         raise _error(f"it has more than {_MOST_TEXT} characters")
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
@@ -78,8 +78,8 @@ def check(text: str) -> None:
     _check_recursion(rules, _empty_rules(rules))
 
 
-def _error(why: str) -> UsageError:
-    return UsageError(f"`grammar` is not a grammar in GBNF: {why}")
+def _error(why: str) -> SettingError:
+    return SettingError("grammar", f"is not a grammar in GBNF: {why}")
 
 
 class _Parser:
@@ -121,7 +121,7 @@ class _Parser:
     def _line(self) -> int:
         return bisect.bisect_left(self._line_ends, self._at) + 1
 
-    def _wrong(self, why: str) -> UsageError:
+    def _wrong(self, why: str) -> SettingError:
         return _error(f"line {self._line}: {why}")
 
     def _match(self, pattern: re.Pattern[str]) -> str | None:

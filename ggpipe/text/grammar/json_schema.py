@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError
 from ggpipe.text.grammar.gbnf import ROOT
 from ggpipe.text.grammar.json_text import RULES, digits_between, literal, other_strings, rules_named_in, times
 from ggpipe.text.grammar.pattern import PatternError, pattern_rule
@@ -44,27 +44,27 @@ _KNOWN = _NO_CONSTRAINT.union({"type"}, _COMBINING, *_OF_TYPE.values())
 def grammar_of(text: str) -> str:
     """The grammar, in GBNF, of a JSON schema.
 
-    Raises UsageError, in one line, for what is no schema and for keywords that are not supported.
+    Raises SettingError, in one line, for what is no schema and for keywords that are not supported.
     """
     try:
         schema = json.loads(text)
     except ValueError as e:
-        raise UsageError(f"`json_schema` is not JSON: {e}") from e
+        raise SettingError("json_schema", f"is not JSON: {e}") from e
     except RecursionError as e:
-        raise UsageError("`json_schema` is too deep") from e
+        raise SettingError("json_schema", "is too deep") from e
     root, rules = rules_of({"type": "object"} if schema == {} else schema, schema)
     return "\n".join((f"{ROOT} ::= {root}", *(f"{name} ::= {rule}" for name, rule in rules.items()), ""))
 
 
 def rules_of(schema: Any, document: Any, prefix: str = "") -> tuple[str, dict[str, str]]:
     """A schema's rule, and the rules that it names: `RULES`, and others whose names begin with `prefix`. References
-    point into the document. Raises UsageError as `grammar_of`."""
+    point into the document. Raises SettingError as `grammar_of`."""
     converter = _Converter(document, prefix)
     return converter.visit(schema, ""), converter.rules
 
 
-def _wrong(place: str, why: str) -> UsageError:
-    return UsageError(f"`json_schema`: {place or 'the schema'} {why}")
+def _wrong(place: str, why: str) -> SettingError:
+    return SettingError("json_schema", f"at {place} {why}" if place else why)
 
 
 class _Converter:

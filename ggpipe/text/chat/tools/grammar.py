@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ggpipe.core.prompt import ToolChoice
-from ggpipe.errors import BodyError, UsageError
+from ggpipe.errors import BodyError, SettingError
 from ggpipe.text.chat.reasoning import ReasoningFormat
 from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, CallSyntax, Form
 from ggpipe.text.grammar.gbnf import ROOT
@@ -66,11 +66,10 @@ def _call(i: int, function: Mapping[str, Any], form: Form, rules: dict[str, str]
         schema = {"additionalProperties": False, **schema}
     try:
         arguments = _tags(schema, f"t{i}-", rules) if form is Form.QWEN_XML else _json(schema, f"t{i}-", schema, rules)
-    except UsageError as e:
+    except SettingError as e:
         if function.get("strict"):
-            why = str(e).removeprefix("`json_schema`: ")
             at = f"tools[{i}].function.parameters"
-            raise BodyError(f"`{at}`: {why}", at) from e
+            raise BodyError(f"`{at}` {e.problem}", at) from e
         arguments = _any_object(form, rules)
     rules[f"call{i}"] = f"{before} {arguments} {_identity(layout)} {after}"
     return f"call{i}"
@@ -99,7 +98,7 @@ def _tags(schema: Mapping[str, Any], prefix: str, rules: dict[str, str]) -> str:
     """A tag for each argument, the required ones first."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise UsageError("`json_schema`: properties must be an object, and required a list")
+        raise SettingError("json_schema", "must have an object as properties, and a list as required")
     parts = []
     for j, (key, own) in enumerate(sorted(properties.items(), key=lambda item: item[0] not in required)):
         end = f"{prefix}p{j}"

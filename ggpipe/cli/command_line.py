@@ -1,0 +1,177 @@
+"""Command lines as llama.cpp's and PipeInfer's users write them, read in one pass: from words to options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from ggpipe.cli import advice
+from ggpipe.cli.variables import SWITCHES, settled
+from ggpipe.errors import SettingError, UsageError
+from ggpipe.options.option import Command, Option, Options
+
+_BARE = {  # options that may stand without a value: the value that this means, and those it can take
+    "numa": ("distribute", ("distribute", "isolate", "numactl")),
+    "flash_attn": ("on", ("on", "off", "auto", *SWITCHES)),
+    "color": ("on", ("on", "off", "auto")),
+}
+_SAME = {"--log-jsonl": "--log-format=json", "-co": "--color"}
+"""Options of llama.cpp that have another name here."""
+_HELP = ("-h", "--help")
+_WORD = re.compile("-[A-Za-z][A-Za-z-]+")
+"""Not a short flag and its value: `-xyz` is no -x."""
+_KINDS = {int: "a whole number", float: "a number"}
+
+
+class HelpWanted(Exception):
+    """The user asks for the command's help."""
+
+
+def named_command(commands: Sequence[Command], arguments: Sequence[str]) -> Command | None:
+    """The command that a command line begins with; None where it asks for the program's help or version.
+
+    Raises UsageError where it begins with something else.
+    """
+    first = arguments[0] if arguments else _HELP[0]
+    if first in (*_HELP, "--version"):
+        return None
+    command = next((command for command in commands if command.name == first), None)
+    if command is None:
+        raise advice.no_command(commands, arguments)
+    return command
+
+
+def parse(
+    command: Command,
+    table: Sequence[Option],
+    arguments: Sequence[str],
+    variables: Mapping[str, Any] | None = None,
+    on_variables: Callable[[Mapping[str, str]], None] = lambda _: None,
+) -> Options:
+    """The options of a command. `arguments`: without its name. `variables`: values that environment variables give, by
+    the options' names; `on_variables` is told which of them count, before any error that names one.
+
+    Raises UsageError that says what to write instead, SettingError for a text that is no value of its option, and
+    HelpWanted.
+    """
+    rows = command.options(table)
+    words = _Words(rows)
+    words.read(arguments)
+    given = words.given
+    if words.stray:
+        raise advice.stray(words.stray[0], rows, {row.name for row in given})
+    from_variables = [row for row in rows if row.name in (variables or {}) and row not in given]
+    for row in rows:
+        if row.name in command.required and row not in (*given, *from_variables):
+            raise advice.missing(row)
+    values = {row: given.get(row, command.default_of(row)) for row in rows}
+    values |= {row: _converted(row, (variables or {})[row.name]) for row in from_variables}
+    values, counting = settled(command, values, from_variables, list(given))
+    on_variables(counting)
+    return Options(command, values)
+
+
+@dataclass
+class _Words:
+    """What the words of a command line say."""
+
+    rows: Sequence[Option]
+    given: dict[Option, Any] = field(default_factory=dict)
+    """A value for each option that has one; the last one, or a list."""
+    stray: list[advice.Stray] = field(default_factory=list)
+    """Words that belong to no option."""
+
+    def __post_init__(self) -> None:
+        self._flags = {flag: (row, is_on) for row in self.rows for flag, is_on in _flags(row)}
+        self._positional = [row for row in self.rows if not row.flags]
+        self._last: Option | None = None
+        """The option whose value came last, if nothing but words without a flag came since."""
+
+    def read(self, arguments: Sequence[str]) -> None:
+        """Read all of them. Raises UsageError, SettingError and HelpWanted."""
+        at = 0
+        while at < len(arguments):
+            argument = arguments[at]
+            at += 1
+            if argument == "--":
+                for word in arguments[at:]:
+                    self._word(word)
+                return
+            if not argument.startswith("-") or argument == "-":
+                self._word(argument)
+                continue
+            name, equals, value = _SAME.get(argument, argument).partition("=")
+            if name.startswith("--"):
+                name = name.replace("_", "-")
+            if name in _HELP:
+                raise HelpWanted
+            if name not in self._flags:
+                short = self._flags.get(argument[:2])
+                if short is None or short[0].reads is bool or argument[1] == "-" or _WORD.fullmatch(name):
+                    self._last = None
+                    advice.check_foreign(name, self._flags)
+                    continue
+                name, equals, value = argument[:2], "=", argument[2:]
+            row, is_on = self._flags[name]
+            if row.reads is bool:
+                if equals:
+                    raise UsageError(f"{name} takes no value, got {value}")
+                self.given[row], self._last = is_on, None
+                continue
+            if not equals:
+                value, n_words = self._value_of(row, name, arguments[at:])
+                at += n_words
+            self._give(row, SWITCHES.get(value, value) if row.name == "flash_attn" else value)
+
+    def _value_of(self, row: Option, flag: str, following: Sequence[str]) -> tuple[str, int]:
+        """An option's value, and how many of the following words it takes. Raises UsageError where there is none."""
+        if row.name in _BARE:
+            meaning, values = _BARE[row.name]
+            word = following[0] if following else "-"
+            is_value = word in values or not (word.startswith("-") or self._positional)
+            return (word, 1) if is_value else (meaning, 0)
+        if not following:
+            raise UsageError(f"{flag} needs a value: {row.help}")
+        return following[0], 1
+
+    def _word(self, word: str) -> None:
+        """A word without a flag."""
+        row = next((row for row in self._positional if row not in self.given), None)
+        if row is not None:
+            self.given[row] = _converted(row, word)
+        else:
+            self.stray.append(advice.Stray(word, self._last))
+
+    def _give(self, row: Option, text: str) -> None:
+        self._last = row
+        if row.many:
+            self.given.setdefault(row, []).append(_one(row, get_args(row.reads)[0], text))
+        else:
+            self.given[row] = _converted(row, text)
+
+
+def _flags(row: Option) -> list[tuple[str, bool]]:
+    """A row's flags, each with the value that it gives to a switch."""
+    texts = [text.split("/") for text in row.flags]
+    return [(flag.strip(), i == 0) for text in texts for i, flag in enumerate(text) if flag.strip()]
+
+
+def _converted(row: Option, value: Any) -> Any:
+    """As the option reads it. Raises SettingError."""
+    if isinstance(value, list):
+        return [_one(row, get_args(row.reads)[0], text) for text in value]
+    return _one(row, row.reads, value)
+
+
+def _one(row: Option, kind: type, value: Any) -> Any:
+    if not isinstance(value, str) or kind is str:
+        return value
+    if kind is Path:
+        return Path(value)
+    try:
+        return kind(value)
+    except ValueError:
+        raise SettingError(row.name, f"must be {_KINDS[kind]}, got {value}") from None
