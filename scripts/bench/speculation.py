@@ -120,16 +120,19 @@ def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
     return {key: value for key, value in SETTINGS.items() if not names or any(name in key for name in names)}
 
 
-def prompt_of(session: Session, i: int, texts: bool, quotes: bool) -> tuple[int, ...]:
-    """Round i's prompt: one of TEXTS, or tokens at random; with `quotes`, the output of a text and its first tokens."""
-    if quotes:
-        text = session.vocab.tokenize(TEXTS[0].read_text())
-        start = text[: N_QUOTED // 4]
-        stream = RequestSpec(
-            prompt=start, sampling=GREEDY, n_predict=N_QUOTED, speculation=SETTINGS["iterative"], cache_prompt=False
-        )
-        said = (*start, *(token.id for token in session.stream(stream)))
-        return (*said, *said[: N_QUOTED // 8 + 8 * i])
+def text_to_quote(session: Session) -> tuple[int, ...]:
+    """The start of a text and what the target adds: text that it is likely to repeat."""
+    start = session.vocab.tokenize(TEXTS[0].read_text())[: N_QUOTED // 4]
+    spec = RequestSpec(
+        prompt=start, sampling=GREEDY, n_predict=N_QUOTED, speculation=SETTINGS["iterative"], cache_prompt=False
+    )
+    return (*start, *(token.id for token in session.stream(spec)))
+
+
+def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) -> tuple[int, ...]:
+    """Round i's prompt: a text to quote and its first tokens, one of TEXTS, or tokens at random."""
+    if quoted:
+        return (*quoted, *quoted[: N_QUOTED // 8 + 8 * i])
     if texts:
         return session.vocab.tokenize(TEXTS[i % len(TEXTS)].read_text())
     return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT))
@@ -154,12 +157,13 @@ def job(args: argparse.Namespace) -> int:
 
     def head(ranks: Head) -> int:
         session = Session.load(ranks)
+        quoted = text_to_quote(session) if args.quotes else ()
         results: list[dict[str, Any]] = []
         for i in range(args.rounds + 1):
             settings = list(settings_named(args.settings).items())
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
-                prompt = prompt_of(session, i, args.texts, args.quotes)
+                prompt = prompt_of(session, i, args.texts, quoted)
                 tokens = [
                     t.id
                     for t in session.stream(
