@@ -21,8 +21,9 @@ class RequestOptions(TypedDict, total=False):
     """async: drafting and verifying overlap (default with `draft`). speculative: draft, verify, repeat. iterative:
     no draft tokens."""
     spec_type: str
-    """What drafts, separated by commas: draft, ngram, or none. Several draft for one tree. draft: the draft model
-    (default with `draft`). ngram: repeats what followed the same tokens before; needs no model."""
+    """What drafts, separated by commas: draft, ngram, or none. Several draft for one tree. draft: the draft model.
+    ngram: repeats what followed the same tokens before, in this request or another one; needs no model. Default
+    with `draft`: draft,ngram."""
     policy: Literal["best-first", "thresholds"]
     """How draft trees grow in async mode. best-first: by the probability of each path, as wide as further rows are
     cheap. thresholds: PipeInfer's, by `p_split`, `p_recovery`, `p_decay` and `n_parallel`, each of which chooses

@@ -173,7 +173,7 @@ class SpeculationConfig:
     continuous: bool = True
     """Drafting goes on while earlier draft tokens are verified; else one micro-batch follows each accepted token."""
     drafters: tuple[str, ...] | None = None
-    """Kinds of drafters, as in `core.drafters.registry`; None: the draft model, if there is one."""
+    """Kinds of drafters, as in `core.drafters.registry`; None: all of them where there is a draft model, else none."""
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))

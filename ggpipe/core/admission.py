@@ -9,7 +9,7 @@ waits, and those behind it wait as well. What is promised to nobody holds kept p
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.events import Arrived
@@ -26,11 +26,13 @@ _MORE_CELLS = 32  # that a request without a limit is given at a time
 class Admission:
     """See the module's text."""
 
-    def __init__(self, limits: Limits, prefixes: PrefixCache) -> None:
+    def __init__(self, limits: Limits, prefixes: PrefixCache, at_once: Container[int] = ()) -> None:
+        """`at_once`: ids of the drafters that need no model."""
         self.states: dict[int, SequenceState] = {}
         """Requests and prefixes that are served, by their ids; the scheduler removes those that have ended."""
         self._limits = limits
         self._prefixes = prefixes
+        self._at_once = at_once
         self._waiting: dict[str, dict[int, Waiting]] = {}
         """By user, in the order of their turns, then by id; none is empty."""
 
@@ -93,7 +95,7 @@ class Admission:
             prefix=prefix,
             reserve=reserve,
             n_past=n_past,
-            drafters=RequestDrafters(request.drafters if request.drafts else (), prefix.tree),
+            drafters=RequestDrafters(request.drafters if request.drafts else (), prefix.tree, self._at_once),
         )
 
     def _reserve(self, request: Request) -> int:

@@ -23,12 +23,13 @@ between two others: so each stage saves the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import frontier
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
-from ggpipe.core.draft_messages import Accepted, EndDrafting, MicroBatch
+from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting, MicroBatch
+from ggpipe.core.drafters.base import TextDrafter
 from ggpipe.core.events import (
     Arrived,
     Drafted,
@@ -62,17 +63,25 @@ from ggpipe.core.run_cost import RunCost
 class Scheduler:
     """See the module's text."""
 
-    def __init__(self, limits: Limits, restored: tuple[int, ...] | None = None) -> None:
-        """`restored`: as of `PrefixCache`."""
+    def __init__(
+        self,
+        limits: Limits,
+        restored: tuple[int, ...] | None = None,
+        text_drafters: Mapping[int, TextDrafter] | None = None,
+    ) -> None:
+        """`restored`: as of `PrefixCache`. `text_drafters`: the drafters that need no model, by their ids. The
+        scheduler asks them itself, so that their draft tokens go in with the root that they follow; all others are
+        steered by actions."""
         self._limits = limits
         self._in_flight: InFlight[SequenceState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._pipeline = PipelineState(limits, self._in_flight)
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
-        self._admission = Admission(limits, self._prefixes)
+        self._text_drafters = text_drafters or {}
+        self._admission = Admission(limits, self._prefixes, self._text_drafters)
         self._states = self._admission.states
         self._now = 0.0
         self._wake_at: float | None = None
-        self._to_drafters: list[ToDrafter] = []
+        self._to_drafters: list[SchedulerAction] = []
 
     def handle(self, event: SchedulerEvent, now: float) -> list[SchedulerAction]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back).
@@ -180,7 +189,7 @@ class Scheduler:
             elif isinstance(state, RequestState) and state.request.drafts:
                 self._set_look_aheads(state)
                 for drafter, known in state.drafters:
-                    actions.append(ToDrafter(drafter, state.begin(self._limits.n_ctx, known.look_ahead)))
+                    self._tell(state, drafter, state.begin(self._limits.n_ctx, known.look_ahead), actions)
 
     def _transfer(self, state: PrefixState, actions: list[SchedulerAction]) -> None:
         """Have all stages write a prefix to disk, or read it from there, if that is possible now."""
@@ -199,7 +208,10 @@ class Scheduler:
         """How far each drafter may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
         for _, drafter in state.drafters:
-            drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
+            if drafter.answers_at_once:
+                drafter.look_ahead = frontier.look_ahead_at_once(self._pipeline, state, others)
+            else:
+                drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
 
     def _stop(self, number: int, actions: list[SchedulerAction]) -> None:
         match self._states.get(number):
@@ -225,7 +237,8 @@ class Scheduler:
         if isinstance(state, RequestState):
             if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
                 self._save(state, computed, actions)
-            actions += [ToDrafter(drafter, EndDrafting(state.id)) for drafter, _ in state.drafters]
+            for drafter, _ in state.drafters:
+                self._tell(state, drafter, EndDrafting(state.id), actions)
         self._cancel(self._in_flight.leave(state), actions)
         self._end_if_drained(state, actions)
 
@@ -405,8 +418,15 @@ class Scheduler:
             state.drafters.root_sent(self._now)
             self._set_look_aheads(state)
             for drafter, known in state.drafters:
-                accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead)
-                self._to_drafters.append(ToDrafter(drafter, accepted))
+                self._tell(state, drafter, Accepted(state.id, state.epoch, tokens, known.look_ahead), self._to_drafters)
+
+    def _tell(self, state: RequestState, drafter: int, message: DrafterMessage, actions: list[SchedulerAction]) -> None:
+        """Tell a drafter of a request; one that needs no model answers at once."""
+        if (text_drafter := self._text_drafters.get(drafter)) is None:
+            actions.append(ToDrafter(drafter, message))
+            return
+        for micro_batch in text_drafter.answer(message):
+            state.add(micro_batch, self._now)
 
     def _drafted(self, micro_batch: MicroBatch) -> None:
         if (state := self._open(micro_batch.request)) is not None:

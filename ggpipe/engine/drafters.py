@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ggpipe.config.engine import SpeculationConfig
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
 from ggpipe.core.drafters import registry
-from ggpipe.core.drafters.base import Drafter, DraftEvent, ToHead
+from ggpipe.core.drafters.base import Drafter, DraftEvent, TextDrafter, ToHead
 from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord, RunResult
@@ -27,11 +27,12 @@ class Drafters:
         self._n_models = n_models
         self._models = dict(started)
         self._rolls_back = rolls_back
-        self._in_head = {
+        self.in_head: Mapping[int, TextDrafter] = {
             drafter: registry.WITHOUT_MODEL[kind](drafter)
             for drafter, kind in enumerate(registry.kinds(n_models))
             if kind in registry.WITHOUT_MODEL
         }
+        """Those without a model: the scheduler asks them itself."""
 
     @property
     def has_model(self) -> bool:
@@ -43,18 +44,15 @@ class Drafters:
         if not self._rolls_back:
             return ()
         named = registry.chosen(speculation.drafters, self._n_models)
-        return tuple(drafter for drafter in named if drafter in self._in_head or drafter in self._models)
+        return tuple(drafter for drafter in named if drafter in self.in_head or drafter in self._models)
 
     def n_ranks(self, drafter: int) -> int:
         """Ranks that hold layers of this drafter's model."""
-        return 0 if drafter in self._in_head else len(self._models[drafter].stage_ranks)
+        return 0 if drafter in self.in_head else len(self._models[drafter].stage_ranks)
 
-    def send(self, drafter: int, message: DrafterMessage) -> list[MicroBatch]:
-        """Send a message to a drafter; returns what it answers at once."""
-        if drafter in self._in_head:
-            return self._in_head[drafter].answer(message)
+    def send(self, drafter: int, message: DrafterMessage) -> None:
+        """Send a message to a draft model's drafter."""
         self._transport.send(self._models[drafter].head, Kind.TO_DRAFTER, codec.drafter_message(message))
-        return []
 
 
 class DraftHead:

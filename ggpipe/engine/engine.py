@@ -75,7 +75,7 @@ class EngineCore:
         """KV cells, for all requests together."""
         self.can_speculate = head.can_speculate
         self._head = head
-        self._scheduler = Scheduler(head.limits, head.restored)
+        self._scheduler = Scheduler(head.limits, head.restored, head.drafters.in_head)
         prompt_cache = head.head.config.prompt_cache
         self._saves: Saves = prompt_cache.saves if prompt_cache is not None and head.limits.n_prefixes else "nothing"
         self._n_unsaved: collections.Counter[int] = collections.Counter()
@@ -252,7 +252,7 @@ class EngineCore:
             case ToDrafter(drafter, message):
                 if isinstance(message, BeginDrafting) and message.saves != "nothing":
                     self._n_unsaved[message.request] += self._head.drafters.n_ranks(drafter)
-                return [Drafted(micro_batch) for micro_batch in self._head.drafters.send(drafter, message)]
+                self._head.drafters.send(drafter, message)
             case Replay(request, rows):
                 self._active[request].replay(rows)
             case Embed(request, rows):

@@ -1,4 +1,4 @@
-"""Drafters as they are in core: with a draft model on a virtual rank, over its virtual stages; others at the head."""
+"""A draft model's drafter as it is in core, on a virtual rank, over its virtual stages."""
 
 from __future__ import annotations
 
@@ -23,22 +23,6 @@ from ggpipe.transport.base import HEAD
 _DRAFTER_MESSAGE_BYTES, _MICRO_BATCH_BYTES = 200, 400
 MicroBatchArrived = Callable[[MicroBatch, tuple[RunRecord, ...]], None]
 """Called with the draft's message and the draft's runs since the one before."""
-
-
-class HeadDraft:
-    """A drafter without a model, in the head's process. What it answers takes no time."""
-
-    def __init__(self, drafter: int, kind: str, answered: Callable[[MicroBatch], None]) -> None:
-        """`drafter`: its id; `kind`: as in `registry`; `answered` is called at the head."""
-        self.rank = HEAD
-        self._drafter = registry.WITHOUT_MODEL[kind](drafter)
-        self._answered = answered
-
-    def receive(self, message: DrafterMessage) -> int:
-        """The head says this; returns the number of messages that it takes."""
-        for micro_batch in self._drafter.answer(message):
-            self._answered(micro_batch)
-        return 0
 
 
 class VirtualDraft:

@@ -35,7 +35,7 @@ from ggpipe.core.scheduler import Scheduler
 from ggpipe.sim.arrivals import Arrival
 from ggpipe.sim.clock import VirtualClock
 from ggpipe.sim.cores import Cores, OwnCores
-from ggpipe.sim.draft import HeadDraft, VirtualDraft
+from ggpipe.sim.draft import VirtualDraft
 from ggpipe.sim.network import Network
 from ggpipe.sim.pipeline import VirtualPipeline
 from ggpipe.sim.stage import Process
@@ -153,7 +153,15 @@ class _Simulation:
         self._process = processes[HEAD]
         n_drafters = max(len(_drafters(cluster, speculation)), 1)
         limits = _limits(sizes, cluster.target, speculation, n_drafters)
-        self._scheduler = Scheduler(replace(limits, n_in_flight=sizes.n_in_flight or limits.n_in_flight))
+        drafters = _drafters(cluster, speculation) if speculation.mode != "iterative" else ()
+        kinds = registry.kinds(_n_models(cluster))
+        in_head = {
+            drafter: registry.WITHOUT_MODEL[kinds[drafter]](drafter)
+            for drafter in drafters
+            if kinds[drafter] in registry.WITHOUT_MODEL
+        }
+        limits = replace(limits, n_in_flight=sizes.n_in_flight or limits.n_in_flight)
+        self._scheduler = Scheduler(limits, text_drafters=in_head)
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, cluster.target, HEAD, self._result_arrived
         )
@@ -164,11 +172,9 @@ class _Simulation:
         }
         self._asked = requests
         self._active = {i: _active(i, asked, speculation, cluster) for i, asked in enumerate(requests, 1)}
-        self._drafts: dict[int, VirtualDraft | HeadDraft] = {}
-        kinds = registry.kinds(_n_models(cluster))
-        for drafter in _drafters(cluster, speculation) if speculation.mode != "iterative" else ():
-            if kinds[drafter] in registry.WITHOUT_MODEL:
-                self._drafts[drafter] = HeadDraft(drafter, kinds[drafter], self._answered)
+        self._drafts: dict[int, VirtualDraft] = {}
+        for drafter in drafters:
+            if drafter in in_head:
                 continue
             assert cluster.draft is not None
             self._drafts[drafter] = VirtualDraft(
@@ -270,10 +276,6 @@ class _Simulation:
             self._handle(RunEnded(RunResult(run.id, rows, spans, run.cancelled)))
 
         self._process.receive(spans[-1].rank, ended, _n_requests(run))
-
-    def _answered(self, micro_batch: MicroBatch) -> None:
-        """A drafter in the head's process answered."""
-        self._process.do(self._overheads.event_s, lambda: self._handle(Drafted(micro_batch)))
 
     def _micro_batch_arrived(self, micro_batch: MicroBatch, records: tuple[RunRecord, ...]) -> None:
         """A drafter's message is there."""

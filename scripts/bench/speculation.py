@@ -6,6 +6,7 @@ continues real text: it has the confidences and the rejections of a trained pair
 so each round compares them on the same machine at the same time. Tables show medians over the rounds; ratios are of one
 round.
 
+quotes  prompts that say a text twice, as far as the first words: what n-grams gain where the output is in the prompt
 asleep  2, 4 and 8 target ranks and a draft rank whose stages sleep instead of computing: what scheduling, messages and
         cancellation gain where every rank has a machine of its own
 """
@@ -49,7 +50,7 @@ from ggpipe.llama.stage import BoundaryTensors, Outcome
 from ggpipe.stats.records import RequestStats
 from scripts.models.make_pair import Shape, make_pair
 
-N_CTX, N_PROMPT = 512, 128
+N_CTX, N_PROMPT, N_QUOTED = 512, 128, 128
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 TEXTS = tuple((Path(__file__).parents[2] / "prompts" / f"{name}.txt") for name in ("tale", "program", "chat"))
@@ -57,6 +58,9 @@ SETTINGS = {
     "iterative": SpeculationConfig(mode="iterative"),
     **{f"speculative --draft {n}": SpeculationConfig(mode="speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
     **{f"async --draft {n}": SpeculationConfig(mode="async", n_draft=n) for n in (1, 3, 8)},
+    "async": SpeculationConfig(),
+    "async, draft alone": SpeculationConfig(drafters=("draft",)),
+    "async, n-grams alone": SpeculationConfig(drafters=("ngram",)),
 }
 
 
@@ -117,8 +121,19 @@ def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
     return {key: value for key, value in SETTINGS.items() if not names or any(name in key for name in names)}
 
 
-def prompt_of(session: Session, i: int, texts: bool) -> tuple[int, ...]:
-    """Round i's prompt: one of TEXTS, or tokens at random."""
+def text_to_quote(session: Session) -> tuple[int, ...]:
+    """The start of a text and what the target adds: text that it is likely to repeat."""
+    start = session.vocab.tokenize(TEXTS[0].read_text())[: N_QUOTED // 4]
+    spec = RequestSpec(
+        prompt=start, sampling=GREEDY, n_predict=N_QUOTED, speculation=SETTINGS["iterative"], cache_prompt=False
+    )
+    return (*start, *(token.id for token in session.stream(spec)))
+
+
+def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) -> tuple[int, ...]:
+    """Round i's prompt: a text to quote and its first tokens, one of TEXTS, or tokens at random."""
+    if quoted:
+        return (*quoted, *quoted[: N_QUOTED // 8 + 8 * i])
     if texts:
         return session.vocab.tokenize(TEXTS[i % len(TEXTS)].read_text())
     return tuple(300 + 7 * (k + 11 * i) % 700 for k in range(N_PROMPT))
@@ -147,16 +162,24 @@ def job(args: argparse.Namespace) -> int:
 
     def head(ranks: Head) -> int:
         session = Session.load(ranks)
+        quoted = text_to_quote(session) if args.quotes else ()
         results: list[dict[str, Any]] = []
         for i in range(args.rounds + 1):
             settings = list(settings_named(args.settings).items())
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
-                prompt = prompt_of(session, i, args.texts)
+                prompt = prompt_of(session, i, args.texts, quoted)
                 tokens = [
                     t.id
                     for t in session.stream(
-                        RequestSpec(prompt=prompt, sampling=GREEDY, n_predict=args.n, speculation=speculation), stats
+                        RequestSpec(
+                            prompt=prompt,
+                            sampling=GREEDY,
+                            n_predict=args.n,
+                            speculation=speculation,
+                            cache_prompt=False,  # n-grams would repeat the round before
+                        ),
+                        stats,
                     )
                 ]
                 counters = stats.counters
@@ -181,13 +204,16 @@ def bench(
     n_target: int = 2,
     agreement: float | None = None,
     texts: bool = False,
+    quotes: bool = False,
 ) -> None:
-    """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text."""
+    """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text,
+    with `quotes`, text that is in the prompt already."""
     command = mpirun.mpirun_command(mpirun.find_mpirun(), n_target + 1, None, [])
     command += [*SCRIPT, *names, "--job", str(target), str(draft), "--rounds", str(rounds)]
     command += ["-n", str(n_predict), "--targets", str(n_target)]
     command += [] if agreement is None else ["--agreement", str(agreement)]
     command += ["--texts"] if texts else []
+    command += ["--quotes"] if quotes else []
     environment = {**os.environ, **mpi_environment()}
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment, preexec_fn=die_with_parent)
     results = [r for r in json.loads(done.stdout) if r["round"] > 0]  # the first round warms up
@@ -220,6 +246,9 @@ def main() -> int:
     parser.add_argument("-s", type=float, nargs="*", default=[0.03, 0.06, 0.12], help="how the pairs differ")
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to use instead")
     parser.add_argument("--inflated", action="store_true", help="only the inflated bundled pair")
+    parser.add_argument(
+        "--quotes", action="store_true", help="only the inflated bundled pair, and text that it repeats"
+    )
     parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")
     parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--targets", type=int, default=2, help=argparse.SUPPRESS)
@@ -244,9 +273,10 @@ def main() -> int:
 
     def bench_inflated() -> None:
         pair = inflated.target, inflated.draft
-        bench("inflated bundled pair", *pair, args.rounds, args.n, args.settings, texts=True)
+        title = "inflated bundled pair" + ", quotes" * args.quotes
+        bench(title, *pair, args.rounds, args.n, args.settings, texts=not args.quotes, quotes=args.quotes)
 
-    if args.inflated:
+    if args.inflated or args.quotes:
         bench_inflated()
         return 0
     with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:

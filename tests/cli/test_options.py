@@ -224,6 +224,7 @@ def test_a_record_in_the_place_of_another() -> None:
         ("--spec-type ngram", ("ngram",), 1),
         ("--spec-type ngram-simple --mode speculative", ("ngram",), 1),
         ("-md d --spec-type ngram,draft", ("ngram", "draft"), 2),
+        ("-md d --spec-type draft", ("draft",), 1),
         ("-md d --spec-type none", (), 1),
     ],
 )
@@ -330,7 +331,7 @@ def test_draft_models_with_ranks_come_first() -> None:
     assert [draft.n_ranks for draft in config.drafts] == [2, 0, 0]
     assert (config.n_draft_ranks, config.draft_heads(4)) == (2, (2,))
     assert [config.model_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
-    assert config.context.n_seq == 3, "each draft model may name another token"
+    assert config.context.n_seq == 4, "each draft model may name another token, and n-grams"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Scenario:
         if kind == "adversary":
             return Adversary(self.model, agreement, self.seed + number, number)
         if kind == "ngram":
-            return TextDraft(kind, number)
+            return TextDraft(number)
         draft_model = FakeDraftModel(self.model, agreement)
         return RealDraft(self.draft_limits, self.n_draft_stages, draft_model, self.draft_restored, number)
 

@@ -6,12 +6,13 @@ import collections
 import functools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
-from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_model import DraftModel
+from ggpipe.core.drafters.ngram import Ngrams
 from ggpipe.core.events import CancelRuns, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import LogitsRequest, Row, RowLogits, Run
 from ggpipe.core.request import Limits
@@ -166,23 +167,65 @@ class RealDraft:
 
 
 class TextDraft:
-    """A drafter of the core that has no model, and the way to and from it."""
+    """A drafter of the core that has no model: the scheduler asks it."""
 
-    def __init__(self, kind: str, id: int) -> None:
+    def __init__(self, id: int) -> None:
         self.id = id
-        self.drafter = registry.WITHOUT_MODEL[kind](id)
+        self.drafter = Ngrams(id, most_tokens=40)
         self.steering: collections.deque[DrafterMessage] = collections.deque()
         self.batches: collections.deque[MicroBatch] = collections.deque()
+        self.answered: Callable[[MicroBatch], None] | None = None
+        """Called with each answer."""
+        self._begun: dict[int, BeginDrafting] = {}
+        self._text: dict[int, Tokens] = {}
+        self._paths: dict[int, dict[int, Tokens]] = {}
+
+    def answer(self, message: DrafterMessage) -> list[MicroBatch]:
+        match message:
+            case BeginDrafting(request=request, prompt=prompt):
+                self._begun[request], self._text[request], self._paths[request] = message, prompt, {}
+            case Accepted(request, epoch, tokens, _):
+                self._text[request] += tokens
+                assert len(self._text[request]) == len(self._begun[request].prompt) + epoch
+            case EndDrafting(request):
+                del self._begun[request]
+        batches = self.drafter.answer(message)
+        self.drafter.validate()
+        for batch in batches:
+            self._check(batch, message)
+            if self.answered is not None:
+                self.answered(batch)
+        return batches
+
+    def _check(self, batch: MicroBatch, message: DrafterMessage) -> None:
+        assert not isinstance(message, EndDrafting)
+        begin, text, paths = self._begun[batch.request], self._text[batch.request], self._paths[batch.request]
+        assert batch.complete
+        assert batch.epoch == len(text) - len(begin.prompt)
+        deepest = len(text) + min(message.look_ahead, begin.n_left - batch.epoch - 1)
+        assert sum(expansion.n for expansion in batch.expansions) <= max(
+            begin.speculation.most_drafted, message.look_ahead
+        )
+        for expansion in batch.expansions:
+            path = text if expansion.parent == ROOT else paths[expansion.parent]
+            assert path[: len(text)] == text, "a draft token that is known to be rejected"
+            assert 0 < expansion.n == len(expansion.candidates)
+            assert expansion.n == 1 or begin.speculation.is_best_first
+            for number, (token, prob) in enumerate(expansion.candidates, expansion.first):
+                assert begin.speculation.p_accept <= prob < 1
+                assert token not in begin.ends
+                assert token not in begin.banned
+                assert number not in paths
+                assert (*path, token) not in paths.values(), "the same token twice"
+                paths[number] = (*path, token)
+                assert len(paths[number]) <= deepest
 
     def moves(self) -> list[Move]:
-        return [("steering", self._hear)] if self.steering else []
-
-    def _hear(self) -> None:
-        self.batches += self.drafter.answer(self.steering.popleft())
+        return []
 
     def check_empty(self) -> None:
-        assert not self.steering
-        assert not self.batches
+        assert not self._begun
+        assert not self.drafter._requests
 
 
 class Adversary:

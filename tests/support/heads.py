@@ -36,7 +36,7 @@ from ggpipe.core.prefixes import ErasePrefix, PrefixDone, PrefixOrder, SavePrefi
 from ggpipe.core.request import Finish, Limits, Request
 from ggpipe.core.request_state import RequestState
 from ggpipe.core.scheduler import Scheduler
-from support.fake_drafts import Adversary, AnyDraft, RealDraft
+from support.fake_drafts import Adversary, AnyDraft, RealDraft, TextDraft
 from support.fakes import (
     END,
     NO_FILES,
@@ -70,7 +70,10 @@ class Head:
         """`hybrid`: the model has recurrent layers; then requests must not speculate."""
         self.limits, self.model = limits, model
         self.drafts = {draft.id: draft for draft in drafts}
-        self.scheduler = Scheduler(limits, restored.tokens)
+        text_drafters = {draft.id: draft for draft in drafts if isinstance(draft, TextDraft)}
+        for text_draft in text_drafters.values():
+            text_draft.answered = self._note_probs
+        self.scheduler = Scheduler(limits, restored.tokens, text_drafters)
         n_rows = min(limits.n_batch, limits.n_ubatch)
         self.pipeline = FakePipeline(n_stages, limits.n_ctx, limits.n_seq, n_rows, self._answer, hybrid)
         if restored.tokens is not None:

@@ -107,7 +107,7 @@ def _draft_with_single_root(
         return DraftWithRoot()
     first_s, next_s = drafter.pace.first_s, drafter.pace.next_s
     if first_s is None or next_s is None:
-        return DraftWithRoot()
+        first_s = next_s = math.inf
     cells = pipeline.spare_cells + state.n_cells - state.n_used
     most = max(min(cells, speculation.most_drafted, pipeline.limits.n_rows - 1, state.n_depths), 0)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, drafter.calibration, first_s, next_s)
@@ -161,6 +161,16 @@ def look_ahead(
         return 0
     usual = most_per_second(usual_chain(calibration, speculation.most_drafted), cost)
     return min(usual * (pipeline.limits.n_in_flight + 1), calibration.reach)
+
+
+def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequence[SequenceState]) -> int:
+    """How far a drafter without a model may be ahead of a request's root. It takes no run's time, and its own
+    probabilities bound what it sends, so it may fill every run that could be in flight. `others`: requests that are
+    served with it."""
+    if any(other.phase is Phase.PREFILL for other in others):
+        return 0
+    n_runs = load.limits.n_in_flight + 1 if state.is_async and state.request.speculation.continuous else 1
+    return state.request.speculation.most_drafted * n_runs
 
 
 def _best_first(pipeline: PipelineState, states: Iterable[RequestState]) -> Iterator[FrontierToken]:

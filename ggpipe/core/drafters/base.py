@@ -1,7 +1,7 @@
 """What a drafter is to those who drive it. There are two kinds, by what drives them (`registry`):
 
 with a model        its own pipeline computes its runs: events in, actions out, as the head's scheduler
-without a model     the head's process: each message is answered at once, with draft tokens or none
+without a model     the head's scheduler: each message is answered at once, with draft tokens or none
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class DraftPipeline:
 
 
 class TextDrafter(Protocol):
-    """Drafts for any number of requests from their tokens alone. Pure, and quick: the head waits for it."""
+    """Drafts for any number of requests from their tokens alone. Pure, and quick: no run is submitted until it has
+    answered. It decides what is probable enough to be sent, since no run of its own shows what drafting costs."""
 
     def answer(self, message: DrafterMessage) -> list[MicroBatch]:
         """Take in one message. Draft tokens are complete: no more follow before the next message of their request."""

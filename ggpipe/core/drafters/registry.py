@@ -27,9 +27,16 @@ WITH_MODEL: Mapping[str, Callable[[int, DraftPipeline], Drafter]] = {
 WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
     "ngram": _made_by("ngram", "Ngrams"),
 }
-"""Made with the id of the drafter. They are there for every request."""
+"""Made with the id of the drafter. Each engine has one of each kind, which all of its requests share."""
 
-_ALIASES = {"draft-simple": "draft", "ngram-simple": "ngram"}
+_ALIASES = {
+    "draft-simple": "draft",
+    "ngram-simple": "ngram",
+    "ngram-map-k": "ngram",
+    "ngram-map-k4v": "ngram",
+    "ngram-mod": "ngram",
+    "ngram-cache": "ngram",
+}
 """llama.cpp's names."""
 
 
@@ -46,10 +53,10 @@ def labels(n_models: int) -> tuple[str, ...]:
 
 
 def chosen(names: Sequence[str] | None, n_models: int) -> tuple[int, ...]:
-    """The ids of the drafters that a request names, in an engine with `n_models` draft models. None: all draft
-    models."""
-    wanted = WITH_MODEL if names is None else names
-    return tuple(drafter for drafter, kind in enumerate(kinds(n_models)) if kind in wanted)
+    """The ids of the drafters that a request names, in an engine with `n_models` draft models. None: all of them, or
+    none where there is no draft model."""
+    own = kinds(n_models) if n_models or names is not None else ()
+    return tuple(drafter for drafter, kind in enumerate(own) if names is None or kind in names)
 
 
 def read_names(text: str) -> tuple[str, ...]:

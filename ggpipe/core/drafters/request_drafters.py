@@ -6,7 +6,7 @@ A token may be named by several drafters. Each of them keeps its own number for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from ggpipe.core.draft_messages import ROOT, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration, Pace
@@ -17,7 +17,9 @@ from ggpipe.core.tree import Node, Proposal, Tree
 class DrafterState:
     """What the head knows of one drafter's work for a request."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers_at_once: bool = False) -> None:
+        self.answers_at_once = answers_at_once
+        """It needs no model: its draft tokens for a root are in the tree before the root is submitted."""
         self.calibration = Calibration()
         self.pace = Pace()
         self.look_ahead = 0
@@ -38,9 +40,9 @@ class DrafterState:
 class RequestDrafters:
     """All drafters of one request, by their ids."""
 
-    def __init__(self, drafters: Iterable[int], tree: Tree) -> None:
-        """`tree`: of the request; draft tokens go into it."""
-        self._states = {drafter: DrafterState() for drafter in drafters}
+    def __init__(self, drafters: Iterable[int], tree: Tree, at_once: Container[int] = ()) -> None:
+        """`tree`: of the request; draft tokens go into it. `at_once`: ids of the drafters that need no model."""
+        self._states = {drafter: DrafterState(drafter in at_once) for drafter in drafters}
         self._tree = tree
 
     def __iter__(self) -> Iterator[tuple[int, DrafterState]]:
@@ -55,10 +57,13 @@ class RequestDrafters:
 
     @property
     def leading(self) -> DrafterState:
-        """The drafter that agrees most often with the target, of those that may send more draft tokens below this root;
-        of all where none may."""
+        """The drafter whose further draft tokens are reckoned with: the one that agrees most often with the target, of
+        those that may send more below this root; of all with a model where none may. Drafters without one have sent
+        what they have."""
         states = self._states.values()
-        return max([state for state in states if state.is_due] or states, key=lambda state: state.calibration.agreement)
+        slow = [state for state in states if not state.answers_at_once]
+        due = [state for state in slow if state.is_due]
+        return max(due or slow or states, key=lambda state: state.calibration.agreement)
 
     @property
     def all_complete(self) -> bool:
@@ -115,7 +120,8 @@ class RequestDrafters:
         parents. `output`: all accepted tokens. The drafter must be one of the request's."""
         state = self._states[micro_batch.drafter]
         if micro_batch.epoch == len(output):
-            state.pace.came(len(micro_batch.expansions), now)
+            if not state.answers_at_once:
+                state.pace.came(len(micro_batch.expansions), now)
             state.complete = state.complete or micro_batch.complete
         for expansion in micro_batch.expansions:
             at = micro_batch.epoch if expansion.parent == ROOT else state.accepted.get(expansion.parent)
