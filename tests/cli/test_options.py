@@ -220,7 +220,7 @@ def test_a_record_in_the_place_of_another() -> None:
     ("line", "drafters", "n_seq"),
     [
         ("", None, 1),
-        ("-md d -np 3", None, 3),
+        ("-md d -np 3", None, 4),
         ("--spec-type ngram", ("ngram",), 1),
         ("--spec-type ngram-simple --mode speculative", ("ngram",), 1),
         ("-md d --spec-type ngram,draft", ("ngram", "draft"), 2),
@@ -294,10 +294,10 @@ def test_bad_layers_are_refused(text: str) -> None:
 def test_sequences_are_those_of_the_branches() -> None:
     assert engine_config.engine_config(given("-np 4")).context.n_seq == 1
     config = engine_config.engine_config(given("-np 4 -md d.gguf"))
-    assert (config.context.n_seq, config.drafts[0].context.n_seq) == (4, 4)
+    assert (config.context.n_seq, config.drafts[0].context.n_seq) == (5, 4), "n-grams may name another token"
     exact = given("-np 4 -md d.gguf --exact -fa off")
     config = engine_config.engine_config(exact)
-    assert (config.context.n_seq, config.drafts[0].context.n_seq) == (1, 1)
+    assert (config.context.n_seq, config.drafts[0].context.n_seq) == (2, 1)
     assert engine_config.speculation_config(exact).n_parallel == 1
     assert [in_flags(w) for w in engine_config.warnings_of(exact)] == [
         "--exact without flash attention drafts chains: -np/--parallel 1 is used"
