@@ -14,7 +14,7 @@ from ggpipe.core.layout import Layout, part_shares
 
 USABLE = 0.95
 """Share of a machine's memory that ranks may use."""
-PROCESS_BYTES = 56_000_000
+PROCESS_BYTES = 55_000_000
 """Python, libllama and MPI."""
 _TOKEN_BYTES = 512  # of a vocabulary, with its merges
 _CELLS = 256  # contexts are a multiple of these

