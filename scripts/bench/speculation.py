@@ -229,9 +229,9 @@ def bench(
         low, middle, high = statistics.quantiles(gain, n=4) if len(gain) > 1 else gain * 3
         line = f"  {name:22s} {statistics.median(r['tps'] for r in rows):6.2f}"
         line += f"   {middle:5.2f}  [{low:.2f} … {high:.2f}] {ttft:12.2f}"
-        if rows[0]["acceptance"] is not None:
-            runs, cancelled = sum(r["runs"] for r in rows), sum(r["cancelled"] for r in rows)
-            line += f"   {statistics.median(r['acceptance'] for r in rows):8.0%}"
+        if runs := sum(r["runs"] for r in rows):
+            cancelled = sum(r["cancelled"] for r in rows)
+            line += f"   {statistics.median(r['acceptance'] or 0 for r in rows):8.0%}"
             line += f"   {statistics.median(r['per_run'] or 0 for r in rows):5.2f}   {cancelled / runs:9.0%}"
             line += f"   {sum(r['text'] != b['text'] for r, b in zip(rows, base, strict=True)):6d}"
         print(line, flush=True)
