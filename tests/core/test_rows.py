@@ -228,3 +228,9 @@ def test_accepted_tokens_go_round_in_as_many_runs_as_bring_most() -> None:
     assert Rounds(shared(free, 2), 8).loss(4) == pytest.approx(0.0, abs=0.02), "two runs share two stages"
     assert Rounds(shared(free, 2), 8).loss(2) == pytest.approx(1.0, abs=0.02)
     assert Rounds(RunCost(), 1).size == 1
+
+
+def test_nearly_certain_paths_go_in_long_runs() -> None:
+    cost = shared({1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}, length=8.0)
+    assert most_per_second([0.8**depth for depth in range(1, 8)], cost) == 1, "each row delays the next correction"
+    assert most_per_second([0.999**depth for depth in range(1, 8)], cost) == 7
