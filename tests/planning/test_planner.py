@@ -58,8 +58,7 @@ def test_faster_machines_get_more_layers() -> None:
     assert drafts in ("a", "draft")
     slow = "a" if drafts == "draft" else "draft"
     assert layers[slow] < layers["b"] < layers["c"]
-    for name, share in ((slow, 1 / 6), ("b", 2 / 6), ("c", 3 / 6)):
-        assert abs(layers[name] - 24 * share) <= 3
+    assert layers["c"] >= 24 * 3 / 6 - 3, "at least its share; more of them shorten a token's way"
 
 
 def test_layers_go_to_machines_with_memory() -> None:
