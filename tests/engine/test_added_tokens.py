@@ -49,7 +49,9 @@ def test_the_draft_reads_a_stand_in(chat: Path, n_draft_ranks: int) -> None:
     """The prompt has such tokens, and the target draws them: the text is its own, and draft tokens are accepted."""
     context = ContextConfig(n_ctx=256, exact=True)
     draft = DraftConfig(
-        model=ModelConfig(path=DRAFT), context=ContextConfig(n_ctx=256), layer_split=LayerSplit((1.0,) * n_draft_ranks)
+        model=ModelConfig(path=DRAFT),
+        context=ContextConfig(n_ctx=256),
+        layer_split=LayerSplit((1.0,) * n_draft_ranks) if n_draft_ranks else None,
     )
     config = EngineConfig(
         model=ModelConfig(path=chat), context=context, pipeline=PipelineConfig(threads=(1,)), drafts=(draft,)

@@ -38,7 +38,7 @@ def engine(n_ranks: int, n_draft_ranks: int = 0, n_requests: int = 3) -> Iterato
     draft = DraftConfig(
         model=ModelConfig(path=DRAFT),
         context=ContextConfig(n_ctx=512, n_seq=n_requests + 1),
-        layer_split=LayerSplit((1.0,) * n_draft_ranks),
+        layer_split=LayerSplit((1.0,) * n_draft_ranks) if n_draft_ranks else None,
     )
     config = EngineConfig(
         model=ModelConfig(path=TARGET),

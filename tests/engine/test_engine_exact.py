@@ -67,7 +67,7 @@ def loaded(n_ranks: int, n_draft_ranks: int, flash_attn: FlashAttention) -> Iter
             DraftConfig(
                 model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
                 context=ContextConfig(n_ctx=N_CTX, n_seq=16),
-                layer_split=LayerSplit((1.0,) * n_draft_ranks),
+                layer_split=LayerSplit((1.0,) * n_draft_ranks) if n_draft_ranks else None,
             ),
         ),
         n_requests=4,

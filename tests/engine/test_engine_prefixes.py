@@ -41,7 +41,7 @@ def loaded(n_ranks: int, n_draft_ranks: int = 0, n_ctx: int = N_CTX, cache_promp
             DraftConfig(
                 model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
                 context=ContextConfig(n_ctx=n_ctx, n_ubatch=512, n_seq=4),
-                layer_split=LayerSplit((1.0,) * n_draft_ranks),
+                layer_split=LayerSplit((1.0,) * n_draft_ranks) if n_draft_ranks else None,
             ),
         ),
         n_requests=2,

@@ -44,7 +44,13 @@ def loaded(
     context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=True)
     drafts: tuple[DraftConfig, ...] = ()
     if draft is not None:
-        drafts = (DraftConfig(model=ModelConfig(path=DRAFT), context=context, layer_split=LayerSplit((1.0,) * draft)),)
+        drafts = (
+            DraftConfig(
+                model=ModelConfig(path=DRAFT),
+                context=context,
+                layer_split=LayerSplit((1.0,) * draft) if draft else None,
+            ),
+        )
     config = EngineConfig(
         model=ModelConfig(path=TARGET),
         context=context,

@@ -50,7 +50,7 @@ def loaded(n_ranks: int, n_draft_ranks: int, n_ubatch: int) -> Iterator[Session]
             DraftConfig(
                 model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")),
                 context=ContextConfig(n_ctx=512, n_seq=16),
-                layer_split=LayerSplit((1.0,) * n_draft_ranks),
+                layer_split=LayerSplit((1.0,) * n_draft_ranks) if n_draft_ranks else None,
             ),
         ),
         n_requests=4,

@@ -172,7 +172,9 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "ggpipe.cli.app", "ggpipe.cli.commands.generate", "llama_cpp"])
+@pytest.mark.parametrize(
+    "module", ["ggpipe.cli.command_line", "ggpipe.cli.app", "ggpipe.cli.commands.generate", "llama_cpp"]
+)
 def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     result = subprocess.run(
         [sys.executable, "-P", "-c", INTERRUPTED, module, *map(str, TEXT), "-p", "Once"], capture_output=True, text=True
