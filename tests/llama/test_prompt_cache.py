@@ -167,9 +167,9 @@ def check_unusable(cache: PromptCache, pipeline: Pipeline) -> None:
     ("context", "what"),
     [
         (replace(CONTEXT, cache_type_k="q8_0"), "KV types f16 and f16, not q8_0 and f16"),
-        (replace(CONTEXT, exact=False), "`exact` on, not off"),
+        (replace(CONTEXT, exact=False), "exact numerics on, not off"),
         (replace(CONTEXT, rope_freq_base=5e5), "RoPE settings"),
-        (replace(CONTEXT, flash_attn="off", exact=False), "`flash_attn` on, not off"),
+        (replace(CONTEXT, flash_attn="off", exact=False), "flash attention on, not off"),
     ],
 )
 def test_other_settings_restore_nothing(

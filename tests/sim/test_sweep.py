@@ -117,7 +117,7 @@ def test_every_name_changes_something() -> None:
 def test_changes_of_a_simulation() -> None:
     own = setup().changed({"draft": 3, "np": 2, "pa": 0.4, "ps": 0.3, "pr": 0.2, "pd": 0.1, "draft-min": 1})
     assert own.speculation == SpeculationConfig(
-        n_draft=3, n_min=1, p_accept=0.4, p_split=0.3, p_recovery=0.2, p_decay=0.1, n_parallel=2
+        policy="thresholds", n_draft=3, n_min=1, p_accept=0.4, p_split=0.3, p_recovery=0.2, p_decay=0.1, n_parallel=2
     )
     assert setup().changed({"draft-min": 9, "draft": 3}).speculation.n_min == 3
     assert setup().changed({"acceptance": 0.1, "prompt-tokens": 7}).tokens == SyntheticText(agreement=0.1, n_prompt=7)

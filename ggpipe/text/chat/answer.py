@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ggpipe.core.request import Token
 from ggpipe.text.chat.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, Reasoning, Text, joined
 from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form, form_of
 from ggpipe.text.chat.tools.parser import ToolParser
+
+if TYPE_CHECKING:  # it brings in all of a request, which no --help needs
+    from ggpipe.core.request import Token
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,7 +216,7 @@ def test_what_is_there_for_the_model_to_go_on_behind() -> None:
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_names_that_follow_from_the_conversation_are_not_to_be_set(name: str) -> None:
-    with pytest.raises(UsageError, match=f"`chat_template_kwargs` has `{name}`, which follows from the conversation"):
+    with pytest.raises(UsageError, match=f"`chat_template_kwargs` has {name}, which follows from the conversation"):
         ChatTemplate(CHATML).conversation([USER], [], **{name: 1})
 
 
