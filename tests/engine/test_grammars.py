@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from support.commands import TARGET
@@ -89,9 +90,8 @@ def test_requests_with_different_grammars_share_the_pipeline(session: Session) -
 def test_draft_tokens_that_do_not_fit_are_not_submitted(session: Session) -> None:
     sampling = SamplingConfig(temp=0, grammar="root ::= [0-9]+")  # the draft model says words
     stats = RequestStats()
-    text = "".join(
-        token.text for token in session.stream(asked(session.tokenize(PROMPT), sampling, 24, MODES[1]), stats)
-    )
+    mode = replace(MODES[1], drafters=("draft",))  # n-grams know digits of other tests' outputs
+    text = "".join(token.text for token in session.stream(asked(session.tokenize(PROMPT), sampling, 24, mode), stats))
     assert text.isdecimal()
     assert stats.counters.drafted_tokens > 0
     assert stats.counters.submitted_tokens == 0

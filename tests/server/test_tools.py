@@ -71,7 +71,7 @@ def test_a_call_whole_and_streamed_is_the_same(client: openai.OpenAI) -> None:
     assert (begun.function.name, begun.function.arguments) == ("look", "")
     assert all(part.id is None and part.function is not None and part.function.name is None for part in parts)
     assert "".join(part.function.arguments or "" for part in parts if part.function) == call.function.arguments
-    assert len(parts) > 1
+    assert parts  # how many, depends on how many tokens came at once
 
 
 def test_functions_are_tools(client: openai.OpenAI) -> None:
