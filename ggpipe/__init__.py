@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from ggpipe.api.engine import Engine as Engine
     from ggpipe.api.keywords import EngineOptions as EngineOptions
     from ggpipe.api.keywords import RequestOptions as RequestOptions
-    from ggpipe.config.engine import ContextConfig as ContextConfig
-    from ggpipe.config.engine import DraftConfig as DraftConfig
+    from ggpipe.config.context import ContextConfig as ContextConfig
+    from ggpipe.config.draft import DraftConfig as DraftConfig
     from ggpipe.config.engine import EngineConfig as EngineConfig
-    from ggpipe.config.engine import ModelConfig as ModelConfig
-    from ggpipe.config.engine import PipelineConfig as PipelineConfig
     from ggpipe.config.engine import PromptCacheConfig as PromptCacheConfig
-    from ggpipe.config.engine import SpeculationConfig as SpeculationConfig
     from ggpipe.config.layer_split import LayerSplit as LayerSplit
+    from ggpipe.config.model import ModelConfig as ModelConfig
+    from ggpipe.config.pipeline import PipelineConfig as PipelineConfig
     from ggpipe.config.sampling import SamplingConfig as SamplingConfig
+    from ggpipe.config.speculation import SpeculationConfig as SpeculationConfig
     from ggpipe.core.request import Finish as Finish
     from ggpipe.core.request import Token as Token
     from ggpipe.core.request import TokenProb as TokenProb
@@ -49,12 +49,14 @@ _HOMES = {
     "ggpipe.api.batch": ("Batch",),
     "ggpipe.api.engine": ("Engine",),
     "ggpipe.api.keywords": ("EngineOptions", "RequestOptions"),
-    "ggpipe.config.engine": (
-        "ContextConfig", "DraftConfig", "EngineConfig", "ModelConfig", "PipelineConfig", "PromptCacheConfig",
-        "SpeculationConfig",
-    ),
+    "ggpipe.config.context": ("ContextConfig",),
+    "ggpipe.config.draft": ("DraftConfig",),
+    "ggpipe.config.engine": ("EngineConfig", "PromptCacheConfig"),
     "ggpipe.config.layer_split": ("LayerSplit",),
+    "ggpipe.config.model": ("ModelConfig",),
+    "ggpipe.config.pipeline": ("PipelineConfig",),
     "ggpipe.config.sampling": ("SamplingConfig",),
+    "ggpipe.config.speculation": ("SpeculationConfig",),
     "ggpipe.core.request": ("Finish", "Token", "TokenProb"),
     "ggpipe.core.request_spec": ("RequestSpec",),
     "ggpipe.engine.head": ("Head",),

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.errors import Setting, SettingError, Wording
 from ggpipe.options.commands import ENGINE
 from ggpipe.options.grammar import Constraint

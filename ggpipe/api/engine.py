@@ -21,7 +21,7 @@ from ggpipe.api.feed import Feed
 from ggpipe.api.keywords import EngineOptions, RequestOptions
 from ggpipe.api.panel import Panel
 from ggpipe.config.checks import check_range
-from ggpipe.config.engine import MOST_NORM, Pooling
+from ggpipe.config.embeddings import MOST_NORM, Pooling
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation, RequestPrompt, as_prompt
 from ggpipe.core.request_spec import RequestSpec

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ggpipe.apis.bodies import TokenId
-from ggpipe.config.engine import MOST_NORM
+from ggpipe.config.embeddings import MOST_NORM
 from ggpipe.errors import BodyError
 from ggpipe.text.embeddings import Vector
 

@@ -24,8 +24,8 @@ import msgspec
 
 from ggpipe.channel.events import RequestAccepted, RequestEnded, RequestEvent, RequestRefused, TokenReady
 from ggpipe.channel.messages import ModelInfo
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.core.prompt import Conversation, as_prompt
 from ggpipe.core.request import Token, check_prompt

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from ggpipe import errors
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Counters, Finish, Token

@@ -7,7 +7,7 @@ from pathlib import Path
 from ggpipe.cluster import recording
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
-from ggpipe.config.engine import MAX_PREFIXES, ContextConfig
+from ggpipe.config.context import MAX_PREFIXES, ContextConfig
 from ggpipe.errors import Setting, UsageError
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (

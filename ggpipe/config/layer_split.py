@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ggpipe.config.checks import check_range
 from ggpipe.errors import SettingError
 
 MAX_PARTS = 16
@@ -22,6 +23,13 @@ class LayerSplit:
     """Of the layers, for each stage; the target's first one may be 0, for a head that only coordinates."""
     group_sizes: tuple[int, ...] = ()
     """Ranks of each stage; empty: one each."""
+
+    def __post_init__(self) -> None:
+        n_sizes, n_shares = len(self.group_sizes), len(self.shares)
+        if n_sizes not in (0, n_shares):
+            raise SettingError("group_sizes", f"has {n_sizes} numbers for {n_shares} shares", "give one for each")
+        for size in self.group_sizes:
+            check_range("group_sizes", size, 1, MAX_PARTS, "a number of ranks")
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ggpipe.config.engine import Saves, SpeculationConfig
+from ggpipe.config.engine import Saves
+from ggpipe.config.speculation import SpeculationConfig
 
 ROOT = 0
 """As a draft token's parent: the last accepted token that the drafter knew."""

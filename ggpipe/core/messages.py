@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from ggpipe.config.engine import TARGET
+from ggpipe.config.model import TARGET
 
 
 class KvKind(enum.IntEnum):

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from ggpipe.config.engine import Saves, SpeculationConfig
+from ggpipe.config.engine import Saves
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder
 from ggpipe.core.prompt_chunks import chunk_rows
 from ggpipe.core.request_spec import RequestSpec

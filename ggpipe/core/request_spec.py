@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ggpipe.config.engine import Pooling, SpeculationConfig
+from ggpipe.config.embeddings import Pooling
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import Conversation, RequestPrompt
 from ggpipe.errors import UsageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import Drafter, DraftEvent, TextDrafter, ToHead

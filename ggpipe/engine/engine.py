@@ -17,7 +17,9 @@ from collections.abc import Sequence
 import msgspec
 
 from ggpipe.channel.events import Failure, RequestAccepted, RequestEnded, RequestEvent, RequestRefused, TokenReady
-from ggpipe.config.engine import FIRST_DRAFT, TARGET, Saves, SpeculationConfig
+from ggpipe.config.engine import Saves
+from ggpipe.config.model import FIRST_DRAFT, TARGET
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import BeginDrafting
 from ggpipe.core.events import (
     Arrived,

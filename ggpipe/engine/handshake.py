@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from ggpipe._version import __version__
 from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
-from ggpipe.config.engine import TARGET, EngineConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import TARGET
 from ggpipe.core.layout import Layout
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, Setting, Wording
 from ggpipe.llama import machine

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from ggpipe.config.engine import EngineConfig, SpeculationConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.messages import Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits

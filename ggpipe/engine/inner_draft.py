@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from ggpipe.config.engine import FIRST_DRAFT, EngineConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import FIRST_DRAFT
 from ggpipe.engine import wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.worker import Worker

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ggpipe.config.engine import TARGET, ContextConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import TARGET
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.kv.radix_tree import agreeing

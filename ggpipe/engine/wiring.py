@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from ggpipe.config.engine import TARGET, DraftConfig, EngineConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import TARGET
 from ggpipe.core.layout import part_shares
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile

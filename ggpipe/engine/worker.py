@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ggpipe.config.engine import TARGET, EngineConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import TARGET
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.layout import Layout

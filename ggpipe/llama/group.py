@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
 from ggpipe.config.layer_split import MAX_PARTS
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ggpipe.config.engine import ModelConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.errors import ModelError, RunError, Setting, SettingError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES
-from ggpipe.config.engine import Pooling
+from ggpipe.config.embeddings import Pooling
 from ggpipe.errors import Setting, UsageError
 from ggpipe.llama.gguf import ModelFile, TensorInfo, type_name
 from ggpipe.llama.libllama import ggml, lib

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits
 from ggpipe.errors import RunError, Setting, SettingError
 from ggpipe.llama.libllama import lib, native

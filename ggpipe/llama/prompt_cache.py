@@ -25,7 +25,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.kv.prefix_cache import RESTORED
 from ggpipe.core.messages import Restored
 from ggpipe.errors import RunError, SettingError

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.errors import IndivisibleModelError, RunError, Setting, SettingError, UsageError, Wording
 from ggpipe.llama.gguf import ModelFile

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ggpipe.config.engine import ModelConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import MODEL_KEYS, SamplingConfig
 from ggpipe.core.draft_messages import Vocabularies
 from ggpipe.errors import ModelError, Setting, UsageError

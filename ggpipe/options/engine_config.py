@@ -10,17 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ggpipe.config.checks import check_range
-from ggpipe.config.engine import (
-    MAX_SEQUENCES,
-    THRESHOLDS,
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    Mode,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import MAX_SEQUENCES, ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
+from ggpipe.config.speculation import THRESHOLDS, Mode, SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.option import Options

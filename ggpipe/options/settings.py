@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ggpipe.config.checks import check_choice, check_range
-from ggpipe.config.engine import MOST_NORM, LoadMode, Mode, Pooling, PromptCacheConfig
+from ggpipe.config.embeddings import MOST_NORM, Pooling
+from ggpipe.config.engine import PromptCacheConfig
 from ggpipe.config.layer_split import LayerSplits
+from ggpipe.config.model import LoadMode
+from ggpipe.config.speculation import Mode
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.escapes import unescape
 

@@ -14,8 +14,10 @@ from ggpipe._version import __version__
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import Profile
-from ggpipe.config.engine import TARGET, ContextConfig, EngineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import text_of
+from ggpipe.config.model import TARGET
 from ggpipe.core.layout import layer_range
 from ggpipe.engine import wiring
 from ggpipe.engine.control_channel import ControlChannel

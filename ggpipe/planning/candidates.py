@@ -10,7 +10,7 @@ import numpy as np
 from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, process_memory, stage_memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import Mode
+from ggpipe.config.speculation import Mode
 from ggpipe.core.layout import Layout, part_shares
 from ggpipe.errors import Setting, UsageError
 from ggpipe.planning.evaluate import Candidate

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import Mode, SpeculationConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.layout import Layout
 from ggpipe.planning.placements import Arrangement
 from ggpipe.sim.arrivals import Traffic

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import TensorWire
+from ggpipe.config.pipeline import TensorWire
 from ggpipe.core.layout import Layout
 from ggpipe.errors import SettingError
 from ggpipe.sim.virtual_cluster import VirtualPlacement

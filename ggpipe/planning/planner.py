@@ -19,7 +19,7 @@ from ggpipe.cluster.memory import Memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import Mode, SpeculationConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.planning.candidates import CandidateSearch, Constraints, Estimate, ranked
 from ggpipe.planning.evaluate import Candidate, Evaluator
 from ggpipe.planning.placements import Arrangement, Place

@@ -12,8 +12,10 @@ from typing import Literal, cast, get_args
 
 from ggpipe.channel.client import EngineClient
 from ggpipe.cluster.memory import stage_memory
-from ggpipe.config.engine import TARGET, EngineConfig, Mode, SpeculationConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import TARGET
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec

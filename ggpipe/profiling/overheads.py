@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ggpipe.cluster.links import Overheads
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.events import Arrived, RunEnded, Sample, Sampled, SchedulerEvent, SubmitRun
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits, Run, RunResult, Span
 from ggpipe.core.request import Counters, Limits, Request

@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 
 from ggpipe.cluster.profile import MeasuredLayers, ModelFacts, Point
-from ggpipe.config.engine import FIRST_DRAFT, TARGET, EngineConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.stage_thread import Notice

@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass, replace
 
 from ggpipe.channel.client import EngineClient
 from ggpipe.cluster.recording import ModelName, RecordedPrompt, Recording
-from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, SpeculationConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import Candidates, Vocabularies
 from ggpipe.core.drafters.draft_state import candidates
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run

@@ -16,8 +16,8 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.channel.client import EngineClient
 from ggpipe.channel.messages import ModelInfo
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prefixes import PrefixOrder
 from ggpipe.core.prompt import Conversation, RequestPrompt
 from ggpipe.core.request import Finish, Token

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ggpipe.cluster.decode import decode
-from ggpipe.config.engine import MAX_SEQUENCES
+from ggpipe.config.context import MAX_SEQUENCES
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
 
 MOST_REQUESTS = 2000

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ggpipe.cluster.links import SUM_HEAD_BYTES, SumTimes
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import TensorWire
+from ggpipe.config.pipeline import TensorWire
 
 # As in native/group_sum.cpp.
 _EXTRA_BYTES = 24 << 10

@@ -13,8 +13,8 @@ from ggpipe.cluster.memory import memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import THRESHOLDS, Mode, Policy, SpeculationConfig
 from ggpipe.config.layer_split import MAX_PARTS
+from ggpipe.config.speculation import THRESHOLDS, Mode, Policy, SpeculationConfig
 from ggpipe.core.layout import Layout, lay_out
 from ggpipe.errors import Setting, SettingError, UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic

@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config.engine import FIRST_DRAFT, MAX_SEQUENCES, TARGET, SpeculationConfig
+from ggpipe.config.context import MAX_SEQUENCES
+from ggpipe.config.model import FIRST_DRAFT, TARGET
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.events import (

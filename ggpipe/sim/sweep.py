@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from ggpipe.config.engine import Mode
+from ggpipe.config.speculation import Mode
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.sim.simulation_spec import NAMES, SPECULATIVE_NAMES, WHOLE, SimulationSpec
 from ggpipe.stats.records import RequestStats

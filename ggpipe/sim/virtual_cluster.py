@@ -14,8 +14,8 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
 from ggpipe.cluster.profile import MeasuredLayers, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.config.engine import TensorWire
 from ggpipe.config.layer_split import LayerSplits, n_ranks_of
+from ggpipe.config.pipeline import TensorWire
 from ggpipe.core.layout import Layout, decimal_split, lay_out, part_shares
 from ggpipe.errors import SettingError
 from ggpipe.sim.cores import NICE_WEIGHT, weight_of

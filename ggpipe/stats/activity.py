@@ -6,7 +6,7 @@ import collections
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ggpipe.config.engine import TARGET
+from ggpipe.config.model import TARGET
 from ggpipe.core.layout import layer_range
 from ggpipe.stats.records import RankStats, RequestStats
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ggpipe.config.engine import TARGET, SpeculationConfig
+from ggpipe.config.model import TARGET
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.core.request import Counters, Finish
 

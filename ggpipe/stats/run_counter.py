@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ggpipe.config.engine import TARGET
+from ggpipe.config.model import TARGET
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.stats.activity import part, parts_of
 from ggpipe.stats.records import RankStats, RequestStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ggpipe.config.engine import TARGET
+from ggpipe.config.model import TARGET
 from ggpipe.stats.activity import speculates, wasted_s
 from ggpipe.stats.records import RankStats, RequestStats, Spread, percentile, quartiles
 

@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.config.engine import Pooling
+from ggpipe.config.embeddings import Pooling
 from ggpipe.errors import SettingError
 
 Vector = NDArray[np.float32]

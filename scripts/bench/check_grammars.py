@@ -18,15 +18,13 @@ from support.grammars import GRAMMARS, SCHEMAS, fits
 from support.pipeline import local_session
 
 from ggpipe.channel.client import ClientRequest
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.text.grammar.json_schema import grammar_of

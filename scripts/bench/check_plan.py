@@ -22,8 +22,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ggpipe.config.engine import Mode
 from ggpipe.config.layer_split import text_of
+from ggpipe.config.speculation import Mode
 from ggpipe.core.layout import Layout, decimal_split
 from ggpipe.llama.bundled import ModelPair, inflated_pair
 from ggpipe.llama.gguf import ModelFile

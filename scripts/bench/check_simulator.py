@@ -36,8 +36,8 @@ from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.links import Overheads, SumTimes
 from ggpipe.cluster.profile import Point
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import Mode, SpeculationConfig
 from ggpipe.config.layer_split import n_ranks_of, parse_layer_split
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.llama.gguf import ModelFile

@@ -35,17 +35,14 @@ from typing import Any
 import numpy as np
 
 from ggpipe.channel.events import TokenReady
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    Mode,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.messages import RunRecord
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.head import Head

@@ -43,7 +43,7 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.cli.command_line import parse
 from ggpipe.cli.commands import serve
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError
 from ggpipe.launch.environment import die_with_parent

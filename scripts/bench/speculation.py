@@ -26,16 +26,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.messages import Row, RowLogits, Run
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine import wiring

@@ -24,7 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.core.request_spec import RequestSpec

@@ -27,17 +27,14 @@ from typing import Any, cast
 
 from support.virtual_hosts import VirtualHosts, virtual_hosts
 
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    Mode,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import n_ranks_of, parse_layer_split
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.display.figures.plots import Value, bars, heat, lines, occupancy_timeline
 from ggpipe.display.format import human_seconds, percent
 from scripts.experiments.places import SITES

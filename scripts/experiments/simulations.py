@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.display.progress import SimulationProgress
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import Confidence, SyntheticTokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.sim.sweep import ModeResult
 from ggpipe.sim.text import Confidence
 from ggpipe.stats.summary import Summary

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.display.files import write_text
 from ggpipe.display.format import percent
 from ggpipe.stats.summary import Summary

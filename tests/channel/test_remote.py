@@ -22,15 +22,13 @@ from ggpipe.channel.front_end import FrontEnd
 from ggpipe.channel.link import ChannelLink
 from ggpipe.channel.messages import EndRanks, FromFrontEnd, FromHead, Interrupt, RanksFailed, Ready, UserLine
 from ggpipe.channel.remote import RemoteEngine, RemoteRanks
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import Conversation, ToolChoice
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec

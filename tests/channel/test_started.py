@@ -9,7 +9,8 @@ import pytest
 
 from ggpipe.channel import started
 from ggpipe.channel.started import UserContact, supervised
-from ggpipe.config.engine import EngineConfig, ModelConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.errors import GgpipeError, LaunchError, RankError, StartError
 from ggpipe.launch import job, mpirun
 from ggpipe.launch.job import Job

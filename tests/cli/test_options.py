@@ -14,16 +14,14 @@ from support.command_lines import REQUIRED
 
 from ggpipe.cli.help import show_help
 from ggpipe.cli.messages import SPELLINGS, in_flags
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.launch.rank_setup import VARIABLE, RankSetup, own_setup
 from ggpipe.options import engine_config, lists

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ggpipe.cli import app
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.option import Command, Options

@@ -17,8 +17,9 @@ from support.zoo import ZOO, ZooModel, make, pair_script
 
 from ggpipe.cluster.memory import Memory, memory_by_rank, process_memory, stage_memory
 from ggpipe.cluster.model_shape import even_shape
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile

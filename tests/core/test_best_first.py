@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.draft_steps import END, Draft
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT
 from ggpipe.core.drafters.calibration import Calibration
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.draft_steps import END, Draft
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Vocabularies
 from ggpipe.core.drafters.draft_state import candidates
 from ggpipe.core.drafters.thresholds import Thresholds

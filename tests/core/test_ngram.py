@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from support.fake_drafts import TextDraft
 
-from ggpipe.config.engine import Policy, SpeculationConfig
+from ggpipe.config.speculation import Policy, SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, EndDrafting, MicroBatch
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.ngram import Chances, Ngrams

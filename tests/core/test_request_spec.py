@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from support.requests import asked
 
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import Conversation, RequestPrompt, ToolChoice, as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import UsageError

@@ -10,7 +10,7 @@ from support.fakes import END
 from support.heads import Head, opened
 from support.requests import changed, core_request
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT, Accepted, Expansion, MicroBatch
 from ggpipe.core.events import Drafted, RunEnded
 from ggpipe.core.messages import KvKind, KvOp, RunResult

@@ -19,7 +19,8 @@ from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
 from support.requests import changed, core_request
 
-from ggpipe.config.engine import Policy, Pooling, SpeculationConfig
+from ggpipe.config.embeddings import Pooling
+from ggpipe.config.speculation import Policy, SpeculationConfig
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.core.request import Limits, Request
 

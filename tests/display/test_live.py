@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.screen import Rig, speculating_ranks, texts
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Counters
 from ggpipe.display.live import live
 from ggpipe.display.live.panel import origin_style

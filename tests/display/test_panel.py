@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.screen import speculated_request, speculating_ranks, texts
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.layout import layer_range
 from ggpipe.display.format import harmless, human_bytes, human_rate, human_seconds
 from ggpipe.display.live.panel import PanelSize, generating_panel, loading_panel

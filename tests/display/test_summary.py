@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from support.screen import Rig, finished_request, speculated_request, speculating_ranks, two_ranks
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.display import files
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables import summary

@@ -13,17 +13,14 @@ from support.pipeline import local_session
 from support.requests import asked
 
 from ggpipe.cluster.recording import read
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    Mode,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.vocab import Vocab
 from ggpipe.stats.records import RequestStats

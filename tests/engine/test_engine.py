@@ -12,17 +12,14 @@ from support.requests import asked
 
 from ggpipe.channel.client import ClientRequest
 from ggpipe.channel.events import RequestEnded, TokenReady
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    Mode,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
 from ggpipe.errors import SettingError, UsageError

@@ -15,17 +15,14 @@ from support.requests import asked
 
 from ggpipe.channel.client import ClientRequest
 from ggpipe.channel.events import TokenReady
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    FlashAttention,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig, FlashAttention
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.engine import EngineCore
 from ggpipe.engine.head import LoadedHead
 from ggpipe.engine.loading import load_all

@@ -14,8 +14,12 @@ from support.requests import asked
 from support.zoo import ZOO, Metadata, ZooModel, make
 
 from ggpipe.channel.events import TokenReady
-from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig, SpeculationConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
 

@@ -18,7 +18,10 @@ from support.pipeline import Pipeline, local_session
 from support.reference import Logits, Reference, run_of
 from support.requests import asked
 
-from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt_chunks import chunk_rows
 

@@ -14,17 +14,14 @@ from support.pipeline import local_session
 from support.reference import Logits, Reference, run_of
 from support.requests import asked
 
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    PromptCacheConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig, PromptCacheConfig
 from ggpipe.config.layer_split import parse_layer_split
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.session import Session
 from ggpipe.stats.records import RequestStats
 

@@ -10,8 +10,11 @@ from support import in_process
 from support.commands import SPLITS, TARGET
 
 from ggpipe.cluster.memory import memory_by_rank
-from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.engine.handshake import check_memory, hello
 from ggpipe.engine.head import Head

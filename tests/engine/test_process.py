@@ -11,7 +11,8 @@ from support.commands import HANG_S, TARGET, on_ranks
 LEAVING = """
 import os, signal, sys, time
 from pathlib import Path
-from ggpipe.config.engine import EngineConfig, ModelConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.errors import RunError, Terminated
 from ggpipe.engine import process
 from ggpipe.engine.process import run_alike
@@ -64,7 +65,8 @@ def test_a_rank_that_died_is_not_waited_for() -> None:
 ABORTING = """
 import sys
 from pathlib import Path
-from ggpipe.config.engine import EngineConfig, ModelConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.llama.libllama import lib
 from ggpipe.engine.process import run_rank
 

@@ -17,17 +17,13 @@ from support.requests import asked
 from support.zoo import make
 
 from ggpipe.channel.client import ClientRequest
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    PromptCacheConfig,
-    Saves,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig, PromptCacheConfig, Saves
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.session import Session
 from ggpipe.stats.records import RequestStats
 

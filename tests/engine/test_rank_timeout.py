@@ -62,7 +62,9 @@ def test_a_rank_that_was_stopped_for_less_than_the_timeout_goes_on() -> None:
 BUSY = """
 import sys, threading, time
 from pathlib import Path
-from ggpipe.config.engine import EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.engine.process import run_alike
 
 def work(transport, attend, say):

@@ -14,15 +14,13 @@ from support.requests import asked
 
 from ggpipe.channel.client import ClientRequest
 from ggpipe.channel.events import TokenReady
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig, samplers_by_letter
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.session import Session
 
 PROMPT, N_PREDICT, N_CTX = "The king said to the queen, and the queen said to the king:", 24, 512

@@ -12,17 +12,13 @@ from support.commands import HANG_S, TARGET
 from support.reference import Reference
 from support.requests import asked
 
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    LoadMode,
-    Mode,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import LoadMode, ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Finish
 from ggpipe.engine import prompt_reader as prompts

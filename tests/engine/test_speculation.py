@@ -18,16 +18,14 @@ from support.reference import Reference, run_of
 from support.requests import asked
 from support.zoo import pair_script
 
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
 from ggpipe.llama.libllama import lib

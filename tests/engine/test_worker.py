@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from support.commands import HANG_S, TARGET
 
-from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.core.layout import Layout
 from ggpipe.engine.control_channel import ControlChannel, Received
 from ggpipe.engine.worker import Worker

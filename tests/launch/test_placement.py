@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.settings import SETTINGS
 
-from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit, n_ranks_of, parse_layer_split, text_of
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.errors import LaunchError
 from ggpipe.launch import job as jobs

@@ -12,8 +12,11 @@ import pytest
 from support.commands import TARGET, on_ranks
 from support.sysfs import TWO, sysfs
 
-from ggpipe.config.engine import DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.engine.process import own_socket
 from ggpipe.launch import sockets
 from ggpipe.launch.sockets import cpus_of, free_sockets, sharing
@@ -87,7 +90,8 @@ def test_draft_ranks_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 BOUND = """
 import os, sys, threading
 from pathlib import Path
-from ggpipe.config.engine import TARGET, EngineConfig, ModelConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig, TARGET
 from ggpipe.launch import sockets
 from ggpipe.engine import wiring
 from ggpipe.engine.process import run_alike

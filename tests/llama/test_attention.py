@@ -10,7 +10,7 @@ from support.pipeline import Pipeline
 from support.reference import Logits
 from support.zoo import make
 
-from ggpipe.config.engine import ContextConfig
+from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 from ggpipe.llama import machine
 

@@ -15,7 +15,8 @@ from support.pipeline import Pipeline, even_cuts
 from support.reference import Logits, run_of
 from support.zoo import ZOO, Metadata, make
 
-from ggpipe.config.engine import ContextConfig, KvType, ModelConfig
+from ggpipe.config.context import ContextConfig, KvType
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run
 
 DRAFT = TARGET.with_name("tales-draft.gguf")

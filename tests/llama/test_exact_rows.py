@@ -13,7 +13,8 @@ from support.pipeline import Pipeline, even_cuts
 from support.reference import Logits, run_of
 from support.zoo import ZOO, ZooModel, make, quantize
 
-from ggpipe.config.engine import ContextConfig, FlashAttention, KvType, ModelConfig
+from ggpipe.config.context import ContextConfig, FlashAttention, KvType
+from ggpipe.config.model import ModelConfig
 
 RUNS = (16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17)
 TYPES = (

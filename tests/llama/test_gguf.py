@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support.zoo import make, split
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.errors import ModelError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage

@@ -16,7 +16,7 @@ from support.commands import TARGET
 from support.common_sampler import common_chain
 from support.grammars import GRAMMARS, SCHEMAS, fits
 
-from ggpipe.config.engine import ModelConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError

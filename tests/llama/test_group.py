@@ -14,7 +14,8 @@ from support.reference import Logits, run_of
 from support.runs import TREE
 from support.zoo import make, pair_script, split
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.bundled import BUNDLED_PAIR
 from ggpipe.llama.gguf import ModelFile

@@ -12,7 +12,8 @@ from support.reference import Logits, Reference, run_of
 from support.runs import TREE
 from support.zoo import make
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 
 CONTEXT = ContextConfig(n_ctx=256, n_seq=4, fast_attention=False)
 FIELDS = {"n_seq_max": 4, "kv_unified": True, "swa_full": True, "flash_attn_type": 1}

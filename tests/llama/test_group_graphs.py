@@ -14,7 +14,7 @@ from support.pipeline import Pipeline
 from support.reference import Logits, run_of
 from support.zoo import make
 
-from ggpipe.config.engine import ContextConfig
+from ggpipe.config.context import ContextConfig
 
 CONTEXT = ContextConfig(n_ctx=1024, n_seq=4)
 SIZES = (5, 1, 2, 1, 3, 2, 1, 5, 3)

@@ -15,7 +15,7 @@ from support.pipeline import Pipeline
 from support.reference import run_of
 from support.zoo import make
 
-from ggpipe.config.engine import ContextConfig
+from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.llama.group import Group, together
 from ggpipe.llama.libllama import native

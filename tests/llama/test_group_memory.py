@@ -25,7 +25,8 @@ BESIDE = 30 * MB
 PART = """
 import json, sys
 from pathlib import Path
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import Row, Run
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group

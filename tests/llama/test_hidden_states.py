@@ -12,7 +12,7 @@ from support.pipeline import Pipeline, even_cuts
 from support.reference import Reference, run_of
 from support.zoo import ZOO, make
 
-from ggpipe.config.engine import ContextConfig
+from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
 
 RECURRENT = ("jamba", "mamba2")

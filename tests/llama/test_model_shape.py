@@ -14,7 +14,8 @@ from support.reference import Reference, run_of
 from support.zoo import ZOO, make, pair_script, quantize, split
 
 from ggpipe.cluster.model_shape import ModelShape
-from ggpipe.config.engine import MAX_PREFIXES, ContextConfig, KvType, ModelConfig
+from ggpipe.config.context import MAX_PREFIXES, ContextConfig, KvType
+from ggpipe.config.model import ModelConfig
 from ggpipe.llama import libllama
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib

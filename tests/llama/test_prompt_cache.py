@@ -15,7 +15,8 @@ from support.pipeline import Pipeline, even_cuts
 from support.reference import Logits, run_of
 from support.zoo import ZOO, make
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Restored, Row, Run
 from ggpipe.errors import SettingError
 from ggpipe.llama.gguf import ModelFile

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from support.common_sampler import common_chain
 
-from ggpipe.config.engine import ModelConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError

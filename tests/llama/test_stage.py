@@ -11,7 +11,8 @@ from support.pipeline import Pipeline, even_cuts, random_cuts
 from support.reference import Fields, Logits, Reference, overrides, run_of
 from support.zoo import ZOO, make, quantize, split
 
-from ggpipe.config.engine import ContextConfig, LoadMode, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import LoadMode, ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
 from ggpipe.errors import ModelError, RunError, UsageError
 from ggpipe.llama.gguf import ModelFile

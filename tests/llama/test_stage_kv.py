@@ -12,7 +12,8 @@ from support.reference import Logits, Reference, run_of
 from support.runs import TREE, rows_of
 from support.zoo import make, pair_script
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Run
 from ggpipe.errors import RunError
 from ggpipe.llama.gguf import ModelFile

@@ -12,7 +12,8 @@ import pytest
 from support.commands import HANG_S, TARGET
 from support.zoo import _copy, pair_script
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import shape_of

@@ -9,7 +9,8 @@ import pytest
 from support.reference import run_of
 from support.zoo import ZOO, make
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 

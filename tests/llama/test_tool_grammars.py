@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.commands import TARGET
 
-from ggpipe.config.engine import ModelConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.core.request import Token
 from ggpipe.llama.gguf import ModelFile

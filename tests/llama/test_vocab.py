@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.chat_model import recommend
 from support.zoo import N_VOCAB_SPM, make
 
-from ggpipe.config.engine import ModelConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.errors import ModelError, UsageError
 from ggpipe.llama.gguf import ModelFile

@@ -11,8 +11,12 @@ from support.commands import TARGET
 from support.sysfs import sysfs
 from support.virtual import measured
 
-from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.launch import sockets
 from ggpipe.planning import auto
 

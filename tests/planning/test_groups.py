@@ -10,7 +10,7 @@ from support.planning import DRAFT, SMALL, TARGET, check, cluster, fastest, node
 from ggpipe.cluster.links import Link
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import Mode
+from ggpipe.config.speculation import Mode
 from ggpipe.planning.groups import group_sizes, grouped
 from ggpipe.planning.placements import arrangements
 from ggpipe.planning.planner import Plan, make_plan

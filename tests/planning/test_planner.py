@@ -14,7 +14,7 @@ from support.planning import DRAFT, GB, SMALL, TARGET, check, cluster, fastest, 
 from ggpipe.cluster.links import Link
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.spec import NodeSpec
-from ggpipe.config.engine import Mode, SpeculationConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.errors import UsageError
 from ggpipe.planning.candidates import CandidateSearch
 from ggpipe.planning.placements import Arrangement, Place, arrangements

@@ -19,16 +19,14 @@ from support.pipeline import local_session
 from support.requests import asked
 from support.screen import speculated_request, speculating_ranks
 
-from ggpipe.config.engine import (
-    ContextConfig,
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    PipelineConfig,
-    SpeculationConfig,
-)
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.display.tables import bench as tables
 from ggpipe.engine.session import Session

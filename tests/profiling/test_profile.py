@@ -19,7 +19,7 @@ from support.zoo import make
 
 from ggpipe.cli import run
 from ggpipe.cluster.profile import Kernels, LinkProfile, as_text, read, seconds_at, write
-from ggpipe.config.engine import ModelConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.engine.head import Head
 from ggpipe.engine.session import Session

@@ -20,7 +20,10 @@ from support.zoo import make
 from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.profile import MeasuredLayers, ModelFacts, Point, Profile, as_text, read, write
-from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.layout import lay_out
 from ggpipe.engine import wiring
 from ggpipe.errors import UsageError

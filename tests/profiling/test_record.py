@@ -16,7 +16,11 @@ from support.requests import asked
 from support.zoo import make
 
 from ggpipe.cluster.recording import BUNDLED, Recording, dump, read
-from ggpipe.config.engine import ContextConfig, DraftConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.draft import DraftConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.draft_messages import Candidates, Vocabularies
 from ggpipe.core.drafters.draft_state import candidates

@@ -14,8 +14,8 @@ from support.requests import asked
 
 from ggpipe.api.engine_thread import RequestOf
 from ggpipe.api.feed import Feed
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prefixes import SavePrefix
 from ggpipe.core.request import Finish, Token, check_prompt
 from ggpipe.errors import SettingError, UsageError

@@ -11,8 +11,9 @@ from support.virtual import ASYNC, ITERATIVE, NO_OVERHEADS, SPECULATIVE, Linear,
 from ggpipe.cluster.links import Link, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.config.engine import SpeculationConfig, TensorWire
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.pipeline import TensorWire
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.layout import Layout
 from ggpipe.errors import UsageError
 from ggpipe.sim.groups import GroupCost, group_cost

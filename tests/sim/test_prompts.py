@@ -8,7 +8,7 @@ import pytest
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.toml import CLUSTERS, read_cluster
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.simulator import Sizes

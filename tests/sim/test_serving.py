@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.virtual import ASYNC, ITERATIVE, SPECULATIVE, cluster, tokens, watched
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulator import SimulatedRequest, SimulationResult, Sizes, serve, simulate

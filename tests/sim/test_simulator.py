@@ -15,7 +15,7 @@ from support.virtual import ASYNC, ITERATIVE, NO_OVERHEADS, SPECULATIVE, checked
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.toml import read_cluster
-from ggpipe.config.engine import Mode, SpeculationConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.display.tables.summary import request_object
 from ggpipe.sim.simulator import Sizes, simulate
 from ggpipe.sim.text import RecordedTokens, SyntheticTokens, requests_of

@@ -13,7 +13,7 @@ from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.links import Link
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.toml import read_cluster
-from ggpipe.config.engine import Mode, SpeculationConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.errors import UsageError
 from ggpipe.sim.arrivals import Arrival, Traffic
 from ggpipe.sim.simulation_spec import NAMES, SimulationSpec, SyntheticText

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.screen import speculated_request
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Counters
 from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.stats.summary import summary_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, MicroBatch, Vocabularies
 from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_model import DraftModel

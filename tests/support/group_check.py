@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggpipe.config.engine import ContextConfig
+from ggpipe.config.context import ContextConfig
 from ggpipe.core.messages import KvKind, KvOp, Run
 from ggpipe.llama.gguf import ModelFile
 from support.commands import ROOT

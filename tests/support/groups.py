@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ggpipe.config.engine import ContextConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import Run
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import Run
 from ggpipe.engine.handshake import check_cuts
 from ggpipe.engine.head import Head

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from ggpipe.config.engine import ContextConfig, LoadMode, ModelConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import LoadMode, ModelConfig
 from ggpipe.core.messages import Row, Run
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage

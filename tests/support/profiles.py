@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from ggpipe.cluster.profile import Profile, read
-from ggpipe.config.engine import ContextConfig, EngineConfig, ModelConfig, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.errors import GgpipeError, RankError, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.model_shape import facts_of

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.config.engine import Pooling, SpeculationConfig
+from ggpipe.config.embeddings import Pooling
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import RequestPrompt
 from ggpipe.core.request import Request
 from ggpipe.core.request_spec import RequestSpec

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from rich.cells import get_character_cell_size
 from rich.console import Console
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.core.request import Counters, Finish
 from ggpipe.display.live.live import LiveDisplay

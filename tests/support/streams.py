@@ -19,7 +19,7 @@ from ggpipe.channel.events import RequestEnded, TokenReady
 from ggpipe.cli.command_line import parse
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import report
-from ggpipe.config.engine import ContextConfig
+from ggpipe.config.context import ContextConfig
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError

@@ -9,7 +9,7 @@ from unittest import mock
 
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import Kernels, LinkProfile, MeasuredLayers, ModelFacts, Point, Profile, RankProfile
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftAction, DraftEvent
 from ggpipe.core.drafters.draft_model import DraftModel

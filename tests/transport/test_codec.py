@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.messages import (
     KvKind,

@@ -19,7 +19,8 @@ from ggpipe.channel.events import RequestEnded, RequestRefused, TokenReady
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
-from ggpipe.config.engine import EngineConfig, SpeculationConfig
+from ggpipe.config.engine import EngineConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import RequestPrompt, as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec

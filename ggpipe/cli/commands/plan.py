@@ -12,7 +12,8 @@ from ggpipe.cluster.from_profile import spec_from_profile
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
-from ggpipe.config.engine import ContextConfig, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.display.files import check_writable
 from ggpipe.display.progress import SimulationProgress
 from ggpipe.display.tables.plan import GenerateCommand, print_plan, write_plan

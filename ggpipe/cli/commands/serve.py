@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.cli.launching import NO_RESTART, check_model_files, run_this_rank
 from ggpipe.cli.messages import in_flags, report, warn
-from ggpipe.config.engine import EngineConfig, SpeculationConfig
+from ggpipe.config.engine import EngineConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.signals import Signals
 from ggpipe.errors import GgpipeError, Setting, SettingError, UsageError, Wording
 from ggpipe.launch import environment

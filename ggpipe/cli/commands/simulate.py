@@ -11,7 +11,9 @@ from ggpipe.cli.messages import show
 from ggpipe.cli.simulated import shapes_of, text_of, traffic_of
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
-from ggpipe.config.engine import ContextConfig, Mode, PipelineConfig
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.pipeline import PipelineConfig
+from ggpipe.config.speculation import Mode
 from ggpipe.core.drafters import registry
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.figures.trace import write_trace

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.messages import warn
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec

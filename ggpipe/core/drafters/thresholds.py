@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ggpipe.config.engine import SpeculationConfig
+from ggpipe.config.speculation import SpeculationConfig
 
 
 class Thresholds:

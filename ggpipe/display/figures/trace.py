@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ggpipe.config.engine import FIRST_DRAFT, TARGET
+from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted

@@ -16,8 +16,8 @@ from rich.text import Text
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
-from ggpipe.config.engine import SpeculationConfig
 from ggpipe.config.layer_split import text_of
+from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.layout import layer_range
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
-from ggpipe.config.engine import Mode
+from ggpipe.config.speculation import Mode
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
 from ggpipe.display.stdout import page_console, print_page

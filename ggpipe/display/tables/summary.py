@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
-from ggpipe.config.engine import TARGET
+from ggpipe.config.model import TARGET
 from ggpipe.core.drafters import registry
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent

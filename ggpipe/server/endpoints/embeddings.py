@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ggpipe.apis.embeddings import EmbeddingBody
-from ggpipe.config.engine import Pooling
+from ggpipe.config.embeddings import Pooling
 from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import SettingError

@@ -1,0 +1,89 @@
+"""Settings of a context. Names and defaults are llama.cpp's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ggpipe.config.checks import MAX_TOKENS, check_choice, check_finite, check_range
+from ggpipe.errors import Setting, SettingError, Wording
+
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+FlashAttention = Literal["on", "off", "auto"]
+RopeScaling = Literal["none", "linear", "yarn"]
+MAX_SEQUENCES = 256
+"""Sequence ids that libllama has."""
+MAX_PREFIXES = 16
+"""Ended requests whose KV cells are kept."""
+_QUANTIZED = set(get_args(KvType)) - {"f32", "f16", "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """The context: its size in tokens, how it is computed, how positions are encoded."""
+
+    n_ctx: int = 0
+    """Tokens that the context holds; 0 takes the model's training length."""
+    n_batch: int = 2048
+    """Prompt tokens in a batch, at most."""
+    n_ubatch: int = 512
+    """Rows in a run, at most."""
+    n_seq: int = 1
+    """Sequence ids in use at the same time, at least."""
+    n_branches: int = 0
+    """Further sequence ids for branches of draft tokens, at most: as many as the context and the model have room
+    for."""
+    cache_type_k: KvType = "f16"
+    cache_type_v: KvType = "f16"
+    flash_attn: FlashAttention = "on"
+    exact: bool = False
+    """Reference kernels: the same bits for every split, mode and thread count."""
+    fast_attention: bool = True
+    """Flash attention of ggpipe's own, equal to ggml's but for rounding. Where it cannot, and with `exact`: ggml's."""
+    rope_scaling: RopeScaling | None = None
+    """None takes the model's."""
+    rope_scale: float = 0.0
+    """Factor by which the context is stretched; 0 takes the model's."""
+    rope_freq_base: float = 0.0
+    """0 takes the model's."""
+    rope_freq_scale: float = 0.0
+    """0 takes the model's."""
+    yarn_orig_ctx: int = 0
+    """Tokens of the context that the model was trained with; 0 takes the model's."""
+    yarn_ext_factor: float = -1.0
+    """-1 takes the model's."""
+    yarn_attn_factor: float = -1.0
+    """-1 takes the model's."""
+    yarn_beta_fast: float = -1.0
+    """-1 takes the model's."""
+    yarn_beta_slow: float = -1.0
+    """-1 takes the model's."""
+
+    def __post_init__(self) -> None:
+        check_range("n_ctx", self.n_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)")
+        check_range("n_batch", self.n_batch, 1, MAX_TOKENS, "a number of tokens")
+        check_range("n_ubatch", self.n_ubatch, 1, MAX_TOKENS, "a number of tokens")
+        check_range("n_seq", self.n_seq, 1, MAX_SEQUENCES, "a number of sequences")
+        if 0 < self.n_ctx < self.n_seq:
+            raise SettingError(
+                "n_ctx",
+                f"must be at least {self.n_seq}, a token for each sequence, got {self.n_ctx}",
+                Wording("raise it, or lower ", Setting("n_parallel"), " or ", Setting("n_seq")),
+            )
+        check_range(
+            "yarn_orig_ctx", self.yarn_orig_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)"
+        )
+        check_choice("cache_type_k", self.cache_type_k, get_args(KvType))
+        check_choice("cache_type_v", self.cache_type_v, get_args(KvType))
+        check_choice("flash_attn", self.flash_attn, get_args(FlashAttention))
+        if self.rope_scaling is not None:
+            check_choice("rope_scaling", self.rope_scaling, get_args(RopeScaling))
+        for name in ("rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
+                     "yarn_beta_fast", "yarn_beta_slow"):  # fmt: skip
+            check_finite(name, getattr(self, name))
+        if self.flash_attn == "off" and self.cache_type_v in _QUANTIZED:
+            raise SettingError(
+                "cache_type_v",
+                f"{self.cache_type_v} needs flash attention",
+                Wording("set ", Setting("flash_attn"), " to on"),
+            )
