@@ -1,8 +1,8 @@
-"""Embeddings: vectors made of the last hidden states of a text's tokens.
+"""Embeddings: vectors pooled from the last hidden states of an input's tokens.
 
-libllama's graph marks the last hidden state as a result, so the last rank keeps it from the graph (`find_hidden` in
-`native/backend.cpp`). If a run's rows want nothing else, the graph ends there. The head adds up the rows in the order
-of their positions, so a vector does not depend on how the prompt was cut into runs.
+libllama's graph marks the last hidden state as a result, so the last rank keeps it (`find_hidden` in
+`native/backend.cpp`). If a run's rows need nothing else, the graph ends there. The head adds the rows in the order
+of their positions, so a vector does not depend on how the prompt was divided into runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Vector = NDArray[np.float32]
 
 
 def chosen(pooling: Pooling | None, of_model: str) -> Pooling:
-    """The pooling that the user names, or else the model's file. Raises SettingError for one that is not known."""
+    """The pooling that the user chose, or else the model's own (`of_model`, from its metadata).
+
+    Raises SettingError if it is unknown, or if neither names one.
+    """
     known: tuple[Pooling, ...] = get_args(Pooling)
     for one in known:
         if one == (pooling or of_model):
@@ -33,7 +36,7 @@ def chosen(pooling: Pooling | None, of_model: str) -> Pooling:
 
 
 class Pooled:
-    """Hidden states in the order of their tokens, as what a pooling makes of them."""
+    """Pools hidden states, which arrive in the order of their tokens."""
 
     def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
@@ -42,7 +45,7 @@ class Pooled:
         self._n = 0
 
     def add(self, row: Vector) -> None:
-        """The next token's. Sums do not depend on which rows came together."""
+        """Add the hidden state of the next token, of shape (n_embd,)."""
         self._n += 1
         match self._pooling:
             case "mean":
@@ -56,15 +59,19 @@ class Pooled:
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        """One, or with `none` one for each token. Empty ones where the model has no hidden states to give."""
+        """One vector of shape (n_embd,), or with pooling `none` one per token. The vectors are empty if the model has
+        no hidden states."""
         if self._sum is not None:
             return ((self._sum / self._n).astype(np.float32),)
         return tuple(self._rows)
 
 
 def normalized(vector: Sequence[float] | Vector, norm: int) -> Vector:
-    """A vector as llama.cpp's `--embd-normalize` makes it: -1 as it is, 0 the largest number is 32760, 1 the absolute
-    values have the sum 1, 2 the length is 1, above that by the p-norm. A vector of zeros stays one."""
+    """Normalize a vector of shape (n_embd,) as llama.cpp's `--embd-normalize` does.
+
+    `norm`: -1 returns it unchanged, 0 scales the largest absolute value to 32760, 1 and above divide by the p-norm of
+    that order. A vector of zeros stays unchanged.
+    """
     values = np.asarray(vector, np.float32)
     sizes = np.abs(values).astype(np.float64)
     if norm < 0 or not sizes.any():

@@ -1,1 +1,1 @@
-"""Conversations as models read them: chat templates."""
+"""Conversations: chat templates, reasoning and tool calls."""

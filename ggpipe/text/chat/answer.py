@@ -1,4 +1,4 @@
-"""What a model answers, told apart while it is written: reasoning, text, and calls of tools."""
+"""Separates a model's answer into reasoning, text and tool calls while the model generates it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, Rea
 from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form, form_of
 from ggpipe.text.chat.tools.parser import ToolParser
 
-if TYPE_CHECKING:  # it brings in all of a request, which no --help needs
+if TYPE_CHECKING:  # --help does not need the modules of a request
     from ggpipe.core.request import Token
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFormat:
-    """How a model writes what is not the text of its answer."""
+    """How a model marks reasoning and tool calls in its answers."""
 
     reasoning: ReasoningFormat
     form: Form = Form.JSON
-    """How it calls tools."""
+    """The format of tool calls."""
     tools: tuple[dict[str, Any], ...] = ()
-    """That it may call, as in OpenAI's API; with none, what looks like a call is text."""
+    """Tools that the model may call, as in OpenAI's API. If there are none, what looks like a call is text."""
     token_texts: Mapping[int, str] = field(default_factory=dict)
-    """Texts of the model's special tokens that are parts of marks; other special tokens have no text."""
+    """Text of the special tokens that are part of a mark, by token id. Other special tokens have no text."""
 
     def text_of(self, token: int, text: str) -> str:
-        """The text to be parsed when a token comes; `text` is what comes with it, of itself or of earlier ones."""
+        """The text to parse for a token. `text`: what the decoder returned for it."""
         return text + self.token_texts.get(token, "")
 
 
@@ -38,10 +38,10 @@ def answer_format(
     special_tokens: Mapping[str, int] | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> AnswerFormat:
-    """How a model was trained to answer.
+    """The format in which a model was trained to answer.
 
-    `template`, `generation_prompt`: as for `reasoning_format`. `special_tokens`: tokens that have no text when they are
-    generated, by their names.
+    `template`, `generation_prompt`: as for `reasoning_format`. `special_tokens`: ids of the tokens that the decoder
+    returns no text for, by name. `tools`: in the format of OpenAI's API.
     """
     reasoning, form = reasoning_format(template, generation_prompt), form_of(template)
     marks = [*reasoning.marks]
@@ -53,15 +53,15 @@ def answer_format(
 
 
 class AnswerParser:
-    """Takes what a model writes bit by bit, wherever it is cut, and gives events. The marks are left out."""
+    """Parses an answer, in pieces of any length, into events. Marks are dropped."""
 
     def __init__(self, form: AnswerFormat, key: str, splits: bool = True) -> None:
-        """`key`: ids of calls are made of it; no other answer has the same. `splits`: reasoning is told apart."""
+        """`key`: unique to the answer; ids of calls are derived from it. `splits`: separate reasoning from text."""
         self._reasoning = ReasoningParser(form.reasoning) if splits else None
         self._tools = ToolParser(form.form, form.tools, key) if form.tools else None
 
     def feed(self, text: str) -> list[AnswerEvent]:
-        """What is known now of all text so far and was not returned before."""
+        """Parse more of the answer. Returns the events that are certain by now."""
         if self._reasoning is None:
             return self._answer(text)
         events: list[AnswerEvent] = []
@@ -70,7 +70,7 @@ class AnswerParser:
         return joined(events)
 
     def finish(self) -> list[AnswerEvent]:
-        """The rest; nothing follows."""
+        """Return the remaining events of an answer that has ended."""
         events: list[AnswerEvent] = []
         for piece in self._reasoning.finish() if self._reasoning is not None else ():
             events += [Reasoning(piece.text)] if piece.is_reasoning else self._answer(piece.text)
@@ -89,15 +89,15 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """In JSON; cut off where the text is."""
+    """In JSON, incomplete if the output was cut off."""
 
     def to_openai(self) -> dict[str, Any]:
-        """As in OpenAI's API."""
+        """The call as an object of OpenAI's API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class WholeAnswer:
-    """The parts of an answer, as far as it has come."""
+    """The parts of an answer, or of its beginning while it is generated."""
 
     def __init__(self, events: Iterable[AnswerEvent] = ()) -> None:
         self.text = ""
@@ -106,7 +106,7 @@ class WholeAnswer:
         self.add(events)
 
     def add(self, events: Iterable[AnswerEvent]) -> None:
-        """It goes on."""
+        """Append what the events contain."""
         for event in events:
             match event:
                 case Text(text):
@@ -120,7 +120,7 @@ class WholeAnswer:
 
     @property
     def message(self) -> dict[str, Any]:
-        """As a message of OpenAI's API, with `reasoning_content`."""
+        """The answer as a message of OpenAI's API, with `reasoning_content`."""
         found: dict[str, Any] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
@@ -132,8 +132,11 @@ class WholeAnswer:
 def whole_answer(
     form: AnswerFormat | None, key: str, tokens: Iterable[Token], rest: str = "", splits: bool = True
 ) -> WholeAnswer:
-    """The parts of an output. `form`: None if it answers no conversation; `rest`: text after the tokens; `splits`:
-    reasoning is separated from the answer."""
+    """The parts of an output.
+
+    `form`: None if the output is not an answer in a conversation. `key`, `splits`: as for `AnswerParser`. `rest`: text
+    after the last token.
+    """
     if form is None:
         return WholeAnswer([Text("".join(token.text for token in tokens) + rest)])
     parser = AnswerParser(form, key, splits)

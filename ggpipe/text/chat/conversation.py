@@ -1,4 +1,4 @@
-"""A conversation as a model reads it, and what follows from it for the answer."""
+"""A conversation as the prompt of a request, and what it implies for the answer."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""For models whose file has no template."""
+"""The template of models whose file has none."""
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as a model reads it."""
+    """A conversation as a prompt."""
 
     tokens: tuple[int, ...]
-    """Up to where the model's answer begins."""
+    """All tokens before the model's answer."""
     answer: AnswerFormat
-    """How the model marks reasoning in its answer, and calls tools."""
+    """How the model marks reasoning and tool calls in its answer."""
     text: str = ""
-    """What the template wrote."""
+    """The output of the chat template."""
     grammar: str = ""
-    """What holds the model to calls that can be read, in GBNF; empty: nothing."""
+    """A grammar, in GBNF, that holds the answer to valid tool calls; empty: no constraint."""
     must_call: bool = False
     """The answer must be a call."""
 
     def grammar_beside(self, own: str) -> str:
-        """The grammar for the answer. `own`: the user's, which comes first. Raises BodyError where it forbids what
-        `tool_choice` demands."""
+        """The grammar of the answer. `own`: the user's grammar, which takes precedence. Raises BodyError if it rules
+        out a call that `tool_choice` requires."""
         if own and self.must_call:
             why = "demands a call, which `grammar` or a JSON schema forbids: give one of them"
             raise BodyError(f"`tool_choice` {why}", "tool_choice")
         return own or self.grammar
 
     def held(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Settings with the grammar for the answer, and the marks that a budget needs. Raises as `grammar_beside`."""
+        """The settings with the answer's grammar, and with the marks that a reasoning budget needs.
+
+        Raises BodyError as `grammar_beside` does.
+        """
         grammar = self.grammar_beside(sampling.grammar)
         if sampling.reasoning_budget >= 0:
             marks = self.answer.reasoning

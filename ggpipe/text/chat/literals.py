@@ -1,7 +1,7 @@
-"""What users write stays text, even where it looks like a special token of the model.
+"""Keeps users' messages text, even where they contain the name of a special token.
 
-Else anybody could end their own turn and write the system's. Special tokens in messages and tools are replaced by marks
-before the template sees them, which leaves everything else to the template, and found again in what it wrote.
+Otherwise users could end their own turn and write a system message. Special tokens in messages and tools are replaced
+with marks before the template sees them, and the marks are found again in its output.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Sequence
 from typing import Any
 
 _MARK = "\ufdd0"
-"""No character, and meant to stay inside a program. The next two are the number of the text it stands for."""
+"""A noncharacter, which Unicode reserves for internal use. The next two characters encode which text it replaces."""
 _FIRST, _BASE = 0xE000, 0x1900  # private characters: the digits
 _DIGITS = f"{chr(_FIRST)}-{chr(_FIRST + _BASE - 1)}"
 
 
 class Literals:
-    """Texts that are special, marked and found again. Safe to use from several threads."""
+    """Replaces names of special tokens with marks, and finds them again. Thread-safe."""
 
     def __init__(self, specials: Sequence[str]) -> None:
-        """`specials`: texts of special tokens."""
+        """`specials`: names of special tokens."""
         self._texts = [_MARK, *sorted(filter(None, specials), key=len, reverse=True)]
         self._marks = {text: _mark(i) for i, text in enumerate(self._texts)}
         self._special = re.compile("|".join(map(re.escape, self._texts)))
 
     def mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message, with marks in place of special texts, wherever they are in it but in its role."""
+        """A message with marks in place of special tokens everywhere except in its role."""
         return {self.mark(name): item if name == "role" else self.mark(item) for name, item in message.items()}
 
     def mark(self, value: Any) -> Any:
-        """What is JSON, with marks in place of special texts, wherever they are in it."""
+        """A JSON value with marks in place of special tokens."""
         match value:
             case str():
                 return self._special.sub(lambda found: self._marks[found[0]], value)
@@ -41,7 +41,8 @@ class Literals:
         return value
 
     def pieces(self, text: str) -> Sequence[tuple[str, bool]]:
-        """A text with marks in pieces: what may hold special tokens, and what a mark stands for (True)."""
+        """Split a template's output. Returns (text, is_literal): is_literal is True for what replaces a mark, and False
+        for text in which names of special tokens are special tokens."""
         pieces: list[tuple[str, bool]] = []
         parts = re.split(f"{_MARK}([{_DIGITS}]{{2}})", text)
         for i, part in enumerate(parts):

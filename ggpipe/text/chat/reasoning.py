@@ -1,7 +1,7 @@
-"""What a model thinks before it answers, told apart from the answer while both are written.
+"""Separates a model's reasoning from its answer while the model generates both.
 
-Models put marks around it, `<think>` and `</think>` mostly. A template may write the first mark itself. The families of
-marks are those that llama.cpp knows.
+Models put marks around their reasoning, usually `<think>` and `</think>`. A template may write the first mark itself.
+The families of marks are llama.cpp's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class ReasoningFormat:
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     answers: tuple[str, ...] = ()
-    """What may stand in front of the answer, and is no part of it."""
+    """Marks that may come before the answer, and are not part of it."""
     is_open: bool = False
     """The prompt ends inside the reasoning: its template wrote the first mark."""
     is_usual: bool = False
-    """The template knows the marks, and the prompt does not end behind the reasoning."""
+    """The template contains the marks, and the prompt does not end after the reasoning."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -30,8 +30,8 @@ class ReasoningFormat:
         return (*self.begins, *self.ends, *self.answers)
 
     def begun(self, reasoning: str, text: str) -> tuple[list[tuple[str, bool]], ReasoningFormat]:
-        """An answer to be gone on with: its pieces as the model would have written them, as `ChatTemplate.pieces`, and
-        how the rest of it is marked."""
+        """The beginning of an answer that the model is to continue: its pieces as the model would have generated them,
+        in the format of `ChatTemplate.pieces`; and the marks in the rest of the answer."""
         pieces = [] if self.is_open or not reasoning else [(self.begins[0] + "\n", False)]
         if reasoning:
             pieces.append((reasoning, True))
@@ -64,14 +64,14 @@ _FAMILIES = (
         begins=("<|think|>",), ends=("<|end|>",), answers=("<|content|>", "<|begin|>assistant<|content|>")
     ),
 )  # fmt: skip
-"""The first one whose mark is in a template is the model's."""
+"""A model's family is the first one with a mark in the template."""
 
 
 def reasoning_format(template: str, generation_prompt: str) -> ReasoningFormat:
     """The marks that a model was trained with.
 
-    `template`: its source. `generation_prompt`: what it writes behind the last message, for the model to go on. Models
-    whose template has no mark may have been trained with `<think>` all the same.
+    `template`: source of the chat template. `generation_prompt`: the end of its output, which prompts the model to
+    answer. The default is `<think>`, which models may use even if their template does not contain it.
     """
     found = next((family for family in _FAMILIES if family.begins[0] in template), _THINK)
     is_open = generation_prompt.rstrip().endswith(found.begins)
@@ -80,40 +80,39 @@ def reasoning_format(template: str, generation_prompt: str) -> ReasoningFormat:
 
 
 class Piece(NamedTuple):
-    """A part of what a model writes."""
+    """A piece of the output."""
 
     text: str
     is_reasoning: bool
 
 
 class _At(enum.Enum):
-    """Where the text is."""
+    """What the parser has reached."""
 
-    GAP = "in front of reasoning or of the answer"
-    REASONING = "in the reasoning"
-    ANSWER = "in the answer"
+    GAP = "the beginning of reasoning or of the answer"
+    REASONING = "reasoning"
+    ANSWER = "the answer"
 
 
 class ReasoningParser:
-    """Takes what a model writes bit by bit, wherever it is cut. The marks, and blanks around the reasoning, are left
-    out."""
+    """Parses output in pieces of any length. Marks, and whitespace around the reasoning, are dropped."""
 
     def __init__(self, marks: ReasoningFormat) -> None:
         self._marks = marks
         self._at = _At.REASONING if marks.is_open else _At.GAP
         self._held = ""
-        """Text that may be the beginning of a mark, or the blanks before one."""
+        """A possible beginning of a mark, or whitespace before one."""
         self._has_marks = marks.is_open
-        """There was a mark."""
+        """A mark has been found."""
         self._is_first = True
-        """Nothing of this reasoning has come yet."""
+        """No text of the current reasoning has been found yet."""
 
     def feed(self, text: str) -> list[Piece]:
-        """What is known now of all text so far and was not returned before."""
+        """Parse more of the output. Returns the pieces that are certain by now."""
         return self._parse(text, is_end=False)
 
     def finish(self) -> list[Piece]:
-        """The rest; nothing follows."""
+        """Return the remaining pieces of an output that has ended."""
         return self._parse("", is_end=True)
 
     def _parse(self, text: str, is_end: bool) -> list[Piece]:
@@ -157,5 +156,5 @@ class ReasoningParser:
 
 
 def begun(mark: str, text: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
+    """How many characters at the end of `text` may be the beginning of `mark`, excluding a whole mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""How many tokens a model may think before it answers, counted as llama.cpp counts them."""
+"""A limit on the tokens of a model's reasoning, which are counted as llama.cpp counts them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 
 
 class _At(enum.Enum):
-    """Where the text is."""
+    """What the output has reached."""
 
-    OUTSIDE = "in front of a reasoning, or behind one"
-    INSIDE = "in a reasoning"
-    SPENT = "in a character that is written to its end, with the budget used up"
-    WRITING = "in the end that is written"
+    OUTSIDE = "text outside any reasoning"
+    INSIDE = "reasoning"
+    SPENT = "the end of the budget, inside a UTF-8 character that is completed first"
+    WRITING = "the forced end of the reasoning"
 
 
 class ReasoningBudget:
-    """Follows a text and says where the end of a reasoning is to be written."""
+    """Follows the output, and forces the end of a reasoning when its budget is spent."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class ReasoningBudget:
         is_open: bool,
         piece: Callable[[int], bytes],
     ) -> None:
-        """`begins`, `ends`: the tokens of marks. `written`: the end that is written behind `n_most` tokens. `is_open`:
-        the text begins inside a reasoning. `piece`: a token's text."""
+        """`begins`, `ends`: tokens of the marks. `written`: tokens that end the reasoning after `n_most` tokens.
+        `is_open`: the output begins inside a reasoning. `piece`: returns a token's text as bytes."""
         self._begins, self._ends = _Finder(begins), _Finder(ends)
         self._written, self._n_most, self._piece = tuple(written), n_most, piece
         self._at, self._n_left = _At.OUTSIDE, n_most
@@ -38,11 +38,11 @@ class ReasoningBudget:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The next tokens, where they are those of the end that is written; none: the next one is the model's own."""
+        """The tokens that are forced next; empty if the model chooses the next token."""
         return self._written[self._n_written :] if self._at is _At.WRITING else ()
 
     def accept(self, token: int) -> None:
-        """The text goes on with this token."""
+        """Take the next token of the output."""
         match self._at:
             case _At.OUTSIDE:
                 if self._begins.ends_with(token):
@@ -74,16 +74,16 @@ class ReasoningBudget:
 
 
 class _Finder:
-    """Looks for sequences of tokens in a text."""
+    """Finds sequences of tokens in the output."""
 
     def __init__(self, wanted: Sequence[Sequence[int]]) -> None:
         self._wanted = [tuple(one) for one in wanted if one]
         self._last: tuple[int, ...] = ()
-        """As many tokens as matter."""
+        """The last tokens, as many as the longest sequence has."""
         self._n_most = max(map(len, self._wanted), default=0)
 
     def ends_with(self, token: int) -> bool:
-        """The text goes on with this token, and ends with one of them now: no further one begins in it."""
+        """Take the next token. Returns whether one of the sequences is complete; sequences do not overlap."""
         self._last = (*self._last, token)[-self._n_most :] if self._n_most else ()
         found = any(self._last[-len(one) :] == one for one in self._wanted)
         if found:
@@ -91,12 +91,12 @@ class _Finder:
         return found
 
     def forget(self) -> None:
-        """What comes is looked at as if nothing were in front of it."""
+        """Start a new search with the next token."""
         self._last = ()
 
 
 def _is_whole(piece: bytes) -> bool:
-    """It does not end inside a character in UTF-8."""
+    """Whether the bytes end with a complete UTF-8 character."""
     for n, byte in enumerate(reversed(piece[-4:]), 1):
         if byte & 0xC0 != 0x80:
             return n >= (4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1)

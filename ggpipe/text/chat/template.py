@@ -1,7 +1,7 @@
-"""A model's chat template: a conversation becomes the text that the model was trained on.
+"""Chat templates, which turn a conversation into the format that a model was trained on.
 
-Templates are programs in the Jinja language, from model files that anybody may have made. They run in jinja2's sandbox,
-and with the names that transformers gives them, since they are written for it.
+Templates are Jinja programs from model files, which are not trusted: they run in jinja2's sandbox. They are written for
+transformers, so they get the names that it defines.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _OWN_NAMES = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatTemplate:
-    """A template, compiled. Safe to use from several threads."""
+    """A compiled chat template. Thread-safe."""
 
     def __init__(self, source: str, bos: str = "", eos: str = "", specials: Sequence[str] = ()) -> None:
-        """`bos`, `eos`: the texts of these tokens. `specials`: texts of tokens that only the template may write.
+        """`bos`, `eos`: names of these tokens. `specials`: names of the tokens that only the template may write.
 
-        Raises SettingError where the template is no Jinja.
+        Raises SettingError if Jinja cannot parse the template.
         """
         self.source = source
         self._known = {"bos_token": bos, "eos_token": eos}
@@ -50,23 +50,29 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **further: object,
     ) -> str:
-        """The text of a conversation, whose messages and tools are OpenAI's. `further`: names for the template, such
-        as `enable_thinking`. What looks like a special token in them is marked (`literals`).
+        """Render a conversation.
 
-        Raises UsageError where the template refuses the conversation, or fails on it.
+        `messages`, `tools`: in the format of OpenAI's API. What looks like a special token in them is marked, see
+        `literals`. `further`: variables for the template, such as `enable_thinking`.
+
+        Raises UsageError if the template rejects the conversation or fails.
         """
         plain = [self._literals.mark_message(_plain(message)) for message in messages]
         names = {**self._known, "add_generation_prompt": add_generation_prompt, "documents": None, **further}
         try:
             names |= {"messages": plain, "tools": None if tools is None else self._literals.mark(_plain(tools))}
             return self._template.render(names)
-        except Exception as e:  # whatever a template does: it must not end the head
+        except Exception as e:  # a template may raise anything, and must not end the head
             raise UsageError(f"the model's chat template does not take this conversation: {e}") from e
 
     def conversation(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], /, **further: object
     ) -> tuple[str, str]:
-        """As `render`, with tools and calls as this template wants them; and the end of it, as `generation_prompt`."""
+        """Render a conversation, with tools and calls in the form that this template expects.
+
+        Returns the text, and its `generation_prompt`. Raises SettingError if `further` has a name that is set here, and
+        UsageError as `render` does.
+        """
         if name := next((name for name in _OWN_NAMES if name in further), None):
             raise SettingError(
                 "chat_template_kwargs", f"has {name}, which follows from the conversation", "leave it out"
@@ -90,8 +96,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **further: object,
     ) -> str:
-        """The end of what `render` gave, which is there for the model to go on behind it; all of it where that cannot
-        be told."""
+        """The end of `rendered`, which prompts the model to answer; all of it where that cannot be determined."""
         try:
             without = self.render(messages, tools, add_generation_prompt=False, **further)
         except UsageError:
@@ -99,8 +104,7 @@ class ChatTemplate:
         return rendered.removeprefix(without) or rendered
 
     def pieces(self, rendered: str) -> Sequence[tuple[str, bool]]:
-        """What `render` gave, in pieces: their texts, and whether they are text even where they look like special
-        tokens."""
+        """Split the output of `render`, as `Literals.pieces` does."""
         return self._literals.pieces(rendered)
 
 
@@ -119,7 +123,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model writes, for those who train it; here it is only a block."""
+    """`{% generation %}`, which marks the model's own output for training. Here it is a block without a meaning."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -131,7 +135,7 @@ class _Generation(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """Without names that begin with an underscore: a template could reach Python's own objects through them."""
+    """Rejects names with a leading underscore, through which a template could reach Python's own objects."""
 
     def __setitem__(self, name: str, value: object) -> None:
         if name.startswith("_"):
@@ -150,12 +154,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would write quotes and angle brackets as HTML."""
+    """Jinja's own filter would escape quotes and angle brackets for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _plain(value: Any) -> Any:
-    """The same of Python's own types alone: a template may call methods of what it is given."""
+    """The value with built-in types only, since a template may call methods of its variables. Raises UsageError."""
     match value:
         case Mapping():
             return {str(name): _plain(item) for name, item in value.items()}

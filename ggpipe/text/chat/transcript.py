@@ -1,4 +1,4 @@
-"""What was said in a conversation so far, as messages of OpenAI's API."""
+"""The messages of a conversation, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Transcript:
-    """A conversation that grows and can be taken back."""
+    """A conversation whose last messages can be removed again."""
 
     def __init__(self, system: str | None = None) -> None:
         self.messages: list[ChatMessage] = []
@@ -21,7 +21,7 @@ class Transcript:
 
     @property
     def system(self) -> str | None:
-        """The instructions to the model, which come first."""
+        """The system message, which comes first; None if there is none."""
         first = self.messages[0] if self.messages else {}
         return first["content"] if first.get("role") == "system" else None
 
@@ -34,50 +34,50 @@ class Transcript:
 
     @property
     def n_questions(self) -> int:
-        """Messages of the user."""
+        """Number of the user's messages."""
         return sum(message["role"] == "user" for message in self.messages)
 
     @property
     def question(self) -> str | None:
-        """The user's last message; None where there is none."""
+        """The text of the user's last message; None if there is none."""
         place = self._last_question()
         return None if place is None else text_of(self.messages[place])
 
     def ask(self, text: str) -> None:
-        """The user says this."""
+        """Append a message of the user."""
         self.messages.append({"role": "user", "content": text})
 
     def answered(self, text: str, reasoning: str = "") -> None:
-        """The model says this."""
+        """Append the model's answer."""
         message = {"role": "assistant", "content": text}
         self.messages.append(message | ({"reasoning_content": reasoning} if reasoning else {}))
 
     def take_back_answer(self) -> None:
-        """Remove what follows the user's last message."""
+        """Remove everything after the user's last message."""
         if (place := self._last_question()) is not None:
             del self.messages[place + 1 :]
 
     def take_back_question(self) -> None:
-        """Remove the user's last message, and what follows it."""
+        """Remove the user's last message and everything after it."""
         if (place := self._last_question()) is not None:
             del self.messages[place:]
 
     def clear(self) -> None:
-        """Remove all but the instructions."""
+        """Remove everything but the system message."""
         system, self.messages = self.system, []
         self.system = system
 
     def to_json(self) -> str:
-        """All messages as a file."""
+        """All messages as the content of a file."""
         text = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
-        if any("\ud800" <= character <= "\udfff" for character in text):  # halves of characters, which UTF-8 has not
+        if any("\ud800" <= character <= "\udfff" for character in text):  # UTF-8 cannot encode lone surrogates
             text = json.dumps({"messages": self.messages}, indent=2)
         return f"{text}\n"
 
     def load_json(self, text: str) -> None:
-        """Take the messages of a file instead: a list of messages, or an object that has it under `messages`.
+        """Replace the messages with those of a file: a list, or an object with a list named `messages`.
 
-        Raises UsageError with what is wrong in it; then nothing is changed.
+        Raises UsageError, and changes nothing, if the file is invalid.
         """
         try:
             value = json.loads(text)
@@ -94,7 +94,7 @@ class Transcript:
 
 
 def text_of(message: ChatMessage) -> str:
-    """A message's text, which may be in parts."""
+    """The text of a message, whose content may be in parts."""
     content = message.get("content")
     if isinstance(content, str):
         return content

@@ -1,1 +1,1 @@
-"""What a text may be: grammars and JSON schemas."""
+"""Constraints on the output: grammars and JSON schemas."""

@@ -1,11 +1,11 @@
-"""Grammars in GBNF, llama.cpp's form of BNF, checked before libllama reads them.
+"""Checks grammars in GBNF, llama.cpp's form of BNF, before libllama reads them.
 
-libllama ends the process on some grammars, and never comes back on others. So all that it would refuse is refused here,
-with the line, and so is what it does not notice:
+Some grammars end libllama's process, and on others it hangs. So whatever it would reject is rejected here, with the
+line, and so is what it does not detect:
 
-- left recursion behind a part that may be empty (`a ::= b? a "x"`), which has it run out of memory
+- left recursion after a part that may be empty (`a ::= b? a "x"`), which uses up all memory
 - rules that branch without reading a character, which take time and memory exponential in their depth
-- tokens (`<think>`, `<[7]>`) in a grammar of characters, at which it ends the process
+- tokens (`<think>`, `<[7]>`) in a grammar of characters, which end the process
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _REPEAT = re.compile(r"\{[ \t]*([0-9]+)[ \t]*(?:(,)[ \t]*([0-9]*)[ \t]*)?\}")
 
 @dataclass(slots=True)
 class _Part:
-    """Part of an alternative: characters, or a rule, once or several times."""
+    """Part of an alternative: characters or a rule, possibly repeated."""
 
     rule: str = ""
-    """Nothing: characters."""
+    """Name of the rule; empty: characters."""
     is_optional: bool = False
     n_repeats: int = 1
-    """How often at most, but for what is without end: that counts as twice."""
+    """Maximum number of repetitions; 2 if there is no maximum."""
 
 
 @dataclass(slots=True)
@@ -53,17 +53,17 @@ class _Rule:
 
 @dataclass(slots=True)
 class _Item:
-    """What a repetition would repeat."""
+    """What a repetition mark would repeat."""
 
     start: int
-    """Where it begins in its alternative."""
+    """Index of its first part in the alternative."""
     n_elements: int
     n_rules: int
-    """Rules that libllama makes of it, at most."""
+    """Maximum number of rules into which libllama expands it."""
 
 
 def check(text: str) -> None:
-    """Raises SettingError, in one line, for a grammar that libllama cannot follow safely."""
+    """Check a grammar. Raises SettingError, in one line, if libllama cannot use it safely."""
     if len(text) > _MOST_TEXT:
         raise _error(f"it has more than {_MOST_TEXT} characters")
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
@@ -83,7 +83,7 @@ def _error(why: str) -> SettingError:
 
 
 class _Parser:
-    """Reads as libllama does (`llama_grammar_parser`), or is stricter."""
+    """Parses as libllama's `llama_grammar_parser` does, or more strictly."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -93,28 +93,28 @@ class _Parser:
         self._n_groups = 0
         self._symbols: set[str] = set()
         self._n_made = 0
-        """Rules that libllama makes of groups and repetitions."""
+        """Rules into which libllama expands groups and repetitions."""
         self._n_elements = 0
         self._depth = 0
 
     def rules(self) -> dict[str, _Rule]:
-        """All rules by name; groups in parentheses are rules with names that no other has."""
-        self._skip(_SPACE_AND_LINES)
+        """All rules by name. Groups in parentheses are rules with generated names."""
+        self._match(_SPACE_AND_LINES)
         while self._at < len(self._text):
             name = self._match(_NAME)
             if name is None:
-                raise self._wrong("the name of a rule must be here, of letters, digits and -")
+                raise self._wrong("expected the name of a rule: letters, digits and -")
             self._symbols.add(name)
             line = self._line
-            self._skip(_SPACE)
+            self._match(_SPACE)
             if not self._text.startswith("::=", self._at):
                 raise self._wrong(f"'::=' must follow the name '{name}'")
             self._at += 3
-            self._skip(_SPACE_AND_LINES)
+            self._match(_SPACE_AND_LINES)
             self._alternatives(name, line, inside=False)
             if self._at < len(self._text) and self._text[self._at] not in "\r\n":
-                raise self._wrong(f"{self._text[self._at]!r} cannot be here")
-            self._skip(_SPACE_AND_LINES)
+                raise self._wrong(f"{self._text[self._at]!r} is not allowed here")
+            self._match(_SPACE_AND_LINES)
         return self._rules
 
     @property
@@ -131,9 +131,6 @@ class _Parser:
         self._at = found.end()
         return found[0]
 
-    def _skip(self, pattern: re.Pattern[str]) -> None:
-        self._match(pattern)
-
     def _alternatives(self, name: str, line: int, inside: bool) -> None:
         self._depth += 1
         if self._depth > _MOST_DEPTH:
@@ -141,7 +138,7 @@ class _Parser:
         rule = _Rule(line, [self._sequence(inside)])
         while self._text.startswith("|", self._at):
             self._at += 1
-            self._skip(_SPACE_AND_LINES)
+            self._match(_SPACE_AND_LINES)
             rule.alternatives.append(self._sequence(inside))
         self._rules[name] = rule
         self._depth -= 1
@@ -155,9 +152,9 @@ class _Parser:
             start, n, n_rules, n_symbols = len(parts), 1, 1, self._n_symbols
             if first in "*+?{":
                 if last is None or last.n_elements == 0:
-                    raise self._wrong(f"nothing is before {first!r} that it could repeat")
+                    raise self._wrong(f"{first!r} has nothing to repeat")
                 self._repeat(parts, last)
-                self._skip(space)
+                self._match(space)
                 continue
             if first == '"':
                 n = self._characters('"')
@@ -170,8 +167,10 @@ class _Parser:
                 parts.append(_Part())
             elif first == "(":
                 self._at += 1
-                self._skip(_SPACE_AND_LINES)
-                name = self._new_group()
+                self._match(_SPACE_AND_LINES)
+                self._n_groups += 1
+                self._n_made += 1
+                name = f"({self._n_groups}"
                 self._alternatives(name, self._line, inside=True)
                 if not self._text.startswith(")", self._at):
                     raise self._wrong("')' is missing")
@@ -187,24 +186,17 @@ class _Parser:
                 break
             last = _Item(start, n, n_rules)
             self._count(n)
-            self._skip(space)
+            self._match(space)
         return parts
 
     def _count(self, n: int) -> None:
         self._n_elements += n
         if self._n_elements > _MOST_ELEMENTS:
-            raise self._wrong(
-                f"up to here it has more than {_MOST_ELEMENTS} characters and names, repetitions included"
-            )
+            raise self._wrong(f"more than {_MOST_ELEMENTS} characters and names so far, including repetitions")
 
     @property
     def _n_symbols(self) -> int:
         return len(self._symbols) + self._n_made
-
-    def _new_group(self) -> str:
-        self._n_groups += 1
-        self._n_made += 1
-        return f"({self._n_groups}"
 
     def _repeat(self, parts: list[_Part], last: _Item) -> None:
         mark = self._text[self._at]
@@ -221,21 +213,19 @@ class _Parser:
         if max(least, most or 0) > _MOST_REPETITIONS:
             raise self._wrong(f"more than {_MOST_REPETITIONS} repetitions")
         if most is not None and most < least:
-            raise self._wrong(f"{{{least},{most}}} is no range")
+            raise self._wrong(f"{{{least},{most}}} is not a valid range")
         n_times = max(least, most or 0, 1)
         self._count(last.n_elements * (n_times + 1))
         last.n_rules *= n_times
         if last.n_rules > _MOST_REPETITIONS:
-            raise self._wrong(
-                f"repetitions in each other make more than {_MOST_REPETITIONS}: make the inner one a rule"
-            )
+            raise self._wrong(f"nested repetitions make more than {_MOST_REPETITIONS}: turn the inner one into a rule")
         self._n_made += 1 if most is None else most - least
         (part,) = parts[last.start :]
         n_repeats = (2 if most is None else n_times) * part.n_repeats
         parts[last.start :] = [_Part(part.rule, part.is_optional or least == 0, n_repeats)]
 
     def _characters(self, end: str) -> int:
-        """Behind a quote or a bracket, up to the closing one: the number of characters."""
+        """Read from a quote up to the closing one. Returns the number of characters between them."""
         self._at += 1
         n = 0
         while not self._text.startswith(end, self._at):
@@ -248,7 +238,7 @@ class _Parser:
         if self._at >= len(self._text):
             raise self._wrong("a quote or bracket is not closed")
         if self._match(_CHAR) is None:
-            raise self._wrong(f"{self._text[self._at : self._at + 2]!r} is no escape that GBNF has")
+            raise self._wrong(f"{self._text[self._at : self._at + 2]!r} is not an escape in GBNF")
 
     def _class(self) -> int:
         self._at += self._text.startswith("[^", self._at)
@@ -266,8 +256,8 @@ class _Parser:
 
 
 def _empty_rules(rules: dict[str, _Rule]) -> frozenset[str]:
-    """Rules that need not read a character. Each alternative is looked at once for each of its rules: there may be
-    thousands of both."""
+    """Rules that match the empty string. Since there may be thousands of alternatives and rules, each alternative is
+    visited once per rule in it."""
     alternatives = [
         (name, {part.rule for part in alternative if not part.is_optional})
         for name, rule in rules.items()
@@ -294,19 +284,20 @@ def _empty_rules(rules: dict[str, _Rule]) -> frozenset[str]:
 
 @dataclass(slots=True)
 class _Visit:
-    """A rule that is being looked at."""
+    """A rule on the stack of the traversal."""
 
     name: str
     parts: Iterator[_Part]
-    """The first ones of its alternatives that are to be looked at."""
+    """The parts with which its alternatives can begin, as far as they have not been visited."""
     n_times: int
-    """It counts so often for the rule above it."""
+    """How many times it counts for the rule above it."""
     n_ways: int = 1
+    """Ways to its first character, as far as they are known."""
 
 
 def _check_recursion(rules: dict[str, _Rule], empty: frozenset[str]) -> None:
-    """Count each rule's ways to its first character, rules below it first. libllama follows all of them, and for ever
-    where a rule comes back to itself."""
+    """Count each rule's ways to its first character, depth first. libllama follows all of them, and does not return if
+    a rule leads back to itself. Raises SettingError for left recursion, and for too many ways."""
     ways: dict[str, int] = {}
     for start in rules:
         visits = [] if start in ways else [_Visit(start, _beginnings(rules[start], empty), 1)]

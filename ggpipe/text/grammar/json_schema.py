@@ -1,9 +1,9 @@
-"""JSON schemas as grammars, so that all that is generated fits the schema.
+"""Converts JSON schemas to grammars, so that the output always matches the schema.
 
-As llama.cpp's `json-schema-to-grammar` does it: required properties come first, whitespace is at most a line break and
-20 blanks, and `oneOf` counts as `anyOf`. Unlike there, a keyword that no grammar can follow is an error and not passed
-over, so are contradictions, and `{}` alone is any object. llama-cpp-python's converter is older: it lets control
-characters into strings and knows no bounds of numbers.
+The conventions are those of llama.cpp's `json-schema-to-grammar`: required properties come first, whitespace is at most
+a line break and 20 spaces, and `oneOf` counts as `anyOf`. Unlike there, unsupported keywords and contradictions are
+errors, and `{}` as a whole schema is any object. llama-cpp-python's converter is older: it allows control characters in
+strings and has no bounds for numbers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _KNOWN = _NO_CONSTRAINT.union({"type"}, _COMBINING, *_OF_TYPE.values())
 
 
 def grammar_of(text: str) -> str:
-    """The grammar, in GBNF, of a JSON schema.
+    """The grammar, in GBNF, of a JSON schema. `text`: the schema as a JSON document.
 
-    Raises SettingError, in one line, for what is no schema and for keywords that are not supported.
+    Raises SettingError, in one line, for an invalid schema and for unsupported keywords.
     """
     try:
         schema = json.loads(text)
@@ -57,8 +57,8 @@ def grammar_of(text: str) -> str:
 
 
 def rules_of(schema: Any, document: Any, prefix: str = "") -> tuple[str, dict[str, str]]:
-    """A schema's rule, and the rules that it names: `RULES`, and others whose names begin with `prefix`. References
-    point into the document. Raises SettingError as `grammar_of`."""
+    """The rule of a schema, and the rules that it refers to, by name: some of `RULES`, and others whose names begin
+    with `prefix`. `document`: what `$ref` refers to. Raises SettingError as `grammar_of` does."""
     converter = _Converter(document, prefix)
     return converter.visit(schema, ""), converter.rules
 
@@ -76,7 +76,7 @@ class _Converter:
         self._depth = 0
 
     def _use(self, name: str) -> str:
-        """The name of one of the rules that all schemas share."""
+        """Include one of `RULES`, and the rules that it refers to. Returns its name."""
         if name not in self.rules:
             self.rules[name] = RULES[name]
             for other in rules_named_in(RULES[name]):
@@ -84,7 +84,7 @@ class _Converter:
         return name
 
     def _add(self, place: str, rule: str) -> str:
-        """A rule of this schema alone."""
+        """Add a rule of this schema. Returns its name."""
         if re.fullmatch("[a-z0-9-]+", rule):
             return rule
         name = f"{self._prefix}r{len(self.rules)}-{re.sub('[^a-zA-Z0-9]+', '-', place)[-40:].strip('-')}".rstrip("-")
@@ -92,7 +92,7 @@ class _Converter:
         return name
 
     def visit(self, schema: Any, place: str) -> str:
-        """The name of the rule for a schema at a place in the document (`/properties/a`)."""
+        """Convert a schema. `place`: where it is in the document (`/properties/a`). Returns the name of its rule."""
         self._depth += 1
         if self._depth > _MOST_DEPTH:
             raise _wrong(place, f"is more than {_MOST_DEPTH} schemas deep")
@@ -104,7 +104,7 @@ class _Converter:
         if schema is True or schema == {}:
             return self._use("value")
         if not isinstance(schema, dict):
-            raise _wrong(place, "must be an object" if schema is not False else "is false, which nothing fits")
+            raise _wrong(place, "must be an object" if schema is not False else "is false, which no value matches")
         for keyword in schema:
             if keyword not in _KNOWN:
                 raise _wrong(place, f"has '{keyword}', which is not supported")
@@ -117,7 +117,8 @@ class _Converter:
             case "$ref":
                 return self._ref(schema["$ref"], place)
             case "anyOf" | "oneOf":
-                return self._any(self._list(schema, first, place), f"{place}/{first}")
+                schemas = self._list(schema, first, place)
+                return " | ".join(self.visit(own, f"{place}/{first}/{i}") for i, own in enumerate(schemas))
             case "const":
                 return self._values([schema["const"]], schema, place)
             case "enum":
@@ -128,16 +129,13 @@ class _Converter:
         fine = _NO_CONSTRAINT | {keyword} | ({"type"} if keyword in ("const", "enum") else set())
         for other in schema:
             if other not in fine:
-                raise _wrong(place, f"has '{other}' beside '{keyword}', which is not supported")
+                raise _wrong(place, f"has '{other}' together with '{keyword}', which is not supported")
 
     def _list(self, schema: Mapping[str, Any], keyword: str, place: str) -> list[Any]:
         found = schema[keyword]
         if not isinstance(found, list) or not found:
-            raise _wrong(f"{place}/{keyword}", "must be a list of at least one")
+            raise _wrong(f"{place}/{keyword}", "must be a list that is not empty")
         return found
-
-    def _any(self, schemas: Sequence[Any], place: str) -> str:
-        return " | ".join(self.visit(schema, f"{place}/{i}") for i, schema in enumerate(schemas))
 
     def _values(self, values: Sequence[Any], schema: Mapping[str, Any], place: str) -> str:
         types = self._types(schema, place)
@@ -159,7 +157,7 @@ class _Converter:
             elif isinstance(found, dict) and key in found:
                 found = found[key]
             else:
-                raise _wrong(place, f"refers to {ref}, which is not there")
+                raise _wrong(place, f"refers to {ref}, which does not exist")
         return found
 
     def _ref(self, ref: Any, place: str) -> str:
@@ -171,7 +169,8 @@ class _Converter:
         return self._of_refs[ref]
 
     def _merged(self, schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """A schema with all that its `allOf` demands. Only properties can be demanded several times, of other names."""
+        """The schema with the keywords of its `allOf`. Only `required`, and `properties` of other names, may occur in
+        several parts."""
         merged = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
         for i, found in enumerate(self._list(schema, "allOf", place)):
             part, depth = found, 0
@@ -190,7 +189,7 @@ class _Converter:
                 schema.get("additionalProperties", True) is not True
                 or part.get("additionalProperties", True) is not True
             ):
-                raise _wrong(place, "has 'additionalProperties' beside or in 'allOf', which is not supported")
+                raise _wrong(place, "has 'additionalProperties' next to or inside 'allOf', which is not supported")
             for keyword, value in part.items():
                 before = merged.get(keyword)
                 if keyword in _NO_CONSTRAINT or before is None or before == value:
@@ -210,21 +209,22 @@ class _Converter:
         types = found if isinstance(found, list) else [found]
         for kind in types:
             if kind not in _TYPES:
-                raise _wrong(place, f"has the type {kind!r}: there are {', '.join(_TYPES)}")
+                raise _wrong(place, f"has the type {kind!r}, which is none of {', '.join(_TYPES)}")
         if not types:
-            raise _wrong(place, "has no type that fits")
+            raise _wrong(place, "has an empty list of types")
         return types
 
     def _typed(self, schema: Mapping[str, Any], place: str) -> str:
         types = self._types(schema, place)
         used = [keyword for keyword in schema if keyword not in _NO_CONSTRAINT | {"type"}]
-        if "type" not in schema and used:  # the type follows from what is said of it
+        if "type" not in schema and used:  # the keywords imply the type
             types = [kind for kind in _TYPES if _OF_TYPE[kind].issuperset(used)]
         if not types:
-            raise _wrong(place, "has keywords of several types: name its type")
+            raise _wrong(place, "has keywords of several types: add 'type'")
         for keyword in used:
             if not any(keyword in _OF_TYPE[kind] for kind in types):
-                what = "is not supported for numbers" if keyword in _OF_TYPE["integer"] else "is not for its type"
+                is_bound = keyword in _OF_TYPE["integer"]
+                what = "is not supported for numbers" if is_bound else "does not apply to its type"
                 raise _wrong(place, f"has '{keyword}', which {what}")
         if "number" in types and "integer" in types and not used:
             types = [kind for kind in types if kind != "integer"]
@@ -293,7 +293,7 @@ class _Converter:
 
     def _array(self, schema: Mapping[str, Any], place: str) -> str:
         space, prefix, items = self._use("space"), schema.get("prefixItems", []), schema.get("items", True)
-        if isinstance(items, list):  # before 2020, `items` was what `prefixItems` is now
+        if isinstance(items, list):  # the former name of `prefixItems`, before 2020
             prefix, items = items, True
         if not isinstance(prefix, list):
             raise _wrong(f"{place}/prefixItems", "must be a list")
@@ -302,11 +302,11 @@ class _Converter:
         if firsts and "minItems" not in schema:
             least = len(firsts) if most is None else min(len(firsts), most)
         if firsts and "maxItems" not in schema and least <= len(firsts):
-            most = len(firsts)  # as llama.cpp: a tuple has no more
+            most = len(firsts)  # as in llama.cpp, a tuple has no further items
         if items is False:
             most = len(firsts) if most is None else min(most, len(firsts))
         if most is not None and most < least:
-            raise _wrong(place, f"demands {least} items and allows {most}")
+            raise _wrong(place, f"requires {least} items and allows {most}")
         comma = f'"," {space}'
         rest = ""
         if most is None or most > len(firsts):
@@ -316,8 +316,8 @@ class _Converter:
             if firsts:
                 rest = f"{further}{times(n_least, n_most)}"
             else:
-                behind = "" if n_most == 1 else f"{further}{times(max(least - 1, 0), n_most and n_most - 1)}"
-                rest = f"{item} {behind}" if least else f"( {item} {behind} )?"
+                others = "" if n_most == 1 else f"{further}{times(max(least - 1, 0), n_most and n_most - 1)}"
+                rest = f"{item} {others}" if least else f"( {item} {others} )?"
         for i in range(len(firsts) - 1, -1, -1):
             if most is not None and i >= most:
                 continue
@@ -329,7 +329,7 @@ class _Converter:
     def _string(self, schema: Mapping[str, Any], place: str) -> str:
         used = [keyword for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in schema]
         if len(used) > 1 and used != ["minLength", "maxLength"]:
-            raise _wrong(place, f"has '{used[1]}' beside '{used[0]}', which is not supported")
+            raise _wrong(place, f"has '{used[1]}' together with '{used[0]}', which is not supported")
         if "pattern" in schema:
             self._use("char")
             try:
@@ -338,7 +338,7 @@ class _Converter:
                 raise _wrong(f"{place}/pattern", str(e)) from e
         if "format" in schema:
             if schema["format"] not in _FORMATS:
-                raise _wrong(place, f"has the format {schema['format']!r}: supported are {', '.join(_FORMATS)}")
+                raise _wrong(place, f"has the format {schema['format']!r}, which is none of {', '.join(_FORMATS)}")
             return rf'"\"" {self._use(schema["format"])} "\""'
         least, most = self._bounds(schema, "minLength", "maxLength", place)
         return rf'"\"" {self._use("char")}{times(least, most)} "\""'

@@ -1,4 +1,4 @@
-"""How JSON writes values, as rules of a grammar: strings, numbers, keys."""
+"""The syntax of JSON values as rules of a grammar: strings, numbers, keys."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ RULES: Mapping[str, str] = {
     "date-time": 'date "T" time',
     "uuid": '[0-9a-fA-F]{8} "-" [0-9a-fA-F]{4} "-" [0-9a-fA-F]{4} "-" [0-9a-fA-F]{4} "-" [0-9a-fA-F]{12}',
 }
-"""Rules that schemas use. Each names others of them."""
+"""Rules that schemas share, by name. They refer to each other."""
 
 
 def rules_named_in(rule: str) -> list[str]:
-    """The rules that one refers to."""
+    """Names of the rules that a rule refers to."""
     return re.findall(r"[a-z][a-z0-9-]*", re.sub(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*\]', " ", rule))
 
 
 def literal(value: Any) -> str:
-    """A part of a rule that is a value as JSON writes it."""
+    """A value in JSON as a literal in a rule."""
     return quoted(json.dumps(value, ensure_ascii=False))
 
 
 def quoted(text: str) -> str:
-    """A part of a rule that is this text."""
+    """A text as a literal in a rule."""
     return '"' + "".join(_ESCAPES.get(character, character) for character in text) + '"'
 
 
 def times(least: int, most: int | None) -> str:
-    """How often what is in front of it may be there; None: without end."""
+    """The repetition mark for `least` to `most` times; None: any number of times."""
     match least, most:
         case 0, None:
             return "*"
@@ -59,11 +59,11 @@ def times(least: int, most: int | None) -> str:
 
 
 def other_strings(names: Mapping[str, Any]) -> str:
-    """A rule for keys, but these. They have no escapes, or they could be one of these after all."""
+    """A rule for all keys except `names`. They contain no escapes, with which they could spell one of the names."""
     tree: dict[str, Any] = {}
     for name in names:
         if re.search(r'["\\\x00-\x1f\x7f]', name):
-            continue  # no plain key is like it
+            continue  # no key without escapes equals this name
         at = tree
         for character in name:
             at = at.setdefault(character, {})
@@ -72,7 +72,7 @@ def other_strings(names: Mapping[str, Any]) -> str:
 
 
 def _other(tree: Mapping[str, Any]) -> str:
-    """What goes on from here to another text than those of the tree."""
+    """A rule for every continuation that is not in the tree of names."""
     characters = [character for character in tree if character]
     escaped = "".join(class_character(character) for character in characters)
     ways = [rf'[^"\\\x7F\x00-\x1F{escaped}] plain*']
@@ -81,14 +81,14 @@ def _other(tree: Mapping[str, Any]) -> str:
 
 
 def class_character(character: str) -> str:
-    """A character between a rule's brackets."""
+    """A character as it is written in a rule's character class."""
     if character in "[]-\\":
         return "\\" + character
     return f"\\x{ord(character):02X}" if character in "^\r\n\t" else character
 
 
 def digits_between(least: int | None, most: int | None) -> str:
-    """The rule for integers from `least` to `most`, both included; None: no bound, but for 16 digits."""
+    """The rule for integers from `least` to `most` inclusive; None: no bound other than 16 digits."""
     low = -(10**_MOST_DIGITS - 1) if least is None else least
     high = 10**_MOST_DIGITS - 1 if most is None else most
     ways: list[str] = []
@@ -102,7 +102,7 @@ def digits_between(least: int | None, most: int | None) -> str:
 
 
 def _positive(low: int, high: int) -> list[str]:
-    """Ways to write the integers from `low` to `high`, both above 0."""
+    """Alternatives for the integers from `low` to `high`, both positive."""
     ways: list[str] = []
     for n_digits in range(len(str(low)), len(str(high)) + 1):
         first = max(low, 10 ** (n_digits - 1))
@@ -112,7 +112,7 @@ def _positive(low: int, high: int) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> list[str]:
-    """Ways to write the numbers between two of as many digits."""
+    """Alternatives for the numbers between two with the same number of digits."""
     if not low:
         return [""]
     rest = len(low) - 1

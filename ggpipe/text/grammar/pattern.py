@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas (`pattern`), as rules for strings in JSON."""
+"""Converts regular expressions of JSON schemas (`pattern`) to rules for JSON strings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d{1,6})(?:(,)(\d{1,6})?)?\})\??")
 
 
 class PatternError(ValueError):
-    """A regular expression that no grammar can follow; the message goes on behind the name of the setting."""
+    """An unsupported regular expression. The message continues a sentence that begins with the name of a setting."""
 
 
 def pattern_rule(pattern: object) -> str:
-    """The rule for strings in which the regular expression is found; `char` must be a rule.
+    """The rule for JSON strings in which the regular expression is found. The grammar must have the rule `char`.
 
     Raises PatternError.
     """
     if not isinstance(pattern, str):
-        raise PatternError("must be a text")
+        raise PatternError("must be a string")
     return _Parser(pattern).rule()
 
 
@@ -44,11 +44,11 @@ class _Parser:
         while self._take("|"):
             ways.append(self._outer_way())
         if self._at < len(self._pattern):
-            self._fail("is not closed or opened")
+            self._fail("is unmatched")
         return rf'"\"" ( {" | ".join(ways)} ) "\""'
 
     def _outer_way(self) -> str:
-        """An alternative that no parentheses are around: without ^ and $ anything may be before and behind it."""
+        """An alternative outside parentheses. Without ^ or $, any text may precede or follow it."""
         before = "" if self._take("^") else "char*"
         inside = self._sequence()
         after = "" if self._take("$") else "char*"
@@ -78,7 +78,7 @@ class _Parser:
             return found[1]
         least, most = int(found[2]), int(found[4]) if found[4] else None
         if most is not None and most < least:
-            self._fail("is no range")
+            self._fail("follows an invalid range")
         return f"{{{least}}}" if found[3] is None else f"{{{least},{'' if most is None else most}}}"
 
     def _item(self) -> str:
@@ -88,7 +88,7 @@ class _Parser:
         if character == "[":
             return _in_json(self._class())
         if character in "^*+?{":
-            self._fail("cannot be here")
+            self._fail("is not allowed here")
         self._at += 1
         if character == ".":
             return _in_json(_all_but(_LINE_ENDS))
@@ -98,18 +98,16 @@ class _Parser:
 
     def _group(self) -> str:
         if self._pattern.startswith("(?", self._at) and not self._pattern.startswith("(?:", self._at):
-            self._fail("looks around, or names a group")
+            self._fail("begins a lookaround or a named group")
         self._at += 3 if self._pattern.startswith("(?:", self._at) else 1
         self._depth += 1
         if self._depth > _MOST_DEPTH:
-            self._fail("is too deep")
+            self._fail("is nested too deeply")
         ways = [self._sequence()]
         while self._take("|"):
             ways.append(self._sequence())
         if not self._take(")"):
-            self._fail(
-                "stands where a group must be closed" if self._at < len(self._pattern) else "leaves a group open"
-            )
+            self._fail("is in a group that is not closed")
         self._depth -= 1
         return f"( {' | '.join(ways)} )"
 
@@ -123,20 +121,20 @@ class _Parser:
                 self._at += 1
                 last = self._class_item()
                 if len(first) + len(last) > 2 or first[0][0] != first[0][1] or first[0][0] > last[0][1]:
-                    self._fail("stands behind what is no range")
+                    self._fail("follows an invalid range")
                 first = [(first[0][0], last[0][1])]
             ranges += first
         return _all_but(ranges) if is_negated else ranges
 
     def _class_item(self) -> _Ranges:
         if self._at >= len(self._pattern):
-            self._fail("leaves a class open")
+            self._fail("is in a character class that is not closed")
         character = self._pattern[self._at]
         self._at += 1
         return self._escape(inside_class=True) if character == "\\" else [(ord(character), ord(character))]
 
     def _escape(self, inside_class: bool) -> _Ranges:
-        """Behind a backslash."""
+        """The characters of an escape, after its backslash."""
         character = self._pattern[self._at : self._at + 1]
         classes = {"d": _DIGITS, "w": _WORD, "s": _SPACES}
         if character.lower() in classes:
@@ -179,7 +177,10 @@ def _all_but(ranges: Iterable[tuple[int, int]]) -> _Ranges:
 
 
 def _in_json(ranges: _Ranges) -> str:
-    """A rule for one of these characters in a string. Those that JSON writes in no short way are left out."""
+    """A rule for one of these characters in a JSON string, except characters that need an escape with `\\u`.
+
+    Raises PatternError if none is left.
+    """
     ways = []
     plain = _all_but([*_all_but(ranges), *_NOT_PLAIN])
     if plain:
@@ -188,7 +189,7 @@ def _in_json(ranges: _Ranges) -> str:
     if escaped:
         ways.append('"\\\\" [' + "".join("\\\\" if one == "\\" else one for one in escaped) + "]")
     if not ways:
-        raise PatternError("has a character that strings in JSON cannot have as it is")
+        raise PatternError("has a character that JSON strings contain only as an escape with \\u")
     return f"( {' | '.join(ways)} )" if len(ways) > 1 else ways[0]
 
 

@@ -1,1 +1,1 @@
-"""What models write to call tools, and what they read of tools."""
+"""Tool calls: how models write them, and how templates present tools and results."""

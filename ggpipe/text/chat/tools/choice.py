@@ -16,10 +16,10 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}  # templates look for them
 def tool_choice(
     tools: Sequence[Mapping[str, Any]], choice: Any = None, parallel: bool | None = None
 ) -> tuple[tuple[dict[str, Any], ...], ToolChoice]:
-    """The tools that a model may call, and what is wanted of it. `choice` and `parallel` are `tool_choice` and
+    """The tools that a model may call, and whether it must. `choice`, `parallel`: `tool_choice` and
     `parallel_tool_calls` of OpenAI's API.
 
-    Raises BodyError that names the field.
+    Raises BodyError, which names the field.
     """
     checked = tuple(_checked(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in checked]
@@ -58,7 +58,7 @@ def tool_choice(
 
 
 def _name(function: object) -> str | None:
-    """Of a function as `tool_choice` names it."""
+    """The name of a function in `tool_choice`; None where it has none."""
     match function:
         case {"function": {"name": str() as name}} | {"name": str() as name}:
             return name

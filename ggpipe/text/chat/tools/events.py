@@ -1,4 +1,4 @@
-"""What comes of a model's answer, bit by bit."""
+"""The events into which an answer is parsed while the model generates it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A part of the answer itself."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A part of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The model calls a tool. Its arguments follow."""
+    """The model begins to call a tool. The arguments follow."""
 
     index: int
-    """Of the answer's calls, from 0 on."""
+    """Number of the call in the answer, from 0."""
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A part of the arguments of the call that was begun last, in JSON."""
+    """A piece of the current call's arguments, in JSON."""
 
     index: int
     text: str
@@ -40,7 +40,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """All arguments have come, unless the text was cut off in them."""
+    """The call's arguments are complete, unless the output was cut off."""
 
     index: int
 
@@ -49,7 +49,7 @@ AnswerEvent = Text | Reasoning | CallBegun | Arguments | CallEnded
 
 
 def joined(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:
-    """Neighbours of a kind as one, and none that is empty."""
+    """The events with adjacent ones of the same kind joined, and without empty ones."""
     found: list[AnswerEvent] = []
     for event in events:
         last = found[-1] if found else None

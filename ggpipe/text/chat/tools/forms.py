@@ -1,4 +1,4 @@
-"""In which form a model was trained to call tools, told from its chat template."""
+"""The format in which a model was trained to call tools, recognized by its chat template."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from dataclasses import dataclass
 
 
 class Form(enum.Enum):
-    """A family of models, by how they call tools."""
+    """A family of models that call tools in the same format."""
 
     HERMES = "hermes"
     """Hermes, Qwen 2.5, Qwen 3 and many others."""
     QWEN_XML = "qwen-xml"
     """Qwen3-Coder, Nemotron 3: a tag for each argument."""
     MISTRAL = "mistral"
-    """Mistral 7B v0.3, Nemo, Small 3.1: a list."""
+    """Mistral 7B v0.3, Nemo, Small 3.1: a list of calls."""
     MISTRAL_ARGS = "mistral-args"
-    """Magistral, Devstral, Mistral Small 3.2: each call has a mark."""
+    """Magistral, Devstral, Mistral Small 3.2: a mark before each call."""
     GRANITE = "granite"
     LLAMA = "llama"
     """Llama 3.1 and later: the whole answer is a call."""
     JSON = "json"
-    """Models that were not trained for it: they are told what to write (`messages`)."""
+    """Models that were not trained to call tools. A system message tells them how (`messages`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallSyntax:
-    """How calls are written: the mark, `begin`, then for each call `before`, its arguments in JSON and `after`, with
-    `between` between two of them, then `end`. NAME stands for the tool's name."""
+    """How a family writes calls: the mark and `begin`; for each call `before`, its arguments in JSON and `after`, with
+    `between` between two calls; then `end`. NAME stands for the tool's name."""
 
     mark: str = ""
-    """Nothing: calls are told by standing where the answer begins."""
+    """Empty: a call has no mark, and begins where the answer begins."""
     further_marks: tuple[str, ...] = ()
-    """That may stand in its place."""
+    """Alternatives to `mark`."""
     starts: tuple[str, ...] = ()
-    """That a call may begin with where there is no mark."""
+    """What a call without a mark may begin with."""
     has_each_mark: bool = False
-    """Each call has a mark of its own."""
+    """The mark is repeated before each call."""
     begin: str = ""
     before: str
     after: str
     between: str | None = None
-    """None: there is one call only."""
+    """None: the model makes only one call."""
     end: str = ""
     closers: tuple[str, ...] = ()
-    """What may follow a call, and is no text."""
+    """What may follow a call without being text."""
     id_length: int = 0
-    """The template wants ids of so many letters and digits; 0: any."""
+    """Letters and digits in a call's id, as the template requires; 0: any number."""
 
 
 _OBJECT = '{"name": "NAME", "arguments": '
@@ -76,7 +76,7 @@ CALL_SYNTAXES: Mapping[Form, CallSyntax] = {
 
 
 def form_of(template: str) -> Form:
-    """The form that a model was trained with. `template`: its source."""
+    """The format in which a model was trained to call tools. `template`: source of its chat template."""
     if "[TOOL_CALLS]" in template:
         return Form.MISTRAL_ARGS if "[ARGS]" in template else Form.MISTRAL
     if "<tool_call>" in template and "<arg_key>" not in template:
@@ -89,7 +89,7 @@ def form_of(template: str) -> Form:
 
 
 def call_id(form: Form, key: str, index: int) -> str:
-    """The id of a call. `key`: of its answer, and of no other one."""
+    """The id of a call. `key`: unique to the answer."""
     digits = hashlib.sha256(f"{key}/{index}".encode()).hexdigest()
     length = CALL_SYNTAXES[form].id_length
     return digits[:length] if length else f"call_{digits[:24]}"

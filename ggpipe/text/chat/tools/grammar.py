@@ -1,4 +1,4 @@
-"""What a model may write that is to call tools, as a grammar in GBNF."""
+"""Grammars, in GBNF, that hold a model's answer to valid tool calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.errors import BodyError, SettingError
-from ggpipe.text.chat.reasoning import ReasoningFormat
+from ggpipe.text.chat.reasoning import ReasoningFormat, begun
 from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, CallSyntax, Form
 from ggpipe.text.grammar.gbnf import ROOT
 from ggpipe.text.grammar.json_schema import rules_of
@@ -17,11 +17,12 @@ from ggpipe.text.grammar.json_text import class_character, quoted
 def grammar_of_calls(
     form: Form, reasoning: ReasoningFormat, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
 ) -> str:
-    """A grammar that holds an answer to calls that fit their tools' schemas; empty: there is none.
+    """A grammar for an answer whose calls match the schemas of their tools; empty if there is no constraint.
 
-    Where no call is demanded, the text is free until the mark of one comes. Without a mark, there is no grammar then.
-    A schema that cannot be followed counts as any object, but for a function that is `strict`. Raises BodyError for
-    such a one.
+    Unless a call is required, the text is unconstrained until the mark of a call. If the format has no mark, there is
+    no grammar. A schema with unsupported keywords counts as any object.
+
+    Raises BodyError if the function of such a schema is `strict`.
     """
     layout = CALL_SYNTAXES[form]
     if not tools or not (choice.must_call or layout.mark):
@@ -48,7 +49,7 @@ def grammar_of_calls(
 
 
 def _with_reasoning(marks: ReasoningFormat, rules: dict[str, str]) -> str:
-    """The text that may come in front of the answer."""
+    """The root rule: the answer, with the reasoning that may come before it."""
     if not (marks.is_open or marks.is_usual):
         return "answer"
     answers = " | ".join(quoted(mark) for mark in marks.answers)
@@ -58,7 +59,7 @@ def _with_reasoning(marks: ReasoningFormat, rules: dict[str, str]) -> str:
 
 
 def _call(i: int, function: Mapping[str, Any], form: Form, rules: dict[str, str]) -> str:
-    """The name of a rule for a tool's call, without its mark."""
+    """Add a rule for a call of a tool, without its mark. Returns the rule's name."""
     layout, name = CALL_SYNTAXES[form], function["name"]
     before, after = (quoted(text.replace("NAME", name)) for text in (layout.before, layout.after))
     schema = {"type": "object", **function["parameters"]}
@@ -76,7 +77,7 @@ def _call(i: int, function: Mapping[str, Any], form: Form, rules: dict[str, str]
 
 
 def _identity(layout: CallSyntax) -> str:
-    """Mistral's models may write an id behind the arguments."""
+    """Mistral's models may write an id after the arguments."""
     return rf'( ", \"id\": \"" [a-zA-Z0-9]{{{layout.id_length}}} "\"" )?' if layout.id_length and layout.end else ""
 
 
@@ -95,7 +96,7 @@ def _json(schema: Any, prefix: str, document: Any, rules: dict[str, str]) -> str
 
 
 def _tags(schema: Mapping[str, Any], prefix: str, rules: dict[str, str]) -> str:
-    """A tag for each argument, the required ones first."""
+    """Arguments as tags, the required ones first."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise SettingError("json_schema", "must have an object as properties, and a list as required")
@@ -115,27 +116,23 @@ def _tags(schema: Mapping[str, Any], prefix: str, rules: dict[str, str]) -> str:
 
 
 def _until(mark: str, name: str, then: str, may_end: bool) -> dict[str, str]:
-    """Rules for any text in which `mark` comes once, at its end, and `then` follows; the first rule has this name.
-    `may_end`: the text may as well end before the mark comes.
+    """Rules for any text up to and including the first `mark`, followed by `then`. `name`: of the first rule.
+    `may_end`: the text may also end without a mark.
 
-    A rule for each number of the mark's characters that the text ends with (Knuth, Morris and Pratt's automaton).
+    They are the Knuth-Morris-Pratt automaton: one rule per number of the mark's characters that the text ends with.
     """
     rules = {}
     for n in range(len(mark)):
         ways: dict[int, str] = {}
         for character in dict.fromkeys(mark):
-            behind = _n_begun(mark, mark[:n] + character)
-            if behind:
-                ways[behind] = ways.get(behind, "") + character
+            text = mark[:n] + character
+            n_next = len(mark) if text == mark else begun(mark, text)
+            if n_next:
+                ways[n_next] = ways.get(n_next, "") + character
         others = "".join(class_character(character) for character in "".join(ways.values()))
         rule = [f"[^{others}] {name}"] if others else [f". {name}"]
-        for behind, characters in ways.items():
-            after = then if behind == len(mark) else f"{name}-{behind}"
+        for n_next, characters in ways.items():
+            after = then if n_next == len(mark) else f"{name}-{n_next}"
             rule += [f"{quoted(character)} {after}" for character in characters]
         rules[f"{name}-{n}" if n else name] = " | ".join(rule) + (' | ""' if may_end else "")
     return rules
-
-
-def _n_begun(mark: str, text: str) -> int:
-    """How many characters at the end of a text are the mark's beginning."""
-    return next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""Tools, calls and their results in a conversation, as its template wants them."""
+"""Tools, calls and their results in a conversation, in the form that its template expects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ChatMessage = dict[str, Any]
+from ggpipe.text.chat.transcript import ChatMessage
 
 _HOW_TO_CALL = """You can call these functions:
 
@@ -20,8 +20,9 @@ usual."""
 def for_template(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], source: str, arguments_as_text: bool
 ) -> list[ChatMessage]:
-    """Messages as a template's source takes them. Most templates want arguments as objects, some as texts; where one
-    does not know of tools at all, they become text."""
+    """The messages in the form that a template expects. `source`: of the template. `arguments_as_text`: a few templates
+    expect arguments as strings of JSON instead of objects. If the template has no support for tools, they become text.
+    """
     names = {
         call.get("id"): _function(call).get("name") for message in messages for call in message.get("tool_calls") or ()
     }
@@ -57,13 +58,13 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
         try:
             found = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            return arguments  # a call that was cut off
+            return arguments  # the call was cut off
         return found if isinstance(found, dict) else arguments
     return arguments or {}
 
 
 def _as_text(message: ChatMessage) -> ChatMessage:
-    """For templates that do not know of tools."""
+    """A message for a template without support for tools."""
     if message.get("role") == "tool":
         name = message.get("name") or "the function"
         return {"role": "user", "content": f"Result of {name}:\n{message.get('content') or ''}"}

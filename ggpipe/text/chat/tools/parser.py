@@ -1,56 +1,53 @@
-"""Calls in an answer, told apart from its text while both are written."""
+"""Separates tool calls from the text of an answer while the model generates both."""
 
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ggpipe.text.chat.reasoning import begun
-from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, Text, joined
-from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form, call_id
-from ggpipe.text.chat.tools.reading import NotACall, Reads, read_calls
-
-_NAME = re.compile(r"[\w.:/-]{1,256}")
+from ggpipe.text.chat.tools.calls import Calls, NotACall
+from ggpipe.text.chat.tools.events import AnswerEvent, Text, joined
+from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form
+from ggpipe.text.chat.tools.reading import Reads, read_calls
 
 
 class _At(enum.Enum):
-    """Where the text is."""
+    """What the parser has reached."""
 
-    START = "where the answer begins"
-    TEXT = "in the text"
-    CALL = "in a call"
-    BEHIND = "behind a call"
+    START = "the beginning of the answer"
+    TEXT = "text"
+    CALL = "a call"
+    AFTER = "the end of a call"
 
 
 class ToolParser:
-    """Takes an answer bit by bit, wherever it is cut. What does not parse stays text; blanks around calls are left
-    out."""
+    """Parses an answer in pieces of any length. What does not parse stays text; whitespace around calls is dropped."""
 
     def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], key: str) -> None:
-        """`tools`: OpenAI's. `key`: ids are made of it, and no other answer's is the same."""
+        """`tools`: in the format of OpenAI's API. `key`: unique to the answer; ids of calls are derived from it."""
         layout = CALL_SYNTAXES[form]
         self._marks = (*filter(None, (layout.mark,)), *layout.further_marks, *layout.starts)
         self._starts = layout.starts
         self._is_marked = bool(layout.mark)
         self._closers = layout.closers
-        self._calls = _Calls(form, tools, key, self._is_marked)
+        self._calls = Calls(form, tools, key, self._is_marked)
         self._at = _At.START
         self._held = ""
-        """Not looked at yet, or the beginning of a mark, or the blanks before one."""
+        """Text not examined yet, a possible beginning of a mark, or whitespace before one."""
         self._reader: Reads[None] | None = None
         self._raw = ""
-        """Of what is being read: since the last call in it ended, with its mark and the blanks before that."""
+        """What was read since the last call ended, including the mark and the whitespace before the mark."""
         self._n_given_up = 0
-        """Of `_raw`, what is text for certain if it is no call."""
+        """How many characters of `_raw` are certainly text if it turns out not to be a call."""
 
     def feed(self, text: str) -> list[AnswerEvent]:
-        """What is known now of all text so far and was not returned before."""
+        """Parse more of the answer. Returns the events that are certain by now."""
         return self._parse(text, is_end=False)
 
     def finish(self) -> list[AnswerEvent]:
-        """The rest; nothing follows."""
+        """Return the remaining events of an answer that has ended."""
         return self._parse("", is_end=True)
 
     def _parse(self, text: str, is_end: bool) -> list[AnswerEvent]:
@@ -68,10 +65,9 @@ class ToolParser:
         return joined(events)
 
     def _gap(self, events: list[AnswerEvent], is_end: bool) -> bool:
-        """Where a call may stand without a mark. Returns whether the text can be looked at further."""
+        """Parse where a call may begin without a mark. Returns whether parsing can continue."""
         text = self._held.lstrip()
-        is_behind = self._at is _At.BEHIND
-        if is_behind:
+        if self._at is _At.AFTER:
             self._held = text
             closer = next((closer for closer in self._closers if text.startswith(closer)), None)
             if closer is not None:
@@ -104,7 +100,7 @@ class ToolParser:
         return False
 
     def _begin(self, n_blank: int, n_mark: int, n_given_up: int) -> None:
-        """Read a call behind blanks and a mark."""
+        """Begin to read a call, after whitespace and its mark."""
         self._at, self._reader = _At.CALL, read_calls(self._calls)
         next(self._reader)
         self._raw, self._held = self._held[: n_blank + n_mark], self._held[n_blank + n_mark :]
@@ -120,7 +116,7 @@ class ToolParser:
                     self._raw, self._n_given_up, begun = "", 0, at + 1
         except StopIteration:
             self._calls.ends()
-            self._leave(held[at + 1 :], _At.BEHIND)
+            self._leave(held[at + 1 :], _At.AFTER)
         except (NotACall, ValueError):
             self._give_up(events, held[begun:], at - begun)
         else:
@@ -131,7 +127,7 @@ class ToolParser:
         return self._at is not _At.CALL
 
     def _give_up(self, events: list[AnswerEvent], held: str, n_read: int) -> None:
-        """It is no call, or it is cut off or broken in its arguments."""
+        """Leave what is not a call, or a call whose arguments are cut off or malformed."""
         events += self._calls.take()
         if self._calls.is_open:
             self._calls.end()
@@ -144,52 +140,3 @@ class ToolParser:
 
     def _leave(self, rest: str, at: _At) -> None:
         self._held, self._at, self._reader, self._raw = rest, at, None, ""
-
-
-class _Calls:
-    """Calls that were read, as events."""
-
-    def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]], key: str, is_marked: bool) -> None:
-        self._form, self._key, self._is_marked = form, key, is_marked
-        self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self._events: list[AnswerEvent] = []
-        self._n_begun = 0
-        self._has_ended = False
-        self.is_open = False
-        """A call has begun and has not ended."""
-
-    def check(self, name: str) -> None:
-        if name not in self._tools and not (self._is_marked and _NAME.fullmatch(name)):
-            raise NotACall
-
-    def begin(self, name: str) -> None:
-        self.check(name)
-        self._events.append(CallBegun(self._n_begun, call_id(self._form, self._key, self._n_begun), name))
-        self._n_begun += 1
-        self.is_open = True
-
-    def write(self, text: str) -> None:
-        self._events.append(Arguments(self._n_begun - 1, text))
-
-    def end(self) -> None:
-        self._events.append(CallEnded(self._n_begun - 1))
-        self.is_open, self._has_ended = False, True
-
-    def ends(self) -> bool:
-        """Whether a call has ended since the last time."""
-        has_ended, self._has_ended = self._has_ended, False
-        return has_ended
-
-    def without_arguments(self) -> str:
-        if not self._is_marked:
-            raise NotACall  # JSON that has a name in it
-        return "{}"
-
-    def properties(self, name: str) -> Mapping[str, Any]:
-        found = (self._tools.get(name, {}).get("parameters") or {}).get("properties")
-        return found if isinstance(found, Mapping) else {}
-
-    def take(self) -> list[AnswerEvent]:
-        """All since the last time."""
-        events, self._events = self._events, []
-        return joined(events)

@@ -1,7 +1,7 @@
-"""Reads calls character by character, as generators that are sent one after the other.
+"""Reads tool calls character by character, with generators that receive one character at a time.
 
-It reads calls of all forms behind their mark, whatever the form of the model: a JSON object or a list of them, Qwen's
-tags, Mistral's name in front of the arguments.
+After a mark, calls in all forms are understood, whichever form the model was trained with: a JSON object or a list of
+them, Qwen's tags, or Mistral's tool name followed by the arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from ggpipe.text.chat.tools.calls import Calls, NotACall
 
 R = TypeVar("R")
 Reads = Generator[None, str, R]
@@ -23,34 +25,8 @@ _MOST_DEPTH = 64
 _MOST_NAME = 256
 
 
-class NotACall(Exception):
-    """It is something else, or broken."""
-
-
-class Calls(Protocol):
-    """Where calls go that are read."""
-
-    def check(self, name: str) -> None:
-        """Raises NotACall where nothing of this name can be called."""
-
-    def begin(self, name: str) -> None:
-        """Arguments follow. Raises NotACall as `check`."""
-
-    def write(self, text: str) -> None:
-        """The next part of the arguments."""
-
-    def end(self) -> None:
-        """There are no more."""
-
-    def without_arguments(self) -> str:
-        """What stands for arguments that are not there. Raises NotACall where a call must have some."""
-
-    def properties(self, name: str) -> Mapping[str, Any]:
-        """The schemas of a tool's parameters."""
-
-
 def read_calls(calls: Calls) -> Reads[None]:
-    """What is behind a mark, or what an answer begins with. Raises NotACall."""
+    """Read the calls after a mark, or at the beginning of an answer. Raises NotACall."""
     first = yield from _blank(_drop)
     match first:
         case "{":
@@ -76,7 +52,7 @@ def _list(calls: Calls) -> Reads[None]:
 
 
 def _object(calls: Calls) -> Reads[None]:
-    """Behind its first bracket: `{"name": …, "arguments": {…}}`, in any order and with further members."""
+    """Read `{"name": …, "arguments": {…}}` after its first bracket; members come in any order, unknown ones too."""
     name = arguments = None
     has_begun = False
     c = yield from _blank(_drop)
@@ -85,13 +61,13 @@ def _object(calls: Calls) -> Reads[None]:
         key = json.loads((yield from _whole(c))[0])
         _expect((yield from _blank(_drop)), ":")
         c = yield from _blank(_drop)
-        behind: str | None = None
+        following: str | None = None
         if key in ("arguments", "parameters") and arguments is None and name is not None and c == "{":
             calls.begin(name)
             has_begun, arguments = True, ""
-            behind = yield from _value(c, calls.write)
+            following = yield from _value(c, calls.write)
         else:
-            text, behind = yield from _whole(c)
+            text, following = yield from _whole(c)
             if key == "name" and name is None:
                 name = json.loads(text)
                 if not isinstance(name, str):
@@ -99,7 +75,7 @@ def _object(calls: Calls) -> Reads[None]:
                 calls.check(name)
             elif key in ("arguments", "parameters") and arguments is None:
                 arguments = _as_object(text)
-        c = yield from _blank(_drop, behind)
+        c = yield from _blank(_drop, following)
         if c == ",":
             c = yield from _blank(_drop)
             _expect(c, '"')
@@ -115,7 +91,7 @@ def _object(calls: Calls) -> Reads[None]:
 
 
 def _as_object(text: str) -> str:
-    """Arguments that may be null, or in quotes."""
+    """The arguments as a JSON object; the model may write null, or an object in a string. Raises NotACall."""
     found = json.loads(text)
     if found is None:
         return "{}"
@@ -132,7 +108,7 @@ def _as_object(text: str) -> str:
 
 
 def _named(first: str, calls: Calls) -> Reads[None]:
-    """`name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}`, `name{…}`"""
+    """Read `name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}` or `name{…}`."""
     name, c = "", first
     while c not in "[{":
         if c in _BLANKS or len(name) > _MOST_NAME:
@@ -154,7 +130,7 @@ def _named(first: str, calls: Calls) -> Reads[None]:
 
 
 def _tags(calls: Calls) -> Reads[None]:
-    """`<function=name> <parameter=key> value </parameter> </function>`, behind the first bracket."""
+    """Read `<function=name> <parameter=key> value </parameter> </function>` after the first bracket."""
     tag = yield from _until(">")
     name = tag.removeprefix("function=")
     if name == tag:
@@ -178,7 +154,7 @@ def _tags(calls: Calls) -> Reads[None]:
 
 
 def _typed(text: str, schema: Any) -> str:
-    """A value in JSON: a string where the schema wants one, or where it is nothing else."""
+    """A parameter's value as JSON: a string if the schema asks for one, or if the text is not JSON."""
     wanted = schema.get("type") if isinstance(schema, Mapping) else None
     if wanted != "string":
         try:
@@ -205,7 +181,7 @@ def _expect(character: str, wanted: str) -> None:
 
 
 def _blank(write: Write, first: str | None = None) -> Reads[str]:
-    """The next character that is no blank. `first`: one that was read already."""
+    """Skip whitespace, and return the character after it. `first`: a character that was already read."""
     c = (yield) if first is None else first
     while c in _BLANKS:
         write(c)
@@ -214,7 +190,7 @@ def _blank(write: Write, first: str | None = None) -> Reads[str]:
 
 
 def _until(mark: str, most: int | None = _MOST_NAME) -> Reads[str]:
-    """What is in front of a mark."""
+    """The text before a mark. Raises NotACall after `most` characters without the mark."""
     found: list[str] = []
     tail = ""
     while tail != mark:
@@ -227,14 +203,14 @@ def _until(mark: str, most: int | None = _MOST_NAME) -> Reads[str]:
 
 
 def _whole(first: str) -> Reads[tuple[str, str | None]]:
-    """A value's text; and the character behind it, if that was read."""
+    """A value as text, and the character after it if that was already read."""
     parts: list[str] = []
-    behind = yield from _value(first, parts.append)
-    return "".join(parts), behind
+    following = yield from _value(first, parts.append)
+    return "".join(parts), following
 
 
 def _value(first: str, write: Write, depth: int = _MOST_DEPTH) -> Reads[str | None]:
-    """Writes a value. `first`: its first character. Returns the character behind it, if that was read."""
+    """Copy a value. `first`: its first character. Returns the character after it, if that was already read."""
     if first == '"':
         yield from _string(write)
         return None
@@ -263,8 +239,8 @@ def _container(first: str, write: Write, depth: int) -> Reads[None]:
             _expect((yield from _blank(write)), ":")
             write(":")
             c = yield from _blank(write)
-        behind = yield from _value(c, write, depth - 1)
-        c = yield from _blank(write, behind)
+        following = yield from _value(c, write, depth - 1)
+        c = yield from _blank(write, following)
         if c == ",":
             write(c)
             c = yield from _blank(write)
@@ -276,7 +252,7 @@ def _container(first: str, write: Write, depth: int) -> Reads[None]:
 
 
 def _string(write: Write) -> Reads[None]:
-    """Behind its first quote. Line breaks and the like are escaped, which models may forget."""
+    """Copy a string after its first quote. Control characters that the model left unescaped are escaped."""
     write('"')
     while (c := (yield)) != '"':
         if c == "\\":
