@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import msgspec
 
 from ggpipe.config.checks import MAX_TOKENS
-from ggpipe.config.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
+from ggpipe.config.samplers import samplers_by_letter, samplers_by_name
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation, RequestPrompt, as_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import BodyError, UsageError

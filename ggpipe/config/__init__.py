@@ -1,1 +1,1 @@
-"""Settings: frozen records that check themselves, and that the pure core reads."""
+"""Settings: frozen records that validate themselves, one kind per file. Names and defaults are llama.cpp's."""

@@ -1,4 +1,4 @@
-"""Settings of a context. Names and defaults are llama.cpp's."""
+"""Settings of a model's context: its size, batches, KV cache, attention and positions."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0",
 FlashAttention = Literal["on", "off", "auto"]
 RopeScaling = Literal["none", "linear", "yarn"]
 MAX_SEQUENCES = 256
-"""Sequence ids that libllama has."""
+"""Maximum number of sequence ids, which is libllama's."""
 MAX_PREFIXES = 16
-"""Ended requests whose KV cells are kept."""
+"""Maximum number of ended requests whose KV cells are kept."""
 _QUANTIZED = set(get_args(KvType)) - {"f32", "f16", "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """The context: its size in tokens, how it is computed, how positions are encoded."""
+    """A model's context. Raises SettingError for an invalid setting."""
 
     n_ctx: int = 0
-    """Tokens that the context holds; 0 takes the model's training length."""
+    """Size in tokens; 0: the length that the model was trained with."""
     n_batch: int = 2048
-    """Prompt tokens in a batch, at most."""
+    """Maximum number of prompt tokens in a batch."""
     n_ubatch: int = 512
-    """Rows in a run, at most."""
+    """Maximum number of rows in a run."""
     n_seq: int = 1
-    """Sequence ids in use at the same time, at least."""
+    """Minimum number of sequence ids."""
     n_branches: int = 0
-    """Further sequence ids for branches of draft tokens, at most: as many as the context and the model have room
-    for."""
+    """Maximum number of additional sequence ids, for branches of draft tokens. The context and the model may have room
+    for fewer."""
     cache_type_k: KvType = "f16"
     cache_type_v: KvType = "f16"
     flash_attn: FlashAttention = "on"
     exact: bool = False
     """Reference kernels: the same bits for every split, mode and thread count."""
     fast_attention: bool = True
-    """Flash attention of ggpipe's own, equal to ggml's but for rounding. Where it cannot, and with `exact`: ggml's."""
+    """Use ggpipe's own flash attention, which equals ggml's except for rounding. ggml's is used where ours is not
+    supported, and with `exact`."""
     rope_scaling: RopeScaling | None = None
-    """None takes the model's."""
+    """None: the model's."""
     rope_scale: float = 0.0
-    """Factor by which the context is stretched; 0 takes the model's."""
+    """Factor by which the context is extended; 0: the model's."""
     rope_freq_base: float = 0.0
-    """0 takes the model's."""
+    """0: the model's."""
     rope_freq_scale: float = 0.0
-    """0 takes the model's."""
+    """0: the model's."""
     yarn_orig_ctx: int = 0
-    """Tokens of the context that the model was trained with; 0 takes the model's."""
+    """Tokens of the context that the model was trained with; 0: the model's."""
     yarn_ext_factor: float = -1.0
-    """-1 takes the model's."""
+    """-1: the model's."""
     yarn_attn_factor: float = -1.0
-    """-1 takes the model's."""
+    """-1: the model's."""
     yarn_beta_fast: float = -1.0
-    """-1 takes the model's."""
+    """-1: the model's."""
     yarn_beta_slow: float = -1.0
-    """-1 takes the model's."""
+    """-1: the model's."""
 
     def __post_init__(self) -> None:
         check_range("n_ctx", self.n_ctx, 1, MAX_TOKENS, "a number of tokens", special="0 (the model's own)")

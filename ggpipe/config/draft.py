@@ -13,17 +13,17 @@ from ggpipe.errors import Setting, Wording
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """A draft model, and where it runs."""
+    """A draft model, and where it runs. Raises SettingError for an invalid setting."""
 
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
     layer_split: LayerSplit | None = None
-    """How its layers are divided among its ranks, which follow the target's and those of earlier draft models. None:
-    the head runs it."""
+    """How its layers are divided among its ranks, which follow those of the target and of earlier draft models. None:
+    the head runs the draft model."""
     threads: int = -1
-    """-1 takes the number of threads that the rank has for the target."""
+    """-1: the rank's number of threads for the target."""
     threads_batch: int = -1
-    """Threads for runs of more than one token; -1 takes the value of `threads`."""
+    """Threads for runs of more than one token; -1: the value of `threads`."""
 
     def __post_init__(self) -> None:
         check_threads("draft.threads", self.threads, Wording("as ", Setting("threads")))
@@ -31,5 +31,5 @@ class DraftConfig:
 
     @property
     def n_ranks(self) -> int:
-        """Ranks that hold nothing but this model."""
+        """Number of ranks that hold only this model."""
         return self.layer_split.n_ranks if self.layer_split is not None else 0

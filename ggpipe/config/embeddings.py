@@ -5,6 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 Pooling = Literal["none", "mean", "cls", "last"]
-"""What an embedding is of the hidden states of a text's tokens: all, the mean, the first one, the last one."""
+"""How hidden states become an embedding: one vector per token, their mean, the first token's, or the last token's."""
 MOST_NORM = 1024
-"""By which embeddings are normalized."""
+"""Largest order of the norm by which embeddings are normalized."""

@@ -1,4 +1,4 @@
-"""Settings of an engine: its models, their contexts, and how they are spread over ranks."""
+"""Settings of an engine: its models, their contexts, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ Saves = Literal["nothing", "prompt", "text"]
 
 @dataclass(frozen=True)
 class PromptCacheConfig:
-    """A file that keeps what was computed of a prompt. Each rank has its own, with its own layers."""
+    """A file that keeps the KV cache of a prompt. Each rank has its own file, with its own layers."""
 
     path: Path
-    """The first rank's; the others' have `.rank1`, `.rank2`, ... behind the name."""
+    """The first rank's file. `.rank1`, `.rank2`, … are appended for the other ranks."""
     saves: Saves = "prompt"
-    """What a request writes: its prompt as soon as it is computed, or its prompt and text when it ends."""
+    """What a request saves: its prompt as soon as that is computed, or its prompt and output when it ends."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an engine is loaded with."""
+    """Everything that an engine is loaded with. Raises SettingError for an invalid setting."""
 
     model: ModelConfig
     context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     drafts: tuple[DraftConfig, ...] = ()
-    """Draft models; those with ranks of their own come first."""
+    """Draft models, those with ranks of their own first."""
     n_requests: int = 1
-    """Requests that are served at the same time; further ones wait. Each takes a sequence id of every context."""
+    """Maximum number of requests served at a time; others wait. Each takes a sequence id in every context."""
     n_queued: int = 1000
-    """Requests that wait, at most; further ones are refused."""
+    """Maximum number of waiting requests; others are refused."""
     prefill_slowdown: float = 5.0
-    """While some requests decode, a run takes about so many times as long because of others' prompts: more serves
-    prompts faster, less keeps the other texts flowing."""
+    """Prompts may make each decoding step of other requests up to this many times slower. A larger value processes
+    prompts faster; a smaller one keeps other outputs fluent."""
     cache_prompt: bool = True
-    """What ended requests computed is kept in the KV cache, until cells are needed, for prompts that begin alike."""
+    """Keep the KV cells of ended requests, until they are needed, for prompts that begin with the same tokens."""
     prompt_cache: PromptCacheConfig | None = None
-    """What a file has of the first request's prompt is not computed."""
+    """Restore the first request's prompt from this file, as far as they agree."""
     slot_save_path: Path | None = None
-    """A folder, on the machine of each rank, in which prefixes are saved while requests are served."""
+    """A folder, on each rank's machine, in which prefixes are saved while requests are served."""
     warmup: bool = False
-    """All KV cells get their memory while loading, where there is enough; else when they are used first."""
+    """Allocate the memory of all KV cells while loading, if there is enough; otherwise when they are first used."""
 
     def __post_init__(self) -> None:
         contexts = [self.context, *(draft.context for draft in self.drafts)]
@@ -65,8 +65,8 @@ class EngineConfig:
         if has_ranks != sorted(has_ranks, reverse=True):
             raise SettingError(
                 "draft.model",
-                "has ranks of its own after one without",
-                "name those with ranks of their own before the others",
+                "with ranks of its own comes after one without",
+                "name draft models with ranks of their own first",
             )
         if self.pipeline.auto and len(self.drafts) > 1:
             raise SettingError(
@@ -82,7 +82,7 @@ class EngineConfig:
             raise SettingError(
                 "tensor_split",
                 Wording(f"has {n} numbers, but ", Setting("layer_split"), f" has no group of {n} ranks"),
-                "give a number for each rank of a group",
+                "give one number per rank of a group",
             )
         if not sizes:
             return
@@ -94,10 +94,9 @@ class EngineConfig:
             raise SettingError("loras", "cannot be used with groups", "leave them out, or give each rank its own share")
 
     def n_prefixes(self, context: ContextConfig) -> int:
-        """Ended requests whose cells are kept in this context, at most: each takes a sequence id more.
+        """Maximum number of ended requests whose cells this context keeps. Each takes a sequence id.
 
-        None without flash attention, which is slow beside other sequences' cells. With a prompt cache the one that it
-        has, or writes.
+        It is 0 without flash attention, which other sequences' cells make slow, and 1 with a prompt cache file.
         """
         if self.prompt_cache is not None:
             return 1
@@ -108,29 +107,32 @@ class EngineConfig:
 
     @property
     def n_draft_ranks(self) -> int:
-        """Ranks that hold nothing but a draft model: the last ones."""
+        """Number of ranks that hold only a draft model: the last ones."""
         return sum(draft.n_ranks for draft in self.drafts)
 
     def draft_heads(self, n_ranks: int) -> tuple[int, ...]:
-        """Of all ranks, the first one of each draft model that has ranks."""
+        """The first rank of each draft model that has ranks. `n_ranks`: of all models."""
         ends = itertools.accumulate((draft.n_ranks for draft in self.drafts), initial=n_ranks - self.n_draft_ranks)
         return tuple(head for head, draft in zip(ends, self.drafts, strict=False) if draft.n_ranks)
 
     def model_of(self, rank: int, n_ranks: int) -> int:
-        """Id of the model whose layers a rank holds, of all ranks: `TARGET`, or that of a draft model."""
+        """Id of the model whose layers a rank holds: `TARGET`, or a draft model's. `n_ranks`: of all models."""
         return TARGET + bisect.bisect_right(self.draft_heads(n_ranks), rank)
 
     def part_of(self, model: int) -> EngineConfig | DraftConfig:
-        """The model of this id, and its context."""
+        """The settings with the model and the context of this id."""
         return self if model == TARGET else self.drafts[model - FIRST_DRAFT]
 
     def check_ranks(self, n_ranks: int) -> None:
-        """Compare settings that name ranks with the number of ranks. Raises SettingError and LaunchError."""
+        """Check settings that name ranks against the number of ranks.
+
+        Raises SettingError for the wrong number of threads, and LaunchError for a split with another number of ranks.
+        """
         pipeline, n_draft = self.pipeline, self.n_draft_ranks
         for name, values in (("threads", pipeline.threads), ("threads_batch", pipeline.threads_batch)):
             if len(values) not in (1, n_ranks):
                 raise SettingError(
-                    name, f"has {len(values)} values for {n_ranks} ranks", "give one for all, or one for each rank"
+                    name, f"has {len(values)} values for {n_ranks} ranks", "give one for all, or one per rank"
                 )
         if pipeline.n_ranks is not None and pipeline.n_ranks + n_draft != n_ranks:
             n = pipeline.n_ranks + n_draft

@@ -1,4 +1,4 @@
-"""A model file's settings, and the ids by which a pipeline's models are known."""
+"""Settings of a model file, and the ids of an engine's models."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ggpipe.config.checks import check_choice
 LoadMode = Literal["mmap", "none", "mlock", "mmap+mlock", "dio"]
 Numa = Literal["distribute", "isolate", "numactl"]
 TARGET, FIRST_DRAFT = 0, 1
-"""Ids of models: the target, and the first draft model; further ones follow."""
+"""Ids of the target and of the first draft model. The ids of further draft models follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model file, and how its weights are loaded into memory."""
+    """A model file, and how its weights are loaded. Raises SettingError for an invalid setting."""
 
     path: Path
-    """The GGUF file; the first part of a split one."""
+    """The GGUF file, or the first part of a split one."""
     load_mode: LoadMode = "mmap"
     repack: bool = True
-    """ggml may store weights again in the layout that is fastest on this CPU."""
+    """ggml may convert weights to the layout that is fastest on this CPU."""
     numa: Numa | None = None
     override_kv: tuple[str, ...] = ()
-    """`KEY=TYPE:VALUE` with TYPE int, float, bool or str, as llama.cpp's --override-kv."""
+    """Metadata to override: `KEY=TYPE:VALUE` with TYPE int, float, bool or str, as in llama.cpp's `--override-kv`."""
     loras: tuple[tuple[Path, float], ...] = ()
     """LoRA adapters and their scales."""
 

@@ -18,25 +18,25 @@ _MOST_TIMEOUT_S = 86400
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How the work is spread over ranks."""
+    """How work is spread over ranks. Raises SettingError for an invalid setting."""
 
     layer_split: LayerSplit | None = None
-    """How the layers are divided, head first; None spreads them evenly over all ranks."""
+    """How the target's layers are divided, from the head on; None: evenly over all ranks."""
     threads: tuple[int, ...] = (-1,)
-    """One value for all ranks, or one for each; -1 is this rank's part of its machine's cores."""
+    """One value for all ranks, or one per rank; -1: the rank's share of its machine's cores."""
     threads_batch: tuple[int, ...] = (-1,)
-    """Threads for runs of more than one token, as `threads`; -1 takes the value of `threads`."""
+    """Threads for runs of more than one token, given like `threads`; -1: the value of `threads`."""
     auto: bool = False
-    """The split, and whether the last rank drafts, are measured and planned when the ranks have started."""
+    """After the ranks have started, measure them and plan the split, and whether the last rank drafts."""
     rank_timeout_s: float = 30.0
-    """A rank that sends nothing for so many seconds ends the job; 0: never."""
+    """End the job if a rank sends nothing for this many seconds; 0: never."""
     check_memory: bool = False
-    """Nothing is loaded when a machine's available memory is less than its ranks need."""
+    """Load nothing if a machine has less memory available than its ranks need."""
     tensor_split: tuple[float, ...] = ()
-    """In which proportions the ranks of a group divide each tensor, in every group of as many ranks; others divide
-    evenly. Groups of the draft count as well."""
+    """Proportions in which the ranks of a group divide each tensor. They apply to groups with that many ranks, the
+    draft's included. Other groups divide tensors evenly."""
     tensor_wire: TensorWire = "f32"
-    """What a group's machines send each other of their sums: f16 takes half the bytes, and rounds."""
+    """The type in which a group's machines exchange their sums: f16 takes half the bytes, and rounds."""
 
     def __post_init__(self) -> None:
         if self.rank_timeout_s != 0 and not 1 <= self.rank_timeout_s <= _MOST_TIMEOUT_S:
@@ -55,11 +55,11 @@ class PipelineConfig:
 
     @property
     def n_ranks(self) -> int | None:
-        """Ranks that the split is for; None: as many as there are."""
+        """Number of ranks in the split; None: the split fits any number."""
         return self.layer_split.n_ranks if self.layer_split is not None else None
 
     def threads_of(self, rank: int, own_cores: int) -> tuple[int, int]:
-        """Threads of a rank for single tokens and for batches; `own_cores` stands in for -1."""
+        """Threads of a rank for single tokens, and for batches. `own_cores`: the rank's share of the cores."""
         single = self.threads[rank if len(self.threads) > 1 else 0]
         batch = self.threads_batch[rank if len(self.threads_batch) > 1 else 0]
         single = own_cores if single == -1 else single

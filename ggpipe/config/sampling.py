@@ -1,6 +1,6 @@
-"""How a request's tokens are drawn: llama.cpp's samplers, their order and their settings.
+"""How a request's tokens are sampled: llama.cpp's samplers, their order and their settings.
 
-Names and defaults are those of llama.cpp's server where its JSON has them.
+Names and defaults are those of llama-server's JSON, where it has the setting.
 """
 
 from __future__ import annotations
@@ -12,22 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ggpipe.config.checks import MAX_TOKENS, check_finite, check_range
+from ggpipe.config.samplers import SAMPLERS, samplers_by_name
 from ggpipe.errors import SettingError
 
-SAMPLERS = {
-    "penalties": "e",
-    "dry": "d",
-    "top_n_sigma": "s",
-    "top_k": "k",
-    "typ_p": "y",
-    "top_p": "p",
-    "min_p": "m",
-    "xtc": "x",
-    "temperature": "t",
-    "adaptive_p": "a",
-    "infill": "i",
-}
-"""All samplers that may be named, with their letters."""
 MODEL_KEYS = {
     "general.sampling.sequence": "samplers",
     "general.sampling.temp": "temp",
@@ -42,38 +29,15 @@ MODEL_KEYS = {
     "general.sampling.mirostat_tau": "mirostat_tau",
     "general.sampling.mirostat_eta": "mirostat_eta",
 }
-"""Settings that a model's file may recommend, by their keys in it."""
-_ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
+"""Settings that a model's metadata may recommend, by their keys there."""
 _DEFAULT_SAMPLERS = tuple(SAMPLERS)[:9]
 _MOST_BIASES = 10_000
 _MOST_PROBS = 1000
 _MOST_SAMPLERS, _MOST_TEXTS, _MOST_TEXT = 64, 100, 1000
 
 
-def samplers_by_name(names: Iterable[str]) -> tuple[str, ...]:
-    """Samplers of these names, in whatever spelling llama.cpp takes (`top-k`, `topk`, `temp`). Raises SettingError."""
-    spelled = {alias: name for name in SAMPLERS for alias in (name, name.replace("_", "-"), name.replace("_", ""))}
-    spelled |= _ALIASES
-    found = []
-    for name in names:
-        if name.lower() not in spelled:
-            raise SettingError("samplers", f"has no {name}", f"name some of {', '.join(SAMPLERS)}")
-        found.append(spelled[name.lower()])
-    return tuple(found)
-
-
-def samplers_by_letter(letters: str) -> tuple[str, ...]:
-    """Samplers of these letters. Raises SettingError."""
-    named = {letter: name for name, letter in SAMPLERS.items()}
-    for letter in letters:
-        if letter not in named:
-            known = ", ".join(f"{letter} ({name})" for letter, name in named.items())
-            raise SettingError("sampling_seq", f"has no {letter}", f"write some of {known}")
-    return tuple(named[letter] for letter in letters)
-
-
 def _known(names: Iterable[str]) -> tuple[str, ...]:
-    """As `samplers_by_name`, without those that are not known."""
+    """Samplers by name, without unknown names."""
 
     def found() -> Iterator[str]:
         for name in names:
@@ -85,89 +49,88 @@ def _known(names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningMarks:
-    """Texts between which a model thinks before it answers."""
+    """The marks around a model's reasoning."""
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
-    """The first one is written where the budget is used up."""
+    """The first one is inserted when the budget is spent."""
     is_open: bool = False
     """The prompt ends inside the reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """llama.cpp's sampler chain: logit bias, `samplers` in their order, draw. Mirostat replaces all but the bias."""
+    """llama.cpp's sampler chain: logit bias, then `samplers` in their order. Mirostat replaces all of `samplers`."""
 
     samplers: tuple[str, ...] = _DEFAULT_SAMPLERS
-    """Samplers in the order in which they are applied; one that is not named is not applied."""
+    """Samplers in the order in which they are applied. Others are not applied."""
     temp: float = 0.8
-    """Temperature; at or below 0 sampling is greedy."""
+    """Temperature; sampling is greedy at 0 and below."""
     dynatemp_range: float = 0.0
-    """The temperature is between `temp` minus and plus this, by the entropy of the candidates; 0 is off."""
+    """The temperature varies from `temp` minus this to `temp` plus this, with the entropy of the candidates; 0: off."""
     dynatemp_exponent: float = 1.0
-    """How the entropy becomes a temperature."""
+    """Exponent that maps normalized entropy to temperature."""
     top_k: int = 40
-    """Most probable tokens that are kept; at or below 0 all tokens are kept."""
+    """Keep this many of the most likely tokens; all at 0 and below."""
     top_p: float = 0.95
-    """The most probable tokens that add up to this are kept; from 1 on all."""
+    """Keep the most likely tokens whose probabilities add up to this; all at 1 and above."""
     min_p: float = 0.05
-    """Tokens are kept that have at least so much of the best one's probability; 0 keeps all."""
+    """Keep tokens with at least this share of the most likely token's probability; 0 keeps all."""
     top_n_sigma: float = -1.0
-    """Tokens are kept whose logit is within so many standard deviations of the best one's; at or below 0 all."""
+    """Keep tokens whose logit is within this many standard deviations of the largest logit; all at 0 and below."""
     typical_p: float = 1.0
-    """The most typical tokens that add up to this are kept; from 1 on all."""
+    """Keep the most typical tokens whose probabilities add up to this; all at 1 and above."""
     xtc_probability: float = 0.0
-    """How often the most probable tokens are left out; 0 is never."""
+    """Probability of removing the most likely tokens; 0: never."""
     xtc_threshold: float = 0.1
-    """Which ones: those that are at least so probable, but for the last of them; above 0.5 none."""
+    """Tokens at least this likely are removed, except the least likely of them; above 0.5 none."""
     repeat_last_n: int = 64
-    """Tokens that penalties look back on; 0 turns penalties off, -1 takes the whole context."""
+    """Number of recent tokens to which penalties apply; 0: no penalties, -1: the whole context."""
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     dry_multiplier: float = 0.0
-    """Penalty of a token that goes on with a repetition; 0 is off."""
+    """Penalty of a token that would continue a repetition; 0: off."""
     dry_base: float = 1.75
-    """It is multiplied by this for each token of the repetition beyond `dry_allowed_length`."""
+    """The penalty grows by this factor per token of the repetition beyond `dry_allowed_length`."""
     dry_allowed_length: int = 2
-    """Tokens that may be repeated without penalty."""
+    """Tokens that may be repeated without a penalty."""
     dry_penalty_last_n: int = 64
-    """Tokens in which repetitions are searched; 0 turns DRY off, -1 takes the whole context."""
+    """Number of recent tokens to search for repetitions; 0: DRY is off, -1: the whole context."""
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    """Texts over which no repetition goes on."""
+    """Strings that end a repetition."""
     mirostat: int = 0
-    """1 or 2: that version of Mirostat, with `temp` before it, in place of all samplers; 0: off."""
+    """1 or 2: use this version of Mirostat, after `temp`, instead of `samplers`; 0: off."""
     mirostat_tau: float = 5.0
     """Mirostat's target entropy."""
     mirostat_eta: float = 0.1
     """Mirostat's learning rate."""
     adaptive_target: float = -1.0
-    """Of `adaptive_p`, which draws at the end of the samplers: tokens near this probability are preferred; below 0 it
-    draws as always."""
+    """`adaptive_p`, the last sampler, prefers tokens near this probability; below 0 it has no preference."""
     adaptive_decay: float = 0.9
-    """How slowly `adaptive_p` adapts to what it has drawn."""
+    """How slowly `adaptive_p` adapts to the tokens that it has sampled, from 0 to 0.99."""
     min_keep: int = 0
-    """Tokens that top-p, min-p, typical and XTC leave at least."""
+    """Minimum number of tokens that top-p, min-p, typical and XTC keep."""
     stop: tuple[str, ...] = ()
-    """Stop strings: where one of them is generated, the text ends in front of it."""
+    """Stop strings: generation ends when the model produces one of them, which is not part of the output."""
     n_probs: int = 0
-    """Tokens whose log-probabilities come with each token, beside its own: the most probable ones; 0: none come."""
+    """Return the log-probabilities of this many of the most likely tokens with each token; 0: none."""
     post_sampling_probs: bool = False
-    """They are those that the draw had, and not those of the model."""
+    """Return probabilities after the samplers instead of the model's own."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Tokens, and what is added to their logits; minus infinity: never drawn."""
+    """(token id, bias): added to the token's logit; minus infinity: the token is never sampled."""
     seed: int = -1
-    """-1 draws a new seed for each request."""
+    """-1 chooses a random seed for each request."""
     ignore_eos: bool = False
-    """The model's end of text is never sampled."""
+    """Never sample the model's end-of-sequence token."""
     grammar: str = ""
-    """What the text must be, in GBNF; empty: any text."""
+    """Constrain the output with this grammar, in GBNF; empty: no constraint."""
     reasoning_budget: int = -1
-    """Tokens of each reasoning in an answer to a conversation; behind them its end is written. -1: no limit."""
+    """Tokens of a reasoning in an answer to a conversation, after which its end is inserted; -1: no limit."""
     reasoning_budget_message: str = ""
-    """Written in front of that end."""
+    """Inserted before the end of a reasoning whose budget is spent."""
     reasoning_marks: ReasoningMarks | None = None
-    """Set for conversations with a budget."""
+    """Set for conversations with a reasoning budget."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -178,7 +141,7 @@ class SamplingConfig:
             check_finite(name, getattr(self, name))
         for name in self.samplers:
             if name not in SAMPLERS:
-                raise SettingError("samplers", f"has no {name}", f"name some of {', '.join(SAMPLERS)}")
+                raise SettingError("samplers", f"has no {name}", f"choose from {', '.join(SAMPLERS)}")
         if self.repeat_penalty <= 0:
             raise SettingError("repeat_penalty", f"must be above 0, got {self.repeat_penalty:g}")
         for name in ("repeat_last_n", "dry_penalty_last_n"):
@@ -205,31 +168,29 @@ class SamplingConfig:
         check_range("reasoning_budget", n, 0, MAX_TOKENS, "a number of tokens", special="-1 (no limit)")
         message = self.reasoning_budget_message
         if len(message) > _MOST_TEXT or any("\ud800" <= c <= "\udfff" for c in message):
-            raise SettingError(
-                "reasoning_budget_message", f"must be a text in UTF-8 of at most {_MOST_TEXT} characters"
-            )
+            raise SettingError("reasoning_budget_message", f"must be UTF-8 of at most {_MOST_TEXT} characters")
         check_range("n_probs", self.n_probs, 0, _MOST_PROBS, "a number of tokens")
         if len(self.samplers) > _MOST_SAMPLERS:
             raise SettingError("samplers", f"must name at most {_MOST_SAMPLERS}, got {len(self.samplers)}")
         for name in ("stop", "dry_sequence_breakers"):
             if len(texts := getattr(self, name)) > _MOST_TEXTS:
-                raise SettingError(name, f"must be at most {_MOST_TEXTS} texts, got {len(texts)}")
+                raise SettingError(name, f"must be at most {_MOST_TEXTS} strings, got {len(texts)}")
             for text in texts:
                 if len(text) > _MOST_TEXT:
-                    raise SettingError(name, f"must be texts of at most {_MOST_TEXT} characters, got {len(text)}")
+                    raise SettingError(name, f"must be strings of at most {_MOST_TEXT} characters, got {len(text)}")
                 if not text or any("\ud800" <= c <= "\udfff" for c in text):
-                    raise SettingError(name, f"must be texts in UTF-8 that are not empty, got {text!r}")
+                    raise SettingError(name, f"must be strings in UTF-8 that are not empty, got {text!r}")
         for token, bias in self.logit_bias:
             if token < 0 or math.isnan(bias) or bias == math.inf:
                 raise SettingError(
                     "logit_bias",
-                    f"must be tokens, from 0 on, with finite numbers or minus infinity, got {token} and {bias:g}",
+                    f"must be token ids with finite numbers or minus infinity, got {token} and {bias:g}",
                 )
 
     @classmethod
     def of_model(cls, metadata: Mapping[str, str]) -> SamplingConfig:
-        """The defaults for a model whose file says this of `MODEL_KEYS`. What cannot be read, or is out of bounds, is
-        left out."""
+        """The defaults of a model. `metadata`: its values for `MODEL_KEYS`, where malformed ones and those out of
+        bounds are ignored."""
         config = cls()
         for key, text in metadata.items():
             field = MODEL_KEYS[key]
@@ -240,7 +201,7 @@ class SamplingConfig:
         return config
 
     def is_on(self, sampler: str) -> bool:
-        """A sampler of `samplers` does something."""
+        """Whether one of `samplers` has an effect with these settings."""
         match sampler:
             case "penalties":
                 on = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -263,12 +224,12 @@ class SamplingConfig:
 
     @property
     def active_samplers(self) -> tuple[str, ...]:
-        """Those of `samplers` that do something."""
+        """The samplers that have an effect with these settings, in order."""
         return () if self.mirostat else tuple(name for name in self.samplers if self.is_on(name))
 
     @property
     def greedy(self) -> bool:
-        """The token that is the most probable one after biases and penalties is always taken."""
+        """Whether the most likely token, after biases and penalties, is always chosen."""
         if self.temp > 0 or self.mirostat or self.dynatemp_range > 0:
             return self.temp <= 0 and self.mirostat > 0
         is_filtered = False
@@ -279,7 +240,7 @@ class SamplingConfig:
                 case "xtc" | "typ_p" | "infill":
                     return False
                 case "penalties" | "dry":
-                    if is_filtered:  # the best one of fewer
+                    if is_filtered:  # the penalized best token may have been removed before
                         return False
                 case _:
                     is_filtered = True
@@ -287,12 +248,12 @@ class SamplingConfig:
 
     @property
     def penalizes(self) -> bool:
-        """Past tokens change the logits."""
+        """Whether earlier tokens change the logits."""
         return not {"penalties", "dry"}.isdisjoint(self.active_samplers)
 
     @property
     def n_best(self) -> int | None:
-        """How many of the best tokens are enough to draw one, where nothing changes their order; None: only all are."""
+        """How many of the most likely tokens sampling needs; None: all of them."""
         if self.greedy:
             return None if self._raises else 1
         if self.mirostat:
@@ -314,13 +275,13 @@ class SamplingConfig:
 
     @property
     def _raises(self) -> bool:
-        """A penalty can raise a token, so the best tokens after penalties are not among the best before them."""
+        """Whether a penalty can raise a logit, so that the best tokens after it need not be among the best before."""
         own = self.active_samplers
         negative = self.repeat_penalty < 1 or self.presence_penalty < 0 or self.frequency_penalty < 0
         return ("penalties" in own and negative) or ("dry" in own and self.dry_multiplier < 0)
 
     @property
     def remembers_rows(self) -> bool:
-        """What is drawn depends on the logits of the text so far, and not on its tokens alone."""
+        """Whether sampling depends on the logits of earlier tokens, and not only on the tokens."""
         own = {"xtc", "adaptive_p"}.intersection(self.active_samplers)
         return not self.greedy and (self.mirostat > 0 or bool(own))

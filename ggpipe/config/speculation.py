@@ -12,47 +12,52 @@ from ggpipe.errors import Setting, SettingError, Wording
 Mode = Literal["iterative", "speculative", "async"]
 Policy = Literal["best-first", "thresholds"]
 THRESHOLDS = frozenset({"p_split", "p_recovery", "p_decay", "n_parallel"})
-"""Settings of `SpeculationConfig` that only the policy `thresholds` has a use for. Users choose it by giving one."""
+"""Settings of `SpeculationConfig` that only the policy `thresholds` uses. A user who sets one of them selects it."""
 _MOST_BRANCHES = 128
-"""Sequence ids for branches of best-first trees, shared by all requests of a pipeline."""
+"""Maximum number of sequence ids for branches of best-first trees, for all requests of a pipeline together."""
 _MOST_ROWS, _MOST_DRAFT_ROWS = 64, 16
-"""Rows of best-first trees in a run of the target and of the draft model, at most."""
+"""Maximum number of rows of best-first trees in a run of the target, and of the draft model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """How drafters draft. Names and meanings are PipeInfer's and llama.cpp's."""
+    """How drafters work. Names and meanings are PipeInfer's and llama.cpp's.
+
+    Raises SettingError for an invalid setting.
+    """
 
     mode: Mode = "async"
     """`iterative`: no draft tokens. `speculative`: draft, verify, repeat. `async`: drafting and verifying overlap."""
     policy: Policy = "best-first"
-    """How trees grow in `async` mode. `best-first`: by the probability of each path, as wide as rows are cheap.
-    `thresholds`: PipeInfer's, by the settings below, which all other modes use too."""
+    """How trees grow in `async` mode. `best-first`: by the probability of each path, and wider if rows are cheap.
+    `thresholds`: as in PipeInfer, with the settings below. All other modes use `thresholds`."""
     n_draft: int | None = None
-    """Draft tokens in a micro-batch, at most; also in a run, where `async` takes fewer when that is faster. None: 64
-    for `best-first`, 8 for `thresholds`."""
+    """Maximum number of draft tokens in a micro-batch and in a run; `async` puts fewer into a run if that is faster.
+    None: 64 for `best-first`, 8 for `thresholds`."""
     n_min: int = 0
     """Micro-batches with fewer draft tokens are not sent."""
     p_accept: float = 0.0
-    """A branch ends where the draft's best candidate is less probable than this."""
+    """A branch ends where the draft's best candidate is less likely than this."""
     p_split: float = 0.1
-    """A branch splits where a further candidate is at least this probable."""
+    """A branch splits where another candidate is at least this likely."""
     p_recovery: float = 0.0
     """`p_accept` and `p_split` rise by this with each micro-batch since the last accepted token."""
     p_decay: float = 0.0
     """`p_accept` and `p_split` fall by this with each attempt since the last accepted token that drafted nothing."""
     n_parallel: int = 1
-    """Branches that are drafted side by side; 1 drafts chains."""
+    """Number of branches drafted in parallel; 1 drafts chains."""
     n_draft_rows: int | None = None
-    """Rows in a run of the draft model, at most; None: as many as branches."""
+    """Maximum number of rows in a run of the draft model; None: the number of branches."""
     n_seq: int | None = None
-    """Sequence ids, one for each branch in flight, the text's included; None: as many as branches."""
+    """Number of sequence ids: one per branch in flight, including the accepted tokens. None: the number of branches."""
     cancel: bool = True
-    """Runs whose draft tokens were all rejected are stopped while they are in flight."""
+    """Cancel runs in flight whose draft tokens were all rejected."""
     continuous: bool = True
-    """Drafting goes on while earlier draft tokens are verified; else one micro-batch follows each accepted token."""
+    """Continue to draft while earlier draft tokens are verified. Otherwise one micro-batch follows each accepted token.
+    """
     drafters: tuple[str, ...] | None = None
-    """Kinds of drafters, as in `core.drafters.registry`; None: all of them where there is a draft model, else none."""
+    """Kinds of drafters, as in `core.drafters.registry`. None: all of them if there is a draft model, otherwise none.
+    """
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
@@ -73,33 +78,33 @@ class SpeculationConfig:
 
     @property
     def is_best_first(self) -> bool:
-        """Trees grow best-first: in `async` mode, while drafting and verifying overlap."""
+        """Whether trees grow best-first: only in `async` mode with `continuous` drafting."""
         return self.policy == "best-first" and self.mode == "async" and self.continuous
 
     @property
     def most_drafted(self) -> int:
-        """Draft tokens in a micro-batch, and in a run, at most."""
+        """Maximum number of draft tokens in a micro-batch, and in a run."""
         if self.n_draft is not None:
             return self.n_draft
         return _MOST_ROWS if self.is_best_first else 8
 
     @property
     def draft_rows(self) -> int:
-        """Rows in a run of the draft model, at most."""
+        """Maximum number of rows in a run of the draft model."""
         return self.n_draft_rows or (_MOST_DRAFT_ROWS if self.is_best_first else self.n_parallel)
 
     @property
     def branches(self) -> int:
-        """Sequence ids beyond one for each request and drafter that branches may take, at most; a model may have room
-        for fewer."""
+        """Maximum number of sequence ids for branches, in addition to one per request and drafter. A model may have
+        room for fewer."""
         return (self.n_seq or _MOST_BRANCHES + 1) - 1 if self.is_best_first else 0
 
     @property
     def sequences(self) -> int:
-        """Sequence ids that each request has for itself."""
+        """Number of sequence ids reserved for each request."""
         return 1 if self.is_best_first else self.n_seq or self.n_parallel
 
     @property
     def as_chain(self) -> SpeculationConfig:
-        """The same without branches."""
+        """The same settings, but drafting chains instead of trees."""
         return replace(self, policy="thresholds", n_parallel=1, n_seq=None)

@@ -18,7 +18,7 @@ def numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(value) for value in text.replace("/", ",").split(","))
     except ValueError:
-        raise ValueError("give a number, or one for each rank as in 6,32,20") from None
+        raise ValueError("give one number, or one per rank, as in 6,32,20") from None
 
 
 def weights(text: str) -> tuple[float, ...]:
@@ -26,7 +26,7 @@ def weights(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(value) for value in text.replace("/", ",").split(","))
     except ValueError:
-        raise ValueError("give a number for each rank of a group, as in 3,1") from None
+        raise ValueError("give one number per rank of a group, as in 3,1") from None
 
 
 def words(text: str) -> tuple[str, ...]:

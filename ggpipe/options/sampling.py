@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from ggpipe.config.sampling import SamplingConfig, samplers_by_name
+from ggpipe.config.samplers import samplers_by_name
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.options.escapes import unescape
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options

@@ -186,7 +186,7 @@ def test_a_batch_keeps_the_order(engine: Engine) -> None:
         ({"n_ctx": -5}, "`n_ctx` must be"),
         ({"exact": 1}, "`exact` must be True or False, got 1"),
         ({"temp": float("nan")}, "`temp` must be a finite number, got nan"),
-        ({"layer_split": "half"}, "`layer_split` half: write a share for each rank"),
+        ({"layer_split": "half"}, "`layer_split` half: give one share per rank"),
         ({"flash_attn": "no"}, "`flash_attn` must be on, off or auto, got no"),
         ({"layer_split": "0.5/0.5"}, "needs a draft model: name one with `draft`"),
         ({"n_requests": 0}, "`n_requests` must be"),

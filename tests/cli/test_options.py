@@ -255,7 +255,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         ),
         (lambda: engine_config.engine_config(given("--spec-type none --mode async")), "`spec_type` is none: name one"),
         (lambda: engine_config.engine_config(given("--spec-type ngram -md d")), "`draft.model` has nothing to do with"),
-        (lambda: given("-tb a"), "`threads_batch` a: give a number"),
+        (lambda: given("-tb a"), "`threads_batch` a: give one number"),
         (lambda: given("--lora-scaled a"), "`lora_scaled` a: write FILE:SCALE"),
         (lambda: given("--lora-scaled a:b"), "`lora_scaled` a:b: write FILE:SCALE"),
         (lambda: given("--mpi-layer-split 2"), "`layer_split` 2: shares add up to 2, more than 1"),

@@ -163,7 +163,7 @@ def test_machines_of_a_hostfile_are_measured(tmp_path: Path) -> None:
             "a context of 1000 tokens cannot hold the 1024 of 4 users: raise .*",
         ),
         (("CLUSTER", "-t", "4,4"), "-t/--threads must be one number for all ranks here, got 2: plan finds the rest"),
-        (("CLUSTER", "-t", "x"), "-t/--threads x: give a number, or one for each rank as in 6,32,20"),
+        (("CLUSTER", "-t", "x"), "-t/--threads x: give one number, or one per rank, as in 6,32,20"),
         (("CLUSTER", "--acceptance", "1.5"), "--acceptance must be a share between 0 and 1, got 1.5"),
         (("CLUSTER", "--recording", "none.json"), "cannot read the recording none.json: No such file or directory"),
         (("CLUSTER", "--mode", "fast"), "--mode must be iterative, speculative or async, got fast"),

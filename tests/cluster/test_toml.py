@@ -268,7 +268,7 @@ def changed(old: str, new: str) -> str:
         ("threads = [4, 0]\n" + NODES + NETWORK, ("threads[1] must be a whole number from 1 to 1e+15, got 0",)),
         ("threads = [4, true]\n" + NODES + NETWORK, ("threads[1] must be a whole number from 1 to 1e+15, got true",)),
         ("layer_split = 0.5\n" + NODES + NETWORK, ("layer_split must be a text in quotes",)),
-        ('layer_split = "a,b"\n' + NODES + NETWORK, ("layer_split a,b: write a share for each rank",)),
+        ('layer_split = "a,b"\n' + NODES + NETWORK, ("layer_split a,b: give one share per rank",)),
         ('layer_split = "0.9,0.9"\n' + NODES + NETWORK, ("layer_split 0.9,0.9: shares add up to 1.8",)),
         ('layer_split = "1.0"\n' + NODES + NETWORK, ("1 shares for 2 target ranks, 0 for 0 draft ranks",)),
         ('layer_split = "0.5,0.5/1"\n' + NODES + NETWORK, ("1 for 0 draft ranks",)),

@@ -19,7 +19,8 @@ from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.sampling import SamplingConfig, samplers_by_letter
+from ggpipe.config.samplers import samplers_by_letter
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.engine.session import Session
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from support.common_sampler import common_chain
 
 from ggpipe.config.model import ModelConfig
-from ggpipe.config.sampling import SamplingConfig, samplers_by_letter, samplers_by_name
+from ggpipe.config.samplers import samplers_by_letter, samplers_by_name
+from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError
 from ggpipe.llama.gguf import ModelFile
@@ -329,9 +330,9 @@ def test_names_of_samplers() -> None:
         "top_k", "top_p", "temperature", "typ_p", "top_p", "xtc",
     )  # fmt: skip
     assert samplers_by_letter("edskypmxt") == SamplingConfig().samplers
-    with pytest.raises(UsageError, match=r"^`samplers` has no topk2: name some of penalties, dry, top_n_sigma, "):
+    with pytest.raises(UsageError, match=r"^`samplers` has no topk2: choose from penalties, dry, top_n_sigma, "):
         samplers_by_name(["topk2"])
-    with pytest.raises(UsageError, match=r"^`sampling_seq` has no z: write some of e .penalties., d .dry., "):
+    with pytest.raises(UsageError, match=r"^`sampling_seq` has no z: choose from e .penalties., d .dry., "):
         samplers_by_letter("kz")
 
 

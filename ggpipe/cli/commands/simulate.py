@@ -133,7 +133,7 @@ def _with_threads(
     n_ranks, n_target = len(placement.node_of), len(placement.target_on)
     if len(given.threads) not in (1, n_ranks):
         raise SettingError(
-            "threads", f"has {len(given.threads)} values for {n_ranks} ranks", "give one for all, or one for each rank"
+            "threads", f"has {len(given.threads)} values for {n_ranks} ranks", "give one for all, or one per rank"
         )
     own = [given.threads_of(rank, threads_of(cluster, placement, rank))[0] for rank in range(n_ranks)]
     if draft > 0:
@@ -146,7 +146,7 @@ def _check_tensor_split(placement: VirtualPlacement) -> None:
     n = len(placement.tensor_split)
     if n and n not in placement.group_sizes:
         raise SettingError(
-            "tensor_split", f"has {n} numbers, but no group has {n} ranks", "give a number for each rank of a group"
+            "tensor_split", f"has {n} numbers, but no group has {n} ranks", "give one number per rank of a group"
         )
 
 
