@@ -91,7 +91,7 @@ def decimal_split(layout: Layout) -> LayerSplit:
     sizes = tuple(len(stage.ranks) for stage in stages)
     n_layer, n_ranks = sum(counts), len(layout.ranks)
     for digits in range(1, 12) if 0 not in counts[1:] else ():
-        for shares in _roundings(counts, digits):
+        for shares in filter(lambda shares: all(shares[1:]), _roundings(counts, digits)):
             split = LayerSplit(tuple(share / 10**digits for share in shares), sizes if max(sizes) > 1 else ())
             with contextlib.suppress(LaunchError):
                 if sum(shares) <= 10**digits and lay_out(n_layer, n_ranks, split, layout.head) == layout:
@@ -100,11 +100,15 @@ def decimal_split(layout: Layout) -> LayerSplit:
 
 
 def _roundings(counts: list[int], digits: int) -> Iterator[list[int]]:
-    """Shares in units of the last digit: rounded to the nearest, then up, with the rest for the head."""
+    """Shares in units of the last digit: rounded to the nearest; up, with the rest for the head; or, if the head has no
+    layers, up except for the largest, which gets the rest."""
     unit, n_layer = 10**digits, sum(counts)
     yield [round(count * unit / n_layer) for count in counts]
     others = [-(-count * unit // n_layer) for count in counts[1:]]
     yield [max(unit - sum(others), 0) if counts[0] else 0, *others]
+    if not counts[0]:
+        others[others.index(max(others))] -= max(sum(others) - unit, 0)
+        yield [0, *others]
 
 
 def lay_out(n_layer: int, n_ranks: int, split: LayerSplit | None, head: int = 0) -> Layout:

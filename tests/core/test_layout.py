@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ggpipe.config.layer_split import LayerSplit, n_ranks_of, parse_layer_split, text_of
@@ -315,6 +315,8 @@ def test_shares_are_written_short(layers: list[int], text: str) -> None:
 
 
 @given(st.integers(0, 9), st.lists(st.integers(1, 9), max_size=40), st.lists(st.integers(1, 5), max_size=3))
+@example(0, [1, 1, 1, 1, 2], [])
+@example(0, [1, 1, 9, 9], [])
 def test_what_is_written_gives_the_same_layers(first: int, others: list[int], draft: list[int]) -> None:
     if first + len(others) == 0:
         return
