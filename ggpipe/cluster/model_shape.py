@@ -125,6 +125,25 @@ class ModelShape:
         return 2 * self.parameters_per_byte * self.read_bytes(layers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The routed experts of a mixture of experts. Shared experts are not among them: every token uses those."""
+
+    n_expert: int
+    """Experts in a layer."""
+    n_used: int
+    """Experts that a token uses in each layer."""
+    n_bytes: float
+    """Bytes of all experts in all layers."""
+    n_dense_layers: int = 0
+    """Layers without experts: the first ones of the model."""
+
+    def layer_bytes(self, n_layer: int) -> tuple[int, ...]:
+        """Bytes of the experts in each of `n_layer` layers."""
+        n_sparse = n_layer - self.n_dense_layers
+        return (0,) * self.n_dense_layers + (int(self.n_bytes / n_sparse),) * n_sparse
+
+
 def even_shape(
     *,
     name: str,
@@ -135,22 +154,32 @@ def even_shape(
     cell_bytes: float,
     n_vocab: int,
     tied: bool = False,
+    experts: Experts | None = None,
 ) -> ModelShape:
-    """A model whose layers are all alike, and all weights of one type.
+    """A model whose layers are all alike, apart from their experts, and whose weights all have one type.
 
     `weight_bytes`, `parameters`: of the whole file. `cell_bytes`: KV cache of a token in all layers. `tied`: the output
-    layer is the input embedding, and in the file once.
+    layer is the input embedding, and in the file once. Raises ValueError when the experts do not fit into the rest.
     """
     edge = weight_bytes * min(n_vocab * n_embd / parameters, 0.9 if tied else 0.45)  # embedding, or output layer
-    layer = (weight_bytes - (edge if tied else 2 * edge)) / n_layer
+    in_layers = weight_bytes - (edge if tied else 2 * edge)
+    layer_expert_bytes = experts.layer_bytes(n_layer) if experts else (0,) * n_layer
+    dense = (in_layers - sum(layer_expert_bytes)) / n_layer
+    if dense <= 0:
+        raise ValueError(
+            f"experts of {sum(layer_expert_bytes) / 1e9:.4g} GB do not fit into layers of {in_layers / 1e9:.4g} GB"
+        )
     return ModelShape(
         name=name,
-        layer_bytes=(int(layer),) * n_layer,
+        layer_bytes=tuple(int(dense + expert_bytes) for expert_bytes in layer_expert_bytes),
         input_bytes=int(edge),
         output_bytes=int(edge),
         parameters_per_byte=parameters / weight_bytes,
         n_embd=n_embd,
         layer_cell_bytes=(cell_bytes / n_layer,) * n_layer,
         n_vocab=n_vocab,
+        layer_expert_bytes=layer_expert_bytes if experts else (),
+        n_expert=experts.n_expert if experts else 0,
+        n_expert_used=experts.n_used if experts else 0,
         row_bytes=_ROW_BYTES * n_embd,
     )

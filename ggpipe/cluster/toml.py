@@ -40,6 +40,13 @@
     [overheads]                              # what ggpipe itself takes; see cluster/links.py
     run_us = 250
 
+A mixture of experts has further keys in [target] or [draft]:
+
+    experts = 128                            # routed experts in a layer
+    experts_used = 8                         # how many of them a token uses
+    expert_gb = 137.3                        # the size of all of them; shared experts are not counted
+    dense_layers = 3                         # first layers without experts; default 0
+
 Instead of its speeds a node may name what `ggpipe profile` measured: `profile = "server.json"`, a file beside the
 cluster file, and `profile_rank = 0`. Its cores, its memory, `crowd`, `turns`, [network], [local] and [overheads] come
 from there unless the cluster file gives them.
@@ -65,7 +72,7 @@ from ggpipe.cluster.from_profile import (
     usual_link,
 )
 from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
-from ggpipe.cluster.model_shape import ModelShape, even_shape
+from ggpipe.cluster.model_shape import Experts, ModelShape, even_shape
 from ggpipe.cluster.profile import Profile, read
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
 from ggpipe.config.layer_split import LayerSplits, n_ranks_of, parse_layer_split
@@ -85,6 +92,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Turns = Annotated[float, Meta(ge=1, le=10)]
 Nodes = Annotated[int, Meta(ge=1, le=_MOST_NODES)]
 CoreCount = Annotated[int, Meta(ge=1, le=4096)]
+ExpertCount = Annotated[int, Meta(ge=1, le=65536)]
 LayerCount = Annotated[int, Meta(ge=1, le=4096)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
 
@@ -123,13 +131,34 @@ class _Model(Struct, frozen=True, forbid_unknown_fields=True):
     name: NonEmptyText | None = None
     vocabulary: PositiveCount = 32000
     tied: bool = False
+    experts: ExpertCount | None = None
+    experts_used: ExpertCount | None = None
+    expert_gb: PositiveNumber | None = None
+    dense_layers: Annotated[int, Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
         low, high = _WEIGHT_BITS
         if not low <= (bits := 8 * self.weights_gb / self.parameters_b) <= high:
             raise ValueError(f"weights_gb and parameters_b make {bits:.2g} bits of each weight: check both")
+        given = {"experts": self.experts, "experts_used": self.experts_used, "expert_gb": self.expert_gb}
+        missing = [key for key, value in given.items() if value is None]
+        if missing and (self.dense_layers or len(missing) < len(given)):
+            raise ValueError(f"{' and '.join(missing)} missing: a mixture of experts needs {', '.join(given)}")
+        if self.experts and self.experts_used and self.experts_used >= self.experts:
+            raise ValueError(f"experts_used must be below experts ({self.experts}), got {self.experts_used}")
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"dense_layers must be below layers ({self.layers}), got {self.dense_layers}")
+        self.shape("")
 
     def shape(self, default_name: str) -> ModelShape:
+        experts = None
+        if self.experts and self.experts_used and self.expert_gb:
+            experts = Experts(
+                n_expert=self.experts,
+                n_used=self.experts_used,
+                n_bytes=self.expert_gb * 1e9,
+                n_dense_layers=self.dense_layers,
+            )
         return even_shape(
             name=self.name or default_name,
             n_layer=self.layers,
@@ -139,6 +168,7 @@ class _Model(Struct, frozen=True, forbid_unknown_fields=True):
             cell_bytes=self.kv_kb * 1e3,
             n_vocab=self.vocabulary,
             tied=self.tied,
+            experts=experts,
         )
 
 

@@ -71,6 +71,9 @@ def test_bundled_clusters(name: str) -> None:
 
 def test_names_of_bundled_clusters() -> None:
     assert {"two-cores", "nodes4-gigabit", "nodes8-gigabit", "nodes4-100g", "nodes8-100g"} <= set(shipped())
+    assert {"gpt-oss-120b-pcs", "gpt-oss-120b-pcs-2g5", "qwen3-235b-xeons", "deepseek-v3-xeons", "glm-5-xeons"} <= set(
+        shipped()
+    )
     assert {"office", "nodes15-gigabit", "nodes32-gigabit"} <= set(shipped())
 
 
@@ -83,7 +86,7 @@ def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_example_is_read(tmp_path: Path) -> None:
     """The one in the module's text, its draft and its office PC filled in."""
-    example = (toml.__doc__ or "").split("\n\n", 1)[1].partition("\nInstead of its speeds")[0]
+    example = (toml.__doc__ or "").split("\n\n", 1)[1].partition("\nA mixture of experts")[0]
     example = example.replace("    [draft]                                  # as [target], or -md FILE\n", "")
     office = NODES.replace('"server"\ncount = 2', '"office"')
     spec = read_cluster(written(tmp_path, "\n".join(line[4:] for line in example.splitlines()) + office))
@@ -125,6 +128,29 @@ def test_a_tied_output_is_held_once(tmp_path: Path) -> None:
     assert tied is not None
     assert tied.output_bytes == own.output_bytes > 0
     assert sum(tied.layer_bytes) == pytest.approx(sum(own.layer_bytes) + own.output_bytes, rel=1e-6)
+
+
+EXPERTS = """
+experts = 8
+experts_used = 2
+expert_gb = 30
+dense_layers = 4
+"""
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """The first layers have no experts; a run reads the experts that its rows use, together."""
+    dense, mixture = (read_cluster(written(tmp_path, NODES + NETWORK + TARGET + more)).target for more in ("", EXPERTS))
+    assert dense is not None
+    assert mixture is not None
+    assert mixture.weight_bytes == pytest.approx(dense.weight_bytes, rel=1e-6)
+    assert (mixture.n_expert, mixture.n_expert_used) == (8, 2)
+    assert set(mixture.layer_expert_bytes[:4]) == {0}
+    assert sum(mixture.layer_expert_bytes) == pytest.approx(30e9, rel=1e-6)
+    assert mixture.layer_bytes[4] - mixture.layer_bytes[3] == pytest.approx(30e9 / 76, rel=1e-6)
+    layers = (0, mixture.n_layer)
+    assert mixture.read_bytes(layers, 1) == pytest.approx(dense.read_bytes(layers) - 30e9 * 0.75, rel=1e-6)
+    assert mixture.read_bytes(layers, 2) == pytest.approx(dense.read_bytes(layers) - 30e9 * 0.75**2, rel=1e-6)
 
 
 # From profiles
@@ -252,6 +278,20 @@ def changed(old: str, new: str) -> str:
         (changed("layers = 80", "layers = 0"), ("[target] layers must be a whole number from 1 to 4096, got 0",)),
         (changed("kv_kb = 328\n", ""), ("[target] kv_kb is missing",)),
         (changed("weights_gb = 42.5", "weights_gb = 42500"), ("weights_gb and parameters_b make 4.8e+03 bits",)),
+        (changed("kv_kb = 328", "kv_kb = 328\nexperts = 8"), ("target: experts_used and expert_gb missing: a",)),
+        (changed("kv_kb = 328", "kv_kb = 328\ndense_layers = 1"), ("a mixture of experts needs experts",)),
+        (
+            changed("kv_kb = 328", "kv_kb = 328" + EXPERTS.replace("used = 2", "used = 8")),
+            ("experts_used must be below experts (8), got 8",),
+        ),
+        (
+            changed("kv_kb = 328", "kv_kb = 328" + EXPERTS.replace("layers = 4", "layers = 80")),
+            ("dense_layers must be below layers (80), got 80",),
+        ),
+        (
+            changed("kv_kb = 328", "kv_kb = 328" + EXPERTS.replace("gb = 30", "gb = 42.4")),
+            ("experts of 42.4 GB do not fit into layers of",),
+        ),
         (changed("kv_kb = 328", 'kv_kb = 328\ntied = "yes"'), ("[target] tied must be true or false, got 'yes'",)),
         ("target = 5\n" + NODES + NETWORK, ("target must be a table, got 5",)),
         ("draft = []\n" + NODES + NETWORK, ("draft must be a table, got []",)),
