@@ -13,6 +13,10 @@ are those of the small one. All that is new in it is zero:
 Attention heads keep their number and their width: many small heads would make long contexts dearer than they are in
 models of this size. Blocks of quantized weights are copied as they are, and `widen` is a power of 4, so sqrt(widen) is
 a power of 2: no weight is rounded. Zeros are holes in the file where the file system knows holes.
+
+An inflated model can also become a mixture of experts (`Mixture`). All experts of a layer are equal, so the output does
+not depend on which ones a token uses (only rounding does, when their outputs are added up), and the router is random,
+so each token reads experts of its own.
 """
 
 from __future__ import annotations
@@ -48,16 +52,33 @@ _LAYER = {
 }
 
 
+_FEED_FORWARD = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts to make of a dense model; a token's experts are together as wide as its feed-forward."""
+
+    n_expert: int
+    """Experts in each layer."""
+    n_used: int
+    """Experts that a token uses; a power of 2."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n_used < self.n_expert or self.n_used.bit_count() != 1:
+            raise ValueError(f"n_used must be a power of 2 below n_expert ({self.n_expert}), got {self.n_used}")
+
+
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to write: zero but for its first rows, and in these but for their first bytes."""
+    """A tensor to write: zero but for the first rows of each matrix, and in these but for their first bytes."""
 
     name: str
     shape: tuple[int, ...]
-    """Rows first; of elements."""
+    """Elements: (rows, columns), or (matrices, rows, columns) where a tensor holds a matrix per expert."""
     type: gguf.GGMLQuantizationType
     rows: NDArray[np.uint8] | None
-    """The bytes that are not zero, row by row; None: there are none."""
+    """The bytes that are not zero, row by row, the same in each matrix; None: there are none."""
 
     @property
     def row_bytes(self) -> int:
@@ -70,12 +91,18 @@ class _Tensor:
         """Bytes of all rows, zeros included."""
         return self.row_bytes * math.prod(self.shape[:-1])
 
+    @property
+    def n_matrices(self) -> int:
+        """Matrices that the tensor holds."""
+        return self.shape[0] if len(self.shape) > 2 else 1
+
 
 class Inflation:
     """What becomes of one model: to be looked at (`n_bytes`), then written."""
 
-    def __init__(self, source: Path, widen: int = 1, deepen: int = 1) -> None:
-        """All widths grow to `widen` times what they are, the number of layers to `deepen` times.
+    def __init__(self, source: Path, widen: int = 1, deepen: int = 1, mixture: Mixture | None = None) -> None:
+        """All widths grow to `widen` times their size, the number of layers to `deepen` times. `mixture`: the experts
+        that replace the feed-forward layers; None: these stay dense.
 
         Raises ModelError when the file is damaged, or no plain Llama model.
         """
@@ -83,9 +110,14 @@ class Inflation:
             raise ValueError(f"widen must be a power of 4, got {widen}")
         if deepen < 1:
             raise ValueError(f"deepen must be 1 or more, got {deepen}")
+        if mixture is not None and mixture.n_used > widen:
+            raise ValueError(
+                f"an expert must hold the source's feed-forward: use at most {widen}, got {mixture.n_used}"
+            )
         self._file = ModelFile.open(source)  # before gguf-py reads it, which expects whole files
         self._reader = gguf.GGUFReader(source)
-        self._source, self._widen, self._deepen = source, widen, deepen
+        self._source, self._widen, self._deepen, self._mixture = source, widen, deepen, mixture
+        self._random = np.random.default_rng(0)
         self._tensors = list(self._plan())
 
     @property
@@ -132,7 +164,29 @@ class Inflation:
         for i in range(n_layer * self._deepen):
             for part, grows in _LAYER.items():
                 tensor = self._grown(old[f"blk.{i // self._deepen}.{part}"], f"blk.{i}.{part}", grows)
-                yield tensor if i % self._deepen == 0 else replace(tensor, rows=None)
+                is_new = i % self._deepen > 0
+                if self._mixture is not None:
+                    if part == "ffn_norm.weight":
+                        yield self._router(tensor.name.replace("norm", "gate_inp"), self._mixture.n_expert)
+                        is_new = False  # a new layer's router chooses as well
+                    elif part in _FEED_FORWARD:
+                        tensor = self._experts(tensor, self._mixture)
+                yield replace(tensor, rows=None) if is_new else tensor
+
+    def _router(self, name: str, n_expert: int) -> _Tensor:
+        n_columns = self._field(f"llama.{_WIDTHS[0]}") * self._widen
+        weights = self._random.standard_normal((n_expert, n_columns), np.float32)
+        return _Tensor(name, weights.shape, gguf.GGMLQuantizationType.F32, weights.view(np.uint8))
+
+    def _experts(self, tensor: _Tensor, mixture: Mixture) -> _Tensor:
+        """The tensor of all experts: each is the dense one, but narrower."""
+        n_rows, n_columns = tensor.shape
+        if "down" in tensor.name:
+            n_columns //= mixture.n_used
+        else:
+            n_rows //= mixture.n_used
+        name = tensor.name.replace(".weight", "_exps.weight")
+        return replace(tensor, name=name, shape=(mixture.n_expert, n_rows, n_columns))
 
     def _grown(self, tensor: gguf.ReaderTensor, name: str, grows: str) -> _Tensor:
         if grows == _NORM:
@@ -150,6 +204,10 @@ class Inflation:
         """A writer that knows all but the tensors' bytes."""
         writer = gguf.GGUFWriter(path, "llama")
         changed: dict[str, Any] = {f"llama.{key}": self._field(f"llama.{key}") * self._widen for key in _WIDTHS}
+        if self._mixture is not None:
+            changed[f"llama.{_WIDTHS[1]}"] //= self._mixture.n_used
+            writer.add_expert_count(self._mixture.n_expert)
+            writer.add_expert_used_count(self._mixture.n_used)
         changed[f"llama.{_LAYERS}"] = self._file.n_layer * self._deepen
         changed[f"llama.{_EPSILON}"] = self._field(f"llama.{_EPSILON}") / self._widen
         head_width = self._field("llama.embedding_length") // self._field("llama.attention.head_count")
@@ -183,4 +241,7 @@ def _write_rows(file: BinaryIO, tensor: _Tensor) -> None:
     n_rows, n_bytes = tensor.rows.shape
     rows = np.zeros((n_rows, tensor.row_bytes), np.uint8)
     rows[:, :n_bytes] = tensor.rows
-    file.write(rows.tobytes())
+    start, matrix_bytes = file.tell(), tensor.n_bytes // tensor.n_matrices
+    for matrix in range(tensor.n_matrices):
+        file.seek(start + matrix * matrix_bytes)
+        file.write(rows.tobytes())

@@ -42,7 +42,7 @@ from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
 from ggpipe.launch import mpirun
 from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
-from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
+from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_mixture, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import BoundaryTensors, Outcome
 from ggpipe.stats.records import RequestStats
@@ -244,6 +244,7 @@ def main() -> int:
     parser.add_argument("-s", type=float, nargs="*", default=[0.03, 0.06, 0.12], help="how the pairs differ")
     parser.add_argument("--pair", type=Path, nargs=2, help="a pair to use instead")
     parser.add_argument("--inflated", action="store_true", help="only the inflated bundled pair")
+    parser.add_argument("--experts", action="store_true", help="only the inflated mixture of experts")
     parser.add_argument(
         "--quotes", action="store_true", help="only the inflated bundled pair, and text that it repeats"
     )
@@ -267,15 +268,18 @@ def main() -> int:
     if args.pair:
         bench(args.pair[0].name, args.pair[0], args.pair[1], args.rounds, args.n, args.settings)
         return 0
-    inflated = inflated_pair()
 
-    def bench_inflated() -> None:
-        pair = inflated.target, inflated.draft
-        title = "inflated bundled pair" + ", quotes" * args.quotes
-        bench(title, *pair, args.rounds, args.n, args.settings, texts=not args.quotes, quotes=args.quotes)
+    def bench_inflated(pair: ModelPair, title: str, quotes: bool = False) -> None:
+        files = pair.target, pair.draft
+        bench(title, *files, args.rounds, args.n, args.settings, texts=not quotes, quotes=quotes)
 
-    if args.inflated or args.quotes:
-        bench_inflated()
+    if args.experts:
+        bench_inflated(inflated_mixture(), "inflated mixture of experts, 2 of 16")
+    if args.inflated:
+        bench_inflated(inflated_pair(), "inflated bundled pair")
+    if args.quotes:
+        bench_inflated(inflated_pair(), "inflated bundled pair, quotes", quotes=True)
+    if args.experts or args.inflated or args.quotes:
         return 0
     with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
         target, draft, other = (Path(folder) / f"{name}.gguf" for name in ("target", "draft", "other"))
@@ -286,7 +290,7 @@ def main() -> int:
         other.unlink()
         bench("0.75 B, a draft that is always wrong", target, draft, args.rounds, args.n, args.settings)
         bench("bundled pair", *bundled, args.rounds, 256, args.settings)
-    bench_inflated()
+    bench_inflated(inflated_pair(), "inflated bundled pair")
     return 0
 
 

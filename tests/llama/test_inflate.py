@@ -20,7 +20,7 @@ from ggpipe.errors import ModelError, RunError
 from ggpipe.llama import bundled
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.inflate import Inflation
+from ggpipe.llama.inflate import Inflation, Mixture
 
 SOURCE = BUNDLED_PAIR.draft  # 2 layers, 128 wide
 SIZES = [(1, 1), (4, 1), (1, 3), (4, 2), (16, 1)]
@@ -61,6 +61,33 @@ def test_the_same_text(inflated: dict[tuple[int, int], Path]) -> None:
         text = small.generate(prompt, greedy, 100)
         assert len(set(text)) > 20
         assert large.generate(prompt, greedy, 100) == text
+
+
+def test_a_mixture_writes_the_same_text(tmp_path: Path) -> None:
+    """Equal experts give the dense model's output, whichever the random router chooses."""
+    path = tmp_path / "mixture.gguf"
+    Inflation(SOURCE, 4, 2, Mixture(8, 2)).write(path)
+    with Reference(SOURCE, 256) as small, Reference(path, 256) as mixture:
+        prompt = small.tokenize("Once upon a time there was a king who had three sons.")
+        greedy = SamplingConfig(temp=0, ignore_eos=True)
+        assert mixture.generate(prompt, greedy, 60) == small.generate(prompt, greedy, 60)
+    file = ModelFile.open(path)
+    assert (file.metadata["llama.expert_count"], file.metadata["llama.expert_used_count"]) == (8, 2)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for layer in range(4):
+        router = tensors[f"blk.{layer}.ffn_gate_inp.weight"].data
+        assert len(np.unique(router, axis=0)) == 8
+        assert tensors[f"blk.{layer}.ffn_norm.weight"].data.any()  # or each token would use the same experts
+        for part in ("gate", "up", "down"):
+            experts = tensors[f"blk.{layer}.ffn_{part}_exps.weight"].data
+            assert (experts == experts[0]).all()
+            assert experts.any() == (layer % 2 == 0)
+
+
+@pytest.mark.parametrize("experts", [(8, 3), (2, 2), (8, 0), (16, 8)], ids=str)
+def test_mixtures_that_cannot_be_made(experts: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"n_used must|use at most 4"):
+        Inflation(SOURCE, 4, 1, Mixture(*experts))
 
 
 def test_a_weight_matters(inflated: dict[tuple[int, int], Path], tmp_path: Path) -> None:
