@@ -1,1 +1,1 @@
-"""ggpipe as a library: `ggpipe.Engine` starts the ranks, serves requests, and ends the ranks."""
+"""ggpipe as a library: `ggpipe.Engine` starts ranks, serves requests, and ends the ranks."""

@@ -1,4 +1,4 @@
-"""The answer to a prompt, while it is written and afterwards."""
+"""The answer to a prompt, during and after its generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ggpipe.api.feed import Feed
 from ggpipe.core.request import Finish, Token
 from ggpipe.errors import GgpipeError
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.chat.answer import ToolCall, WholeAnswer
+from ggpipe.text.chat.answer import ToolCall, WholeAnswer, whole_answer
 
 
 def _nothing() -> None:
@@ -18,88 +18,88 @@ def _nothing() -> None:
 
 
 class Answer:
-    """The tokens of one request, as they come: `for token in answer`, `async for token in answer`.
+    """The tokens of one request as they arrive: `for token in answer`, `async for token in answer`.
 
-    A loop that is left early cancels the request, as does leaving a `with` block of the answer, `cancel`, and dropping
-    the answer. `wait()` and `await answer` take all of it. Methods may be called from any thread.
+    `wait()` and `await answer` wait for the whole answer. The request is cancelled by leaving a loop or a `with` block
+    of the answer early, by `cancel`, and by dropping the answer. Methods may be called from any thread.
     """
 
     def __init__(self, feed: Feed, on_cancel: Callable[[], None], prompt: object) -> None:
         self.prompt = prompt
-        """The text, the tokens or the messages that it answers."""
+        """The string, tokens or messages that it answers."""
         self._feed = feed
         self._on_cancel = on_cancel
-        """It keeps the engine, which would end otherwise where nothing else does, until the answer is whole."""
+        """Refers to the engine, which must not end before the answer is complete."""
 
     @property
     def stats(self) -> RequestStats:
-        """What was measured: `ttft_s`, `decode_tps`, `counters.acceptance`, ...; whole when the answer is."""
+        """What was measured: `ttft_s`, `decode_tps`, `counters.acceptance`, ... Complete when the answer is."""
         return self._feed.stats
 
     @property
     def embedding(self) -> tuple[bytes, ...]:
-        """As `RequestEnded.embedding`, when it is whole."""
+        """See `RequestEnded.embedding`; empty until the answer is complete."""
         return self._feed.embedding
 
     @property
     def tokens(self) -> tuple[Token, ...]:
-        """Those that have come."""
+        """The tokens so far."""
         return tuple(self._feed.tokens)
 
     @property
     def text(self) -> str:
-        """As much as has come."""
+        """The output so far."""
         return "".join(token.text for token in self.tokens) + self._feed.rest
 
     @property
     def content(self) -> str:
-        """The text without reasoning and calls of tools, where it answers a conversation."""
+        """In a conversation, the output without reasoning and tool calls."""
         return self._parts.text
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before it answered a conversation."""
+        """In a conversation, the model's reasoning before its answer."""
         return self._parts.reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tools that the model calls, with arguments in JSON. Those of the last one are cut off where the text
-        is."""
+        """Tool calls with arguments in JSON. The last call's arguments are incomplete if the output is."""
         return tuple(self._parts.calls)
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation, which goes on behind it: `messages.append(answer.message)`."""
+        """The answer as a message, to continue the conversation: `messages.append(answer.message)`."""
         return self._parts.message
 
     @property
     def _parts(self) -> WholeAnswer:
-        return self._feed.answer()
+        feed = self._feed
+        return whole_answer(feed.marks, feed.key, tuple(feed.tokens), feed.rest)
 
     @property
     def finish(self) -> Finish | None:
-        """Why it ended; None while it is written, and where there is an `error`."""
+        """Why it ended; None during generation and if there is an `error`."""
         return self._feed.stats.finish if self._feed.has_ended and self._feed.error is None else None
 
     @property
     def error(self) -> GgpipeError | None:
-        """Why it did not end. Loops and `wait` raise it."""
+        """Why it failed. Loops and `wait` raise it."""
         return self._feed.error
 
     @property
     def is_done(self) -> bool:
-        """Nothing follows."""
+        """Whether it has ended."""
         return self._feed.has_ended
 
     def cancel(self) -> None:
-        """End it soon; tokens that were generated already still come."""
+        """End it soon, after tokens that were already generated."""
         if not self._feed.has_ended:
             self._on_cancel()
         else:
             self._on_cancel = _nothing
 
     def wait(self) -> Self:
-        """Wait until it is whole. Raises UsageError for a bad prompt, RunError when ranks break."""
+        """Wait until it is complete. Raises UsageError for a bad prompt, RunError when ranks break."""
         try:
             self._feed.wait(None)
         finally:  # Ctrl-C cancels it
@@ -107,7 +107,7 @@ class Answer:
         return self._whole()
 
     def __iter__(self) -> Generator[Token, None, None]:
-        """The tokens from the first one on. Raises as `wait`."""
+        """All tokens, from the first. Raises the same errors as `wait`."""
         at = 0
         try:
             while self._feed.wait(at):
@@ -118,7 +118,7 @@ class Answer:
         self._whole()
 
     async def __aiter__(self) -> AsyncGenerator[Token, None]:
-        """The tokens from the first one on. Raises as `wait`."""
+        """All tokens, from the first. Raises the same errors as `wait`."""
         at = 0
         try:
             while await self._feed.wait_async(at):
@@ -155,5 +155,5 @@ class Answer:
         self.cancel()
 
     def __repr__(self) -> str:
-        state = "failed" if self.error is not None else "done" if self.is_done else "being written"
+        state = "failed" if self.error is not None else "done" if self.is_done else "being generated"
         return f"<Answer, {state}: {self.text!r}>"

@@ -1,6 +1,6 @@
-"""Keyword arguments as options: the same table as the command line's, with names for Python.
+"""Keyword arguments as options, from the same table as the command line's.
 
-A keyword has the name that messages have for the setting (`n_ctx`, `top_k`), but for those in `NAMES`.
+A keyword is the setting's name in messages (`n_ctx`, `top_k`), except for those in `NAMES`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {
     "draft.threads": "threads_draft",
     "draft.threads_batch": "threads_batch_draft",
 }
-"""Keywords for settings that have other names in messages."""
+"""Keywords of settings whose names in messages differ."""
 
 _OF_REQUESTS = (PromptSettings, SpeculationConfig, SamplingConfig, Constraint)
 
@@ -44,13 +44,13 @@ ROWS: Mapping[str, Option] = {
     for row in (*ENGINE.options(OPTIONS), *_WITHOUT_FLAGS)
     if row.name not in _OF_SERVERS
 }
-"""The options of an engine, by keyword."""
+"""Options of an engine, by keyword."""
 REQUEST_ROWS: Mapping[str, Option] = {name: row for name, row in ROWS.items() if row.record in _OF_REQUESTS}
-"""Those of them that each request may have in its own way."""
+"""Options that may differ between requests, by keyword."""
 
 
 def options_of(keywords: Mapping[str, object]) -> Options:
-    """The options that an engine, and its ranks, are made of. Raises SettingError that names the keyword."""
+    """Keyword arguments as options of an engine. Raises SettingError that names the keyword."""
     _check_names(keywords, ROWS)
     given: dict[Option, Any] = {row: ENGINE.default_of(row) for row in ROWS.values()}
     for name, value in keywords.items():
@@ -60,7 +60,7 @@ def options_of(keywords: Mapping[str, object]) -> Options:
 
 
 def check_request(keywords: Mapping[str, object]) -> None:
-    """Raises SettingError for what is no option of a request."""
+    """Raises SettingError for keywords that are not options of a request."""
     _check_names(keywords, REQUEST_ROWS)
 
 
@@ -69,7 +69,7 @@ def _check_names(keywords: Iterable[str], rows: Mapping[str, Option]) -> None:
         if name in rows:
             continue
         if name in ROWS:
-            raise SettingError(name, "is a setting of the engine, not of one request", "give it to ggpipe.Engine")
+            raise SettingError(name, "is a setting of the engine, not of a request", "give it to ggpipe.Engine")
         flag = "--" + name.replace("_", "-")
         right = next((own for own, row in rows.items() if flag in re.split(r"[ /]", " ".join(row.flags))), None)
         if right is None:
@@ -79,7 +79,7 @@ def _check_names(keywords: Iterable[str], rows: Mapping[str, Option]) -> None:
 
 
 def _given(name: str, row: Option, value: object) -> object:
-    """A value as the command line has it. Raises SettingError."""
+    """A value in the command line's form. Raises SettingError."""
     reads = row.reads
     if row.many:
         values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -106,4 +106,4 @@ def _single(name: str, row: Option, reads: type, value: object) -> object:
             return str(number)
         if isinstance(value, Sequence):
             return ",".join(map(str, value))
-    raise SettingError(name, f"must be a {'path' if reads is Path else 'text'}, got {value!r}")
+    raise SettingError(name, f"must be a {'path' if reads is Path else 'string'}, got {value!r}")

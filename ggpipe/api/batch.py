@@ -1,8 +1,9 @@
-"""Many prompts, several of them at a time."""
+"""Many prompts, several at a time."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 
@@ -15,25 +16,23 @@ CancelFeed = Callable[[Feed], None]
 
 
 class Batch:
-    """Whole answers, in the order of the prompts: `for answer in batch`, `async for answer in batch`.
+    """Complete answers in the order of the prompts: `for answer in batch`, `async for answer in batch`.
 
-    Each loop begins with the first prompt. One that is left early cancels what is not answered.
+    Each loop starts with the first prompt. Leaving a loop early cancels the remaining requests.
     """
 
     def __init__(
         self, prompts: Sequence[TextOrTokens], n_at_a_time: int, submit: SubmitPrompt, cancel: CancelFeed
     ) -> None:
-        """`n_at_a_time`: requests that the engine has at a time; enough of them wait there to keep it busy."""
+        """`n_at_a_time`: requests that are submitted at once; some of them wait there, to keep the engine busy."""
         self._prompts = prompts
-        self._n_at_a_time = n_at_a_time
-        self._submit = submit
-        self._cancel = cancel
+        self._begin = functools.partial(_Flights, prompts, n_at_a_time, submit, cancel)
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __iter__(self) -> Generator[Answer, None, None]:
-        flights = _Flights(self._prompts, self._n_at_a_time, self._submit, self._cancel)
+        flights = self._begin()
         try:
             while (first := flights.first()) is not None:
                 first.wait(None)
@@ -42,7 +41,7 @@ class Batch:
             flights.cancel()
 
     async def __aiter__(self) -> AsyncGenerator[Answer, None]:
-        flights = _Flights(self._prompts, self._n_at_a_time, self._submit, self._cancel)
+        flights = self._begin()
         try:
             while (first := flights.first()) is not None:
                 await first.wait_async(None)
@@ -60,14 +59,14 @@ class _Flights:
         self._submit, self._cancel = submit, cancel
         self._lock = threading.Lock()
         self._left = collections.deque((prompt, Feed(self._advance)) for prompt in prompts)
-        """Those that were not taken."""
+        """Requests whose answers have not been taken."""
         self._waiting = collections.deque(self._left)
-        """Those that were not submitted."""
+        """Requests that have not been submitted."""
         for _ in range(n_at_a_time):
             self._advance()
 
     def first(self) -> Feed | None:
-        """The request whose answer is taken next. It is submitted, even to an engine that has ended."""
+        """The request whose answer is next. It is submitted, even if the engine has ended."""
         if not self._left:
             return None
         with self._lock:
@@ -77,12 +76,12 @@ class _Flights:
         return self._left[0][1]
 
     def take(self) -> Answer:
-        """Its answer, which is whole."""
+        """Its complete answer."""
         prompt, feed = self._left.popleft()
         return Answer(feed, lambda: None, prompt)
 
     def cancel(self) -> None:
-        """Nobody wants the others."""
+        """Cancel the remaining requests."""
         with self._lock:
             self._waiting.clear()
         for _, feed in self._left:
@@ -90,7 +89,7 @@ class _Flights:
                 self._cancel(feed)
 
     def _advance(self) -> None:
-        """Submit the next one. Called when one has ended, in the engine's thread."""
+        """Submit the next request. Called in the engine's thread when one has ended."""
         with self._lock:
             if not self._waiting:
                 return

@@ -1,4 +1,4 @@
-"""The engine of a Python program: see `Engine`."""
+"""`ggpipe.Engine`."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from ggpipe.text.embeddings import Vector, chosen, normalized
 
 
 class Engine:
-    """A model over one or several ranks, which are started here and serve requests until the engine is closed.
+    """A model on one or several ranks, which this class starts. They serve requests until the engine is closed.
 
     with ggpipe.Engine("model.gguf", draft="draft.gguf", layer_split="0.5,0.5/1.0") as engine:
         for token in engine.generate("Once upon a time", n_predict=100):
             print(token.text, end="", flush=True)
 
-    `async with` and `async for` do the same on an event loop. All methods may be called from several threads at a time.
-    Messages go to the logger `ggpipe`. The ranks are processes of their own: they end when the engine is closed or
-    dropped, and with this process in any case. This process gets no signal handlers.
+    `async with` and `async for` do the same on an event loop. All methods may be called from several threads at once.
+    Messages go to the logger `ggpipe`. The ranks are separate processes. They end when the engine is closed or dropped,
+    and in any case with this process. No signal handlers are installed.
     """
 
     def __init__(self, model: str | os.PathLike[str], *, live: bool = True, **options: Unpack[EngineOptions]) -> None:
-        """Begin to start the ranks and to load; `with` waits until that is done, `load` too.
+        """Start the ranks and begin to load. `with` and `load` wait until loading is complete.
 
-        `live`: a notebook shows how far loading is, and how busy the ranks are while they write.
-        Options are those of `ggpipe generate`, see `EngineOptions`; those of requests are the defaults of all requests.
-        Raises SettingError or UsageError for options that cannot be; LaunchError under mpirun or srun.
+        `live`: in a notebook, show the progress of loading, and how busy the ranks are during requests.
+        Options are those of `ggpipe generate`, see `EngineOptions`. Options of requests become defaults for all
+        requests. Raises SettingError or UsageError for invalid options, LaunchError under mpirun or srun.
         """
         if environment.is_rank():
             raise LaunchError("this program was started by mpirun or srun, but ggpipe.Engine starts its ranks itself")
@@ -66,11 +66,11 @@ class Engine:
         except GgpipeError as e:
             raise e.renamed(NAMES) from None
         self.warnings: list[str] = [str(warning.renamed(NAMES)) for warning in warnings_of(given)]
-        """Settings that are not used as they were given."""
+        """Notes about settings that have no effect."""
         of_ranks = RankSetup(config=config, verbose=given[settings.LogSettings].verbose)
         self._thread = thread = EngineThread(of_ranks, given[settings.RankSettings])
         self._n_at_a_time = 2 * config.n_requests
-        """Requests that a batch has submitted at a time."""
+        """How many requests of a batch are submitted at a time."""
         self._panel = Panel(lambda: thread.ranks) if live and in_notebook() else None
         if self._panel is not None:
             self._panel.loading(thread.loaded)
@@ -80,11 +80,11 @@ class Engine:
 
     @property
     def ranks(self) -> Sequence[RankStats]:
-        """All ranks in order: what each holds and did; nothing before the first has loaded."""
+        """All ranks in order, with what each holds and has done; empty before the first has loaded."""
         return self._thread.ranks
 
     def load(self) -> Self:
-        """Wait until everything is loaded. Raises what that failed with."""
+        """Wait until everything is loaded. Raises the error if loading failed."""
         try:
             self._thread.loaded.wait(None)
         except BaseException:  # Ctrl-C
@@ -93,7 +93,7 @@ class Engine:
         return self._loaded()
 
     async def load_async(self) -> Self:
-        """As `load`, for an event loop."""
+        """Same as `load`, for an event loop."""
         try:
             await self._thread.loaded.wait_async(None)
         except BaseException:  # the task is cancelled
@@ -108,7 +108,7 @@ class Engine:
         return self
 
     def close(self) -> None:
-        """End all requests and all ranks, and wait until they have left. A second call does nothing."""
+        """End all requests and ranks, and wait for them. A second call does nothing."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -125,14 +125,14 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self.close)  # which may wait
+        await asyncio.to_thread(self.close)  # it may block
 
     # Requests
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Answer:
-        """Continue a text, or tokens. The request begins at once; see `Answer` for what comes of it.
+        """Continue a string, or tokens. The request begins at once.
 
-        Raises SettingError for options that cannot be. A bad prompt is the answer's error.
+        Raises SettingError for invalid options. A bad prompt becomes the answer's error.
         """
         _check_prompt(prompt)
         return self._answer(prompt, prompt, options)
@@ -148,10 +148,11 @@ class Engine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Answer:
-        """Answer a conversation, whose messages, tools and `tool_choice` are as in OpenAI's API.
+        """Answer a conversation. `messages`, `tools` and `tool_choice` are as in OpenAI's API.
 
-        `chat_template`: in the Jinja language, or "chatml", instead of the model's own. `chat_template_kwargs`: further
-        names for it. Raises as `generate`; what the template refuses is the answer's error.
+        `chat_template`: a Jinja template, or "chatml", instead of the model's own. `chat_template_kwargs`: further
+        variables of the template. Raises the same errors as `generate`. A conversation that the template refuses
+        becomes the answer's error.
         """
         try:
             chat = ChatSettings(
@@ -163,10 +164,10 @@ class Engine:
         return self._answer(messages, conversation, options)
 
     def batch(self, prompts: Iterable[str | Sequence[int]], **options: Unpack[RequestOptions]) -> Batch:
-        """Continue many texts, several at a time: `for answer in engine.batch(prompts)` yields whole answers, in the
-        order of the prompts. One whose prompt is bad has an `error`.
+        """Continue many prompts, several at a time. `for answer in engine.batch(prompts)` yields complete answers in
+        the order of the prompts. An answer to a bad prompt has an `error`.
 
-        A loop that is left early cancels the others. Raises as `generate`.
+        Leaving the loop early cancels the rest. Raises the same errors as `generate`.
         """
         texts, submit = _checked(prompts), self._submit(options)
         return Batch(texts, self._n_at_a_time, submit, self._cancel)
@@ -174,13 +175,12 @@ class Engine:
     def embed(
         self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling | None = None, normalize: int = 2
     ) -> list[Vector]:
-        """The embedding of each text, several at a time: float32 arrays of the model's width, with the pooling `none`
-        one row a token.
+        """The embedding of each prompt: float32 arrays of shape (n_embd,), or (n_tokens, n_embd) without pooling.
 
-        `pooling`: how they are made of the hidden states of a text's tokens; None: as the model's file says.
-        `normalize`: 2 gives them the length 1, -1 leaves them, others are as of `ggpipe serve --embd-normalize`.
+        `pooling`: how hidden states are combined; None: the model's own pooling. `normalize`: 2: to length 1, -1: not
+        at all; see `ggpipe serve --embd-normalize` for others.
 
-        Raises SettingError where the model's file does not say how, UsageError for a bad text.
+        Raises SettingError if the model has no pooling for embeddings, UsageError for a bad prompt.
         """
         prompts = _checked(texts)
         check_range("normalize", normalize, -1, MOST_NORM)
@@ -198,7 +198,7 @@ class Engine:
     async def embed_async(
         self, texts: Iterable[str | Sequence[int]], *, pooling: Pooling | None = None, normalize: int = 2
     ) -> list[Vector]:
-        """As `embed`, for an event loop. It goes on where the task is cancelled."""
+        """Same as `embed`, for an event loop. Cancelling the task does not stop it."""
         return await asyncio.to_thread(self.embed, texts, pooling=pooling, normalize=normalize)
 
     def _answer(self, prompt: object, text: TextOrTokens | Conversation, options: RequestOptions) -> Answer:
@@ -221,7 +221,7 @@ class Engine:
         return submit
 
     def _request(self, options: RequestOptions) -> Callable[[SamplingConfig, RequestPrompt], RequestSpec]:
-        """How a prompt becomes a request, with the sampling settings that the model's file recommends."""
+        """A function that makes a request of a prompt and the sampling settings that the model recommends."""
         try:
             check_request(options)
             given = options_of({**self._keywords, **options})
@@ -237,9 +237,9 @@ class Engine:
 
 
 def _checked(prompts: Iterable[TextOrTokens]) -> list[TextOrTokens]:
-    """A list of them. Raises UsageError."""
-    if isinstance(prompts, str):  # each of its letters would be a prompt
-        raise UsageError(f"prompts must be a list of texts, got one text: write [{prompts[:40]!r}]")
+    """The prompts as a list. Raises UsageError."""
+    if isinstance(prompts, str):  # each of its characters would be a prompt
+        raise UsageError(f"prompts must be a list of strings, got one string: write [{prompts[:40]!r}]")
     found = list(prompts)
     for prompt in found:
         _check_prompt(prompt)
@@ -250,4 +250,4 @@ def _check_prompt(prompt: object) -> None:
     if isinstance(prompt, str):
         return
     if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
-        raise UsageError(f"a prompt must be a text or a sequence of tokens, got {prompt!r}")
+        raise UsageError(f"a prompt must be a string or a sequence of tokens, got {prompt!r}")

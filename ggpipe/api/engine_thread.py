@@ -1,7 +1,7 @@
-"""The thread that starts the ranks, waits for them, and ends them. All that happens to their engine happens in it.
+"""The thread that owns the ranks and their engine: it starts them, runs the engine, and ends them.
 
-The kernel ends mpirun with the thread that has started it, so no rank is left when this process dies. Where the user
-has started the ranks, the thread is the first one of them.
+The kernel ends mpirun with the thread that started it, so no rank outlives this process. If the user started the ranks,
+the thread is the first of them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RequestOf = Callable[[SamplingConfig], RequestSpec]
-"""A request, for the sampling settings that the model's file recommends. Raises UsageError."""
+"""Makes a request, given the sampling settings that the model recommends. Raises UsageError."""
 
 
 class EngineThread:
-    """All methods may be called from any thread. None refers to the program's own objects but feeds."""
+    """All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -56,22 +56,21 @@ class EngineThread:
         names: Mapping[str, str] = NAMES,
         first_rank: Callable[[Callable[[Head], int]], int] | None = None,
     ) -> None:
-        """Starts at once; `loaded` says how that went.
+        """Starts at once. `loaded` ends when the models are loaded.
 
-        `settings`: of the ranks. `ranks`: where they are started, and how often again.
-
-        `show` gets lines for the user, and `names` has what the user calls settings in errors; the default is the
-        logger `ggpipe`, and keywords. `first_rank`: makes this process the first of ranks that the user has
-        started, and calls what it is given with their head; these are not started again.
+        `settings`: of the ranks. `ranks`: where to start them, and how often to restart them. `show` gets lines for the
+        user; None: the logger `ggpipe`. `names`: the user's names of settings in errors. `first_rank`: makes this
+        process the first of the ranks that the user started, and calls its argument with their head. These ranks are
+        not restarted.
         """
         self.ranks: Sequence[RankStats] = ()
-        """All ranks in order; nothing before the first has loaded."""
+        """All ranks in order; empty before the first has loaded."""
         self.n_cells = 0
         """KV cells in use."""
         self.loaded = Feed()
-        """Ends when the models are loaded, or with why they are not."""
+        """Ends when the models are loaded, or with an error."""
         self.ended = Feed()
-        """Ends with why nothing is served any more."""
+        """Ends with the error that ended the engine."""
         self._settings = settings
         self._given = ranks
         self._show = show or _show
@@ -80,16 +79,16 @@ class EngineThread:
         self._lock = threading.Lock()
         self._calls: collections.deque[Callable[[EngineClient], None]] = collections.deque()
         self._feeds: dict[Feed, ClientRequest | PrefixOrder | None] = {}
-        """Those of requests and orders that have not ended. None: it has not reached the engine."""
+        """Feeds of active requests and orders. None: it has not reached the engine."""
         self._of_request: dict[int, Feed] = {}
         self._questions: set[concurrent.futures.Future[Any]] = set()
-        """Those of `ask` that were not answered."""
+        """Unanswered questions of `ask`."""
         self._error: GgpipeError | None = None
-        """Why nothing is served any more."""
+        """Why the engine has ended."""
         self._first_rank = first_rank
         self._ranks: Supervisor | LocalRanks | None = None
         self._head: Head | None = None
-        """Of ranks that the user has started."""
+        """The head if the user started the ranks."""
         self._is_closing = False
         self._closing = threading.Event()
         self._waker = Waker()
@@ -99,13 +98,12 @@ class EngineThread:
     # For other threads
 
     def submit(self, feed: Feed, request_of: RequestOf) -> None:
-        """Have a request served; what comes of it goes to the feed. `request_of`: the request, made of the sampling
-        settings that the model's file recommends."""
+        """Submit a request, whose events go to the feed."""
         self._begin_with(feed, lambda engine: engine.submit(request_of(engine.sampling), feed.stats))
 
-    def order(self, feed: Feed, give: Callable[[EngineClient], PrefixOrder]) -> None:
-        """Have an order for a prefix given to the engine, and carried out. The feed ends with that."""
-        self._begin_with(feed, give)
+    def order(self, feed: Feed, make: Callable[[int], PrefixOrder]) -> None:
+        """Submit an order for a prefix, made with the id that it gets. The feed ends when it has been carried out."""
+        self._begin_with(feed, lambda engine: engine.order(make))
 
     def _begin_with(self, feed: Feed, begin: Callable[[EngineClient], ClientRequest | PrefixOrder]) -> None:
         def call(engine: EngineClient) -> None:
@@ -128,7 +126,7 @@ class EngineThread:
         self._wake()
 
     def cancel(self, feed: Feed) -> None:
-        """End a request soon, or an order that ranks are not at."""
+        """End a request soon, or an order that the ranks have not begun."""
 
         def call(engine: EngineClient) -> None:
             begun = self._feeds.get(feed)
@@ -143,7 +141,7 @@ class EngineThread:
         self._wake()
 
     def ask(self, question: Callable[[EngineClient], T]) -> concurrent.futures.Future[T]:
-        """What the engine answers. Errors of the user's input are those of the future."""
+        """The engine's answer to a question. The future raises errors of the input."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def call(engine: EngineClient) -> None:
@@ -161,7 +159,7 @@ class EngineThread:
                 answer.set_exception(e)
 
         with self._lock:
-            error = self._error  # one that comes later is set by `_fail`
+            error = self._error  # a later error is set by `_fail`
             if error is None:
                 self._questions.add(answer)
                 self._calls.append(call)
@@ -172,21 +170,21 @@ class EngineThread:
 
     @property
     def n_active(self) -> int:
-        """Requests that have not ended."""
+        """Number of active requests, including waiting ones."""
         return len(self._feeds)
 
     @property
     def is_restarting(self) -> bool:
-        """Ranks died, and new ones are started while requests wait."""
+        """Whether ranks are being restarted while requests wait."""
         return self.loaded.has_ended and self._ranks is not None and self._ranks.is_loading
 
     @property
     def n_restarts(self) -> int:
-        """How often ranks were started again."""
+        """Number of restarts."""
         return self._ranks.n_restarts if self._ranks is not None else 0
 
     def stop(self) -> None:
-        """End what is going on and all ranks, soon."""
+        """End all requests and ranks soon."""
         with self._lock:
             self._is_closing = True
             ranks = self._ranks
@@ -195,14 +193,14 @@ class EngineThread:
         self._wake()
 
     def fail(self, error: GgpipeError) -> None:
-        """End with this error, soon. Only where the user has started the ranks."""
+        """End with this error soon. Only if the user started the ranks."""
         if self._head is not None:
             self._head.fail(lambda: error)
         self._wake()
 
     def close(self) -> None:
-        """End what is going on and all ranks, and wait until they have left. A second call does nothing."""
-        if os.getpid() != self._process:  # a fork of this process, which has no such thread
+        """End all requests and ranks, and wait for them. A second call does nothing."""
+        if os.getpid() != self._process:  # a fork, which does not have the thread
             return
         self.stop()
         self._closing.set()
@@ -236,7 +234,7 @@ class EngineThread:
             self._fail(error)
 
     def _be_first(self, head: Head) -> int:
-        from ggpipe.engine.session import LocalRanks  # which a process that starts its ranks does not need
+        from ggpipe.engine.session import LocalRanks  # not needed by a process that starts its ranks
 
         self._head, ranks = head, LocalRanks(head)
         self._begin(ranks)
@@ -244,7 +242,7 @@ class EngineThread:
             self._serve(ranks.load())
         except GgpipeError as e:
             self._fail(e.renamed(self._names))
-            if isinstance(e, SilentRankError):  # which ends this process at once
+            if isinstance(e, SilentRankError):  # it ends this process at once
                 self._closing.wait(_LAST_WORDS_S)
             raise
         return 0

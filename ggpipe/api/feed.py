@@ -1,4 +1,4 @@
-"""What comes of a request, between the engine's thread and those that wait for it."""
+"""What has arrived of a request, passed from the engine's thread to its readers."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from collections.abc import Callable
 from ggpipe.core.request import Token
 from ggpipe.errors import GgpipeError
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.chat.answer import AnswerFormat, WholeAnswer, whole_answer
+from ggpipe.text.chat.answer import AnswerFormat
 
 
 class Feed:
-    """The engine's thread writes, any number of other threads and event loops read."""
+    """Written by the engine's thread, read by any number of other threads and event loops."""
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """`on_end` is called in the thread that ends it, unless the engine itself has ended."""
+        """`on_end` is called in the thread that ends the feed, unless the engine itself has ended."""
         self.stats = RequestStats()
         self.on_end = on_end
         self.tokens: list[Token] = []
-        """They only grow."""
+        """The tokens so far; only appended to."""
         self.is_accepted = False
-        """The engine has taken the request, and knows the tokens of its prompt."""
+        """Whether the engine has accepted the request."""
         self.prompt: tuple[int, ...] = ()
-        """These tokens."""
+        """Tokens of the prompt, once it is accepted."""
         self.n_saved_bytes = 0
-        """As `PrefixDone.n_bytes`."""
+        """See `PrefixDone.n_bytes`."""
         self.embedding: tuple[bytes, ...] = ()
-        """As `RequestEnded.embedding`."""
+        """See `RequestEnded.embedding`."""
         self.rest = ""
-        """Text of a character whose last bytes never came."""
+        """Text after the last token's."""
         self.marks: AnswerFormat | None = None
-        """How reasoning is marked in an answer to a conversation, and how tools are called."""
+        """How reasoning and tool calls are marked; None unless it answers a conversation."""
         self.key = secrets.token_hex(8)
-        """Ids of calls are made of it."""
+        """Prefix of the ids of tool calls."""
         self.error: GgpipeError | None = None
         self.has_ended = False
         self._changed = threading.Condition()
@@ -45,19 +45,19 @@ class Feed:
     # For the engine's thread
 
     def accept(self, prompt: tuple[int, ...], marks: AnswerFormat | None) -> None:
-        """The engine has taken the request, whose prompt has these tokens."""
+        """The engine has accepted the request, whose prompt has these tokens."""
         with self._changed:
             self.is_accepted, self.prompt, self.marks = True, prompt, marks
             self._ring()
 
     def add(self, token: Token) -> None:
-        """The text goes on."""
+        """The next token has arrived."""
         with self._changed:
             self.tokens.append(token)
             self._ring()
 
     def end(self, rest: str = "", error: GgpipeError | None = None) -> None:
-        """Nothing follows. A second call does nothing."""
+        """The request has ended. A second call does nothing."""
         with self._changed:
             if not self.has_ended:
                 self.has_ended, self.rest, self.error = True, rest, error
@@ -69,14 +69,10 @@ class Feed:
             wake()
         self._waiting.clear()
 
-    def answer(self, splits: bool = True) -> WholeAnswer:
-        """The parts of the output so far. `splits`: reasoning is separated from the answer."""
-        return whole_answer(self.marks, self.key, tuple(self.tokens), self.rest, splits)
-
-    # For those that wait
+    # For readers
 
     def wait(self, n_tokens: int | None) -> bool:
-        """Wait until there are more than `n_tokens` tokens, or nothing follows; None waits for the end.
+        """Wait until there are more than `n_tokens` tokens, or the end (None: only for the end).
 
         Returns whether there are more.
         """
@@ -86,17 +82,17 @@ class Feed:
         return n_tokens is not None and len(self.tokens) > n_tokens
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until nothing follows, at most `timeout_s` seconds. Returns whether nothing follows."""
+        """Wait for the end, at most `timeout_s` seconds. Returns whether it has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self.has_ended, timeout_s)
 
     async def wait_async(self, n_tokens: int | None) -> bool:
-        """As `wait`, for an event loop."""
+        """Same as `wait`, for an event loop."""
         await self._wait_until(lambda: self._has(n_tokens))
         return n_tokens is not None and len(self.tokens) > n_tokens
 
     async def wait_for_answer(self) -> None:
-        """Wait until the engine has taken the request, or has refused it: `error` says why."""
+        """Wait until the engine has accepted or refused the request."""
         await self._wait_until(lambda: self.is_accepted or self.has_ended)
 
     async def _wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -119,7 +115,7 @@ def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Future[None]) -> Ca
             changed.set_result(None)
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, maybe in this moment
+        with contextlib.suppress(RuntimeError):  # the loop is closed, perhaps just now
             loop.call_soon_threadsafe(come)
 
     return wake

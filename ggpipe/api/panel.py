@@ -1,4 +1,4 @@
-"""What a notebook shows below its cells: how far loading is, then a request while it is served."""
+"""The panel below the cells of a notebook: the progress of loading, then of requests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ GetRanks = Callable[[], Sequence[RankStats]]
 
 
 class Panel:
-    """The oldest of an engine's requests is shown. The panel stays as it was when the last one ended."""
+    """Shows the oldest active request of an engine. The last state stays visible."""
 
     def __init__(self, ranks: GetRanks, make: Callable[[], NotebookPanel] = NotebookPanel) -> None:
         self._ranks = ranks
         self._make = make
         self._lock = threading.Lock()
         self._feeds: list[Feed] = []
-        """Those that are active, or shown, the oldest first."""
+        """Active requests, and the one that is shown; the oldest first."""
 
     def loading(self, loaded: Feed) -> None:
-        """Show how far loading is until this feed ends. To be called in the cell."""
+        """Show the progress of loading until this feed ends. Call it in the cell."""
         panel = self._make()
 
         def draw() -> None:
@@ -41,7 +41,7 @@ class Panel:
         _start(draw)
 
     def request(self, feed: Feed) -> None:
-        """Show a request when those before it have ended. To be called in the cell."""
+        """Show a request when those before it have ended. Call it in the cell."""
         with self._lock:
             self._feeds.append(feed)
             if len(self._feeds) > 1:
@@ -53,7 +53,7 @@ class Panel:
             while shown is not None:
                 try:
                     self._draw(panel, shown)
-                except Exception:  # further requests get another panel
+                except Exception:  # later requests get a new panel
                     with self._lock:
                         self._feeds.clear()
                     raise
@@ -64,7 +64,7 @@ class Panel:
         _start(draw)
 
     def _draw(self, panel: NotebookPanel, feed: Feed) -> None:
-        """Until it ends."""
+        """Draw a request until it ends."""
         stats, occupancy, has_ended = feed.stats, Occupancy(), False
         while not has_ended:
             has_ended, now = feed.wait_for_end(_FRAME_S), time.monotonic()
@@ -74,7 +74,7 @@ class Panel:
 
 def _start(draw: Callable[[], None]) -> None:
     def run() -> None:
-        with contextlib.suppress(Exception):  # the text goes on without a panel
+        with contextlib.suppress(Exception):  # the request continues without a panel
             draw()
 
     threading.Thread(target=run, name="ggpipe panel", daemon=True).start()

@@ -1,1 +1,1 @@
-"""APIs as data: what their bodies ask for, and the objects that answer them. Nothing of HTTP: files have them too."""
+"""One file per API: request bodies and replies as data. HTTP is in `server`, since batch files use the same bodies."""

@@ -1,6 +1,6 @@
-"""Files of prompts: plain lines, a list in JSON as SpecInfer takes it, or lines in JSON of OpenAI's batch format.
+"""Files of prompts: plain lines, a JSON list as in SpecInfer, or the JSON lines of OpenAI's batch format.
 
-Each of the file's prompts is a task. One that cannot be read is a task with an error, so the others are answered.
+Each prompt is a task. An unreadable one becomes a task with an error, so that the others are still answered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ggpipe.apis.bodies import BODY_NAMES, BodyPrompt, GenerationBody, Mixed
+from ggpipe.apis.bodies import BODY_NAMES, BodyPrompt, GenerationBody
 from ggpipe.apis.chat import CHAT, ChatBody
 from ggpipe.apis.completions import COMPLETIONS, CompletionBody
 from ggpipe.apis.decode import convert
@@ -26,7 +26,7 @@ Format = Literal["lines", "specinfer", "openai"]
 
 _ID_DIGITS = 16
 TaskBody = GenerationBody | EmbeddingBody
-"""A request for texts, or for embeddings."""
+"""A request for outputs, or for embeddings."""
 
 _KINDS: dict[str, type[TaskBody]] = {
     COMPLETIONS: CompletionBody, CHAT: ChatBody, RESPONSES: ResponsesBody, EMBEDDINGS: EmbeddingBody,
@@ -37,7 +37,7 @@ _IGNORED = frozenset(
         "service_tier", "store", "truncation", "user",
     }
 )  # fmt: skip
-"""Fields of OpenAI's API that change nothing here."""
+"""Fields of OpenAI's API that have no effect here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +45,23 @@ class Task:
     """One prompt of a file."""
 
     id: str
-    """Made of its place in the file and of its text."""
+    """Derived from its position in the file and its content."""
     custom_id: str | None
-    """The user's name for it; else its number, from 1 on. None: it has none that can be read."""
+    """The user's name for it, or else its line number. None if it is unreadable."""
     body: TaskBody | None = None
-    """What is to be answered."""
+    """The request; None if there is an `error`."""
     error: str = ""
-    """Why it cannot be."""
+    """Why the task cannot be answered."""
     key: str = field(default="", compare=False)
-    """Tasks that begin alike are next to each other when they are sorted by it."""
+    """Sort key that puts prompts with a common prefix next to each other."""
 
 
 ToConversation = Callable[[str], Conversation | None]
-"""What a plain prompt is as a user's message; None: a text to continue."""
+"""Makes a conversation of a plain prompt; None: the prompt is continued instead."""
 
 
 def read_tasks(path: Path, format: Format | None, to_conversation: ToConversation) -> list[Task]:
-    """The prompts of a file, in its order. `format`: None finds it in the content. Raises UsageError."""
+    """The tasks of a file, in order. `format`: None detects it. Raises UsageError."""
     try:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as e:
@@ -74,7 +74,7 @@ def read_tasks(path: Path, format: Format | None, to_conversation: ToConversatio
         case _:
             tasks = [_from_text(number, line, to_conversation) for number, line in _lines(text)]
     if not tasks:
-        raise UsageError(f"{path}: there are no prompts in it")
+        raise UsageError(f"{path} contains no prompts")
     return _without_doubles(tasks)
 
 
@@ -89,7 +89,7 @@ def _format_of(text: str) -> Format:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, and their numbers. (Not `splitlines`: JSON may hold other line ends.)"""
+    """Lines that are not blank, and their numbers. (`splitlines` would also split at line ends within JSON strings.)"""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, line.removesuffix("\r")
@@ -99,16 +99,16 @@ def _list(path: Path, text: str) -> list[Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"{path}: must be a list of texts in JSON: {e}") from e
+        raise UsageError(f"{path}: must be a JSON list of strings: {e}") from e
     if not isinstance(found, list):
-        raise UsageError(f"{path}: must be a list of texts in JSON")
+        raise UsageError(f"{path}: must be a JSON list of strings")
     return found
 
 
 def _from_text(number: int, prompt: Any, to_conversation: ToConversation) -> Task:
     identity = _id(number, repr(prompt))
     if not isinstance(prompt, str) or not prompt:
-        return Task(id=identity, custom_id=str(number), error=f"must be a text, got {json.dumps(prompt)[:100]}")
+        return Task(id=identity, custom_id=str(number), error=f"must be a string, got {json.dumps(prompt)[:100]}")
     chat = to_conversation(prompt)
     body = CompletionBody(prompt=prompt) if chat is None else ChatBody(messages=list(chat.messages))
     return Task(id=identity, custom_id=str(number), body=body, key=_key(body.prompts))
@@ -123,7 +123,7 @@ def _from_line(number: int, line: str) -> Task:
         custom_id = found.get("custom_id")
         if not isinstance(custom_id, str):
             custom_id = None
-            raise ValueError("custom_id must be a text")
+            raise ValueError("custom_id must be a string")
         body = _body(found.get("method", "POST"), found.get("url"), found.get("body"))
         key = _key(body.prompts)
     except (ValueError, UsageError, RecursionError) as e:
@@ -132,7 +132,7 @@ def _from_line(number: int, line: str) -> Task:
 
 
 def _body(method: object, url: object, body: object) -> TaskBody:
-    """What a line asks for. Raises UsageError that names what is wrong."""
+    """The request in a line. Raises UsageError that names the wrong field."""
     if method != "POST":
         raise UsageError(f"method must be POST, got {method!r}")
     if not isinstance(url, str) or url not in _KINDS:
@@ -142,28 +142,26 @@ def _body(method: object, url: object, body: object) -> TaskBody:
     kind = _KINDS[url]
     for name, value in body.items():
         if value is not None and name not in kind.__struct_fields__ and name not in _IGNORED:
-            raise UsageError(f"body.{name} is not known here")
+            raise UsageError(f"body.{name} is not supported")
     own = convert(kind, body)
     if isinstance(own, GenerationBody):
-        own.check()
         own.sampling(SamplingConfig())
-        own.most_tokens(-1)
     return own
 
 
 def _named(error: Exception) -> str:
-    """What is wrong, with the names that bodies have."""
+    """The message, with bodies' names of settings."""
     return str(error.renamed(BODY_NAMES) if isinstance(error, GgpipeError) else error)
 
 
 def _key(prompts: Sequence[BodyPrompt]) -> str:
-    """Those of prompts that begin alike begin alike."""
+    """A sort key with the same prefix as the prompt."""
     match prompts[0]:
         case str() as text:
             return text
         case Conversation(messages=messages, tools=tools):
             return json.dumps([tools, messages])
-        case Mixed(parts=tokens) | tokens:
+        case tokens:
             return " ".join(map(str, tokens))
 
 
@@ -173,7 +171,7 @@ def _id(number: int, text: str) -> str:
 
 
 def _without_doubles(tasks: Sequence[Task]) -> list[Task]:
-    """Of two tasks of one name, only the first is answered."""
+    """Of several tasks with one name, only the first is answered."""
     seen: set[str | None] = {None}
     kept = []
     for task in tasks:

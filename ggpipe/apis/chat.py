@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ggpipe.apis.bodies import GenerationBody, text_of
-from ggpipe.apis.replies import Choices, chat_logprobs
+from ggpipe.apis.replies import ChoiceWriter, chat_logprobs
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Token
 from ggpipe.errors import BodyError
@@ -18,24 +18,24 @@ CHAT = "/v1/chat/completions"
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """`/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
-    """Older clients' form of `tools`; answered as these are."""
+    """OpenAI's form of `tools` until 2023."""
     function_call: Any = None
-    """Older clients' form of `tool_choice`."""
+    """OpenAI's form of `tool_choice` until 2023."""
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    """How much the model is to think. Templates that do not know it ignore it."""
+    """How much the model should reason. Ignored by templates that lack it."""
 
     @property
     def prompts(self) -> Sequence[Conversation]:
         if not self.messages:
-            raise BodyError("`messages` is empty: give a message or more", "messages")
+            raise BodyError("`messages` is empty: give at least one message", "messages")
         messages = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(self.messages))
         further = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort == "none":
@@ -53,7 +53,7 @@ class ChatBody(GenerationBody, kw_only=True):
 def _message(message: dict[str, Any], at: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise BodyError(f"`{at}.role` must be a text, as user or system", f"{at}.role")
+        raise BodyError(f"`{at}.role` must be a string, such as user or system", f"{at}.role")
     if content is not None:
         content = text_of(content, f"{at}.content", ("text", "input_text"))
     elif role != "assistant":
@@ -61,14 +61,14 @@ def _message(message: dict[str, Any], at: str) -> dict[str, Any]:
     return {**message, "role": "system" if role == "developer" else role, "content": content or ""}
 
 
-class ChatChoices(Choices):
+class ChatWriter(ChoiceWriter):
     """The reply to `/v1/chat/completions`."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    empty: ClassVar[Mapping[str, Any]] = {"delta": {}}
-    first: ClassVar[Mapping[str, Any] | None] = {"delta": {"role": "assistant", "content": None}}
+    empty: ClassVar[dict[str, Any]] = {"delta": {}}
+    first: ClassVar[dict[str, Any] | None] = {"delta": {"role": "assistant", "content": None}}
 
-    def part(self, one: AnswerEvent) -> dict[str, Any] | None:
+    def _part(self, one: AnswerEvent) -> dict[str, Any] | None:
         match one:
             case Text(text):
                 return {"delta": {"content": text}}
@@ -81,10 +81,10 @@ class ChatChoices(Choices):
                 return _call_delta({"index": call, "function": {"arguments": text}})
         return None
 
-    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return chat_logprobs(tokens, self.n_best)
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        return chat_logprobs(tokens, self._body.n_best_probs)
 
-    def _whole(self, answer: WholeAnswer) -> dict[str, Any]:
+    def _content(self, answer: WholeAnswer) -> dict[str, Any]:
         return {"message": answer.message}
 
 

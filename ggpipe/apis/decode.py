@@ -1,9 +1,8 @@
-"""Bodies as typed structs. What is wrong in one is named."""
+"""Request bodies as typed structs. Errors name the field that is wrong."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,41 +11,32 @@ from ggpipe.errors import BodyError
 
 _MOST_NESTING = 64
 _GOT_FLOAT = "got `float`"
-_MOST_EXACT = 2**53  # of floats that are whole numbers
+_MOST_EXACT = 2**53  # up to which all integers are floats, too
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 
 def decode(kind: type[B], data: bytes) -> B:
     """A body from JSON. Raises BodyError."""
-    return _read(kind, lambda: msgspec.json.decode(data, type=kind), lambda: msgspec.json.decode(data))
+    try:
+        value = msgspec.json.decode(data)
+    except (ValueError, RecursionError) as e:  # msgspec's errors are ValueErrors
+        raise BodyError(f"the body is not valid JSON: {_lower(str(e))}") from None
+    return convert(kind, value)
 
 
 def convert(kind: type[B], value: object) -> B:
-    """A body from what JSON became in Python. Raises BodyError."""
-    return _read(kind, lambda: msgspec.convert(value, kind), lambda: value)
-
-
-def _in_whole_numbers(value: Any) -> Any:
-    """With 40 for 40.0: some clients have no other numbers."""
-    match value:
-        case float() if value.is_integer() and abs(value) <= _MOST_EXACT:
-            return int(value)
-        case dict():
-            return {name: _in_whole_numbers(inner) for name, inner in value.items()}
-        case list():
-            return [_in_whole_numbers(inner) for inner in value]
-    return value
-
-
-def _read(kind: type[B], strictly: Callable[[], B], untyped: Callable[[], object]) -> B:
+    """A body from Python's form of JSON. Raises BodyError."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if _is_nested(inner, _MOST_NESTING):
+            raise BodyError(f"`{name}` is nested more than {_MOST_NESTING} times", name)
     try:
         try:
-            body = strictly()
+            return msgspec.convert(value, kind)
         except msgspec.ValidationError as e:
             if _GOT_FLOAT not in str(e):
                 raise
-            body = msgspec.convert(_in_whole_numbers(untyped()), kind)
+            return msgspec.convert(_with_integers(value), kind)
     except msgspec.ValidationError as e:
         what, _, path = str(e).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None
@@ -55,33 +45,27 @@ def _read(kind: type[B], strictly: Callable[[], B], untyped: Callable[[], object
             param = f"{param}.{missing[1]}" if param else missing[1]
             raise BodyError(f"`{param}` is missing", param) from None
         raise BodyError(f"`{param}`: {_lower(what)}" if param else _lower(what), param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
-        raise BodyError(f"the body is no JSON that can be read: {_lower(str(e))}") from None
-    for name in body.__struct_fields__:
-        if _is_deep(getattr(body, name)):
-            raise BodyError(f"`{name}` is nested more than {_MOST_NESTING} times", name)
-    return body
+
+
+def _with_integers(value: Any) -> Any:
+    """With 40 for 40.0, since some clients have no integers."""
+    match value:
+        case float() if value.is_integer() and abs(value) <= _MOST_EXACT:
+            return int(value)
+        case dict():
+            return {name: _with_integers(inner) for name, inner in value.items()}
+        case list():
+            return [_with_integers(inner) for inner in value]
+    return value
 
 
 def _lower(text: str) -> str:
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
-def _is_deep(value: object) -> bool:
-    level = [value]
-    for _ in range(_MOST_NESTING):
-        level = [inner for one in level for inner in _inner(one)]
-        if not level:
-            return False
-    return True
-
-
-def _inner(value: object) -> Iterable[object]:
-    match value:
-        case dict():
-            return value.values()
-        case list():
-            return value
-        case msgspec.Struct():
-            return msgspec.structs.asdict(value).values()
-    return ()
+def _is_nested(value: object, most: int) -> bool:
+    """Whether lists and objects are nested more than `most` times."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(_is_nested(one, most - 1) for one in inner)

@@ -1,10 +1,10 @@
-"""`/v1/embeddings`: its bodies, and what it answers."""
+"""OpenAI's `/v1/embeddings`: the body, which llama-server's endpoints share, and the reply."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,18 +18,18 @@ MOST_TEXTS = 2048
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """Of OpenAI's endpoint, and of llama-server's own. `content` is llama-server's name of `input`."""
+    """Body of `/v1/embeddings` and `/embeddings`. `content` is llama-server's name for `input`."""
 
     input: str | list[TokenId | str | list[TokenId]] | None = None
     content: str | list[TokenId | str | list[TokenId]] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    embd_normalize: int | None = None
-    """As `normalized`; None: as usual."""
+    embd_normalize: Annotated[int, msgspec.Meta(ge=-1, le=MOST_NORM)] | None = None
+    """As for `normalized`; None: the server's default."""
 
     @property
     def prompts(self) -> Sequence[str | list[TokenId]]:
-        """One or several. Raises BodyError."""
+        """The prompts, each of which gets its own embedding. Raises BodyError."""
         name, given = ("content", self.content) if self.input is None else ("input", self.input)
         if given is None:
             raise BodyError("`input` is missing", "input")
@@ -38,30 +38,25 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
         tokens = [one for one in given if isinstance(one, int)]
         texts = [one for one in given if not isinstance(one, int)]
         if (tokens and texts) or len(texts) > MOST_TEXTS:
-            raise BodyError(f"`{name}` must be a text, a list of tokens, or at most {MOST_TEXTS} of these", name)
+            raise BodyError(f"`{name}` must be a string, a list of tokens, or at most {MOST_TEXTS} of these", name)
         if not given or any(text == [] for text in texts):
-            raise BodyError(f"`{name}` is empty: give a text of one token or more", name)
+            raise BodyError(f"`{name}` is empty: give at least one token", name)
         return texts or [tokens]
 
     def check(self, width: int) -> None:
-        """Raises BodyError for what vectors of so many numbers cannot be."""
+        """Raises BodyError unless vectors of this many numbers are what was asked for."""
         if self.dimensions not in (None, width):
             raise BodyError(
-                f"`dimensions` must be {width}, as the model's vectors are, or left out, got {self.dimensions}",
+                f"`dimensions` must be {width}, the width of the model's vectors, or omitted, got {self.dimensions}",
                 "dimensions",
-            )
-        if self.embd_normalize is not None and not -1 <= self.embd_normalize <= MOST_NORM:
-            raise BodyError(
-                f"`embd_normalize` must be a number from -1 to {MOST_NORM}, got {self.embd_normalize}",
-                "embd_normalize",
             )
 
     def norm(self, usual: int) -> int:
-        """How vectors are normalized, as `embeddings.normalized` says."""
+        """The norm to use, as for `normalized`. `usual`: the value if the body has none."""
         return usual if self.embd_normalize is None else self.embd_normalize
 
     def answer(self, model: str, vectors: Sequence[Vector], n_tokens: int) -> dict[str, Any]:
-        """OpenAI's object about one vector for each prompt; `n_tokens` of all of them."""
+        """OpenAI's reply, with one vector per prompt. `n_tokens`: tokens of all prompts."""
         return {
             "object": "list",
             "data": [

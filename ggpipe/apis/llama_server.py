@@ -1,19 +1,20 @@
-"""llama-server's own endpoints: the bodies, and the objects of the reply to `/completion`."""
+"""llama-server's own endpoints: the bodies, and the reply to `/completion`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from ggpipe.apis.bodies import BodyPrompt, GenerationBody, TokenId
 from ggpipe.apis.completions import PromptField, prompts_of
-from ggpipe.apis.replies import WrittenOutput, prob_of, probs_of, timings
+from ggpipe.apis.replies import prob_of, probs_of, timings
+from ggpipe.apis.writer import ApiEvent, Output, Writer
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish, Token, TokenProb
-from ggpipe.core.request_spec import RequestSpec
+from ggpipe.text.chat.tools.events import AnswerEvent
 
 _MISSING = object()
 _STOP_TYPES = {
@@ -23,11 +24,11 @@ _NOT_SHOWN = ("temp", "logit_bias", "grammar", "stop")
 
 
 class NativeBody(GenerationBody, kw_only=True):
-    """`/completion`."""
+    """Body of `/completion`."""
 
     prompt: PromptField
     response_fields: list[str] | None = None
-    """Those that the answer has; none: all."""
+    """Fields of the reply; empty: all."""
 
     @property
     def prompts(self) -> Sequence[BodyPrompt]:
@@ -35,7 +36,7 @@ class NativeBody(GenerationBody, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`/tokenize`."""
+    """Body of `/tokenize`."""
 
     content: str
     add_special: bool = False
@@ -43,51 +44,57 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class SlotBody(msgspec.Struct, kw_only=True):
-    """Of `/slots/{id_slot}`."""
+    """Body of `/slots/{id_slot}`."""
 
     filename: str = ""
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """`/detokenize`."""
+    """Body of `/detokenize`."""
 
     tokens: list[TokenId]
 
 
-class Output(WrittenOutput, Protocol):
-    """An output, or what has come of it."""
+class NativeWriter(Writer):
+    """The reply to `/completion`."""
 
-    @property
-    def index(self) -> int:
-        """Its number, in one request."""
-
-    @property
-    def spec(self) -> RequestSpec:
-        """What the engine is asked for."""
-
-
-class NativeObjects:
-    """The objects of a reply to `/completion`."""
-
-    def __init__(self, model: str, post_sampling_probs: bool, fields: Sequence[str] = ()) -> None:
-        """`post_sampling_probs`: probabilities are those of the draw. `fields`: those of replies and of the last events
-        of streams; none: all."""
+    def __init__(self, body: NativeBody, model: str, slot_of: Callable[[str], int]) -> None:
+        """`slot_of`: the slot of the output with this key; -1: none."""
+        super().__init__(splits=False)
+        self._body = body
         self._model = model
-        self._post_sampling_probs = post_sampling_probs
-        self._fields = fields
+        self._slot_of = slot_of
 
-    def part(self, output: Output, slot: int, text: str, tokens: Sequence[Token], stop: bool = False) -> dict[str, Any]:
-        """The next part of an output: its text and tokens. `slot`: the output's, -1: none. `stop`: it is the last."""
+    def progress(self, output: Output, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
+        yield {**self._part(output, "", []), "prompt_progress": prompt_progress}
+
+    def add(self, output: Output, parts: Sequence[AnswerEvent], tokens: Sequence[Token]) -> Iterator[ApiEvent]:
+        for token in tokens:  # also those without text
+            part = self._part(output, token.text, [token])
+            yield {**part, "timings": timings(output.stats)} if self._body.timings_per_token else part
+
+    def end(self, output: Output, stop_string: str = "") -> Iterator[ApiEvent]:
+        yield self._last(output, output.rest, [], stop_string)
+
+    def whole(self, outputs: Sequence[Output], stop_strings: Sequence[str]) -> dict[str, Any] | list[dict[str, Any]]:
+        found = [
+            self._last(output, "".join(token.text for token in output.tokens) + output.rest, output.tokens, stop_string)
+            for output, stop_string in zip(outputs, stop_strings, strict=True)
+        ]
+        return found if len(found) > 1 else found[0]
+
+    def _part(self, output: Output, text: str, tokens: Sequence[Token], stop: bool = False) -> dict[str, Any]:
+        """The next part of an output. `stop`: it is the last."""
         found = {
             "index": output.index,
             "content": text,
             "tokens": [token.id for token in tokens],
             "stop": stop,
-            "id_slot": slot,
+            "id_slot": self._slot_of(output.key),
             "tokens_predicted": output.stats.n_generated,
             "tokens_evaluated": output.stats.n_prompt,
         }
-        post = self._post_sampling_probs
+        post = bool(self._body.post_sampling_probs)
         best_name = "top_probs" if post else "top_logprobs"
         probs = [
             _native_prob(own, post) | {best_name: [_native_prob(one, post) for one in best]}
@@ -95,13 +102,12 @@ class NativeObjects:
         ]
         return found | {"completion_probabilities": probs} if probs else found
 
-    def last(self, output: Output, slot: int, text: str, tokens: Sequence[Token], stop_string: str) -> dict[str, Any]:
-        """The last part, or a whole output, and how it ended. `stop_string`: the one that ended it, else empty."""
+    def _last(self, output: Output, text: str, tokens: Sequence[Token], stop_string: str) -> dict[str, Any]:
+        """The last part, or a whole output, and how it ended."""
         stats = output.stats
-        kind = _STOP_TYPES.get(stats.finish, "limit") if stats.finish is not None else "limit"
         ending = {
             "model": self._model,
-            "stop_type": kind,
+            "stop_type": _STOP_TYPES.get(stats.finish, "limit") if stats.finish is not None else "limit",
             "stopping_word": stop_string,
             "has_new_line": any("\n" in token.text for token in output.tokens),
             "truncated": stats.finish is Finish.CONTEXT_FULL,
@@ -109,17 +115,17 @@ class NativeObjects:
             "tokens_cached": stats.counters.cached_tokens,
             "timings": timings(stats),
         }
-        return _chosen({**self.part(output, slot, text, tokens, stop=True), **ending}, self._fields)
+        return _chosen({**self._part(output, text, tokens, stop=True), **ending}, self._body.response_fields or ())
 
 
 def settings(sampling: SamplingConfig, n_predict: int) -> dict[str, Any]:
-    """How a text is drawn, without what may say something of the text."""
+    """Settings that may be shown to every client, since they reveal nothing about the prompt or the output."""
     shown = {name: value for name, value in vars(sampling).items() if name not in _NOT_SHOWN}
     return {**shown, "temperature": sampling.temp, "n_predict": n_predict, "max_tokens": n_predict}
 
 
 def _all_settings(output: Output) -> dict[str, Any]:
-    """All settings of a text, also those that say something of it: its own client gets them."""
+    """All settings of an output, for the client that requested it."""
     drawn = output.spec.sampling
     return {
         **settings(drawn, output.spec.n_predict),
@@ -134,7 +140,7 @@ def _all_settings(output: Output) -> dict[str, Any]:
 
 
 def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """These fields of an answer; `timings/prompt_n` is one inside of another. No fields: all."""
+    """The fields of an answer with these paths, such as `timings/prompt_n`. Empty: all fields."""
     if not fields:
         return answer
     found: dict[str, Any] = {}

@@ -1,5 +1,5 @@
-"""Anthropic's `/v1/messages`: the body, whose content blocks become a conversation as OpenAI's API has it, and the
-content blocks and events of the reply."""
+"""Anthropic's `/v1/messages`: the body, which becomes a conversation in OpenAI's form, and the content blocks of the
+reply."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ggpipe.apis.bodies import GenerationBody, text_of
+from ggpipe.apis.bodies import GenerationBody, ResponseFormat, text_of
 from ggpipe.apis.chat import ChatBody
 from ggpipe.apis.replies import finish_reason, timings
-from ggpipe.apis.writer import ApiEvent, Failure, Writer
+from ggpipe.apis.writer import ApiEvent, Failure, ItemWriter, WrittenOutput
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation
@@ -26,7 +26,7 @@ from ggpipe.stats.records import RequestStats
 
 _USUAL_TOKENS = 4096
 _BILLING = re.compile(r"^(x-anthropic-billing-header:[^\n]*\bcch=)[0-9a-f]+(?=;)")
-"""Some clients begin the system's text with a number that changes with each request. No prefix would be found in the
+"""Some clients begin the system prompt with a number that changes with each request, which would defeat the prefix
 cache."""
 _BEGUN: dict[str, dict[str, Any]] = {
     "text": {"text": ""},
@@ -36,20 +36,20 @@ _BEGUN: dict[str, dict[str, Any]] = {
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model is to think before it answers."""
+    """Whether and for how long the model reasons before it answers."""
 
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] | None = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """What the text must be."""
+    """`output_config`."""
 
-    format: dict[str, Any] | None = None
+    format: ResponseFormat | None = None
 
 
 class CountBody(GenerationBody, kw_only=True):
-    """`/v1/messages/count_tokens`."""
+    """Body of `/v1/messages/count_tokens`."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -61,7 +61,7 @@ class CountBody(GenerationBody, kw_only=True):
     @property
     def prompts(self) -> Sequence[Conversation]:
         if not self.messages:
-            raise BodyError("`messages` is empty: give a message or more", "messages")
+            raise BodyError("`messages` is empty: give at least one message", "messages")
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             system = _BILLING.sub(r"\g<1>0", _text(self.system, "system"))
@@ -80,57 +80,38 @@ class CountBody(GenerationBody, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
-    """`/v1/messages`."""
+    """Body of `/v1/messages`."""
 
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None
-    """Its older name for `output_config.format`."""
+    output_format: ResponseFormat | None = None
+    """Anthropic's older name for `output_config.format`."""
+    n: Literal[1] | None = None
+    n_cmpl: Literal[1] | None = None
 
     def __post_init__(self) -> None:
         if self.stop is None:
             self.stop = self.stop_sequences
 
     def most_tokens(self, usual: int) -> int:
-        """As without Anthropic's rule that `max_tokens` must be there: a body without it has the bound of the server,
-        or llama-server's for such bodies."""
+        """Tokens to generate at most. `max_tokens` may be omitted: then the server's limit applies, or else
+        llama-server's for this API."""
         return super().most_tokens(usual if usual >= 0 else _USUAL_TOKENS)
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
-        """As without `thinking`; with its budget."""
+        """The body's settings, with the budget of `thinking`."""
         drawn, thinking = super().sampling(usual), self.thinking
         if thinking is None or thinking.type != "enabled" or thinking.budget_tokens is None:
             return drawn
-        if not 0 <= thinking.budget_tokens <= MAX_TOKENS:
-            raise BodyError("`thinking.budget_tokens` must be a number of tokens", "thinking.budget_tokens")
         return replace(drawn, reasoning_budget=thinking.budget_tokens)
 
-    def check(self) -> None:
-        """Raises BodyError for what no request can have."""
-        super().check()
-        if self.n_choices != 1:
-            raise BodyError("`n` must be 1 here", "n")
-
-    @property
-    def schema_field(self) -> str:
-        return super().schema_field if self._form is None else "output_config.format"
-
-    def schema(self) -> Any:
-        match self._form:
-            case None:
-                return super().schema()
-            case {"type": "json_schema", "schema": dict() as schema}:
-                return schema
-        raise BodyError("`output_config.format` must have the type json_schema, and a schema", "output_config.format")
-
-    @property
-    def _form(self) -> dict[str, Any] | None:
-        return self.output_format if self.output_config is None else self.output_config.format
+    def _format(self) -> tuple[str, ResponseFormat | None]:
+        form = self.output_format if self.output_config is None else self.output_config.format
+        return super()._format() if form is None else ("output_config.format", form)
 
 
 def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
-    """A message, or what its blocks become: results of tools are messages of their own, in front of what the user says
-    to them. Raises BodyError."""
+    """A message in OpenAI's form. Tool results become separate messages before the user's text. Raises BodyError."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise BodyError(f"`{at}.role` must be user or assistant", f"{at}.role")
@@ -156,8 +137,8 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
                 yield {"role": "tool", "tool_call_id": identity, "content": result}
             case _:
                 raise BodyError(
-                    f"`{here}` must be text, thinking, tool_use with an input, or tool_result: the model reads nothing "
-                    "else", here,
+                    f"`{here}` must be text, thinking, tool_use with an input, or tool_result: the model reads only "
+                    "text", here,
                 )  # fmt: skip
     if thoughts:
         own["reasoning_content"] = "\n".join(thoughts)
@@ -170,7 +151,7 @@ def _text(content: Any, at: str) -> str:
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
-    """A tool as OpenAI's API has it. (Those without a schema are Anthropic's own.)"""
+    """A tool in OpenAI's form. (Tools without a schema are Anthropic's own.)"""
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     if not isinstance(function["name"], str) or not isinstance(function["parameters"], dict):
         raise BodyError(f"`{at}` must have a name and an input_schema", at)
@@ -180,7 +161,7 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _choice(choice: dict[str, Any] | None) -> Any:
-    """`tool_choice` as OpenAI's API has it."""
+    """`tool_choice` in OpenAI's form."""
     match choice:
         case None | {"type": "auto"}:
             return None
@@ -193,13 +174,13 @@ def _choice(choice: dict[str, Any] | None) -> Any:
     raise BodyError("`tool_choice` must have the type auto, any, none, or tool with a name", "tool_choice")
 
 
-class MessageWriter(Writer):
+class MessageWriter(ItemWriter):
     """A message, whose items are its content blocks."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__()
+    def __init__(self, model: str, splits: bool) -> None:
+        super().__init__(splits)
         self._json = ""
-        """Arguments of the call that is open."""
+        """Arguments of the open call."""
         self._message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -210,11 +191,8 @@ class MessageWriter(Writer):
             "stop_sequence": None,
         }
 
-    def begin(self, stats: RequestStats) -> Iterator[ApiEvent]:
-        yield {"type": "message_start", "message": {**self._message, "usage": _usage(stats)}}
-
-    def progress(self, prompt_progress: dict[str, Any]) -> Iterable[ApiEvent]:
-        return ()
+    def begin(self, output: WrittenOutput) -> Iterator[ApiEvent]:
+        yield {"type": "message_start", "message": {**self._message, "usage": _usage(output.stats)}}
 
     def _reasoning(self, text: str) -> Iterator[ApiEvent]:
         yield from self._open_if_needed("thinking")
@@ -234,7 +212,8 @@ class MessageWriter(Writer):
         self._json += text
         yield self._delta(type="input_json_delta", partial_json=text)
 
-    def end(self, stats: RequestStats, stop_string: str = "") -> Iterator[ApiEvent]:
+    def end(self, output: WrittenOutput, stop_string: str = "") -> Iterator[ApiEvent]:
+        stats = output.stats
         yield from self._close()
         calls = any(block["type"] == "tool_use" for block in self._items)
         if stats.finish is Finish.CONTEXT_FULL:
@@ -254,7 +233,7 @@ class MessageWriter(Writer):
         return (error.anthropic_body,)
 
     @property
-    def whole(self) -> dict[str, Any]:
+    def reply(self) -> dict[str, Any]:
         return self._message
 
     def _delta(self, **delta: Any) -> ApiEvent:
@@ -275,9 +254,9 @@ class MessageWriter(Writer):
             return
         block = self._items[-1]
         if block["type"] == "tool_use":
-            with contextlib.suppress(ValueError, RecursionError):  # cut off, or nested too deeply
+            with contextlib.suppress(ValueError, RecursionError):  # cut off, or nested too deep
                 block["input"] = json.loads(self._json)
-        elif block["type"] == "thinking":  # clients wait for one
+        elif block["type"] == "thinking":  # clients expect a signature
             yield self._delta(type="signature_delta", signature="")
         self._is_open = False
         yield {"type": "content_block_stop", "index": len(self._items) - 1}

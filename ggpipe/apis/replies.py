@@ -1,4 +1,4 @@
-"""What replies of several APIs have in common: choices, usage, log-probabilities and llama-server's figures."""
+"""What replies of several APIs have in common: choices, usage, log-probabilities and llama-server's timings."""
 
 from __future__ import annotations
 
@@ -7,47 +7,30 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from ggpipe.apis.bodies import GenerationBody
+from ggpipe.apis.writer import ApiEvent, Output, Writer, WrittenOutput
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.stats.records import RequestStats, rate
-from ggpipe.text.chat.answer import WholeAnswer
+from ggpipe.text.chat.answer import WholeAnswer, whole_answer
 from ggpipe.text.chat.tools.events import AnswerEvent
 
 _LEAST = -9999.0
-"""JSON has no minus infinity; OpenAI writes this."""
+"""Written for minus infinity, which JSON lacks, as OpenAI does."""
 _FINISH = {Finish.END_OF_TEXT: "stop", Finish.STOP_STRING: "stop", Finish.NO_TOKEN: "stop"}
 
 
-class WrittenOutput(Protocol):
-    """A text that was written."""
-
-    @property
-    def prompt(self) -> int:
-        """Its prompt's number, in one request."""
-
-    @property
-    def stats(self) -> RequestStats:
-        """Its figures."""
-
-    @property
-    def tokens(self) -> Sequence[Token]:
-        """All of its tokens."""
-
-    def answer(self, splits: bool) -> WholeAnswer:
-        """Its parts. `splits`: reasoning is separated from the answer."""
-
-
 def chat_logprobs(tokens: Sequence[Token], n_best: int | None = None) -> dict[str, Any] | None:
-    """Log-probabilities of a message's tokens, with the `n_best` best at each place (None: all that there are); None
-    where none were asked for."""
+    """Log-probabilities of a message's tokens, each with the `n_best` best (None: all that are known). None if none
+    were requested."""
     found = [prob_of(own) | {"top_logprobs": [prob_of(one) for one in best[:n_best]]} for own, best in probs_of(tokens)]
     return {"content": found} if found else None
 
 
 def text_logprobs(tokens: Sequence[Token], n_best: int | None = None, n_before: int = 0) -> dict[str, Any] | None:
-    """Those of a text's tokens. The token itself is always among the best. `n_before`: characters of the text in front
-    of these tokens."""
+    """Log-probabilities of a completion's tokens. The token itself is always among the best. `n_before`: characters of
+    the completion before these tokens."""
     probs = list(probs_of(tokens))
     if not probs:
         return None
@@ -63,11 +46,12 @@ def text_logprobs(tokens: Sequence[Token], n_best: int | None = None, n_before: 
 
 
 def probs_of(tokens: Sequence[Token]) -> Iterator[tuple[TokenProb, Sequence[TokenProb]]]:
-    """Each token's own log-probability, and those of the best ones."""
+    """Each token's own log-probability, and those of the best tokens in its place."""
     return ((token.probs[0], token.probs[1:]) for token in tokens if token.probs)
 
 
 def prob_of(one: TokenProb) -> dict[str, Any]:
+    """A token with its log-probability."""
     return {"id": one.id, "token": _text(one), "bytes": list(one.text), "logprob": max(one.logprob, _LEAST)}
 
 
@@ -76,16 +60,16 @@ def _text(one: TokenProb) -> str:
 
 
 def finish_reason(stats: RequestStats, answer: WholeAnswer | None = None) -> str:
-    """Why a text ended, as OpenAI says it; one that was cut off is like one that was too long."""
+    """Why an output ended, in OpenAI's terms. A cancelled one counts as one that reached its maximum length."""
     reason = _FINISH.get(stats.finish, "length") if stats.finish is not None else "length"
     return "tool_calls" if reason == "stop" and answer is not None and answer.calls else reason
 
 
-def usage(texts: Sequence[WrittenOutput]) -> dict[str, Any]:
-    """Tokens of all texts together; a prompt that several of them answer counts once."""
-    prompts = {text.prompt: text.stats for text in reversed(texts)}
+def usage(outputs: Sequence[WrittenOutput]) -> dict[str, Any]:
+    """Tokens of all outputs together. A prompt with several outputs counts once."""
+    prompts = {output.prompt: output.stats for output in reversed(outputs)}
     n_prompt = sum(stats.n_prompt for stats in prompts.values())
-    n_generated = sum(text.stats.n_generated for text in texts)
+    n_generated = sum(output.stats.n_generated for output in outputs)
     n_cached = sum(stats.counters.cached_tokens for stats in prompts.values())
     return {
         "prompt_tokens": n_prompt,
@@ -96,7 +80,7 @@ def usage(texts: Sequence[WrittenOutput]) -> dict[str, Any]:
 
 
 def timings(stats: RequestStats) -> dict[str, Any]:
-    """A text's figures, as llama-server has them."""
+    """llama-server's timings of an output."""
     counters = stats.counters
     n_prompt, prompt_s = stats.n_prompt - counters.cached_tokens, stats.ttft_s or 0.0
     n_predicted, predicted_s = stats.n_generated, stats.decode_s
@@ -116,51 +100,89 @@ def timings(stats: RequestStats) -> dict[str, Any]:
     return found
 
 
-class Choices(abc.ABC):
-    """A reply in which each output is a choice: the response, and the chunks of a stream."""
+class ChoiceWriter(Writer):
+    """A reply of OpenAI's API in which each output is a choice, with llama-server's further fields."""
 
-    prefix = ""
-    whole_object = ""
-    chunk_object = ""
-    empty: ClassVar[Mapping[str, Any]]
-    """What a chunk without text has."""
-    first: ClassVar[Mapping[str, Any] | None] = None
-    """What the first chunk of each output has; None: it has no such chunk."""
+    ends_with_done = True
+    names_stop_string = False
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    empty: ClassVar[dict[str, Any]]
+    """Content of a chunk without text."""
+    first: ClassVar[dict[str, Any] | None] = None
+    """Content of the first chunk of each output; None: no such chunk."""
 
-    def __init__(self, model: str, n_best: int | None, identity: str = "", **further: Any) -> None:
-        """`n_best`: as `n_best_probs` of bodies. `identity`: id of the response; empty: a random one. `further`: fields
-        of the response and of all chunks."""
+    def __init__(
+        self, body: GenerationBody, model: str, splits: bool = False, identity: str = "", **further: Any
+    ) -> None:
+        """`identity`: id of the response; empty: a random one. `further`: fields of the response and of all chunks."""
+        super().__init__(splits)
         identity = identity or self.prefix + secrets.token_hex(12)
         self._common = {"id": identity, "created": int(time.time()), "model": model, **further}
-        self.n_best = n_best
+        self._body = body
+        self.by_token = bool(body.return_origins)
+        self._answers: dict[int, WholeAnswer] = {}
+        """Per output."""
+        self._tokens: dict[int, list[Token]] = {}
+        """Tokens of each output that no chunk had yet."""
 
-    def whole(self, outputs: Sequence[WrittenOutput], splits: bool) -> dict[str, Any]:
-        """The response, once all outputs have ended. `splits`: reasoning is separated from the answer."""
+    def begin(self, output: Output) -> Iterator[ApiEvent]:
+        self._answers[output.index], self._tokens[output.index] = WholeAnswer(), []
+        if self.first is not None:
+            yield self._chunk([_choice(output.index, self.first)])
+
+    def progress(self, output: Output, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
+        yield self._chunk([_choice(output.index, self.empty)], prompt_progress=prompt_progress)
+
+    def add(self, output: Output, parts: Sequence[AnswerEvent], tokens: Sequence[Token]) -> Iterator[ApiEvent]:
+        index, new = output.index, self._tokens[output.index]
+        new += tokens
+        self._answers[index].add(parts)
+        for one in parts:
+            if (content := self._part(one)) is None:
+                continue
+            choice = {**_choice(index, content), "logprobs": self._logprobs(index, new)}
+            if self.by_token and new:
+                choice["origin"] = "drafted" if new[-1].drafted else "own"
+            yield self._chunk([choice], **{"timings": timings(output.stats)} if self._body.timings_per_token else {})
+            new.clear()
+
+    def end(self, output: Output, stop_string: str = "") -> Iterator[ApiEvent]:
+        index = output.index
+        last = _choice(index, self.empty, finish_reason(output.stats, self._answers[index]))
+        last["logprobs"] = self._logprobs(index, self._tokens[index])
+        yield self._chunk([last], timings=timings(output.stats))
+
+    def finish(self, outputs: Sequence[Output]) -> Iterator[ApiEvent]:
+        if self._body.includes_usage:
+            yield self._chunk([], usage=usage(outputs), timings=timings(outputs[0].stats))
+
+    def whole(self, outputs: Sequence[WrittenOutput], stop_strings: Sequence[str] = ()) -> dict[str, Any]:
         choices = []
         for index, output in enumerate(outputs):
-            answer = output.answer(splits)
-            choice = self.choice(index, self._whole(answer), finish_reason(output.stats, answer))
-            choices.append({**choice, "logprobs": self.logprobs(index, output.tokens)})
+            answer = whole_answer(output.marks, output.key, output.tokens, output.rest, self.splits)
+            choice = _choice(index, self._content(answer), finish_reason(output.stats, answer))
+            choices.append({**choice, "logprobs": self._logprobs(index, output.tokens)})
         figures = {"usage": usage(outputs), "timings": timings(outputs[0].stats)}
         return {"choices": choices, **self._common, "object": self.whole_object, **figures}
 
-    def chunk(self, choices: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
-        """The next part of a stream."""
+    def _chunk(self, choices: list[dict[str, Any]], **further: Any) -> ApiEvent:
         return {"choices": choices, **self._common, "object": self.chunk_object, **further}
 
-    @staticmethod
-    def choice(index: int, content: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
-        """An output, or a part of it. `reason`: why it ended."""
-        return {"index": index, **content, "finish_reason": reason}
+    @abc.abstractmethod
+    def _part(self, one: AnswerEvent) -> Mapping[str, Any] | None:
+        """A chunk's content for this part of an output; None: no chunk."""
 
     @abc.abstractmethod
-    def part(self, one: AnswerEvent) -> dict[str, Any] | None:
-        """What a chunk has of this part of an output; None: there is no chunk for it."""
-
-    @abc.abstractmethod
-    def logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         """Log-probabilities of an output's next tokens; None if none were requested."""
 
     @abc.abstractmethod
-    def _whole(self, answer: WholeAnswer) -> dict[str, Any]:
-        """What a response has of a whole output."""
+    def _content(self, answer: WholeAnswer) -> dict[str, Any]:
+        """A choice's content for a whole output."""
+
+
+def _choice(index: int, content: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+    """An output, or a part of it. `reason`: why it ended."""
+    return {"index": index, **content, "finish_reason": reason}

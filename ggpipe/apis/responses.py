@@ -1,24 +1,22 @@
-"""OpenAI's `/v1/responses`: the body, whose items and instructions become a conversation, and the items and numbered
-events of the reply."""
+"""OpenAI's `/v1/responses`: the body, which becomes a conversation, and the items and numbered events of the reply."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ggpipe.apis.bodies import GenerationBody, text_of
+from ggpipe.apis.bodies import GenerationBody, ResponseFormat, text_of
 from ggpipe.apis.chat import ChatBody
 from ggpipe.apis.replies import chat_logprobs, finish_reason, timings
-from ggpipe.apis.writer import ApiEvent, Failure, Writer
+from ggpipe.apis.writer import ApiEvent, Failure, ItemWriter, WrittenOutput
 from ggpipe.config.checks import MAX_TOKENS
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Token
 from ggpipe.errors import BodyError
-from ggpipe.stats.records import RequestStats
 
 RESPONSES = "/v1/responses"
 _WITH_LOGPROBS = "message.output_text.logprobs"
@@ -26,23 +24,23 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    """What the text must be."""
+    """`text`."""
 
-    format: dict[str, Any] | None = None
+    format: ResponseFormat | None = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """How much a model is to think."""
+    """`reasoning`."""
 
     effort: str | None = None
 
 
 class ResponsesBody(GenerationBody, kw_only=True):
-    """`/v1/responses`."""
+    """Body of `/v1/responses`."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -55,52 +53,34 @@ class ResponsesBody(GenerationBody, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
+    n: Literal[1] | None = None
+    n_cmpl: Literal[1] | None = None
 
-    def check(self) -> None:
-        """Raises BodyError for what no request can have, and for what is not done here."""
-        super().check()
-        if self.n_choices != 1:
-            raise BodyError("`n` must be 1 here", "n")
+    def __post_init__(self) -> None:
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name):
-                raise BodyError(f"`{name}` is not supported: no responses are kept; send the whole conversation", name)
+                raise BodyError(
+                    f"`{name}` is not supported: responses are not stored; send the whole conversation", name
+                )
         if self.background:
             raise BodyError("`background` is not supported: leave it out", "background")
 
     def most_tokens(self, usual: int) -> int:
-        if self.max_output_tokens is None:
-            return super().most_tokens(usual)
-        if self.max_output_tokens < 1:
-            raise BodyError(
-                f"`max_output_tokens` must be a number of tokens, got {self.max_output_tokens}", "max_output_tokens"
-            )
-        return min(self.max_output_tokens, MAX_TOKENS)
+        own = self.max_output_tokens
+        return super().most_tokens(usual) if own is None else min(own, MAX_TOKENS)
 
     def most_probs(self) -> int | None:
         if _WITH_LOGPROBS not in (self.include or ()):
             return None
-        return max(0 if self.top_logprobs is None else self.number_of_probs("top_logprobs"), 1)
+        return self.top_logprobs or 1
 
     @property
     def n_best_probs(self) -> int | None:
         return self.top_logprobs or 0
 
-    @property
-    def schema_field(self) -> str:
-        return super().schema_field if self.text is None or self.text.format is None else "text.format"
-
-    def schema(self) -> Any:
+    def _format(self) -> tuple[str, ResponseFormat | None]:
         form = None if self.text is None else self.text.format
-        match form:
-            case None | {"type": "text"}:
-                return super().schema()
-            case {"type": "json_object"}:
-                return {}
-            case {"type": "json_schema", "schema": dict() as schema}:
-                return schema
-        raise BodyError(
-            "`text.format` must have the type text, json_object, or json_schema with a schema", "text.format"
-        )
+        return super()._format() if form is None else ("text.format", form)
 
     @property
     def prompts(self) -> Sequence[Conversation]:
@@ -110,7 +90,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         else:
             messages += messages_of(self.input)
         if not self.input:
-            raise BodyError("`input` is empty: give a text or items", "input")
+            raise BodyError("`input` is empty: give a string or items", "input")
         tools = [
             _tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ()) if tool.get("type") == "function"
         ]
@@ -122,8 +102,8 @@ class ResponsesBody(GenerationBody, kw_only=True):
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as a conversation's messages: what the model thought, said and called before the user's next message is one
-    message. Raises BodyError."""
+    """Items as messages of a conversation. The model's reasoning, text and calls before the next message of the user
+    become one message. Raises BodyError."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         at = f"input[{i}]"
@@ -157,7 +137,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_model(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The model's message at the end."""
+    """The last message, which is the model's; added if it is missing."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -166,21 +146,21 @@ def _of_model(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _given(item: dict[str, Any], name: str, at: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise BodyError(f"`{at}.{name}` must be a text", f"{at}.{name}")
+        raise BodyError(f"`{at}.{name}` must be a string", f"{at}.{name}")
     return value
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
-    """A function as chats have it."""
+    """A function in the form of chat completions."""
     _given(tool, "name", at)
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-class ResponseWriter(Writer):
+class ResponseWriter(ItemWriter):
     """A response, whose items are its output."""
 
-    def __init__(self, body: ResponsesBody, model: str) -> None:
-        super().__init__()
+    def __init__(self, body: ResponsesBody, model: str, splits: bool) -> None:
+        super().__init__(splits)
         self._n_events = 0
         self._n_best = body.n_best_probs
         text = {"format": {"type": "text"}} if body.text is None else msgspec.to_builtins(body.text)
@@ -211,11 +191,11 @@ class ResponseWriter(Writer):
             "user": body.user,
         }
 
-    def begin(self, stats: RequestStats) -> Iterator[ApiEvent]:
+    def begin(self, output: WrittenOutput) -> Iterator[ApiEvent]:
         yield self._event("response.created", response=self._response)
         yield self._event("response.in_progress", response=self._response)
 
-    def progress(self, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
+    def progress(self, output: WrittenOutput, prompt_progress: dict[str, Any]) -> Iterator[ApiEvent]:
         yield self._event("response.in_progress", response=self._response, prompt_progress=prompt_progress)
 
     def _reasoning(self, text: str) -> Iterator[ApiEvent]:
@@ -248,7 +228,8 @@ class ResponseWriter(Writer):
         self._items[-1]["arguments"] += text
         yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
 
-    def end(self, stats: RequestStats, stop_string: str = "") -> Iterator[ApiEvent]:
+    def end(self, output: WrittenOutput, stop_string: str = "") -> Iterator[ApiEvent]:
+        stats = output.stats
         is_cut = finish_reason(stats) == "length"
         status = "incomplete" if is_cut else "completed"
         yield from self._close(status)
@@ -267,7 +248,7 @@ class ResponseWriter(Writer):
         yield self._event(f"response.{status}", response=self._response, timings=timings(stats))
 
     def fail(self, error: Failure) -> Iterator[ApiEvent]:
-        # Some clients look at the event of that name, some at the response.
+        # Some clients look for the event, others at the response.
         yield self._event("error", code=str(error.status), message=error.message, param=error.param)
         for item in self._items[-1:] if self._is_open else ():
             item["status"] = "incomplete"
@@ -275,7 +256,7 @@ class ResponseWriter(Writer):
         yield self._event("response.failed", response=self._response)
 
     @property
-    def whole(self) -> dict[str, Any]:
+    def reply(self) -> dict[str, Any]:
         return self._response
 
     def _event(self, kind: str, **further: Any) -> ApiEvent:

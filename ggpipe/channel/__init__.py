@@ -1,1 +1,1 @@
-"""The channel between a front end and the head of its ranks, and what both sides are to each other."""
+"""The channel between a front end and the head of its ranks, with both of its sides."""

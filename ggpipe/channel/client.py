@@ -1,4 +1,4 @@
-"""An engine as front ends see it, wherever its ranks are: submit requests, take what comes, one or many at a time.
+"""An engine as front ends see it, wherever its ranks are: submit one or many requests, and receive their events.
 
 engine = started_ranks.load()
 request = engine.submit(RequestSpec(prompt=b"Once upon", sampling=SamplingConfig(temp=0)))
@@ -6,8 +6,8 @@ while request.is_active:
     for event in engine.step():
         ...
 
-`engine/session.py` is such an engine in this process, `remote.py` one behind a socket. A front end holds the requests
-and all of their tokens itself, so nothing is lost with the ranks.
+`engine/session.py` implements it in this process, `remote.py` over a socket. The front end keeps all requests with
+their tokens, so nothing is lost with the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import abc
 import contextlib
 import itertools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from ggpipe.channel.events import RequestAccepted, RequestEnded, RequestEvent, R
 from ggpipe.channel.messages import ModelInfo
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
+from ggpipe.core.prefixes import PrefixOrder
 from ggpipe.core.prompt import Conversation, as_prompt
 from ggpipe.core.request import Token, check_prompt
 from ggpipe.core.request_spec import RequestSpec
@@ -38,31 +38,31 @@ from ggpipe.text.chat.conversation import ChatPrompt
 
 @dataclass(kw_only=True, eq=False)
 class ClientRequest:
-    """A request that was submitted, and what came of it so far."""
+    """A submitted request, and what has arrived so far."""
 
     id: int
     spec: RequestSpec
-    """As it was stated."""
+    """The request as it was submitted."""
     stats: RequestStats
-    """Filled in while the request is served. Times are this process's `time.monotonic`."""
+    """Updated while the request is served. Times are this process's `time.monotonic`."""
     n_resumed: int
-    """Tokens of its output that were known when the ranks that serve it now took it."""
+    """Tokens of its output that were known when the current ranks accepted it."""
     accepted: RequestAccepted | None = None
-    """The answer to it; after a restart, the first one. None: it was not answered."""
+    """The first acceptance, if ranks were restarted since. None: not accepted so far."""
     tokens: list[Token] = field(default_factory=list)
-    """Its output, without `spec.resumed`."""
+    """The output, without `spec.resumed`."""
     ended: RequestEnded | None = None
     error: GgpipeError | None = None
-    """Why it was not taken, or not ended."""
+    """Why it was refused, or failed."""
 
     @property
     def is_active(self) -> bool:
-        """It is waiting or being served."""
+        """Whether it is waiting or running."""
         return self.ended is None and self.error is None
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The tokens of its prompt; empty while they are not known."""
+        """Tokens of the prompt; empty while they are unknown."""
         if self.accepted is not None and self.accepted.prompt:
             return self.accepted.prompt
         own = self.spec.prompt
@@ -70,22 +70,22 @@ class ClientRequest:
 
     @property
     def answer_format(self) -> AnswerFormat | None:
-        """How an answer to a conversation is marked, when it is accepted; None for other prompts."""
+        """How reasoning and tool calls are marked; None until it is accepted, and unless it is a conversation."""
         return self.accepted.answer_format if self.accepted is not None else None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Its output so far."""
+        """The output so far."""
         return (*self.spec.resumed, *(token.id for token in self.tokens))
 
     @property
     def rest(self) -> str:
-        """Text after the last token's, as `RequestEnded.rest`."""
+        """Text after the last token's; see `RequestEnded.rest`."""
         return self.ended.rest if self.ended is not None else ""
 
     @property
     def continued(self) -> RequestSpec:
-        """The request with all that is known of it now, for ranks that are to continue it."""
+        """The request with everything known about it, for other ranks to continue."""
         if self.accepted is None:
             return self.spec
         n_before = len(self.spec.resumed)
@@ -99,35 +99,35 @@ class ClientRequest:
 
 
 class Stoppable(Protocol):
-    """What the user's wish for an end is kept in."""
+    """Something that the user can stop."""
 
     stopping: bool
-    """The user wants an end of what is going on."""
+    """The user has asked to stop."""
 
     def stop(self) -> None:
-        """End loading, or the active requests, soon. From any thread or a signal handler."""
+        """Stop loading or the active requests soon. May be called from any thread or a signal handler."""
 
 
 class StartedRanks(Stoppable, Protocol):
-    """Ranks that run, with nothing loaded yet."""
+    """Running ranks, with nothing loaded yet."""
 
     @property
     def ranks(self) -> Sequence[RankStats]:
-        """All ranks in order; how far their loading is."""
+        """All ranks in order, with the progress of their loading."""
 
     @property
     def is_loading(self) -> bool:
-        """Ranks are started again while requests wait."""
+        """Ranks are being restarted while requests wait."""
 
     def load(self) -> EngineClient:
-        """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
+        """Load the models on all ranks. Raises the first error of any rank, and RunError when the user stops it."""
 
     def is_ending(self) -> bool:
-        """The user wants an end of what is going on, or this process is to end."""
+        """Whether the user has asked to stop, or this process should end."""
 
 
 class EngineClient(abc.ABC):
-    """See the module's text. All methods but `stop` belong to one thread."""
+    """An engine. Call all methods but `stop` from one thread."""
 
     def __init__(
         self,
@@ -140,34 +140,32 @@ class EngineClient(abc.ABC):
         model: ModelInfo | None = None,
     ) -> None:
         self.ranks = ranks
-        """All ranks in order; behind them the drafts inside the head's process, if there are any."""
+        """All ranks in order, followed by the draft models inside the head's process."""
         self.n_ctx = n_ctx
-        """KV cells, for all requests together."""
+        """KV cells, shared by all requests."""
         self.n_cells = 0
-        """Those of them in use: of requests, kept prefixes and draft tokens."""
+        """KV cells in use by requests, kept prefixes and draft tokens."""
         self.can_speculate = can_speculate
         self.warnings = warnings
         self.sampling = sampling or SamplingConfig()
-        """What the model's file recommends, and llama.cpp's defaults for the rest: for settings that the user leaves
-        out."""
+        """Settings that apply if the user omits them: the model's recommendations, or else llama.cpp's defaults."""
         self.model = model or ModelInfo()
-        """The target."""
+        """The target model."""
         self._owner = owner
         self._offset_s = 0.0
         """This process's clock minus the head's."""
         self._ids = itertools.count(1)
         self._requests: dict[int, ClientRequest] = {}
-        """Those that are active."""
+        """Active requests by id."""
         self._orders: dict[int, PrefixOrder] = {}
-        """Those that are not carried out."""
+        """Orders by id that have not been carried out."""
 
     # Many requests
 
     def submit(self, spec: RequestSpec, stats: RequestStats | None = None) -> ClientRequest:
-        """Have a request served. `RequestAccepted` or `RequestRefused` is the first of its events; a refused one has
-        its `error`.
+        """Submit a request. Its first event is `RequestAccepted` or `RequestRefused`; a refused one has an `error`.
 
-        `spec.speculation` needs a draft model. `stats` is filled in while the request is served.
+        `stats` is updated while the request is served.
         """
         stats = stats if stats is not None else RequestStats()
         request = ClientRequest(id=next(self._ids), spec=spec, stats=stats, n_resumed=len(spec.resumed))
@@ -176,10 +174,10 @@ class EngineClient(abc.ABC):
         return request
 
     def resume(self, request: ClientRequest) -> None:
-        """Have an active request of another engine, whose ranks broke, go on from its tokens.
+        """Continue an active request whose ranks died. Its id must not be in use by this engine.
 
-        With `exact` its text is the one of an undisturbed run. Its figures of the text are of all of it, those of runs
-        and ranks begin again. Its id must not be that of an active request of this engine.
+        With `exact`, the output is the same as without the interruption. Statistics of the output cover all of it;
+        those of runs and ranks start anew.
         """
         request.stats.runs.clear()
         request.stats.draft_runs.clear()
@@ -187,40 +185,25 @@ class EngineClient(abc.ABC):
         self._requests[request.id] = request
         self._submit(request)
 
-    def save_prefix(self, tokens: tuple[int, ...], file: str) -> SavePrefix:
-        """Have all ranks write a prefix to disk, under this name in their folders. It waits as requests do, and goes on
-        when ranks are started again. `PrefixDone` or `RequestRefused` comes of it."""
-        order = SavePrefix(next(self._ids), tokens, file)
-        self._begin_order(order)
-        return order
-
-    def restore_prefix(self, tokens: tuple[int, ...], file: str) -> RestorePrefix:
-        """Have all ranks put a prefix from disk into their caches; else as `save_prefix`."""
-        order = RestorePrefix(next(self._ids), tokens, file)
-        self._begin_order(order)
-        return order
-
-    def erase_prefix(self, tokens: tuple[int, ...]) -> ErasePrefix:
-        """Have all ranks take what these tokens begin with out of their caches; else as `save_prefix`."""
-        order = ErasePrefix(next(self._ids), tokens)
-        self._begin_order(order)
-        return order
-
-    def _begin_order(self, order: PrefixOrder) -> None:
+    def order(self, make: Callable[[int], PrefixOrder]) -> PrefixOrder:
+        """Have all ranks save, restore or erase a prefix. `make`: makes the order with the id that it gets. It waits as
+        requests do, and continues when ranks are restarted. `PrefixDone` or `RequestRefused` follows."""
+        order = make(next(self._ids))
         self._orders[order.id] = order
         self._order(order)
+        return order
 
     def cancel(self, request: ClientRequest | PrefixOrder) -> None:
-        """End a request soon; `RequestEnded` follows, after tokens that are generated already. Or an order, unless
-        ranks are at it; `PrefixDone` follows. Does nothing when it is over."""
+        """End a request soon: `RequestEnded` follows, after tokens that were already generated. Or an order, unless the
+        ranks have begun it: `PrefixDone` follows. Does nothing if it has ended."""
         if request.id in self._requests or request.id in self._orders:
             self._cancel(request.id)
 
     def step(self) -> list[RequestEvent]:
-        """Wait for something to happen, at most 0.1 s. Returns what came, in order.
+        """Wait at most 0.1 s for events, and return them in order.
 
-        When the user wants an end, all that is active is cancelled. Raises RunError when a rank breaks, Terminated
-        when this process is to end.
+        Cancels everything when the user asks to stop. Raises RunError when a rank breaks, and Terminated when this
+        process should end.
         """
         stopping = self._owner.stopping and bool(self._requests or self._orders)
         if stopping:
@@ -234,11 +217,11 @@ class EngineClient(abc.ABC):
             elif self._orders.pop(event.request, None) is not None:
                 events.append(event)
         if stopping and not (self._requests or self._orders):
-            self._owner.stopping = False  # only now: one that came while loading ends the first request
+            self._owner.stopping = False  # only now: a stop during loading ends the first request
         return events
 
     def _note(self, event: RequestEvent, request: ClientRequest) -> None:
-        """Note what came of a request."""
+        """Update a request with an event."""
         stats, offset_s = request.stats, self._offset_s
         match event:
             case RequestAccepted():
@@ -261,18 +244,17 @@ class EngineClient(abc.ABC):
                 self._requests.pop(request.id, None)
 
     def stop(self) -> None:
-        """End the active requests soon, or the next ones, keeping what is generated. From any thread or a signal
-        handler."""
+        """End the active requests soon, or else the next ones. May be called from any thread or a signal handler."""
         self._owner.stop()
 
     # One request
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Raises UsageError for a prompt that is empty or that leaves no room for an answer."""
+        """Raises UsageError for a prompt that is empty or leaves no room for output."""
         check_prompt(prompt, self.n_ctx)
 
     def begin(self, spec: RequestSpec, stats: RequestStats | None = None) -> ClientRequest:
-        """Submit a request, with no other one beside it, and wait until it is accepted.
+        """Submit the only request, and wait until it is accepted.
 
         Raises UsageError for a bad prompt or while another request is active, RunError when a rank breaks.
         """
@@ -287,7 +269,7 @@ class EngineClient(abc.ABC):
         return request
 
     def tokens(self, request: ClientRequest) -> Generator[Token, None, None]:
-        """The tokens of a request that was begun. An iterator that is closed, or dropped, ends it. Raises RunError when
+        """The tokens of a request from `begin`. Closing or dropping the iterator ends the request. Raises RunError when
         a rank breaks."""
         with self._ending(request):
             at = 0
@@ -310,7 +292,7 @@ class EngineClient(abc.ABC):
         stats: RequestStats | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> Generator[Token, None, None]:
-        """`stream` for a text or tokens, with what most programs state of a request."""
+        """`stream` for a string or tokens, with the most common settings of a request."""
         spec = RequestSpec(
             prompt=as_prompt(prompt),
             sampling=sampling,
@@ -321,7 +303,7 @@ class EngineClient(abc.ABC):
 
     @contextlib.contextmanager
     def _ending(self, request: ClientRequest) -> Iterator[None]:
-        """When the caller leaves, or a rank breaks, the next request finds nothing in the way."""
+        """Clean up if the caller leaves or a rank breaks, so that the next request can begin."""
         try:
             yield
         except GeneratorExit:
@@ -336,41 +318,41 @@ class EngineClient(abc.ABC):
                 self._requests.pop(request.id, None)
             raise
 
-    # What the kinds of engines do in their own ways
+    # For subclasses
 
     @property
     @abc.abstractmethod
     def is_open(self) -> bool:
-        """The ranks were not asked to end yet."""
+        """Whether the ranks have not been asked to end."""
 
     @abc.abstractmethod
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """A prompt's tokens. Bytes that are not UTF-8 are surrogates in `text`."""
+        """Tokens of a prompt. Bytes that are not UTF-8 are surrogates in `text`."""
 
     @abc.abstractmethod
     def tokenize_chat(self, conversation: Conversation) -> ChatPrompt:
-        """A conversation as the model reads it, and how the model will mark reasoning in its answer. Requests take
-        conversations as they are: this is for those who want the tokens alone.
+        """A conversation, rendered and tokenized, for callers that want only the tokens: `submit` accepts
+        conversations.
 
-        Raises UsageError where the template does not take it.
+        Raises UsageError if the template refuses it.
         """
 
     @abc.abstractmethod
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> tuple[bytes, ...]:
-        """The text of each token, which may be part of a UTF-8 character. Special tokens have none, but with `special`.
-        Raises UsageError for what is no token."""
+        """The text of each token, which may be part of a UTF-8 character. Special tokens have text only with `special`.
+        Raises UsageError for ids that are not tokens."""
 
     @abc.abstractmethod
     def measure(self) -> None:
-        """Ask every rank what it has resident and what CPU time it took; fills `ranks`."""
+        """Ask every rank for its resident memory and CPU time, and update `ranks`."""
 
     @abc.abstractmethod
     def align_clocks(self) -> None:
-        """Fill in `clock_offset_s` of all ranks, from the quickest of some pings. One machine's ranks share a clock."""
+        """Set `clock_offset_s` of all ranks, from the fastest of several pings. Ranks of one machine share a clock."""
 
     @abc.abstractmethod
     def idle(self, seconds: float) -> None:
-        """Stay ready without a request. Raises when a rank breaks."""
+        """Wait without a request. Raises an error when a rank breaks."""
 
     @abc.abstractmethod
     def _submit(self, request: ClientRequest) -> None: ...

@@ -1,8 +1,8 @@
-"""What comes of a request: made by the head's engine, and the same up to the front end's user, on a channel or not.
+"""Events of requests, which the head's engine makes. Front ends get them unchanged, in one process or over a channel.
 
-`RequestAccepted` or `RequestRefused` comes first; after `RequestAccepted` any number of `TokenReady`, then
-`RequestEnded`. Of an order (`ggpipe/core/prefixes.py`), `PrefixDone` or `RequestRefused` comes. Their numbers are the
-front end's. Times are the head's `time.monotonic`.
+A request's first event is `RequestAccepted` or `RequestRefused`. Any number of `TokenReady` and one `RequestEnded`
+follow after `RequestAccepted`. An order (`ggpipe/core/prefixes.py`) gets one `PrefixDone` or `RequestRefused`. Ids are
+the front end's, times the head's `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ggpipe.text.chat.answer import AnswerFormat
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of what a front end and the head send each other; the class name travels as the tag."""
+    """Base of the messages between front end and head. The class name is sent as the tag."""
 
 
 class RequestAccepted(ChannelMessage, frozen=True, kw_only=True):
-    """A request was taken; it waits, or is served."""
+    """A request was accepted; it is waiting or running."""
 
     request: int
     prompt: tuple[int, ...]
-    """Its tokens, where it was given as something else; else empty."""
+    """Tokens of the prompt; empty if it was submitted as tokens."""
     answer_format: AnswerFormat | None
-    """How reasoning and calls of tools are marked in an answer to a conversation; None: it was none."""
+    """How reasoning and tool calls are marked; None unless the prompt is a conversation."""
     sampling: SamplingConfig | None
-    """How tokens are drawn, where a conversation changed what was stated; else None."""
+    """The sampling settings if a conversation changed them; else None."""
     seed: int
     speculation: SpeculationConfig
-    """As far as it is possible with the models that are loaded."""
+    """Adjusted to the models that are loaded."""
     arrived_s: float
     ranks: tuple[RankStats, ...]
-    """Those that serve it, as `RequestStats.ranks`."""
+    """The ranks that serve it; see `RequestStats.ranks`."""
 
 
 class TokenReady(ChannelMessage, frozen=True):
-    """The next token of a request, and when it was drawn."""
+    """The next token of a request, and when it was sampled."""
 
     request: int
     token: Token
@@ -51,61 +51,60 @@ class TokenReady(ChannelMessage, frozen=True):
 
 
 class RequestFigures(ChannelMessage, frozen=True, kw_only=True):
-    """What was measured of a request since its last RequestFigures; sent every tenth of a second, and before
-    RequestEnded."""
+    """What was measured since the request's last RequestFigures. Sent every 0.1 s, and before RequestEnded."""
 
     request: int
     counters: Counters
-    """The totals; tables by run and by lead only before RequestEnded."""
+    """Totals. Tables by run and by lead are sent only before RequestEnded."""
     n_in_flight: int
     runs: tuple[RunRecord, ...]
     draft_runs: tuple[RunRecord, ...]
     started_s: float | None
-    """As `RequestStats.started`."""
+    """See `RequestStats.started`."""
     ranks: tuple[RankStats, ...]
     """Each rank's work for the request."""
     totals: tuple[RankStats, ...]
     """Each rank's work for all requests."""
     n_cells: int
-    """As `EngineClient.n_cells`."""
+    """See `EngineClient.n_cells`."""
 
 
 class RequestEnded(ChannelMessage, frozen=True, kw_only=True):
-    """A request is over."""
+    """A request has ended."""
 
     request: int
     finish: Finish
     ended_s: float
     rest: str = ""
-    """Text after the last token's: what may have begun a stop string, and a replacement character for one whose last
-    bytes never came; mostly empty."""
+    """Text after the last token's, usually empty: a possible beginning of a stop string, or a replacement for an
+    incomplete character."""
     not_saved: tuple[str, ...] = ()
-    """Why parts of its prompt cache are not written to disk, or there is no embedding, a line each."""
+    """Why parts of its prompt cache were not written, or why there is no embedding; one line each."""
     embedding: tuple[bytes, ...] = ()
-    """Its embedding, not normalized, where that is wanted: a vector of 32-bit floats, or one for each token."""
+    """The embedding if one was requested, not normalized: one vector of 32-bit floats, or one per token."""
 
 
 class Failure(ChannelMessage, frozen=True, kw_only=True):
-    """An error of the input, or of this moment, as it travels: what an error of `ggpipe.errors` is made of."""
+    """An error of `ggpipe.errors`, as data."""
 
     error: str
-    """The name of its class."""
+    """Name of its class."""
     message: Wording
-    """Its message; of a SettingError, the problem."""
+    """The message; the problem of a SettingError."""
     field: str = ""
-    """As `SettingError.field`."""
+    """See `SettingError.field`."""
     advice: str | Wording = ""
-    """As `SettingError.advice`."""
+    """See `SettingError.advice`."""
     param: str | None = None
-    """As `BodyError.param`."""
+    """See `BodyError.param`."""
     n_prompt: int = 0
-    """As `PromptTooLong.n_prompt`."""
+    """See `PromptTooLong.n_prompt`."""
     n_ctx: int = 0
-    """As `PromptTooLong.n_ctx`."""
+    """See `PromptTooLong.n_ctx`."""
 
     @staticmethod
     def of(error: GgpipeError) -> Failure:
-        """An error, to be sent."""
+        """An error as data."""
         name, message = type(error).__name__, error.wording
         match error:
             case SettingError(field=field, problem=problem, advice=advice):
@@ -117,7 +116,7 @@ class Failure(ChannelMessage, frozen=True, kw_only=True):
         return Failure(error=name, message=message)
 
     def to_error(self) -> GgpipeError:
-        """The error, to be raised."""
+        """The error, to raise."""
         kind = getattr(errors, self.error, None)
         if not (isinstance(kind, type) and issubclass(kind, GgpipeError)):
             return RunError(self.message)
@@ -129,14 +128,14 @@ class Failure(ChannelMessage, frozen=True, kw_only=True):
 
 
 class RequestRefused(ChannelMessage, frozen=True):
-    """A request or an order was not taken."""
+    """A request or an order was refused."""
 
     request: int
     why: Failure
 
 
 RequestEvent = RequestAccepted | TokenReady | RequestEnded | RequestRefused | PrefixDone
-"""What front ends' users see of requests and orders; `RequestFigures` go into their statistics."""
+"""Events that callers of an engine receive; `RequestFigures` only update statistics."""
 
 Sendable = ChannelMessage | PrefixOrder | PrefixDone
-"""All that goes over a channel."""
+"""Everything that can be sent over a channel."""

@@ -1,4 +1,4 @@
-"""The front end, as the head of its ranks sees it: what the user wants, and where everything for the user goes."""
+"""The front end, as the head of its ranks sees it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _ALIVE_S = 1.0
 
 
 class FrontEnd:
-    """A thread of its own reads what comes, and lets the front end know every second that this process is there.
+    """Receives the user's wishes, and sends everything for the user.
 
-    All methods belong to the main thread.
+    A thread reads messages, and tells the front end every second that this process is alive. Call all methods from the
+    main thread.
     """
 
     def __init__(self, connection: ChannelLink[FromFrontEnd], place: str) -> None:
-        """`place`: this rank and its host. The ranks are connected."""
+        """`place`: this rank and its host. The ranks must be connected."""
         self._link = connection
         self._arrived: collections.deque[FromFrontEnd] = collections.deque()
         self._on_stop: Callable[[], None] = lambda: None
@@ -30,46 +31,46 @@ class FrontEnd:
         self._attend: Callable[[], None] = lambda: None
         self._stopped = False
         self.has_left = False
-        """It wants all ranks to end, or is not there any more."""
+        """It has asked all ranks to end, or has disconnected."""
         self.send(Ready(place, time.monotonic()))
         self._reader = threading.Thread(target=self._read, name="channel", daemon=True)
         self._reader.start()
 
     def follow(self, on_stop: Callable[[], None], wake: Callable[[], None], attend: Callable[[], None]) -> None:
-        """Call `on_stop` when the user wants an end, at once if that was before, and `wake` for each other message,
-        both in the reading thread. `attend` is called while the front end does not read, and may raise."""
+        """Call `on_stop` when the user asks to stop (at once if that has happened), and `wake` for every message, both
+        in the reading thread. `attend` is called while the front end does not read, and may raise."""
         self._on_stop, self._wake, self._attend = on_stop, wake, attend
         if self._stopped:
             on_stop()
 
     def attend(self) -> None:
-        """To be called while something is measured. Raises Interrupted when the user wants an end."""
+        """Call it during measurements. Raises Interrupted when the user asks to stop."""
         if self._stopped:
             raise Interrupted("stopped before all was measured")
 
     def send(self, *messages: Sendable) -> None:
-        """Send in one piece. What a front end that has left does not get is lost."""
+        """Send messages in one piece. They are lost if the front end has disconnected."""
         self._link.send(*messages, attend=self._attend)
 
     def say(self, line: str | Wording) -> None:
-        """Have a line shown to the user."""
+        """Show the user a line."""
         self.send(UserLine(line))
 
     def report(self, error: GgpipeError) -> None:
-        """Send the error that the ranks end with."""
+        """Send the error that ends the ranks."""
         if not error.is_reported:
             error.is_reported = True
             self.send(RanksFailed(Failure.of(error)))
 
     def take(self) -> list[FromFrontEnd]:
-        """The messages since the last time; none of them is Interrupt or EndRanks."""
+        """Messages since the last call, without Interrupt and EndRanks."""
         taken = []
         while self._arrived:
             taken.append(self._arrived.popleft())
         return taken
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Disconnect."""
         self.has_left = True
         self._link.end()
         self._reader.join()

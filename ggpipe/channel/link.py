@@ -1,8 +1,8 @@
-"""How the channel's messages travel: over TCP, in frames, between two processes that share a secret.
+"""The channel's transport: frames over TCP, between two processes that share a secret.
 
-The front end listens and starts the ranks. The head finds the address and the secret in its environment, connects, and
-begins with a greeting: `ggpipe`, the version of the messages, the secret. A frame is the length of a message, 4 bytes,
-and the message.
+The front end listens and starts the ranks. The head takes the address and the secret from its environment, connects,
+and sends a greeting: `ggpipe`, the version of the messages, and the secret. A frame is the length of a message in 4
+bytes, followed by the message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ADDRESS, _SECRET = CHANNEL_VARIABLES
 
 
 class Waker:
-    """Lets other threads end a wait for messages."""
+    """Lets other threads interrupt a wait for messages."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -44,20 +44,20 @@ class Waker:
         self._lock = threading.Lock()
 
     def wake(self) -> None:
-        """From any thread. Calls while nobody waits count once."""
+        """Interrupt the wait. May be called from any thread. Several calls without a wait count once."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.fd, 1)
 
     def take(self) -> bool:
-        """`wake` was called since the last time."""
+        """Whether `wake` was called since the last `take`."""
         try:
             return os.eventfd_read(self.fd) > 0
         except BlockingIOError:
             return False
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Release the file descriptor. Later calls of `wake` do nothing."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -65,7 +65,7 @@ class Waker:
 
 
 class ChannelLink(Generic[M]):
-    """A connection; M is what comes in. Any thread may send; one at a time may receive."""
+    """A connection that receives messages of type M. Any thread may send; only one at a time may receive."""
 
     def __init__(self, connection: socket.socket, decode: Callable[[bytes], M]) -> None:
         connection.setblocking(False)
@@ -76,25 +76,25 @@ class ChannelLink(Generic[M]):
         self._received = bytearray()
         self._sending = threading.Lock()
         self.sent_at = time.monotonic()
-        """When something was sent last."""
+        """When something was last sent."""
 
     @property
     def is_local(self) -> bool:
-        """The other side is on this machine."""
+        """Whether the other side is on this machine."""
         return str(self._connection.getpeername()[0]).startswith("127.")
 
     def send(self, *sent: Sendable, attend: Callable[[], None] = lambda: None) -> bool:
-        """Send messages, in one piece; False when the other side has gone.
+        """Send messages in one piece. Returns False if the other side has disconnected.
 
-        Waits for a reader that does not read; `attend` is then called every 0.1 s, and may raise to give up the link.
-        Raises UsageError for a message that is too large; then nothing is sent.
+        Waits while the other side does not read. `attend` is then called every 0.1 s, and may raise to give up. Raises
+        UsageError without sending anything if a message is too large.
         """
         frames = b"".join(map(framed, sent))
         with self._sending:
             return self._send(frames, attend)
 
     def send_if_free(self, message: Sendable) -> None:
-        """Send, unless another thread is sending or the other side does not read."""
+        """Send a message, unless another thread is sending or the other side does not read."""
         if self._sending.acquire(blocking=False):
             try:
                 if self._wait(select.POLLOUT, 0):
@@ -116,10 +116,8 @@ class ChannelLink(Generic[M]):
         return True
 
     def receive(self, timeout_s: float, waker: Waker | None = None) -> list[M] | None:
-        """The messages that have arrived; none when `timeout_s` seconds passed or it was woken, None when the other
-        side has gone.
-
-        Raises RunError for what is no message.
+        """Messages that have arrived. Empty after `timeout_s` seconds or when woken; None if the other side has
+        disconnected. Raises RunError for invalid messages.
         """
         found = self._take()
         deadline = time.monotonic() + timeout_s
@@ -141,7 +139,7 @@ class ChannelLink(Generic[M]):
         return found
 
     def _wait(self, events: int, timeout_s: float, waker: Waker | None = None) -> bool:
-        """Wait for room, or for what has arrived."""
+        """Wait until the connection is readable or writable."""
         poll = select.poll()
         poll.register(self._connection, events)
         if waker is not None:
@@ -149,12 +147,12 @@ class ChannelLink(Generic[M]):
         return bool(poll.poll(timeout_s * 1000))
 
     def _take(self) -> list[M]:
-        """Decode all frames that are complete."""
+        """Decode all complete frames."""
         found, at = [], 0
         while len(self._received) - at >= 4:
             n = int.from_bytes(self._received[at : at + 4], "little")
             if n > MAX_FRAME_BYTES:
-                raise RunError(f"a message of {n} bytes arrived, at most {MAX_FRAME_BYTES} are taken")
+                raise RunError(f"received a message of {n} bytes, the maximum is {MAX_FRAME_BYTES}")
             if len(self._received) - at - 4 < n:
                 break
             found.append(self._decode(bytes(self._received[at + 4 : at + 4 + n])))
@@ -163,21 +161,21 @@ class ChannelLink(Generic[M]):
         return found
 
     def end(self) -> None:
-        """The other side sees the end after all that was sent, and so does a thread that receives here."""
+        """Disconnect after everything that was sent. A thread that is receiving here returns."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """As `end`; no thread may be using the link. A second call does nothing."""
+        """Disconnect and release the socket, which no thread may be using. A second call does nothing."""
         self.end()
         self._connection.close()
 
 
 def framed(message: Sendable) -> bytes:
-    """A message with its length in front. Raises UsageError for one that is too large to be sent."""
+    """A message as a frame. Raises UsageError if it is too large."""
     data = messages.encode(message)
     if len(data) > MAX_FRAME_BYTES:
-        raise UsageError(f"this takes a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent: give less")
+        raise UsageError(f"the request takes {len(data)} bytes, the maximum is {MAX_FRAME_BYTES}: shorten it")
     return len(data).to_bytes(4, "little") + data
 
 
@@ -186,7 +184,7 @@ def framed(message: Sendable) -> bytes:
 
 @dataclass
 class _Pending:
-    """A process that has connected and has not said who it is."""
+    """A process that has connected but not sent its greeting."""
 
     connection: socket.socket
     place: str
@@ -195,13 +193,13 @@ class _Pending:
 
 
 class Listener:
-    """Waits for the head. As a context manager it stops to listen when it is left."""
+    """Waits for the head. A context manager that listens until its end."""
 
     def __init__(self, first_host: str | None = None, on_line: Callable[[str], None] = lambda _: None) -> None:
-        """`first_host`: the machine of the first rank; None: this one. `on_line` gets a line about each connection that
-        is refused. Raises LaunchError when no port can be had."""
+        """`first_host`: the machine of the first rank; None: this one. `on_line` gets a line about each refused
+        connection. Raises LaunchError if no port is available."""
         self.n_cut = 0
-        """Connections that ended before their greeting was whole."""
+        """Connections that ended before their greeting was complete."""
         self._on_line = on_line
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._pending: list[_Pending] = []
@@ -215,15 +213,15 @@ class Listener:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the ranks need. They hold the secret: no command line may show them."""
+        """Environment variables for the ranks. They contain the secret, so they must not be on a command line."""
         return {_ADDRESS: self._address, _SECRET: self._secret.hex()}
 
     def accept(self, timeout_s: float) -> ChannelLink[FromHead] | None:
-        """The link to the one process that knows the secret; None when it did not come in `timeout_s` seconds.
+        """The link to the process that knows the secret; None if it did not connect within `timeout_s` seconds.
 
-        Raises LaunchError when that one speaks another version.
+        Raises LaunchError if that process has another version.
         """
-        poll = select.poll()  # select refuses files above 1023, and a server has many
+        poll = select.poll()  # not select, which is limited to files below 1024
         for one in (self._socket, *(pending.connection for pending in self._pending)):
             poll.register(one, select.POLLIN)
         ready = {file for file, _ in poll.poll(timeout_s * 1000)}
@@ -235,14 +233,14 @@ class Listener:
             pending.greeting += data
             if not data:
                 self.n_cut += 1
-                is_rank = pending.greeting.startswith(_MAGIC)  # what becomes of the ranks then is another line
-                self._drop(pending, None if is_rank else "it said nothing of this job's secret")
+                is_rank = pending.greeting.startswith(_MAGIC)  # the ranks' failure is reported elsewhere
+                self._drop(pending, None if is_rank else "it did not send this job's secret")
             elif len(pending.greeting) == _GREETING_BYTES and (link := self._greeted(pending)) is not None:
                 return link
         for pending in [pending for pending in self._pending if time.monotonic() > pending.deadline]:
-            self._drop(pending, "it said nothing of this job's secret")
+            self._drop(pending, "it did not send this job's secret")
         if self._socket.fileno() in ready:
-            with contextlib.suppress(OSError):  # gone already
+            with contextlib.suppress(OSError):  # it has disconnected
                 connection, (host, *_) = self._socket.accept()
                 connection.setblocking(False)
                 self._pending.append(_Pending(connection, host, time.monotonic() + _GREETING_S))
@@ -251,14 +249,14 @@ class Listener:
     def _greeted(self, pending: _Pending) -> ChannelLink[FromHead] | None:
         greeting = pending.greeting
         if not secrets.compare_digest(greeting[-_SECRET_BYTES:], self._secret) or not greeting.startswith(_MAGIC):
-            self._drop(pending, "it does not know this job's secret")
+            self._drop(pending, "it sent a wrong secret")
             return None
         version = int.from_bytes(greeting[len(_MAGIC) : len(_MAGIC) + 2], "little")
         if version != VERSION:
             self._drop(pending, None)
             raise LaunchError(
-                f"the first rank ({pending.place}) speaks version {version} of the channel, this ggpipe version "
-                f"{VERSION}: install the same ggpipe everywhere"
+                f"the first rank ({pending.place}) uses version {version} of the channel, this ggpipe uses "
+                f"version {VERSION}: install the same ggpipe everywhere"
             )
         self._pending.remove(pending)
         return ChannelLink(pending.connection, messages.from_head)
@@ -270,7 +268,7 @@ class Listener:
             self._on_line(f"warning: a connection from {pending.place} was refused: {why}")
 
     def close(self) -> None:
-        """Nobody can connect any more."""
+        """Stop listening."""
         self._socket.close()
         for pending in self._pending:
             pending.connection.close()
@@ -283,9 +281,9 @@ class Listener:
 
 
 def address_for(host: str) -> str:
-    """The address of this machine that another host can reach; loopback when it is this machine itself."""
+    """An address of this machine that the host can reach; loopback if it is this machine."""
     loopback = "127.0.0.1"
-    for target in (host, "192.0.2.1"):  # the second one: where the default route leads
+    for target in (host, "192.0.2.1"):  # the second is reached by the default route
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing
             own, other = probe.getsockname()[0], probe.getpeername()[0]
@@ -297,7 +295,7 @@ def address_for(host: str) -> str:
 
 
 def connect() -> ChannelLink[FromFrontEnd]:
-    """The link to the front end that the environment names. Raises LaunchError when it cannot be reached."""
+    """The link to the front end, whose address is in the environment. Raises LaunchError if it is unreachable."""
     address, secret = os.environ[_ADDRESS], bytes.fromhex(os.environ[_SECRET])
     host, _, port = address.rpartition(":")
     try:
@@ -306,13 +304,13 @@ def connect() -> ChannelLink[FromFrontEnd]:
     except OSError as e:
         raise LaunchError(
             f"{socket.gethostname()} cannot reach the process that started it, at {address} ({e.strerror or e}): "
-            "let TCP connections through, or start ggpipe on the first host"
+            "allow TCP connections, or start ggpipe on the first host"
         ) from e
     return ChannelLink(connection, messages.from_front_end)
 
 
 def report(error: GgpipeError) -> bool:
-    """Tell the front end why this rank cannot start; False when nobody listens."""
+    """Tell the front end why this rank cannot start. Returns False if it is unreachable."""
     try:
         link = connect()
     except LaunchError:

@@ -1,4 +1,4 @@
-"""What a front end and the head of its ranks send each other. Msgpack, typed.
+"""The messages between a front end and the head of its ranks, as typed msgpack.
 
 | phase     | the front end sends | the head sends                                                |
 |-----------|---------------------|---------------------------------------------------------------|
@@ -17,8 +17,8 @@
 | profiling | Interrupt           | Profiled                                                      |
 | any time  | EndRanks            | UserLine, Alive (when silent for a second), RanksFailed       |
 
-What comes of requests is in `events`, orders for prefixes are in `ggpipe/core/prefixes.py`. Times are the head's
-`time.monotonic`, those of a span its own rank's.
+Events of requests are in `events`, orders for prefixes in `ggpipe/core/prefixes.py`. Times are the head's
+`time.monotonic`; those of a span are its own rank's.
 """
 
 from __future__ import annotations
@@ -47,49 +47,49 @@ from ggpipe.stats.records import RankStats
 from ggpipe.text.chat.conversation import ChatPrompt
 
 VERSION = 19
-"""Of the messages and of how they travel. Raise it whenever one of them changes."""
+"""Version of the messages and of their transport. Increase it when either changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What the target's file says of it, for those who ask a server; 0 where it does not."""
+    """The target's metadata, for clients of a server. 0 or empty: unknown."""
 
     chat_template: str = ""
-    """The usual one of the file; nothing where it has none."""
+    """The file's default template; empty if it has none."""
     bos_token: str = ""
-    """The text of the token that begins a text."""
+    """Text of the token that begins a prompt."""
     eos_token: str = ""
-    """The text of the token that ends a text."""
+    """Text of the token that ends the output."""
     vocab_type: int = 0
-    """libllama's number of the tokenizer's kind."""
+    """libllama's number for the kind of tokenizer."""
     n_vocab: int = 0
-    """Tokens of the vocabulary."""
+    """Tokens in the vocabulary."""
     n_ctx_train: int = 0
-    """Tokens of the context that it was trained with."""
+    """Context in tokens that it was trained with."""
     n_embd: int = 0
-    """Numbers that a layer gives for each token."""
+    """Width of the hidden state."""
     n_params: int = 0
-    """Numbers of all weights."""
+    """Number of weights."""
     n_bytes: int = 0
-    """Bytes of all weights."""
+    """Size of all weights in bytes."""
     pooling: str = ""
-    """How its embeddings are made, as llama.cpp names it; nothing where the file does not say."""
+    """llama.cpp's name of the pooling for embeddings; empty if the file has none."""
     fingerprint: str = ""
-    """As `ModelFile.fingerprint`."""
+    """See `ModelFile.fingerprint`."""
 
 
 # From the front end
 
 
 class SubmitRequest(ChannelMessage, frozen=True):
-    """Serve a request, which has this number from now on."""
+    """Serve a request, under this id."""
 
     request: int
     spec: RequestSpec
 
 
 class CancelRequest(ChannelMessage, frozen=True):
-    """End a request soon; its RequestEnded follows. Or an order: PrefixDone follows."""
+    """End a request soon (RequestEnded follows), or an order (PrefixDone follows)."""
 
     request: int
 
@@ -98,7 +98,7 @@ class Tokenize(ChannelMessage, frozen=True):
     """Answer with Tokenized."""
 
     text: bytes
-    """UTF-8, as far as the user's text is."""
+    """UTF-8, except for invalid bytes of the user's text."""
 
 
 class TokenizeChat(ChannelMessage, frozen=True):
@@ -112,17 +112,17 @@ class Detokenize(ChannelMessage, frozen=True):
 
     tokens: tuple[int, ...]
     special: bool = False
-    """Special tokens have texts, too."""
+    """Whether special tokens have text."""
 
 
 class Measure(ChannelMessage, frozen=True):
-    """Ask all ranks for their CPU time and memory, and for their clocks if `clocks`; answer with Measured."""
+    """Ask all ranks for CPU time and memory, or for their clocks if `clocks`. Answered with Measured."""
 
     clocks: bool
 
 
 class Interrupt(ChannelMessage, frozen=True):
-    """The user wants an end of the loading, or of the measuring."""
+    """Stop loading, or measuring."""
 
 
 class EndRanks(ChannelMessage, frozen=True):
@@ -139,34 +139,34 @@ FromFrontEnd = (
 
 
 class Ready(ChannelMessage, frozen=True):
-    """The ranks are connected; nothing is loaded."""
+    """The ranks are connected, and nothing is loaded."""
 
     place: str
     """The head's rank and host."""
     now_s: float
-    """The head's clock."""
+    """Time on the head's clock."""
 
 
 class LoadProgress(ChannelMessage, frozen=True):
-    """How far the ranks' loading is."""
+    """Progress of the ranks' loading."""
 
     ranks: tuple[RankStats, ...]
 
 
 class EngineLoaded(ChannelMessage, frozen=True, kw_only=True):
-    """The engine serves requests."""
+    """The engine is ready for requests."""
 
     ranks: tuple[RankStats, ...]
     n_ctx: int
     can_speculate: bool
     warnings: tuple[Wording, ...]
     sampling: SamplingConfig
-    """As `EngineClient.sampling`."""
+    """See `EngineClient.sampling`."""
     model: ModelInfo
 
 
 class NotAnswered(ChannelMessage, frozen=True):
-    """The answer to a question that cannot be answered."""
+    """A question failed."""
 
     why: Failure
 
@@ -196,7 +196,7 @@ class Measured(ChannelMessage, frozen=True):
 
 
 class Profiled(ChannelMessage, frozen=True):
-    """The ranks have measured themselves and are leaving."""
+    """The ranks have measured themselves, and are about to end."""
 
     profile: Profile
 
@@ -208,7 +208,7 @@ class UserLine(ChannelMessage, frozen=True):
 
 
 class Alive(ChannelMessage, frozen=True):
-    """Nothing happened; the head's process is there."""
+    """The head's process is alive."""
 
 
 class RanksFailed(ChannelMessage, frozen=True):
@@ -229,17 +229,17 @@ _FROM_HEAD: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead
 
 
 def encode(message: Sendable) -> bytes:
-    """A message as bytes. Raises UsageError for values that none can hold, as in what users give to chat templates."""
+    """A message as bytes. Raises UsageError for values that cannot be encoded, such as users' template arguments."""
     try:
         return _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise UsageError(
-            f"a value cannot be sent to the ranks ({e}): give what JSON has, and numbers of 64 bits"
+            f"a value cannot be sent to the ranks ({e}): use JSON types, and integers of at most 64 bits"
         ) from e
 
 
 def from_front_end(payload: bytes) -> FromFrontEnd:
-    """The inverse of `encode`. Raises RunError for bytes that are no message of a front end."""
+    """The inverse of `encode`. Raises RunError for bytes that are not a front end's message."""
     try:
         return _FROM_FRONT_END.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
@@ -247,7 +247,7 @@ def from_front_end(payload: bytes) -> FromFrontEnd:
 
 
 def from_head(payload: bytes) -> FromHead:
-    """The inverse of `encode`. Raises RunError for bytes that are no message of a head."""
+    """The inverse of `encode`. Raises RunError for bytes that are not a head's message."""
     try:
         return _FROM_HEAD.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
@@ -256,4 +256,4 @@ def from_head(payload: bytes) -> FromHead:
 
 def _unreadable(error: Exception) -> RunError:
     why = " ".join(str(error).split())
-    return RunError(f"an unreadable message arrived between front end and head ({why}): use one ggpipe everywhere")
+    return RunError(f"unreadable message between front end and head ({why}): use one ggpipe everywhere")

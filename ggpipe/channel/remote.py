@@ -1,7 +1,7 @@
 """Ranks and their engine at the other end of a channel, as front ends see them.
 
-The front end has every request with all of its tokens. When ranks die, others may be started (`Restarts`), and the
-engine has them continue the active requests. `step` and questions take as long as that takes.
+The front end keeps every request with its tokens. When ranks die, they may be restarted (`Restarts`), and the engine
+has them continue the active requests. `step` and questions wait for that.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from ggpipe.text.chat.conversation import ChatPrompt
 M = TypeVar("M", bound=ChannelMessage)
 
 _TICK_S, _REPORT_S = 0.1, 1.0
-_LAST_LOOKS = 3  # for a report, once the head has gone
+_LAST_LOOKS = 3  # for a report, after the head has disconnected
 DEATHS = (RankError, Terminated)
-"""What ranks may be started again after."""
+"""Errors after which ranks may be restarted."""
 
 
 class RemoteRanks:
-    """Ranks that were started for this front end; nothing is loaded yet. Belongs to the main thread."""
+    """Ranks that were started for this front end, with nothing loaded yet. Used only in the main thread."""
 
     is_loading = False
-    """Who starts them again has another object for all of them."""
+    """Always: restarts are the Supervisor's."""
 
     def __init__(
         self,
@@ -81,19 +81,20 @@ class RemoteRanks:
         ranks: list[RankStats] | None = None,
         waker: Waker | None = None,
     ) -> None:
-        """`on_line` gets lines for the user. `cause`: why the ranks ended, for a head that could not say it.
-        `more_links`: what else has connected, which may be another rank that reports a failure. A head that sends
-        nothing for `rank_timeout_s` seconds is lost (0: never); it sends something every second, whatever it does.
-        `ranks`: the list to keep all ranks in. `waker`: ends a wait for messages.
+        """`on_line` gets lines for the user. `cause`: why the ranks ended, if the head could not report it.
+        `more_links`: further connections, which may be other ranks that report a failure. `rank_timeout_s`: the head is
+        lost if it sends nothing for this long (0: never); it sends something every second. `ranks`: the list to keep
+        all ranks in. `waker`: interrupts a wait for messages.
 
-        Raises what the rank at the other end cannot start for.
+        Raises the error if the head cannot start.
         """
         self.ranks: list[RankStats] = ranks if ranks is not None else []
-        """All ranks in order, of which others may hold this very list; nothing before the first has loaded."""
+        """All ranks in order; empty before the first has loaded. The list itself never changes, so others may keep it.
+        """
         self.stopping = False
-        """The user wants an end of what is going on."""
+        """The user has asked to stop."""
         self.is_open = True
-        """EndRanks was not sent yet."""
+        """Whether EndRanks has not been sent."""
         self._link = link
         self._on_line = on_line
         self._cause = cause
@@ -109,30 +110,30 @@ class RemoteRanks:
         self.offset_s = 0.0 if link.is_local else time.monotonic() - ready.now_s
         """This process's clock minus the head's."""
 
-    # What the user wants
+    # Stopping
 
     def stop(self) -> None:
-        """End loading, or the active requests, soon. From any thread or a signal handler."""
+        """Stop loading or the active requests soon. May be called from any thread or a signal handler."""
         self.stopping = True
 
     def fail(self, error: Callable[[], GgpipeError]) -> None:
-        """Give up waiting for anything: `receive` raises this error. From any thread or a signal handler."""
+        """Make `receive` raise this error. May be called from any thread or a signal handler."""
         self._failure = self._failure or error
 
     def is_ending(self) -> bool:
-        """The user wants an end of what is going on, or this process is to end."""
+        """Whether the user has asked to stop, or this process should end."""
         return self.stopping or self._failure is not None
 
     # Messages
 
     def send(self, *messages: Sendable) -> None:
-        """Send to the head. That it has gone shows when something is received."""
+        """Send to the head. If it has disconnected, the next `receive` raises the error."""
         self._link.send(*messages, attend=self._go_on)
 
     def receive(self) -> FromHead | None:
-        """The head's next message; None after 0.1 s without one, or when it was woken.
+        """The head's next message; None after 0.1 s without one, or when woken.
 
-        Raises what the ranks failed with, RankError when the head is lost, and the error of `fail`.
+        Raises the ranks' error if they failed, RankError if the head is lost, and the error of `fail`.
         """
         self._go_on()
         if not self._arrived:
@@ -141,7 +142,7 @@ class RemoteRanks:
             if received is None:
                 self._take_last_reports()
                 raise RankError(self._cause() or f"{self._place} is gone: killed, or crashed")
-            # By our own waits, not by the clock: this process may have been stopped for a while.
+            # Counts our own waits instead of the clock, since this process may have been stopped for a while.
             self._silent_s = 0.0 if received else self._silent_s + min(time.monotonic() - began, _TICK_S)
             if self._silent_s > (self._rank_timeout_s or math.inf):
                 raise SilentRankError(
@@ -171,7 +172,7 @@ class RemoteRanks:
             raise self._failure()
 
     def _take_last_reports(self) -> None:
-        """The launcher may have ended the head because of another rank, which reported its failure in this moment."""
+        """The launcher may have ended the head because of another rank, which is just reporting its failure."""
         for _ in range(_LAST_LOOKS):
             if (link := self._more_links()) is not None:
                 self._take_report(link)
@@ -179,14 +180,14 @@ class RemoteRanks:
 
     @staticmethod
     def _take_report(link: ChannelLink[FromHead]) -> None:
-        """Raises what a rank that is not the head has failed with."""
+        """Raise the failure of a rank other than the head."""
         with contextlib.closing(link):
             for message in link.receive(_REPORT_S) or ():
                 if isinstance(message, RanksFailed):
                     raise message.why.to_error()
 
     def wait_for(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
-        """The next message of this kind; others go to `on_other`, which may raise."""
+        """The next message of this type. Others go to `on_other`, which may raise."""
         while True:
             message = self.receive()
             if isinstance(message, kind):
@@ -194,14 +195,14 @@ class RemoteRanks:
             if message is not None:
                 on_other(message)
 
-    # What the ranks are started for
+    # Commands
 
     def load(self) -> RemoteEngine:
-        """Load the models everywhere. Raises the first error that any rank met, RunError when the user stops it."""
+        """Load the models on all ranks. Raises the first error of any rank, and RunError when the user stops it."""
         return RemoteEngine(self, self.loaded())
 
     def loaded(self) -> EngineLoaded:
-        """As `load`, without an engine."""
+        """Same as `load`, but without making an engine."""
 
         def show(message: FromHead) -> None:
             if isinstance(message, LoadProgress):
@@ -212,12 +213,12 @@ class RemoteRanks:
         return loaded
 
     def profile(self) -> Profile:
-        """What the ranks measure of themselves. Raises what any of them failed with, RunError when the user stops
+        """The ranks' measurements of themselves. Raises the first error of any rank, and RunError when the user stops
         it."""
         return self._result(Profiled).profile
 
     def _result(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
-        """As `wait_for`; a stop is passed on to the head."""
+        """Same as `wait_for`, but passes a stop on to the head."""
         is_stopped = False
         while True:
             if self.stopping and not is_stopped:
@@ -232,7 +233,7 @@ class RemoteRanks:
                     on_other(message)
 
     def close(self) -> None:
-        """Have the ranks end. A second call does nothing."""
+        """End the ranks. A second call does nothing."""
         if self.is_open:
             self.is_open = False
             self._link.send(EndRanks(), attend=self._link.end)
@@ -240,20 +241,20 @@ class RemoteRanks:
 
 
 class Restarts(Stoppable, Protocol):
-    """What starts ranks again."""
+    """Restarts ranks."""
 
     def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, EngineLoaded]:
-        """Other ranks, which have loaded, after those before died of this error. Raises what ends all of it."""
+        """New ranks, loaded, after the previous ones died of this error. Raises an error if there are none."""
 
     def say(self, line: str | Wording) -> None:
-        """Show a line to the user."""
+        """Show the user a line."""
 
 
 class RemoteEngine(EngineClient):
-    """See the module's text. All methods but `stop` belong to the main thread."""
+    """An engine over a channel. Call all methods but `stop` from the main thread."""
 
     def __init__(self, ranks: RemoteRanks, loaded: EngineLoaded, restarts: Restarts | None = None) -> None:
-        """`restarts`: None where ranks that die are not started again."""
+        """`restarts`: None: ranks that die are not restarted."""
         super().__init__(
             restarts or ranks, ranks.ranks, loaded.n_ctx, loaded.can_speculate, loaded.warnings, loaded.sampling,
             loaded.model,
@@ -308,15 +309,15 @@ class RemoteEngine(EngineClient):
             return None
 
     def _go_on(self, error: GgpipeError) -> None:
-        """Have other ranks continue the active requests. Raises what ends all of it."""
+        """Have new ranks continue the active requests. Raises an error if there are none."""
         if self._restarts is None:
             raise error
         self._own, loaded = self._restarts.restarted(error)
-        if loaded.model.fingerprint != self.model.fingerprint:  # nothing of the texts so far would be its own
+        if loaded.model.fingerprint != self.model.fingerprint:  # it cannot continue outputs of another model
             raise RunError(
                 "the file of ",
                 Setting("model"),
-                " is another one than when it was loaded first: start ggpipe again to use it",
+                " has changed since it was first loaded: restart ggpipe to use it",
             )
         self._offset_s, self.can_speculate = self._own.offset_s, loaded.can_speculate
         for warning in loaded.warnings:
@@ -337,13 +338,13 @@ class RemoteEngine(EngineClient):
                 self._order(order)
 
     def _keep(self, message: FromHead) -> None:
-        """For `step`, what comes while an answer is waited for. Raises the error of a question that was refused."""
+        """Keep a message for `step` while waiting for an answer. Raises the error of a failed question."""
         if isinstance(message, NotAnswered):
             raise message.why.to_error()
         self._kept.append(message)
 
     def _show(self, ranks: tuple[RankStats, ...]) -> None:
-        """Who holds the list of all ranks sees their new figures."""
+        """Update the list of all ranks."""
         for stats in ranks:
             stats.clock_offset_s += self._offset_s
         self.ranks[:] = ranks
@@ -380,7 +381,7 @@ class RemoteEngine(EngineClient):
             case None:
                 return []
             case message:
-                raise RunError(f"the head sent {type(message).__name__} while it serves: use one ggpipe everywhere")
+                raise RunError(f"unexpected {type(message).__name__} from the head: use one ggpipe everywhere")
 
     def _measured(self, figures: RequestFigures, request: ClientRequest) -> None:
         stats = request.stats

@@ -1,4 +1,4 @@
-"""Ranks that are started for a front end, and started again when they died."""
+"""Starting ranks for a front end, and restarting them when they die."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from ggpipe.stats.records import RankStats
 
 _TICK_S = 0.1
 _LAST_LOOKS = 5  # for a rank that has reported and ended
-_LEAVE_S = 1.0  # where a rank is lost
-_STARTS_WITHIN, _STARTS_WITHIN_S = 4, 60.0  # timeouts of a rank, and at least so long: then it is started once more
-_FIRST_WITHIN_S = 600.0  # files may come slowly over a network; for a lost machine mpirun would wait for ever
+_LEAVE_S = 1.0  # when a rank is lost
+_STARTS_WITHIN, _STARTS_WITHIN_S = 4, 60.0  # rank timeouts, but at least this many seconds; then the start is repeated
+_FIRST_WITHIN_S = 600.0  # a network file system may be slow; mpirun would wait forever for a lost machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserContact:
-    """Who is told what happens to the ranks. Settings stand in backticks in lines and errors."""
+    """How the user learns about the ranks."""
 
     show: Callable[[str | Wording], None]
     """Shows a line."""
     report: Callable[[GgpipeError], None]
-    """Shows an error, which is raised all the same, before the ranks leave."""
+    """Shows an error before the ranks end; it is raised as well."""
     leave: Callable[[], None] = lambda: None
-    """Called when nothing but the ranks' end is waited for."""
+    """Called when only the ranks' end is left to wait for."""
     waker: Waker | None = None
-    """With which other threads end a wait for the ranks' messages."""
+    """Interrupts a wait for the ranks' messages."""
 
 
 @contextlib.contextmanager
 def supervised(
     first: Job, n_restarts: int, user: UserContact, on_begin: Callable[[Supervisor], None]
 ) -> Iterator[Supervisor]:
-    """A job's ranks, at most `n_restarts` times in ten minutes again where they die. They leave when the context is
-    left, and errors are reported before.
+    """A context with a job's ranks, which are restarted up to `n_restarts` times in ten minutes. They end with the
+    context, after errors have been reported.
 
-    `on_begin` is called before anything is started. Only for a process that is no
-    rank itself (`environment.is_rank`). Raises LaunchError, and what ranks cannot start for.
+    `on_begin` is called before anything is started. Must not be used in a rank (`environment.is_rank`). Raises
+    LaunchError, and the error if the ranks cannot start.
     """
     timeout_s = first.settings.config.pipeline.rank_timeout_s
 
@@ -60,7 +60,7 @@ def supervised(
         limit_s = max(_STARTS_WITHIN * timeout_s, least_s) if timeout_s else math.inf
 
         def on_error(error: GgpipeError) -> None:
-            if not n_restarts and not isinstance(error, HostError):  # else it may be a reason to try again
+            if not n_restarts and not isinstance(error, HostError):  # otherwise the start may be repeated
                 user.report(error)
 
         def start(own: Supervisor) -> contextlib.AbstractContextManager[RemoteRanks]:
@@ -83,8 +83,8 @@ def supervised(
 def _looking_for_hosts(
     ranks: contextlib.AbstractContextManager[RemoteRanks], job: Job, attend: Callable[[], None]
 ) -> Iterator[RemoteRanks]:
-    """Ranks on machines that were never there before: those that cannot be reached are the user's mistake. Where all
-    can, one was lost for a moment, which is a RankError."""
+    """For the first start: unreachable machines are the user's mistake. If all are reachable, one was lost for a
+    moment, which is a RankError."""
     with contextlib.ExitStack() as stack:
         try:
             own = stack.enter_context(ranks)
@@ -96,8 +96,8 @@ def _looking_for_hosts(
             with contextlib.suppress(OSError):
                 sys.stderr.write(e.report)
             raise LaunchError(
-                f"{listed([host for host in hosts if host in away])} cannot be reached: mpirun starts nothing there; "
-                "check its name, that it runs, and that ssh logs in without a password"
+                f"{listed([host for host in hosts if host in away])} is unreachable for mpirun: "
+                "check its name, that it is running, and that ssh logs in without a password"
             ) from e
         yield own
 
@@ -112,10 +112,10 @@ def started(
     on_start_error: Callable[[GgpipeError], None] | None = None,
     all_ranks: list[RankStats] | None = None,
 ) -> Iterator[RemoteRanks]:
-    """A job's ranks, which are connected within `limit_s` seconds. They leave when the context is left.
+    """A context with a job's ranks, connected within `limit_s` seconds. They end with the context.
 
-    `attend` is called while they start, and may raise. `on_start_error` gets what they cannot start for, else the user
-    does. `all_ranks`: as for RemoteRanks. Raises StartError, and what the ranks cannot start for.
+    `attend` is called while they start, and may raise. `on_start_error` gets the error if they cannot start; None: the
+    user does. `all_ranks`: `ranks` of RemoteRanks. Raises StartError, and the error if the ranks cannot start.
     """
     with job.hosts_in_file() as hostfile:
         first_host = hosts_of(hostfile)[0] if hostfile is not None else None
@@ -133,7 +133,7 @@ def started(
 
 @contextlib.contextmanager
 def _at_once(processes: RankProcesses, user: UserContact, on_error: Callable[[GgpipeError], None]) -> Iterator[None]:
-    """An error that leaves it ends all ranks."""
+    """A context in which any error ends all ranks."""
     try:
         yield
     except BaseException as e:
@@ -147,10 +147,8 @@ def _at_once(processes: RankProcesses, user: UserContact, on_error: Callable[[Gg
 
 @contextlib.contextmanager
 def _ended(processes: RankProcesses, user: UserContact, wait_limit_s: float | None) -> Iterator[None]:
-    """Errors that leave it are reported at once; then it waits until no rank is left.
-
-    Ranks that take longer than `wait_limit_s` seconds are ended: mpirun waits for ever for a machine that was lost.
-    """
+    """A context that reports errors at once, and then waits for all ranks to end. After `wait_limit_s` seconds it ends
+    them, since mpirun waits forever for a lost machine."""
     try:
         yield
     except GgpipeError as e:
@@ -176,8 +174,8 @@ def _ended(processes: RankProcesses, user: UserContact, wait_limit_s: float | No
 def _accepted(
     listener: Listener, processes: RankProcesses, attend: Callable[[], None], limit_s: float
 ) -> ChannelLink[FromHead]:
-    """The link to the first rank. Raises RankError when a rank dies before or is cut off, StartError when mpirun ends
-    for another reason or it does not come in time."""
+    """The link to the first rank. Raises RankError if a rank dies or is cut off, and StartError if mpirun ends for
+    another reason or the limit is over."""
     deadline = time.monotonic() + limit_s
     while (code := processes.exit_code()) is None:
         if (link := listener.accept(_TICK_S)) is not None:
@@ -193,10 +191,10 @@ def _accepted(
     if (cause := processes.cause()) is not None:
         raise RankError(cause)
     if code == 0 and listener.n_cut:
-        raise RankError("the connection to the first rank was cut while it was made")
+        raise RankError("the connection to the first rank broke before it was established")
     if (said := processes.error()) is not None:
         error = StartError(said)
-        error.is_reported = True  # by the rank
+        error.is_reported = True  # by the rank itself
         raise error
     if (host := processes.lost()) is not None:
         raise HostError(f"mpirun did not start on {host}, or lost it", processes.report())

@@ -1,6 +1,6 @@
-"""Ranks that are started again after they died.
+"""Restarting ranks after they died.
 
-What is left of them is ended first. The engine (`remote`) then has the new ones continue the active requests.
+What is left of the old ranks is ended first. The engine (`remote`) then has the new ones continue the active requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WINDOW_S = 600.0
 
 
 class Budget:
-    """At most so many restarts in any ten minutes. Pure: the time is an argument, in seconds of one clock."""
+    """A limit of restarts per ten minutes. Pure: the time is an argument, in seconds."""
 
     def __init__(self, n_restarts: int, window_s: float = WINDOW_S) -> None:
         self.n_restarts = n_restarts
@@ -30,7 +30,7 @@ class Budget:
         self._taken_s: deque[float] = deque()
 
     def take(self, now_s: float) -> int | None:
-        """The number of this restart among those of the last `window_s` seconds; None when there are too many."""
+        """Count of restarts in the last `window_s` seconds, including this one; None if the limit is reached."""
         while self._taken_s and now_s - self._taken_s[0] >= self._window_s:
             self._taken_s.popleft()
         if len(self._taken_s) >= self.n_restarts:
@@ -44,15 +44,15 @@ class StartMethod:
     """A way to start the ranks."""
 
     start: Callable[[Supervisor], AbstractContextManager[RemoteRanks]]
-    """A context with started ranks, whose list of all ranks is the supervisor's. Errors that leave it end the ranks."""
+    """A context with started ranks, which use the supervisor's list of ranks. Errors in the context end them."""
     line: str = ""
-    """For the user: how it differs from what was asked for."""
+    """Tells the user how it differs from the settings."""
 
 
 class Supervisor:
-    """Ranks that run, now or soon again. A context manager; when it is left, the ranks are ended.
+    """Ranks that are running or being restarted. A context manager that ends them on exit.
 
-    All methods but `stop` and `fail` belong to the main thread.
+    Call all methods but `stop` and `fail` from the main thread.
     """
 
     def __init__(
@@ -62,14 +62,15 @@ class Supervisor:
         on_line: Callable[[str | Wording], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ways`: those to start the ranks again, the best first; the next one is taken where the ranks refuse one with
-        a UsageError. It gets `attend`, to be called while it waits. `on_line` gets lines for the user."""
+        """`ways`: ways to restart the ranks, the best first. If the ranks raise UsageError, the next one is tried. It
+        is called with `attend`, to call while it waits. `on_line` gets lines for the user."""
         self.ranks: list[RankStats] = []
-        """All ranks in order, of which others may hold this very list; nothing before the first has loaded."""
+        """All ranks in order; empty before the first has loaded. The list itself never changes, so others may keep it.
+        """
         self.is_loading = False
-        """Ranks are started again while requests wait."""
+        """Ranks are being restarted while requests wait."""
         self.n_restarts = 0
-        """How often that was begun."""
+        """Number of restarts."""
         self._ways = ways
         self._budget = Budget(n_restarts)
         self.say = on_line
@@ -78,14 +79,14 @@ class Supervisor:
         self._context = ExitStack()
         self._is_stopped = False
         self._died: GgpipeError | None = None
-        """Why the first ranks died while they were started."""
+        """Why the first ranks died during their start."""
         self._failure: Callable[[], GgpipeError] | None = None
 
-    # What the user wants
+    # Stopping
 
     @property
     def stopping(self) -> bool:
-        """The user wants an end of what is going on."""
+        """The user has asked to stop."""
         return self._is_stopped if self._current is None else self._current.stopping
 
     @stopping.setter
@@ -95,21 +96,21 @@ class Supervisor:
             self._current.stopping = value
 
     def stop(self) -> None:
-        """End loading, or the active requests, soon. From any thread or a signal handler."""
+        """Stop loading or the active requests soon. May be called from any thread or a signal handler."""
         self.stopping = True
 
     def fail(self, error: Callable[[], GgpipeError]) -> None:
-        """Give up waiting for anything: what waits raises this error. From any thread or a signal handler."""
+        """Make everything that waits raise this error. May be called from any thread or a signal handler."""
         self._failure = self._failure or error
         if self._current is not None:
             self._current.fail(self._failure)
 
     def is_ending(self) -> bool:
-        """The user wants an end of what is going on, or this process is to end."""
+        """Whether the user has asked to stop, or this process should end."""
         return self.stopping or self._failure is not None
 
     def attend(self) -> None:
-        """To be called while ranks start. Raises Interrupted after a stop, and the error of `fail`."""
+        """Call it while ranks start. Raises Interrupted after a stop, and the error of `fail`."""
         if self._failure is not None:
             raise self._failure()
         if self.stopping:
@@ -118,9 +119,9 @@ class Supervisor:
     # The ranks
 
     def start(self, way: StartMethod) -> None:
-        """Start ranks, of which nothing is loaded yet. Raises what they cannot start for.
+        """Start ranks, without loading models. Raises the error if they cannot start.
 
-        Those that die meanwhile are started again by `load`, if they may be.
+        Ranks that die meanwhile are restarted by `load`, if restarts are allowed.
         """
         try:
             self._start(way)
@@ -138,8 +139,8 @@ class Supervisor:
         return started
 
     def load(self) -> RemoteEngine:
-        """Load the models everywhere; ranks that die meanwhile are started again. Raises the first error that any rank
-        met, RunError when the user stops it."""
+        """Load the models on all ranks, and restart ranks that die meanwhile. Raises the first error of any rank, and
+        RunError when the user stops it."""
         if self._current is None:
             assert self._died is not None
             return RemoteEngine(*self.restarted(self._died), self)
@@ -149,9 +150,9 @@ class Supervisor:
             return RemoteEngine(*self.restarted(e), self)
 
     def restarted(self, error: GgpipeError) -> tuple[RemoteRanks, EngineLoaded]:
-        """Other ranks, which have loaded. Raises the error that those before died of, when none are to be started.
+        """New ranks, loaded. Raises the error that the previous ones died of if none may be started.
 
-        What cannot be repeated is a RunError now, since it worked before.
+        Other errors become RunErrors, since the settings worked before.
         """
         self.is_loading = True
         try:
@@ -187,7 +188,7 @@ class Supervisor:
                 self._end(e)
 
     def _end(self, error: GgpipeError) -> None:
-        """End what is left of the ranks."""
+        """End the remaining ranks."""
         error.is_reported = True
         self._is_stopped, self._current = self.stopping, None
         self.ranks[:] = [

@@ -1,1 +1,1 @@
-"""`ggpipe serve`: OpenAI's API and llama-server's over HTTP, a front end of an engine."""
+"""`ggpipe serve`: OpenAI's, Anthropic's and llama-server's APIs over HTTP."""

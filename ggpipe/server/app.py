@@ -1,4 +1,4 @@
-"""The paths of all endpoints, and what is answered where they cannot answer."""
+"""The paths of all endpoints, and the answers to errors."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ggpipe.server.keys import Keys
 from ggpipe.server.live import Live
 from ggpipe.server.log import RequestLog
 from ggpipe.server.origins import Origins
-from ggpipe.server.replies.stream import ClientLeft
 from ggpipe.server.static import FOLDER_HEADERS, PAGE, PAGE_HEADERS, Files
+from ggpipe.server.stream import ClientLeft
 
 _LOG = logging.getLogger("ggpipe.server")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-_NOT_THERE = (
+_UNSUPPORTED = (
     "/infill", "/rerank", "/reranking", "/v1/rerank", "/v1/reranking", "/lora-adapters", "/v1/audio/transcriptions",
     "/props",
 )  # fmt: skip
-"""Of llama-server, which clients may ask for."""
+"""Paths of llama-server that clients may request."""
 
 
 def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True) -> Starlette:
-    """All endpoints, for an ASGI server. `is_on_loopback`: only this machine reaches it."""
+    """All endpoints, for an ASGI server. `is_on_loopback`: the server is reachable only from this machine."""
     texts, prompts, about, config = Texts(server), Prompts(server), About(server), server.config
     embeddings = Embeddings(server)
     public: dict[str, Endpoint] = {"/health": about.health, "/v1/health": about.health}
@@ -75,12 +75,12 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
         "/apply-template": prompts.apply_template,
         "/slots/{id_slot}": about.slot_action,
     }
-    gets["/lora-adapters"] = about.not_there
-    posts |= dict.fromkeys(_NOT_THERE, about.not_there)
+    gets["/lora-adapters"] = about.unsupported
+    posts |= dict.fromkeys(_UNSUPPORTED, about.unsupported)
     guard = [Middleware(Keys, keys=keys)] if keys else []
-    routes: list[BaseRoute] = [Route(path, _answering(endpoint), methods=["GET"]) for path, endpoint in public.items()]
+    routes: list[BaseRoute] = [Route(path, endpoint, methods=["GET"]) for path, endpoint in public.items()]
     for method, endpoints in (("GET", gets), ("POST", posts)):
-        routes += [Route(path, _answering(one), methods=[method], middleware=guard) for path, one in endpoints.items()]
+        routes += [Route(path, one, methods=[method], middleware=guard) for path, one in endpoints.items()]
     if config.static_path is not None:
         routes.append(Mount("/", Files(config.static_path, FOLDER_HEADERS, has_indexes=True)))
     elif config.webui:
@@ -94,16 +94,23 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     found = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _http_error, Exception: _broken},
+        exception_handlers={
+            ApiError: _api_error,
+            GgpipeError: _engine_error,
+            HTTPException: _http_error,
+            ClientLeft: _left,
+            ClientDisconnect: _left,
+            Exception: _bug,
+        },
     )
-    found.router.redirect_slashes = False  # to a place that a header of the client names
+    found.router.redirect_slashes = False  # which would lead to the host in the client's header
     return found
 
 
 class PathPrefix:
-    """A prefix of all paths, for a server that shares its host name with others behind a proxy.
+    """Removes a prefix from all paths, for a server that shares its host name with others behind a proxy.
 
-    Whatever comes after it, the log included, sees paths without it. Paths that lack it are not found.
+    The log and the endpoints see paths without the prefix. Other paths are not found.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
@@ -121,31 +128,32 @@ class PathPrefix:
             await ApiError(404, "Not Found").response(path)(scope, receive, send)
 
 
-def _answering(endpoint: Endpoint) -> Endpoint:
-    """Errors as answers."""
+def _error_response(request: Request, error: ApiError) -> Response:
+    return error.response(request.url.path)
 
-    async def answer(request: Request) -> Response:
-        try:
-            response = await endpoint(request)
-        except ApiError as e:
-            response = e.response(request.url.path)
-        except GgpipeError as e:
-            response = ApiError.of(e).response(request.url.path)
-        except (ClientLeft, ClientDisconnect):
-            response = Response(status_code=CLIENT_LEFT)
-        return response
 
-    return answer
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(request, error)
+
+
+async def _engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GgpipeError)
+    return _error_response(request, ApiError.of(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = ApiError(error.status_code, error.detail).response(request.url.path)
+    response = _error_response(request, ApiError(error.status_code, error.detail))
     response.headers.update(error.headers or {})
     return response
 
 
-async def _broken(request: Request, error: Exception) -> Response:
+async def _left(_: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     _LOG.error("%s: a bug: %r at %s:%s", request.url.path, error, frame.filename, frame.lineno)
-    return ApiError(500, f"the server broke: {type(error).__name__}").response(request.url.path)
+    return _error_response(request, ApiError(500, f"internal error: {type(error).__name__}"))

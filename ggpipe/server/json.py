@@ -1,4 +1,4 @@
-"""JSON as it is sent."""
+"""JSON for clients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def dumps(value: Any) -> bytes:
-    """Of Python's own types and msgspec's structs; numbers that JSON does not have become null."""
+    """JSON of Python's types and msgspec's structs. Infinity and NaN become null."""
     return _ENCODER.encode(value)
 
 
 class JsonResponse(Response):
-    """An answer in JSON."""
+    """A JSON response."""
 
     media_type = "application/json"
 

@@ -1,4 +1,4 @@
-"""API keys: who may use the server."""
+"""API keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _USER = "user"
 
 
 class Keys:
-    """Refuses requests without one of the keys, before anything of their bodies is read."""
+    """Refuses requests without a valid key, before their bodies are read."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -30,13 +30,13 @@ class Keys:
             await ApiError(401, "Invalid API Key").response(scope["path"])(scope, receive, send)
 
     def _numbers(self, headers: Headers) -> list[int]:
-        """Of the keys that are given. Takes as long for any key: nothing is to be learned of a key from the time."""
+        """Indices of the keys that match. Takes the same time for every key, so that timing reveals nothing."""
         given = (headers.get("authorization") or headers.get("x-api-key") or "").removeprefix("Bearer ")
         are_given = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]
         return [number for number, is_given in enumerate(are_given) if is_given]
 
 
 def user_of(request: Request) -> str:
-    """Whom a request is for: who has one of several keys, else who is at an address."""
+    """The user that a request counts for: one of several keys, or else the client's address."""
     user: str | None = request.scope.get("state", {}).get(_USER)
     return user or (request.client.host if request.client is not None else "")

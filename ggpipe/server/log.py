@@ -1,12 +1,13 @@
-"""The log: a line for each request, and for what else happens, on stderr and in a file. It never ends the server."""
+"""The log: a line per request and per other event, on stderr and in a file. Its failures never affect the server."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import logging
+import logging.handlers
 import os
-import stat
 import sys
 import time
 import uuid
@@ -25,15 +26,15 @@ from ggpipe.server.totals import Totals
 from ggpipe.stats.records import RequestStats
 
 _LOG = logging.getLogger("ggpipe.server")
-_UNNOTED = ("/health", "/v1/health", "/metrics", "/live", "/")
+_QUIET = ("/health", "/v1/health", "/metrics", "/live", "/")
 _PAGE = "/page/"
-"""What is asked for all the time has no line, unless it was refused."""
+"""Frequent requests are logged only if they were refused."""
 _MOST_ID_CHARACTERS = 64
-_TEXTS = "texts"
+_OUTPUTS = "outputs"
 
 
 def begin(config: ServerConfig) -> None:
-    """Log as the settings say. Raises SettingError for a file that cannot be written."""
+    """Set up the log. Raises SettingError for a file that cannot be written."""
     handlers: list[logging.Handler] = []
     if not config.log_disable:
         handlers.append(_Stderr(sys.stderr))
@@ -53,7 +54,7 @@ def say(line: str) -> None:
 
 
 def note_end(line: str) -> None:
-    """Log why the server ends: to the file alone, since the user gets the error."""
+    """Log why the server ends: only to the file, since the user sees the error anyway."""
     for handler in _LOG.handlers:
         if isinstance(handler, LogFile):
             handler.handle(_LOG.makeRecord(_LOG.name, logging.ERROR, "", 0, "%s", (line,), None))
@@ -61,11 +62,11 @@ def note_end(line: str) -> None:
 
 class _Stderr(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nobody reads it any more."""
+        """Ignore it: stderr was closed."""
 
 
 class _Formatter(logging.Formatter):
-    """A line as text, or as one JSON object."""
+    """Lines as text, or as JSON objects."""
 
     def __init__(self, format: LogFormat, with_time: bool) -> None:
         super().__init__()
@@ -84,63 +85,46 @@ class _Formatter(logging.Formatter):
         ).decode()
 
 
-class LogFile(logging.Handler):
-    """Whole lines at the end of a file. A file that was moved away is made anew, and one that was emptied is gone on
-    with, so logrotate needs no signal. While it cannot be written, lines are dropped, and stderr has one line of it."""
+class LogFile(logging.handlers.WatchedFileHandler):
+    """The log file. It is reopened if it was moved away, so logrotate needs no signal. Lines that cannot be written are
+    dropped, with one message on stderr."""
 
     def __init__(self, path: Path) -> None:
         """Raises SettingError."""
-        super().__init__()
-        self._path = path
-        self._is_broken = False
+        self._fails = self._is_broken = False
         try:
-            self._fd = self._opened()
+            super().__init__(path)
         except OSError as e:
             raise SettingError("log_file", f"{path}: cannot write it: {e.strerror}") from e
 
+    def _open(self) -> io.TextIOWrapper:
+        raw = io.FileIO(self.baseFilename, "ab", opener=_opened)
+        return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+
     def emit(self, record: logging.LogRecord) -> None:
+        self._fails = False
         try:
-            self._follow_path()
-            self._write(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
-            self._is_broken = False
-        except OSError as e:
-            if not self._is_broken:
-                self._is_broken = True
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"ggpipe: {self._path}: lines are dropped: {e.strerror}\n")
+            super().emit(record)
+        except OSError:  # it cannot be reopened
+            self.handleError(record)
+        self._is_broken = self._fails
 
-    def _opened(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o640)
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._fails = True
+        if not self._is_broken:
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"ggpipe: {self.baseFilename}: lines are dropped: {sys.exception()}\n")
 
-    def _follow_path(self) -> None:
-        own = os.fstat(self._fd)
-        with contextlib.suppress(FileNotFoundError):
-            now = os.stat(self._path)
-            if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino):
-                return
-        fd = self._opened()
-        os.close(self._fd)
-        self._fd = fd
 
-    def _write(self, line: bytes) -> None:
-        n = os.write(self._fd, line)
-        if n < len(line):  # the disk is full
-            about = os.fstat(self._fd)
-            if stat.S_ISREG(about.st_mode):
-                os.ftruncate(self._fd, about.st_size - n)
-            raise OSError(0, "no room for a whole line")
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
-        super().close()
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o640)
 
 
 class RequestLog:
-    """Gives each request an id, counts its answer, and notes it when it has ended."""
+    """Gives each request an id, counts its response, and logs it when it has ended."""
 
     def __init__(self, app: ASGIApp, model: str, totals: Totals, paths: Collection[str]) -> None:
-        """`model`: the one that is served. `paths`: those that are counted by themselves."""
+        """`model`: name of the model. `paths`: counted separately; all others together."""
         self._app = app
         self._model = model
         self._totals = totals
@@ -167,7 +151,7 @@ class RequestLog:
         finally:
             path = scope["path"]
             self._totals.responses[path if path in self._paths else "other", status] += 1
-            is_usual = path in _UNNOTED or path.startswith(_PAGE)
+            is_usual = path in _QUIET or path.startswith(_PAGE)
             if not is_usual or status not in (200, 304, 503):
                 self._note(scope, id, status, time.monotonic() - began)
 
@@ -178,36 +162,36 @@ class RequestLog:
             "seconds": round(seconds, 3), "client": client[0] if client else None,
         }  # fmt: skip
         line = f"{id} {scope['method']} {scope['path']} {status}, {seconds:.3f} s"
-        texts: Sequence[RequestStats] | None = scope.get("state", {}).get(_TEXTS)
-        if texts is not None:
-            own = _figures(texts)
+        outputs: Sequence[RequestStats] | None = scope.get("state", {}).get(_OUTPUTS)
+        if outputs is not None:
+            own = _figures(outputs)
             fields.update({"model": self._model, **own})
             line += f", {_in_words(own)}"
         _LOG.info("%s", line, extra={"fields": fields})
 
 
-def note_texts(scope: Scope, generations: Sequence[Generation]) -> None:
-    """These texts are written for the request."""
-    scope.setdefault("state", {})[_TEXTS] = [generation.stats for generation in generations]
+def note_outputs(scope: Scope, generations: Sequence[Generation]) -> None:
+    """Have the log line of the request describe these outputs."""
+    scope.setdefault("state", {})[_OUTPUTS] = [generation.stats for generation in generations]
 
 
-def _figures(texts: Sequence[RequestStats]) -> dict[str, Any]:
-    """Sums, and the means of times; None where nothing was measured."""
+def _figures(outputs: Sequence[RequestStats]) -> dict[str, Any]:
+    """Sums of counts and means of times. None: not measured."""
 
     def mean(of: Callable[[RequestStats], float | None]) -> float | None:
-        found = [value for stats in texts if (value := of(stats)) is not None]
+        found = [value for stats in outputs if (value := of(stats)) is not None]
         return round(sum(found) / len(found), 4) if found else None
 
     return {
-        "prompt_tokens": sum(stats.n_prompt for stats in texts),
-        "cached_tokens": sum(stats.counters.cached_tokens for stats in texts),
-        "tokens": sum(stats.n_generated for stats in texts),
-        "draft_tokens": sum(stats.counters.submitted_tokens for stats in texts),
-        "accepted_tokens": sum(stats.counters.accepted_tokens for stats in texts),
+        "prompt_tokens": sum(stats.n_prompt for stats in outputs),
+        "cached_tokens": sum(stats.counters.cached_tokens for stats in outputs),
+        "tokens": sum(stats.n_generated for stats in outputs),
+        "draft_tokens": sum(stats.counters.submitted_tokens for stats in outputs),
+        "accepted_tokens": sum(stats.counters.accepted_tokens for stats in outputs),
         "queued_s": mean(lambda stats: stats.queue_s),
         "ttft_s": mean(lambda stats: stats.ttft_s),
         "tokens_per_s": mean(lambda stats: stats.decode_tps),
-        "finish": ", ".join(sorted({stats.finish.value if stats.finish else "cut off" for stats in texts})),
+        "finish": ", ".join(sorted({stats.finish.value if stats.finish else "cut off" for stats in outputs})),
     }
 
 
@@ -222,7 +206,7 @@ def _in_words(own: Mapping[str, Any]) -> str:
 
 
 def _id_of(scope: Scope) -> str:
-    """The client's or a proxy's `X-Request-Id`, as far as it is a plain word; else a new one."""
+    """The `X-Request-Id` of the client or a proxy if it is a plain word, or else a new id."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
     is_plain = given.isascii() and given.replace("-", "").replace("_", "").isalnum()
     return given if is_plain and len(given) <= _MOST_ID_CHARACTERS else uuid.uuid4().hex[:16]

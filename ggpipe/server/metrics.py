@@ -1,9 +1,10 @@
-"""`/metrics`: llama-server's names for Prometheus, and ggpipe's own of ranks, links, the queue and restarts."""
+"""`/metrics` for Prometheus: llama-server's metrics, and ggpipe's own about ranks, links, the queue and restarts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +16,7 @@ from ggpipe.stats.records import RankStats, rate
 
 
 def registry(backend: Backend) -> CollectorRegistry:
-    """What `prometheus_client.generate_latest` writes."""
+    """All metrics, for `prometheus_client.generate_latest`."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
     found = CollectorRegistry(auto_describe=False)
     found.register(_Figures(backend))
@@ -40,57 +41,57 @@ class _Figures(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         totals, backend = self._totals, self._backend
-        first_runs = next((rank.runs for rank in backend.ranks), 0)
+        first_runs = next((rank.runs for rank in backend.thread.ranks), 0)
         for name, help, value in (
             ("llamacpp:prompt_tokens", "Prompt tokens processed.", totals.prompt_tokens),
-            ("llamacpp:prompt_tokens_cached", "Prompt tokens that the prefix cache had.", totals.cached_tokens),
+            ("llamacpp:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", totals.cached_tokens),
             ("llamacpp:prompt_seconds", "Time until the first token, in seconds.", totals.prompt_s),
             ("llamacpp:tokens_predicted", "Tokens generated.", totals.predicted_tokens),
             ("llamacpp:tokens_predicted_seconds", "Time from first tokens to last, in seconds.", totals.predicted_s),
             ("llamacpp:n_decode", "Runs of the first stage.", first_runs),
             ("llamacpp:spec_decode_num_draft_tokens", "Draft tokens submitted.", totals.draft_tokens),
             ("llamacpp:spec_decode_num_accepted_tokens", "Draft tokens accepted.", totals.accepted_tokens),
-            ("llamacpp:spec_decode_num_drafts", "Runs with draft tokens that were verified.", totals.drafts),
-            ("ggpipe:prefix_cache_hits", "Requests of which the prefix cache had a part.", totals.n_cache_hits),
-            ("ggpipe:restarts", "Times that ranks were started again.", backend.n_restarts),
+            ("llamacpp:spec_decode_num_drafts", "Verified runs with draft tokens.", totals.drafts),
+            ("ggpipe:prefix_cache_hits", "Requests with tokens in the prefix cache.", totals.n_cache_hits),
+            ("ggpipe:restarts", "Restarts of the ranks.", backend.thread.n_restarts),
         ):
             yield CounterMetricFamily(name, help, value=value)
 
     def _gauges(self) -> Iterator[Metric]:
         totals, backend = self._totals, self._backend
-        n_active = backend.n_active
+        n_active = backend.thread.n_active
         n_deferred = max(n_active - backend.n_slots, 0)
         for name, help, value in (
             ("llamacpp:prompt_tokens_seconds", "Average prompt throughput in tokens/s.",
              rate(totals.prompt_tokens, totals.prompt_s)),
             ("llamacpp:predicted_tokens_seconds", "Average generation throughput in tokens/s.",
              rate(totals.later_tokens, totals.predicted_s)),
-            ("llamacpp:requests_processing", "Requests that are being served.", n_active - n_deferred),
-            ("llamacpp:requests_deferred", "Requests that wait.", n_deferred),
-            ("llamacpp:kv_cache_tokens", "KV cells in use: of requests, kept prefixes and draft tokens.",
-             backend.n_cells),
-            ("llamacpp:kv_cache_usage_ratio", "The share of all KV cells that this is, 0 to 1.",
-             backend.n_cells / max(backend.n_ctx, 1)),
-            ("llamacpp:n_tokens_max", "Most tokens of a prompt and its text.", totals.most_tokens),
+            ("llamacpp:requests_processing", "Running requests.", n_active - n_deferred),
+            ("llamacpp:requests_deferred", "Waiting requests.", n_deferred),
+            ("llamacpp:kv_cache_tokens", "KV cells in use by requests, kept prefixes and draft tokens.",
+             backend.thread.n_cells),
+            ("llamacpp:kv_cache_usage_ratio", "Share of all KV cells that is in use, 0 to 1.",
+             backend.thread.n_cells / max(backend.n_ctx, 1)),
+            ("llamacpp:n_tokens_max", "Most tokens of a prompt and its output.", totals.most_tokens),
             ("llamacpp:n_busy_slots_per_decode", "Average number of requests that share a run.",
              rate(totals.run_parts, totals.runs)),
-            ("ggpipe:slots", "Requests that are served at the same time, at most.", backend.n_slots),
-            ("ggpipe:ctx_size", "KV cells, for all requests together.", backend.n_ctx),
-            ("ggpipe:up", "The model is loaded, and no rank is away.", int(backend.status is Status.OK)),
-            ("ggpipe:loaded_ratio", "Share of the loading that is done.", backend.progress),
+            ("ggpipe:slots", "Maximum number of running requests.", backend.n_slots),
+            ("ggpipe:ctx_size", "KV cells, shared by all requests.", backend.n_ctx),
+            ("ggpipe:up", "1 if the model is loaded and all ranks run.", int(backend.status is Status.OK)),
+            ("ggpipe:loaded_ratio", "How much of the weights is loaded, 0 to 1.", backend.progress),
             ("ggpipe:start_time_seconds", "When the server started, in seconds since 1970.", backend.began),
         ):  # fmt: skip
             yield GaugeMetricFamily(name, help, value=value)
 
     def _labelled(self) -> Iterator[Metric]:
         totals, backend = self._totals, self._backend
-        state = GaugeMetricFamily("ggpipe:state", "1 for what the server does now.", labels=("state",))
+        state = GaugeMetricFamily("ggpipe:state", "1 for the current state.", labels=("state",))
         for status in Status:
             state.add_metric((status.value,), int(backend.status is status))
-        requests = CounterMetricFamily("ggpipe:requests", "Requests that ended, by why.", labels=("finish",))
+        requests = CounterMetricFamily("ggpipe:requests", "Ended requests, by reason.", labels=("finish",))
         for finish, n in sorted((finish.value if finish else "error", n) for finish, n in totals.by_finish.items()):
             requests.add_metric((finish,), n)
-        responses = CounterMetricFamily("ggpipe:http_responses", "Answers over HTTP.", labels=("path", "status"))
+        responses = CounterMetricFamily("ggpipe:http_responses", "HTTP responses.", labels=("path", "status"))
         for (path, code), n in sorted(totals.responses.items()):
             responses.add_metric((path, str(code)), n)
         yield from (state, requests, responses)
@@ -107,42 +108,45 @@ class _Figures(Collector):
             yield from histogram.collect()
 
     def _ranks(self) -> Iterator[Metric]:
-        ranks, labels = list(self._backend.ranks), ("rank", "host", "draft")
+        ranks = list(self._backend.thread.ranks)
         shares = self._backend.occupancy.sample(ranks, time.monotonic())
-        busy = CounterMetricFamily("ggpipe:rank_busy_seconds", "Time on runs, since the rank's start.", labels=labels)
-        compute = CounterMetricFamily("ggpipe:rank_compute_seconds", "Time in libllama's decode.", labels=labels)
-        runs = CounterMetricFamily("ggpipe:rank_runs", "Runs, since the rank's start.", labels=labels)
-        occupied = GaugeMetricFamily("ggpipe:rank_occupancy", "Busy share of the last seconds, 0 to 1.", labels=labels)
-        resident = GaugeMetricFamily("ggpipe:rank_resident_bytes", "Resident memory, as last measured.", labels=labels)
-        loaded = GaugeMetricFamily("ggpipe:rank_loaded_ratio", "Share of its loading that is done.", labels=labels)
-        layers = GaugeMetricFamily("ggpipe:rank_layers", "Layers that it holds.", labels=labels)
-        for rank, share in zip(ranks, shares, strict=True):
-            values = _labels(rank)
-            busy.add_metric(values, rank.busy_s)
-            compute.add_metric(values, rank.compute_s)
-            runs.add_metric(values, rank.runs)
-            occupied.add_metric(values, share)
-            if rank.resident_bytes:
-                resident.add_metric(values, rank.resident_bytes)
-            loaded.add_metric(values, rank.loaded)
-            layers.add_metric(values, rank.layers[1] - rank.layers[0])
-        yield from (busy, compute, runs, occupied, resident, loaded, layers)
+        for name, help, of in _RANK_COUNTERS:
+            yield _by_rank(CounterMetricFamily(name, help, labels=_LABELS), ranks, [of(rank) for rank in ranks])
+        for name, help, of in _RANK_GAUGES:
+            yield _by_rank(GaugeMetricFamily(name, help, labels=_LABELS), ranks, [of(rank) for rank in ranks])
+        help = "Busy share of the last seconds, 0 to 1."
+        yield _by_rank(GaugeMetricFamily("ggpipe:rank_occupancy", help, labels=_LABELS), ranks, shares)
 
     def _links(self) -> Iterator[Metric]:
-        links, labels = self._totals.links, ("rank", "host", "draft")
-        sent = CounterMetricFamily("ggpipe:link_sent_bytes", "Bytes sent to the next rank.", labels=labels)
-        took = CounterMetricFamily(
-            "ggpipe:link_seconds", "Time from a run's end here to its start in the next stage.", labels=labels
-        )
-        n_runs = CounterMetricFamily("ggpipe:link_runs", "Runs of which that is known.", labels=labels)
-        for rank in list(self._backend.ranks):
-            values, key = _labels(rank), part(rank)
-            sent.add_metric(values, rank.sent_bytes)
-            if links.n_runs[key]:
-                took.add_metric(values, links.seconds[key])
-                n_runs.add_metric(values, links.n_runs[key])
-        yield from (sent, took, n_runs)
+        links, ranks = self._totals.links, list(self._backend.thread.ranks)
+        n_runs = [links.n_runs[part(rank)] or None for rank in ranks]
+        seconds = [links.seconds[part(rank)] if n else None for rank, n in zip(ranks, n_runs, strict=True)]
+        help = "Time from a run's end here to its start in the next stage."
+        yield _by_rank(CounterMetricFamily("ggpipe:link_seconds", help, labels=_LABELS), ranks, seconds)
+        help = "Runs whose link time is known."
+        yield _by_rank(CounterMetricFamily("ggpipe:link_runs", help, labels=_LABELS), ranks, n_runs)
 
 
-def _labels(rank: RankStats) -> tuple[str, str, str]:
-    return str(rank.rank), rank.host, str(rank.model)
+_LABELS = ("rank", "host", "draft")
+_RankValue = Callable[[RankStats], float | None]
+_RANK_COUNTERS: tuple[tuple[str, str, _RankValue], ...] = (
+    ("ggpipe:rank_busy_seconds", "Time on runs, since the rank's start.", lambda rank: rank.busy_s),
+    ("ggpipe:rank_compute_seconds", "Time in libllama's decode.", lambda rank: rank.compute_s),
+    ("ggpipe:rank_runs", "Runs, since the rank's start.", lambda rank: rank.runs),
+    ("ggpipe:link_sent_bytes", "Bytes sent to the next rank.", lambda rank: rank.sent_bytes),
+)
+_RANK_GAUGES: tuple[tuple[str, str, _RankValue], ...] = (
+    ("ggpipe:rank_resident_bytes", "Resident memory, as last measured.", lambda rank: rank.resident_bytes or None),
+    ("ggpipe:rank_loaded_ratio", "How much of its weights is loaded.", lambda rank: rank.loaded),
+    ("ggpipe:rank_layers", "Layers that it holds.", lambda rank: rank.layers[1] - rank.layers[0]),
+)
+
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+
+
+def _by_rank(metric: Family, ranks: Sequence[RankStats], values: Sequence[float | None]) -> Family:
+    """A metric with a sample per rank. None: unknown."""
+    for rank, value in zip(ranks, values, strict=True):
+        if value is not None:
+            metric.add_metric((str(rank.rank), rank.host, str(rank.model)), value)
+    return metric

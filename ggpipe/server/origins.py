@@ -1,7 +1,7 @@
-"""Pages of other servers that use this one: which may.
+"""Which web pages may use the server.
 
-Browsers send what any page asks them to, loopback included. CORS only keeps that page from reading the answer. So the
-requests of pages that may not use this server are refused before anything is done for them.
+Browsers send requests for any page, even to loopback addresses. CORS only prevents the page from reading the answer, so
+requests from pages that are not allowed are refused before anything is done for them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LOCAL = r"https?://(localhost|([a-z0-9_-]+\.)+localhost|127(\.\d{1,3}){3}|\[::1
 
 
 class Origins:
-    """Refuses requests of pages whose origin is not allowed, and has browsers give answers to those of the others.
-    This server's own pages are always allowed."""
+    """Refuses requests from pages whose origin is not allowed, and lets browsers pass answers to the others. This
+    server's own pages are always allowed."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str], checks_names: bool) -> None:
-        """`allowed`: as `ServerConfig.cors_origins`. `checks_names`: whoever reaches this server calls it by an address
-        or by a name without a dot. A page whose name was made to lead here (DNS rebinding) calls it by another."""
+        """`allowed`: as `ServerConfig.cors_origins`. `checks_names`: accept only addresses and names without a dot as
+        `Host`, which excludes pages whose domain was pointed at this machine (DNS rebinding)."""
         named = {origin.lower() for origin in allowed} - {LOCAL_ORIGINS}
         self._cors = CORSMiddleware(
             app,
@@ -49,11 +49,11 @@ class Origins:
     def _why_not(self, headers: Headers) -> str | None:
         host, origin = headers.get("host", "").lower(), headers.get("origin")
         if self._checks_names and not self._is_ours(_name(host)):
-            return "This server goes by another name than `Host` says: allow pages of that name with --cors-origins"
+            return "This server is not known by the name in `Host`: allow pages of that name with --cors-origins"
         is_own = origin is None or origin.lower().partition("://")[2] == host != ""
         if is_own or self._cors.is_allowed_origin(origin or ""):
             return None
-        return "Pages of this `Origin` may not use the server: allow it with --cors-origins"
+        return "Pages of this `Origin` may not use the server: allow them with --cors-origins"
 
     def _is_ours(self, name: str | None) -> bool:
         if name is None:
@@ -68,7 +68,7 @@ class Origins:
 
 
 def _name(host: str) -> str | None:
-    """A host without its port; None for what is none."""
+    """A host without its port; None if it is not valid."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:

@@ -1,4 +1,4 @@
-"""The server's process: its port, its engine, and its end."""
+"""The process of a server: its port, its signals, and its end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Callable, Collection, Coroutine, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import h11
@@ -20,42 +18,24 @@ import uvicorn
 from ggpipe.api.engine_thread import EngineThread
 from ggpipe.engine.signals import Signals
 from ggpipe.errors import SettingError, Terminated
-from ggpipe.options.chat import ChatSettings
 from ggpipe.options.server import ServerConfig
-from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server.app import application
-from ggpipe.server.backend import Backend
-from ggpipe.server.endpoints.shared import Server
+from ggpipe.server.endpoints.shared import Server, Serving
 from ggpipe.server.receiving import BodyReader
 from ggpipe.server.saved_slots import SavedSlots
 
 _LAST_WORDS_S = 2
-"""For connections to be closed, once all is answered."""
+"""For closing connections when all requests are answered."""
 _KILLS_S = 1.0
 """Open MPI's mpirun sends SIGCONT, SIGTERM and SIGKILL, a quarter of a second apart."""
-_OWN_FILES, _ENOUGH_FILES, _FEWEST_CONNECTIONS, _MOST_AT_A_TIME = 48, 16384, 8, 1024
+_OWN_FILES, _ENOUGH_FILES, _FEWEST_CONNECTIONS, _MOST_ACCEPTED = 48, 16384, 8, 1024
 _MOST_HEADER_BYTES = 64 * 1024
 _MOST_UNSENT_BYTES = 128 * 1024
-"""That the kernel keeps for a client which does not read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Serving:
-    """What is served, and to whom."""
-
-    config: ServerConfig
-    chat: ChatSettings
-    embeddings: EmbeddingSettings
-    model: str
-    path: str
-    keys: tuple[str, ...]
-    backend: Callable[[EngineThread], Backend]
-    """Makes what the endpoints use; called in the event loop."""
-    slot_save_path: Path | None = None
+"""Buffered by the kernel for a client that does not read."""
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """The port, open. Raises SettingError where that cannot be."""
+    """The socket, listening. Raises SettingError if that fails."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -76,7 +56,7 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def url(config: ServerConfig, listener: socket.socket) -> str:
-    """Where clients find it."""
+    """The server's URL for clients."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.ssl_cert_file is not None else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.api_prefix}"
@@ -93,12 +73,12 @@ def serve(
     on_loaded: Callable[[], None],
     signals: Signals | None = None,
 ) -> None:
-    """Answer clients until SIGTERM or Ctrl-C; a second one cuts off what is being answered.
+    """Serve until SIGTERM or Ctrl-C; a second signal cuts off running requests.
 
-    `signals`: those of the first rank, where the user has started the ranks. Then SIGUSR1 ends it as SIGTERM does, and
-    Open MPI's mpirun, which kills all ranks a moment after SIGTERM, cuts off what is being answered.
+    `signals`: those of the first rank, if the user started the ranks. Then SIGUSR1 works like SIGTERM, and a SIGTERM of
+    Open MPI's mpirun, which kills all ranks a moment later, cuts off running requests.
 
-    Raises what the engine ended with, SettingError for files of HTTPS that cannot be used. The engine is closed.
+    Raises the engine's error if it ended with one, and SettingError for unusable HTTPS files. Closes the engine.
     """
     try:
         with contextlib.closing(listener):
@@ -107,44 +87,21 @@ def serve(
         thread.close()
 
 
-def _connections(wanted: int) -> tuple[int, int]:
-    """How many connections there may be, at most `wanted`, and how many are accepted at a time.
-
-    All other files that this process may open are for starting ranks again. Where asyncio runs out of files, it goes on
-    trying to accept, and writes an error for each time.
-    """
+def _connections(wanted: int) -> int:
+    """How many connections may exist, at most `wanted`. Half of the files that this process may open are left for
+    restarting ranks."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < _ENOUGH_FILES:
         limit = _ENOUGH_FILES if most == resource.RLIM_INFINITY else min(_ENOUGH_FILES, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     free = (limit if limit >= 0 else _ENOUGH_FILES) - _OWN_FILES
-    share = max(free // 2, _FEWEST_CONNECTIONS)
-    return min(wanted, share), min(_MOST_AT_A_TIME, share)
-
-
-class _Accepted(asyncio.Protocol):
-    """A connection that becomes one of HTTP, or is closed where it is one too many."""
-
-    def __init__(self, http: asyncio.Protocol, others: Collection[object], most: int) -> None:
-        self._http, self._others, self._most = http, others, most
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self._others) >= self._most:
-            transport.abort()
-            return
-        transport.set_protocol(self._http)
-        self._http.connection_made(transport)
-
-
-def limited(http: Callable[..., asyncio.Protocol], most: int) -> Callable[..., asyncio.Protocol]:
-    """Makes connections as `http` of uvicorn's settings does, but no more than so many."""
-    return lambda **of_server: _Accepted(http(**of_server), of_server["server_state"].connections, most)
+    return min(wanted, max(free // 2, _FEWEST_CONNECTIONS))
 
 
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are looked after here: running requests end first."""
+        """Signals are handled by `_serve`, which lets running requests finish."""
         yield
 
 
@@ -156,23 +113,16 @@ async def _serve(
     signals: Signals | None,
 ) -> None:
     config = serving.config
-    backend = serving.backend(thread)
+    backend = serving.make_backend(thread)
     saved_slots = SavedSlots(backend, serving.slot_save_path)
-    server = Server(
-        backend=backend,
-        bodies=BodyReader(config.max_body_mib, config.timeout_s),
-        config=config,
-        chat=serving.chat,
-        embeddings=serving.embeddings,
-        model=serving.model,
-        path=serving.path,
-        saved_slots=saved_slots,
-    )
-    n_connections, n_at_a_time = _connections(config.n_connections)
+    bodies = BodyReader(config.max_body_mib, config.timeout_s)
+    server = Server(**vars(serving), backend=backend, bodies=bodies, saved_slots=saved_slots)
+    n_connections = _connections(config.n_connections)
     settings = uvicorn.Config(
         application(server, serving.keys, _is_on_loopback(listener)),
         http="h11",
-        backlog=n_at_a_time,
+        backlog=min(n_connections, _MOST_ACCEPTED),
+        limit_concurrency=n_connections,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -188,7 +138,6 @@ async def _serve(
         settings.load()
     except OSError as e:  # ssl.SSLError is one
         raise SettingError("ssl_cert_file", f"{config.ssl_cert_file}: cannot use it: {e.strerror or e}") from e
-    settings.http_protocol_class = limited(settings.http_protocol_class, n_connections)  # type: ignore[assignment]
     http = _Uvicorn(settings)
     is_ending, is_cut_off = asyncio.Event(), asyncio.Event()
 
@@ -207,7 +156,7 @@ async def _serve(
 
     async def drain() -> None:
         await is_ending.wait()
-        if not thread.loaded.has_ended:  # nothing runs yet
+        if not thread.loaded.has_ended:  # nothing is running yet
             thread.stop()
         await backend.drain(config.timeout_s)
         if config.keep_slots and thread.loaded.has_ended:
@@ -241,13 +190,13 @@ async def _serve(
 
 
 def _note_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Of a client that sends what is no HTTP while it is answered, uvicorn says that it is a bug."""
+    """Ignore invalid HTTP that arrives during an answer, which uvicorn treats as a bug."""
     if not isinstance(context.get("exception"), h11.LocalProtocolError):
         loop.default_exception_handler(context)
 
 
 async def _until(is_cut_off: asyncio.Event, work: Coroutine[None, None, None]) -> None:
-    """Do something, as long as it is not cut off."""
+    """Do the work unless it is cut off."""
     tasks = (asyncio.create_task(work), asyncio.create_task(is_cut_off.wait()))
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -258,7 +207,7 @@ async def _until(is_cut_off: asyncio.Event, work: Coroutine[None, None, None]) -
 def _follow_mpirun(
     loop: asyncio.AbstractEventLoop, signals: Signals, thread: EngineThread, end: Callable[[], None]
 ) -> None:
-    """mpirun sends SIGTERM when it is to end, and when a rank is gone."""
+    """mpirun sends SIGTERM when it is asked to end, and when a rank has died."""
     continued_s = -math.inf
 
     def on_continue() -> None:
@@ -273,7 +222,7 @@ def _follow_mpirun(
 
     def on_gone(gone: str) -> None:
         if gone:
-            thread.fail(Terminated(f"{gone}; only ranks that ggpipe has started itself are started again"))
+            thread.fail(Terminated(f"{gone}; only ranks that ggpipe started itself are restarted"))
             return
         end()
         if loop.time() < continued_s + _KILLS_S:

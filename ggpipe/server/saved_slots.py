@@ -1,7 +1,7 @@
-"""Conversations of slots on disk: saved, restored, erased.
+"""Saving, restoring and erasing the conversations of slots.
 
-Each rank writes its own layers' part of the KV cache to its own folder. A file of the server's, which is written last,
-has the tokens; a set of files without it is none.
+Each rank writes the KV cache of its own layers to its own folder. The server's file contains the tokens. It is written
+last, and without it the ranks' files are ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ggpipe.channel.client import EngineClient
-from ggpipe.core.prefixes import PrefixOrder
+from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.errors import GgpipeError, SettingError, UsageError
 from ggpipe.launch.cache_folder import whole_file
 from ggpipe.server.backend import Backend
@@ -37,22 +36,22 @@ class _Saved(msgspec.Struct, frozen=True):
     """The server's file."""
 
     ggpipe_prefix: int
-    """The version of this format."""
+    """Version of the format."""
     tokens: Tokens
-    """The ranks' files have all but the last one."""
+    """The ranks' files contain all but the last."""
 
 
 _DECODER = msgspec.json.Decoder(_Saved)
 
 
 def check_folder(folder: Path) -> None:
-    """Raises SettingError for what is no folder, or cannot be written to."""
+    """Raises SettingError unless it is a folder that can be written to."""
     if not (folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK)):
-        raise SettingError("slot_save_path", f"{folder}: there is no such folder, or it cannot be written to")
+        raise SettingError("slot_save_path", f"{folder} does not exist, or is not a folder that can be written to")
 
 
 class SavedSlots:
-    """The folder of a server. Belongs to the event loop."""
+    """The saved slots of a server. Used only in the event loop."""
 
     def __init__(self, backend: Backend, folder: Path | None) -> None:
         self._backend = backend
@@ -67,7 +66,7 @@ class SavedSlots:
         slot = next((slot for slot in slots if str(slot.id) == id_slot), None)
         if slot is None:
             raise ApiError(
-                400, f"there is no slot {id_slot[:40]!r}: give a number from 0 to {len(slots) - 1}", "id_slot"
+                400, f"`id_slot` must be a number from 0 to {len(slots) - 1}, got {id_slot[:40]!r}", "id_slot"
             )
         match action:
             case "save":
@@ -79,16 +78,16 @@ class SavedSlots:
         raise ApiError(400, "`action` must be save, restore or erase", "action")
 
     async def keep(self) -> None:
-        """Save all slots, to be there when a server starts again."""
+        """Save all slots, for the next start of the server."""
         for slot in self._backend.slots.all():
             if len(slot.tokens) > 1:
                 await self._try(self._save(slot, _KEPT.format(slot.id)), f"slot {slot.id} is not saved")
 
     async def bring_back(self) -> None:
-        """Restore what `keep` has saved."""
+        """Restore the slots that `keep` saved."""
         for slot in self._backend.slots.all():
             name = _KEPT.format(slot.id)
-            if os.path.exists(self._path(name)) and not slot.tokens:  # False where it cannot be seen
+            if os.path.exists(self._path(name)) and not slot.tokens:  # False if it is not accessible
                 await self._try(self._restore(slot, name), f"slot {slot.id} is not restored")
 
     @staticmethod
@@ -100,11 +99,11 @@ class SavedSlots:
             _LOG.warning("%s: %s", otherwise, e.message)
 
     async def _save(self, slot: Slot, name: str) -> dict[str, Any]:
-        began, tokens = time.monotonic(), slot.tokens[: self._backend.n_ctx - 1]  # a full context has no room for more
+        began, tokens = time.monotonic(), slot.tokens[: self._backend.n_ctx - 1]  # leaves room for one more token
         if len(tokens) < 2:
-            raise ApiError(400, f"slot {slot.id} is empty: there is nothing to save", "id_slot")
+            raise ApiError(400, f"slot {slot.id} is empty", "id_slot")
         async with self._one_at_a_time:
-            n_bytes = await self._order(lambda engine: engine.save_prefix(tokens[:-1], name), f"save {name}", 500)
+            n_bytes = await self._order(lambda id: SavePrefix(id, tokens[:-1], name), f"save {name}", 500)
             own = msgspec.json.encode(_Saved(1, tokens))
             try:
                 await asyncio.to_thread(_write, self._path(name), own)
@@ -120,9 +119,7 @@ class SavedSlots:
         _check_idle(slot)
         async with self._one_at_a_time:
             tokens, n_bytes = await asyncio.to_thread(_read, self._path(name))
-            n_bytes += await self._order(
-                lambda engine: engine.restore_prefix(tokens[:-1], name), f"restore {name}", 400
-            )
+            n_bytes += await self._order(lambda id: RestorePrefix(id, tokens[:-1], name), f"restore {name}", 400)
         _check_idle(slot)
         self._backend.slots.restored(slot, tokens)
         return {
@@ -134,13 +131,13 @@ class SavedSlots:
         _check_idle(slot)
         tokens, slot.use = slot.tokens, None
         if tokens:
-            await self._order(lambda engine: engine.erase_prefix(tokens), "erase", 500)
+            await self._order(lambda id: ErasePrefix(id, tokens), "erase", 500)
         return {"id_slot": slot.id, "n_erased": len(tokens)}
 
-    async def _order(self, give: Callable[[EngineClient], PrefixOrder], what: str, status: int) -> int:
-        """Bytes of all ranks' files. Raises ApiError, with this status where the ranks cannot do it."""
+    async def _order(self, make: Callable[[int], PrefixOrder], what: str, status: int) -> int:
+        """Total size of the ranks' files in bytes. Raises ApiError, with this status if the ranks fail."""
         try:
-            return await self._backend.order(give)
+            return await self._backend.order(make)
         except UsageError as e:
             raise ApiError.of(e) from e
         except GgpipeError as e:
@@ -152,18 +149,18 @@ class SavedSlots:
 
 
 def _checked(name: object) -> str:
-    """A name that stays in the folder, and is none of a rank's files. Raises ApiError."""
+    """A file name that cannot leave the folder or name a rank's file. Raises ApiError."""
     is_name = isinstance(name, str) and _NAME.fullmatch(name) and ".." not in name and not _OF_A_RANK.fullmatch(name)
     if not isinstance(name, str) or not is_name or len(name.encode()) > _MOST_NAME_BYTES:
         raise ApiError(
-            400, "`filename` must be a name of letters, digits, spaces and .+@=,-_ without a folder", "filename"
+            400, "`filename` must consist of letters, digits, spaces and .+@=,-_, without a folder", "filename"
         )
     return name
 
 
 def _check_idle(slot: Slot) -> None:
     if slot.is_processing:
-        raise ApiError(503, f"slot {slot.id} is in use: try again when its text has ended")
+        raise ApiError(503, f"slot {slot.id} is in use: try again when its request has ended")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -172,19 +169,19 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _read(path: Path) -> tuple[Tokens, int]:
-    """Its tokens, and its size in bytes. Raises ApiError."""
+    """The tokens of a file, and its size in bytes. Raises ApiError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             data = file.read(_MOST_FILE_BYTES)
         saved = _DECODER.decode(data)
     except FileNotFoundError:
-        raise ApiError(400, f"there is no saved slot {path.name}", "filename") from None
+        raise ApiError(400, f"{path.name} does not exist", "filename") from None
     except OSError as e:
         raise ApiError(400, f"cannot read {path.name}: {e.strerror or e}", "filename") from e
     except (msgspec.MsgspecError, ValueError) as e:
-        raise ApiError(400, f"{path.name} is no saved slot of this version", "filename") from e
+        raise ApiError(400, f"{path.name} is not a saved slot of this version", "filename") from e
     if saved.ggpipe_prefix != 1 or len(saved.tokens) < 2:
-        raise ApiError(400, f"{path.name} is no saved slot of this version", "filename")
+        raise ApiError(400, f"{path.name} is not a saved slot of this version", "filename")
     return saved.tokens, len(data)
 
 

@@ -1,7 +1,7 @@
-"""Slots, as llama-server has them: the requests that are served at the same time, and the last one of each place.
+"""Slots as in llama-server: the running requests, and the last request of each free slot.
 
-All requests share the KV cache and what it keeps, so a slot is an account only: which conversation was last in it. A
-request goes to the free slot whose conversation it continues, else to the one that was used longest ago.
+All requests share the KV cache, so a slot only records which conversation used it last. A request gets the free slot
+whose conversation it continues, or else the one that was used longest ago.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from ggpipe.core.request_spec import RequestSpec
 Tokens = tuple[int, ...]
 
 _CONTINUED = 0.5
-"""Share of a slot's tokens that a prompt begins with, at least, when it continues the slot's conversation."""
+"""A prompt continues a slot's conversation if it begins with more than this share of the slot's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRequest:
-    """A text of a slot."""
+    """A request in a slot."""
 
     number: int
     prompt: Tokens
     spec: RequestSpec
     wanted: int = -1
-    """The slot that it is for, where that is free; -1: any."""
+    """The slot to use if it is free; -1: any."""
     feed: Feed
-    """Ended, without tokens: the prompt was restored from disk."""
+    """Has ended without tokens if the prompt was restored from disk."""
 
 
 class Slot:
-    """One of the places."""
+    """One slot."""
 
     def __init__(self, id: int) -> None:
         self.id = id
         self.use: SlotRequest | None = None
-        """The text that is written in it, or the last one."""
+        """Its running request, or else its last one."""
 
     @property
     def is_processing(self) -> bool:
-        """A text is written in it."""
+        """A request is running in it."""
         return self.use is not None and not self.use.feed.has_ended
 
     @property
     def tokens(self) -> Tokens:
-        """The prompt and the text so far."""
+        """The prompt and the output so far."""
         return (*self.use.prompt, *(token.id for token in self.use.feed.tokens)) if self.use is not None else ()
 
     def figures(self, n_ctx: int) -> dict[str, Any]:
-        """As llama-server's `/slots` has them."""
+        """An entry of llama-server's `/slots`."""
         found = {"id": self.id, "n_ctx": n_ctx, "speculative": False, "is_processing": self.is_processing}
         if (use := self.use) is None:
             return found
@@ -82,7 +82,7 @@ class Slot:
 
 
 class Slots:
-    """All slots. Belongs to the event loop."""
+    """All slots. Used only in the event loop."""
 
     def __init__(self, n: int) -> None:
         self._slots = [Slot(id) for id in range(n)]
@@ -90,34 +90,34 @@ class Slots:
         self._waiting: collections.deque[SlotRequest] = collections.deque()
 
     def begin(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> None:
-        """A request came in. It gets a slot when there is a free one: the one of number `wanted`, if that is free."""
+        """Add a request. It gets the slot `wanted` if that is free, or else the next free slot that suits it."""
         self._waiting.append(self._use(prompt, spec, feed, wanted))
         self._settle()
 
     def restored(self, slot: Slot, prompt: Tokens) -> None:
-        """A slot has these tokens again."""
+        """Put restored tokens into a slot."""
         feed = Feed()
         feed.end()
         slot.use = self._use(prompt, RequestSpec(prompt=prompt, n_predict=0), feed)
 
     def all(self) -> Sequence[Slot]:
-        """In order."""
+        """All slots in order."""
         self._settle()
         return self._slots
 
-    def slot_of(self, feed: Feed) -> int:
-        """The number of the slot in which a text is written, or was; -1: it waits, or another one was since."""
-        return next((slot.id for slot in self.all() if slot.use is not None and slot.use.feed is feed), -1)
+    def slot_of(self, key: str) -> int:
+        """The slot that the output with this key uses or used last; -1: it has none."""
+        return next((slot.id for slot in self.all() if slot.use is not None and slot.use.feed.key == key), -1)
 
     def _use(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> SlotRequest:
         self._n_uses += 1
         return SlotRequest(number=self._n_uses, prompt=prompt, spec=spec, feed=feed, wanted=wanted)
 
     def _settle(self) -> None:
-        """Requests that wait go to slots that have become free, in the order in which the engine serves them."""
+        """Move waiting requests to free slots, in the order in which the engine serves them."""
         while self._waiting:
             use = self._waiting[0]
-            if not (use.feed.has_ended and not use.feed.tokens):  # else nothing was done for it
+            if not (use.feed.has_ended and not use.feed.tokens):  # otherwise it was never served
                 free = [slot for slot in self._slots if not slot.is_processing]
                 if not free:
                     return

@@ -1,4 +1,4 @@
-"""Files for browsers: the page's, or a folder's."""
+"""Static files for browsers: the page, or a folder."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ PAGE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""The page loads nothing from other hosts, runs no script in its text, and is in no other page's frame."""
+"""The page loads nothing from other hosts, runs no inline scripts, and cannot be framed by other pages."""
 FOLDER_HEADERS = {name: value for name, value in PAGE_HEADERS.items() if name != "Content-Security-Policy"}
-"""What a folder's pages load is for those who wrote them to say."""
+"""A folder's pages may load what their authors want."""
 
 
 class Files(StaticFiles):
-    """A folder's files. Nothing outside the folder is read, whatever links lead there."""
+    """The files of a folder. Links to files outside the folder are not followed."""
 
     def __init__(self, folder: Path, headers: Mapping[str, str], has_indexes: bool = False) -> None:
-        """`headers`: those of all files. `has_indexes`: `index.html` stands for its folder."""
+        """`headers`: sent with all files. `has_indexes`: a folder's path returns its `index.html`."""
         super().__init__(directory=folder, html=has_indexes)
         self._headers = headers
 
     async def index(self, request: Request) -> Response:
-        """`index.html`."""
+        """The folder's `index.html`."""
         return await self.get_response("index.html", request.scope)
 
     async def get_response(self, path: str, scope: Scope) -> Response:
@@ -47,9 +47,9 @@ class Files(StaticFiles):
             response = await super().get_response(path, scope)
         except HTTPException as e:
             raise HTTPException(404 if e.status_code == 401 else e.status_code, headers=e.headers) from e
-        except OSError as e:  # a link that leads to itself
+        except OSError as e:  # a circular link
             raise HTTPException(404) from e
-        if isinstance(response, RedirectResponse):  # to a place that this server names, not a header of the client
+        if isinstance(response, RedirectResponse):  # relative, since the client's header may name another host
             response.headers["Location"] = f"./{quote(scope['path'].rpartition('/')[2])}/"
         response.headers.update(self._headers)
         return response

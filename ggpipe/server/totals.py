@@ -1,4 +1,4 @@
-"""What is counted of all requests, for as long as the server runs. It takes the same memory however many there were."""
+"""Counts over all requests since the server started, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ggpipe.stats.activity import RankWork, part, parts_of
 from ggpipe.stats.records import RankStats, RequestStats
 
 _MOST_POSITIONS = 64
-"""Draft tokens further ahead than that are counted with the last ones."""
+"""Draft tokens further ahead count for the last position."""
 _TIMES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Links:
-    """Time between the end of a run in a stage and its start in the next one: on the link, and waiting there."""
+    """Time between the end of a run in a stage and its start in the next: on the link, and waiting there."""
 
     def __init__(self) -> None:
         self.seconds: dict[RankWork, float] = collections.defaultdict(float)
-        """By the rank that sends."""
+        """By sending rank."""
         self.n_runs: collections.Counter[RankWork] = collections.Counter()
 
     def add(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
-        """Count a request's runs. `ranks`: all, with the offsets of their clocks."""
+        """Count a request's runs. `ranks`: all ranks, with the offsets of their clocks."""
         speakers = {part(rank): rank for rank, number in zip(ranks, parts_of(ranks), strict=True) if number == 0}
         for run in (*stats.runs, *stats.draft_runs):
             if not run.cancelled:
@@ -40,7 +40,7 @@ class Links:
         spans = [(speakers[span.rank, run.model], span) for span in run.spans if (span.rank, run.model) in speakers]
         for (own, span), (other, next_span) in itertools.pairwise(spans):
             if own.host != other.host and own.clock_offset_s == other.clock_offset_s:
-                continue  # their clocks were not compared yet
+                continue  # their clocks have not been compared yet
             ended_s = span.start_s + span.busy_s + own.clock_offset_s
             took_s = next_span.start_s + other.clock_offset_s - ended_s
             if took_s >= 0:
@@ -49,49 +49,48 @@ class Links:
 
 
 class Totals:
-    """What was done for all requests that ended. Sums are filled in by the engine's thread, all else by the event
-    loop."""
+    """Counts over all ended requests. Sums are updated by the engine's thread, everything else by the event loop."""
 
     def __init__(self) -> None:
-        """To be called in the event loop."""
+        """Call it in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self.n_requests = 0
         self.prompt_tokens = 0
-        """Without those that the prefix cache had."""
+        """Without those found in the prefix cache."""
         self.cached_tokens = 0
         self.prompt_s = 0.0
-        """From arrival to the first token, or to the end where none was asked for."""
+        """From arrival to the first token, or to the end of requests without tokens."""
         self.predicted_tokens = 0
         self.predicted_s = 0.0
-        """From each text's first token to its last."""
+        """From the first token of each output to its last."""
         self.later_tokens = 0
-        """Those behind each text's first one, which took that time."""
+        """Generated tokens without the first of each output, which took `predicted_s`."""
         self.most_tokens = 0
-        """Of a prompt and its text."""
+        """Most tokens of a prompt and its output."""
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.drafts = 0
-        """Runs with draft tokens that came back."""
+        """Verified runs with draft tokens."""
         self.by_finish: collections.Counter[Finish | None] = collections.Counter()
-        """Requests by why they ended; None: an error."""
+        """Requests by the reason of their end; None: an error."""
         self.n_cache_hits = 0
-        """Requests of which the prefix cache had a part."""
+        """Requests with tokens in the prefix cache."""
         self.accepted_at: list[int] = []
-        """Accepted draft tokens by how many draft tokens were in front of them."""
+        """Accepted draft tokens by the number of draft tokens before them."""
         self.runs = 0.0
         self.run_parts = 0
-        """Of runs: requests that had rows in them."""
+        """Sum over all runs of the requests that shared each."""
         self.ttft = _histogram("time_to_first_token", "From a request's arrival to its first token.")
         self.itl = _histogram("inter_token_latency", "From one token to the next.")
         self.queued = _histogram("request_queue_time", "From arrival until the first run.")
         self.duration = _histogram("e2e_request_latency", "From arrival to the end.")
         self.links = Links()
         self.responses: collections.Counter[tuple[str, int]] = collections.Counter()
-        """By the endpoint's path and the status."""
+        """By path and status."""
 
     def add(self, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         counters = stats.counters
         with self._lock:
             self.n_requests += 1
@@ -130,7 +129,7 @@ class Totals:
                 if value is not None:
                     histogram.observe(value)
         self.links.add(stats, list(ranks))
-        for runs in (stats.runs, stats.draft_runs):  # a slot keeps the rest of its last text
+        for runs in (stats.runs, stats.draft_runs):  # a slot keeps the stats of its last request
             runs.clear()
 
 

@@ -202,10 +202,10 @@ def test_a_bad_option(options: dict[str, Any], message: str) -> None:
 def test_bad_requests(engine: Engine) -> None:
     with pytest.raises(ggpipe.SettingError, match="`n_ctx` is a setting of the engine"):
         engine.generate(PROMPT, n_ctx=5)  # type: ignore[call-arg]
-    with pytest.raises(ggpipe.UsageError, match="must be a text or a sequence of tokens, got 5"):
+    with pytest.raises(ggpipe.UsageError, match="must be a string or a sequence of tokens, got 5"):
         engine.generate(5)  # type: ignore[arg-type]
     for several in (engine.batch, engine.embed):
-        with pytest.raises(ggpipe.UsageError, match=r"a list of texts, got one text: write \['Once upon a time'\]"):
+        with pytest.raises(ggpipe.UsageError, match=r"a list of strings, got one string: write \['Once upon a time'\]"):
             several(PROMPT)
     with pytest.raises(ggpipe.UsageError, match="raise `n_ctx`"):
         engine.generate(TOO_LONG).wait()

@@ -140,7 +140,7 @@ def test_only_specinfers_format_keeps_answers_in_memory(tmp_path: Path, format: 
 
 
 def test_two_jobs_at_a_time_do_not_share_a_file(tmp_path: Path) -> None:
-    with results(tmp_path, []), pytest.raises(UsageError, match=r"another job is writing its answers to .*out"):
+    with results(tmp_path, []), pytest.raises(UsageError, match=r"another job is writing to .*out"):
         results(tmp_path, [])
     results(tmp_path, [])
 
@@ -156,12 +156,12 @@ def test_answers_to_other_prompts_stay(tmp_path: Path) -> None:
 
 def test_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("my thesis")
-    with pytest.raises(UsageError, match="has no answers in it"):
+    with pytest.raises(UsageError, match="contains no answers"):
         results(tmp_path, tasks_of(tmp_path))
     assert (tmp_path / "out").read_text() == "my thesis"
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "folder", Path("/dev/full")):
-        with pytest.raises(UsageError, match="is not a file"):
+        with pytest.raises(UsageError, match="is not a regular file"):
             Results(path, "openai", tasks_of(tmp_path), "m")
     with pytest.raises(UsageError, match="cannot write the answers: No such file"):
         Results(tmp_path / "none" / "out", "openai", tasks_of(tmp_path), "m")

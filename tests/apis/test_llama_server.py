@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from ggpipe.apis.llama_server import NativeObjects
+from ggpipe.apis.decode import convert
+from ggpipe.apis.llama_server import NativeBody, NativeWriter
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.request import Finish, Token, TokenProb
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.chat.answer import WholeAnswer
 
 TOKEN = Token(7, "a\n", probs=(TokenProb(7, b"a\n", math.log(0.25)), TokenProb(8, b"\xc3", math.log(0.5))))
 
@@ -27,9 +27,9 @@ class Output:
     index: int = 1
     prompt: int = 0
     tokens: Sequence[Token] = (TOKEN,)
-
-    def answer(self, splits: bool) -> WholeAnswer:
-        raise NotImplementedError
+    rest: str = ""
+    marks: None = None
+    key: str = "k"
 
 
 def output(finish: Finish) -> Output:
@@ -38,8 +38,12 @@ def output(finish: Finish) -> Output:
     return Output(RequestStats(n_prompt=2, token_times=[1.0], finish=finish, seed=3), spec)
 
 
+def writer(**fields: object) -> NativeWriter:
+    return NativeWriter(convert(NativeBody, {"prompt": "a", **fields}), "m", lambda key: 2 if key == "k" else -1)
+
+
 def test_a_part_has_its_tokens_and_their_probabilities() -> None:
-    part = NativeObjects("m", post_sampling_probs=False).part(output(Finish.LENGTH), 2, "a\n", [TOKEN])
+    (part,) = writer().add(output(Finish.LENGTH), [], [TOKEN])
     (probs,) = part.pop("completion_probabilities")
     assert part == {
         "index": 1, "content": "a\n", "tokens": [7], "stop": False, "id_slot": 2, "tokens_predicted": 1,
@@ -49,7 +53,7 @@ def test_a_part_has_its_tokens_and_their_probabilities() -> None:
 
 
 def test_probabilities_of_the_draw_are_no_logarithms() -> None:
-    part = NativeObjects("m", post_sampling_probs=True).part(output(Finish.LENGTH), 2, "a\n", [TOKEN])
+    (part,) = writer(post_sampling_probs=True).add(output(Finish.LENGTH), [], [TOKEN])
     (probs,) = part["completion_probabilities"]
     assert probs["prob"] == pytest.approx(0.25)
     assert probs["top_probs"][0]["prob"] == pytest.approx(0.5)
@@ -64,7 +68,7 @@ def test_probabilities_of_the_draw_are_no_logarithms() -> None:
     ],
 )  # fmt: skip
 def test_the_last_part_says_how_the_output_ended(finish: Finish, kind: str) -> None:
-    last = NativeObjects("m", post_sampling_probs=False).last(output(finish), 2, "", [], "b")
+    (last,) = writer().end(output(finish), "b")
     assert (last["stop"], last["stop_type"], last["stopping_word"], last["has_new_line"]) == (True, kind, "b", True)
     assert last["truncated"] == (finish is Finish.CONTEXT_FULL)
     settings = last["generation_settings"]
@@ -73,5 +77,5 @@ def test_the_last_part_says_how_the_output_ended(finish: Finish, kind: str) -> N
 
 
 def test_a_reply_has_the_fields_that_were_chosen() -> None:
-    objects = NativeObjects("m", post_sampling_probs=False, fields=("content", "timings/prompt_n", "missing"))
-    assert objects.last(output(Finish.LENGTH), 2, "a", [], "") == {"content": "a", "timings/prompt_n": 2}
+    own = writer(response_fields=["content", "timings/prompt_n", "missing"])
+    assert own.whole([output(Finish.LENGTH)], [""]) == {"content": "a\n", "timings/prompt_n": 2}

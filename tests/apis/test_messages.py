@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ggpipe.apis.batch_results import TaskOutput
 from ggpipe.apis.decode import convert
 from ggpipe.apis.messages import MessagesBody, MessageWriter
 from ggpipe.config.sampling import SamplingConfig
@@ -77,8 +78,8 @@ def test_how_long_a_model_may_think(fields: dict[str, Any], expected: int) -> No
 
 
 def test_no_model_thinks_a_negative_number_of_tokens() -> None:
-    with pytest.raises(BodyError, match=r"`thinking\.budget_tokens` must be"):
-        body(thinking={"type": "enabled", "budget_tokens": -3}).sampling(SamplingConfig())
+    with pytest.raises(BodyError, match=r"`thinking\.budget_tokens`: expected"):
+        body(thinking={"type": "enabled", "budget_tokens": -3})
     with pytest.raises(SettingError, match=r"`reasoning_budget` must be"):
         body(reasoning_budget_tokens=-3).sampling(SamplingConfig())
 
@@ -100,7 +101,9 @@ def test_a_number_that_changes_with_each_request_is_left_out() -> None:
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"tools": [{"input_schema": {}}]}, "tools[0]"),
         ({"tool_choice": {"type": "some"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"n": 2}, "n"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, object], param: str) -> None:
@@ -111,8 +114,13 @@ def test_what_is_wrong_is_named(changes: dict[str, object], param: str) -> None:
 
 def read(changes: dict[str, object]) -> None:
     own = body(**changes)
-    own.check()
     assert own.prompts
+    own.sampling(SamplingConfig())
+
+
+def output(finish: Finish) -> TaskOutput:
+    stats = RequestStats(n_prompt=3, token_times=[1.0, 2.0], finish=finish)
+    return TaskOutput(prompt=0, stats=stats, prompt_tokens=(), tokens=[], rest="", marks=None)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +129,21 @@ def read(changes: dict[str, object]) -> None:
     ids=lambda value: str(value),
 )
 def test_blocks_of_an_answer(finish: Finish, reason: str) -> None:
-    writer = MessageWriter("m")
-    stats = RequestStats(n_prompt=3, token_times=[1.0, 2.0], finish=finish)
+    writer = MessageWriter("m", splits=True)
+    own = output(finish)
     kinds: list[str] = []
     call = (CallBegun(0, "c1", "look"), Arguments(0, '{"at"'), Arguments(0, ": 1}"), CallEnded(0))
-    for events in (writer.begin(stats), writer.add([Reasoning("I look."), Text("Well"), *call], ()), writer.end(stats)):
+    for events in (
+        writer.begin(own),
+        writer.add(own, [Reasoning("I look."), Text("Well"), *call], ()),
+        writer.end(own),
+    ):
         kinds += [event["type"].removeprefix("content_") + str(event.get("index", "")) for event in events]
     assert kinds == [
         "message_start", "block_start0", "block_delta0", "block_delta0", "block_stop0", "block_start1", "block_delta1",
         "block_stop1", "block_start2", "block_delta2", "block_delta2", "block_stop2", "message_delta", "message_stop",
     ]  # fmt: skip
-    message = writer.whole
+    message = writer.reply
     assert message["content"] == [
         {"type": "thinking", "thinking": "I look.", "signature": ""},
         {"type": "text", "text": "Well"},
@@ -141,6 +153,8 @@ def test_blocks_of_an_answer(finish: Finish, reason: str) -> None:
 
 
 def test_arguments_that_are_nested_too_deeply() -> None:
-    writer = MessageWriter("m")
-    assert list(writer.add([CallBegun(0, "c1", "look"), Arguments(0, "[" * 100_000), CallEnded(0)], ()))
-    assert writer.whole["content"] == [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]
+    writer = MessageWriter("m", splits=True)
+    assert list(
+        writer.add(output(Finish.LENGTH), [CallBegun(0, "c1", "look"), Arguments(0, "[" * 100_000), CallEnded(0)], ())
+    )
+    assert writer.reply["content"] == [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]

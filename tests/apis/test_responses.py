@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ggpipe.apis.batch_results import TaskOutput
 from ggpipe.apis.decode import convert
 from ggpipe.apis.responses import ResponsesBody, ResponseWriter, messages_of
 from ggpipe.config.sampling import SamplingConfig
@@ -46,7 +47,6 @@ def test_settings() -> None:
             "include": ["message.output_text.logprobs"], "temperature": 0,
         },
     )  # fmt: skip
-    body.check()
     (conversation,) = body.prompts
     assert [message["content"] for message in conversation.messages] == ["b", "a"]
     assert conversation.further == {"reasoning_effort": "low"}
@@ -72,14 +72,19 @@ def test_bad_items_are_named(item: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
+def writer_and_output(finish: Finish) -> tuple[ResponseWriter, TaskOutput]:
+    stats = RequestStats(n_prompt=3, token_times=[1.0, 2.0], finish=finish)
+    own = TaskOutput(prompt=0, stats=stats, prompt_tokens=(), tokens=[], rest="", marks=None)
+    return ResponseWriter(convert(ResponsesBody, {"input": "a"}), "m", splits=True), own
+
+
 def test_events_of_an_answer() -> None:
-    writer = ResponseWriter(convert(ResponsesBody, {"input": "a"}), "m")
-    stats = RequestStats(n_prompt=3, token_times=[1.0, 2.0], finish=Finish.END_OF_TEXT)
+    writer, own = writer_and_output(Finish.END_OF_TEXT)
     kinds: list[str] = []
     call_parts = (CallBegun(0, "c1", "look"), Arguments(0, '{"at"'), Arguments(0, ": 1}"), CallEnded(0))
     for events in (
-        writer.begin(stats), writer.add([Reasoning("I "), Reasoning("look.")], [TOKEN]),
-        writer.add([Text("Well"), *call_parts], [TOKEN]), writer.end(stats),
+        writer.begin(own), writer.add(own, [Reasoning("I "), Reasoning("look.")], [TOKEN]),
+        writer.add(own, [Text("Well"), *call_parts], [TOKEN]), writer.end(own),
     ):  # fmt: skip
         for event in events:
             assert event["sequence_number"] == len(kinds)
@@ -93,7 +98,7 @@ def test_events_of_an_answer() -> None:
         "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
         "function_call_arguments.done", "output_item.done", "completed",
     ]  # fmt: skip
-    response = writer.whole
+    response = writer.reply
     assert [(item["type"], item["status"]) for item in response["output"]] == [
         ("reasoning", "completed"), ("message", "completed"), ("function_call", "completed"),
     ]  # fmt: skip
@@ -103,9 +108,8 @@ def test_events_of_an_answer() -> None:
 
 
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:
-    writer = ResponseWriter(convert(ResponsesBody, {"input": "a"}), "m")
-    stats = RequestStats(n_prompt=3, token_times=[1.0], finish=Finish.LENGTH)
-    for events in (writer.begin(stats), writer.add([Text("W")], [TOKEN]), writer.end(stats)):
+    writer, own = writer_and_output(Finish.LENGTH)
+    for events in (writer.begin(own), writer.add(own, [Text("W")], [TOKEN]), writer.end(own)):
         assert list(events)
-    assert writer.whole["status"] == writer.whole["output"][0]["status"] == "incomplete"
-    assert writer.whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert writer.reply["status"] == writer.reply["output"][0]["status"] == "incomplete"
+    assert writer.reply["incomplete_details"] == {"reason": "max_output_tokens"}

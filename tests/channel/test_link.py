@@ -117,7 +117,7 @@ def test_a_wrong_secret_is_refused(lines: Lines, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(SECRET, right[:-1] + ("0" if right[-1] != "0" else "1"))
     stranger = link.connect()
     lines.until_said()
-    assert lines.said == ["warning: a connection from 127.0.0.1 was refused: it does not know this job's secret"]
+    assert lines.said == ["warning: a connection from 127.0.0.1 was refused: it sent a wrong secret"]
     assert stranger.receive(WAIT_S) is None
     monkeypatch.setenv(SECRET, right)
     head = link.connect()
@@ -129,7 +129,7 @@ def test_another_version_is_refused(lines: Lines, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(link, "VERSION", 99)
     head = link.connect()
     monkeypatch.undo()
-    with pytest.raises(LaunchError, match=r"the first rank \(127.0.0.1\) speaks version 99 of the channel, .* \d+: "):
+    with pytest.raises(LaunchError, match=r"the first rank \(127.0.0.1\) uses version 99 of the channel, .* \d+: "):
         lines.accept()
     assert head.receive(WAIT_S) is None
 
@@ -144,7 +144,7 @@ def test_a_stranger_who_says_nothing(lines: Lines, monkeypatch: pytest.MonkeyPat
     accepted = lines.accept()
     while len(lines.said) < 2:
         lines.listener.accept(0)
-    assert all("was refused: it said nothing of this job's secret" in line for line in lines.said)
+    assert all("was refused: it did not send this job's secret" in line for line in lines.said)
     assert silent.recv(1) == b""
     silent.close()
     head.close()
@@ -198,8 +198,8 @@ def test_messages_in_pieces_and_in_one_piece(pair: tuple[ChannelLink[FromHead], 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"\x05\0\0\0hello", "an unreadable message arrived between front end and head"),
-        ((link.MAX_FRAME_BYTES + 1).to_bytes(4, "little"), "at most 67108864 are taken"),
+        (b"\x05\0\0\0hello", "unreadable message between front end and head"),
+        ((link.MAX_FRAME_BYTES + 1).to_bytes(4, "little"), "the maximum is 67108864"),
     ],
 )
 def test_what_is_no_message(
@@ -212,7 +212,7 @@ def test_what_is_no_message(
 
 
 def test_a_message_that_is_too_large(pair: tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]) -> None:
-    with pytest.raises(UsageError, match="at most 67108864 can be sent: give less"):
+    with pytest.raises(UsageError, match="the maximum is 67108864: shorten it"):
         pair[0].send(Tokenize(bytes(link.MAX_FRAME_BYTES)))
 
 

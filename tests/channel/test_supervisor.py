@@ -13,7 +13,7 @@ from ggpipe.channel.events import RequestEnded, RequestEvent
 from ggpipe.channel.messages import EngineLoaded, ModelInfo
 from ggpipe.channel.supervisor import Budget
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.core.prefixes import PrefixDone
+from ggpipe.core.prefixes import ErasePrefix, PrefixDone, RestorePrefix, SavePrefix
 from ggpipe.core.prompt import Conversation
 from ggpipe.core.request import Finish
 from ggpipe.errors import (
@@ -96,7 +96,11 @@ def test_a_request_that_was_cancelled_is_not_served_again() -> None:
 def test_orders_are_given_again_unless_they_were_cancelled() -> None:
     rig = Rig(first := FakeRanks("first"), FakeRanks("second"))
     with rig.engine() as engine:
-        orders = engine.save_prefix((1, 2), "tale"), engine.restore_prefix((3, 4), "other"), engine.erase_prefix((5,))
+        orders = (
+            engine.order(lambda id: SavePrefix(id, (1, 2), "tale")),
+            engine.order(lambda id: RestorePrefix(id, (3, 4), "other")),
+            engine.order(lambda id: ErasePrefix(id, (5,))),
+        )
         engine.cancel(orders[1])
         first.is_dead = True
         done: list[RequestEvent] = []
@@ -184,7 +188,10 @@ def test_ranks_do_not_start_again() -> None:
 def test_texts_do_not_go_on_with_another_model() -> None:
     other = FakeRanks("second", model=ModelInfo(fingerprint="another"))
     rig = Rig(FakeRanks("first", dies_at=2, model=ModelInfo(fingerprint="one")), other, n_restarts=3)
-    with pytest.raises(RunError, match="`model` is another one than when it was loaded first"), rig.engine() as engine:
+    with (
+        pytest.raises(RunError, match="`model` has changed since it was first loaded"),
+        rig.engine() as engine,
+    ):
         rig.text(engine)
     assert rig.started == ["first", "second"]
 

@@ -14,6 +14,7 @@ from support.requests import asked
 
 from ggpipe.api.engine_thread import RequestOf
 from ggpipe.api.feed import Feed
+from ggpipe.apis import writer
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.prefixes import SavePrefix
@@ -24,10 +25,10 @@ from ggpipe.options.server import ServerConfig
 from ggpipe.options.settings import EmbeddingSettings
 from ggpipe.server import process
 from ggpipe.server.backend import Backend, Generation
+from ggpipe.server.endpoints.shared import Serving
 from ggpipe.server.errors import ApiError
 from ggpipe.server.metrics import registry
-from ggpipe.server.replies import stream
-from ggpipe.server.replies.stream import follow
+from ggpipe.server.reply import follow
 from ggpipe.server.saved_slots import SavedSlots
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.answer import AnswerParser
@@ -63,13 +64,10 @@ class FakeThread:
             return
         feed.accept(tokens, None)
 
-    def order(self, feed: Feed, give: Callable[[Any], SavePrefix]) -> None:
+    def order(self, feed: Feed, make: Callable[[int], SavePrefix]) -> None:
         """A prefix is saved at once."""
-        check_prompt(give(self).tokens, N_CTX)
+        check_prompt(make(1).tokens, N_CTX)
         feed.end()
-
-    def save_prefix(self, tokens: tuple[int, ...], file: str) -> SavePrefix:
-        return SavePrefix(1, tokens, file)
 
     def cancel(self, _: Feed) -> None: ...
 
@@ -90,7 +88,7 @@ def test_more_texts_than_are_ever_taken_are_refused_for_good() -> None:
         return len(await backend().begin([asked((1, 2), n_predict=4, user="me")] * n))
 
     assert asyncio.run(begin(5)) == 5
-    with pytest.raises(ApiError, match="6 texts are too many for one request: ask for 5 at most") as refused:
+    with pytest.raises(ApiError, match="6 outputs are too many for one request: ask for at most 5") as refused:
         asyncio.run(begin(6))
     assert refused.value.status == 400
 
@@ -126,16 +124,13 @@ def test_a_bug_ends_a_stream(n_texts: int, monkeypatch: pytest.MonkeyPatch) -> N
         raise ArithmeticError
 
     async def read() -> None:
-        monkeypatch.setattr(stream, "joined", broken)
+        monkeypatch.setattr(writer, "joined", broken)
         texts = []
         for i in range(n_texts):
             feed = Feed()
             feed.add(Token(1, "a"))
-            texts.append(
-                Generation(
-                    index=i, prompt=0, spec=asked((1,), n_predict=4), feed=feed, end=lambda: None,
-                )
-            )  # fmt: skip
+            thread: Any = FakeThread()
+            texts.append(Generation(index=i, prompt=0, spec=asked((1,), n_predict=4), feed=feed, thread=thread))
         async with asyncio.timeout(10):
             async for _ in follow(texts, splits=False):
                 pass
@@ -152,9 +147,9 @@ def listener() -> Iterator[socket.socket]:
 
 def test_a_server_that_cannot_get_ready_ends(listener: socket.socket) -> None:
     thread: Any = FakeThread()
-    serving = process.Serving(
+    serving = Serving(
         config=ServerConfig(), chat=ChatSettings(single_turn=True), embeddings=EmbeddingSettings(), model="m", path="m",
-        keys=(), backend=backend,
+        keys=(), make_backend=backend,
     )  # fmt: skip
     with pytest.raises(SettingError, match="temp"):
         process.serve(serving, listener, thread, lambda: None)

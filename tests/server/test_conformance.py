@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -126,15 +125,10 @@ def test_prompts_of_llama_server(serving: Serving) -> None:
     assert (mixed["content"], mixed["tokens_evaluated"]) == (one["content"], one["tokens_evaluated"])
 
 
-def test_a_packed_body(serving: Serving) -> None:
-    data = gzip.compress(json.dumps({"prompt": "The king", "n_predict": 1}).encode())
-    for encoding, body, status in (
-        ("gzip", data, 200), ("gzip", data[:-9], 400), ("gzip", b"{}", 400), ("br", data, 415),
-        ("gzip", gzip.compress(bytes(9 * 2**20)), 413),
-    ):  # fmt: skip
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Encoding": encoding}
-        found, answer, _ = serving.ask("POST", "/completion", body, headers)
-        assert (found, "error" in answer) == (status, status != 200), answer
+def test_a_compressed_body_is_refused(serving: Serving) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Encoding": "gzip"}
+    status, answer, _ = serving.ask("POST", "/completion", b"\x1f\x8b", headers)
+    assert (status, "error" in answer) == (415, True)
 
 
 def test_a_prompt_that_is_too_long(client: openai.OpenAI, serving: Serving) -> None:

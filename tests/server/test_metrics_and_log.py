@@ -116,21 +116,21 @@ def line(text: str) -> logging.LogRecord:
 def test_a_log_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full = LogFile(Path("/dev/full"))
     for _ in range(3):
-        full.emit(line("lost"))
+        full.handle(line("lost"))
     assert capsys.readouterr().err.count("lines are dropped") == 1
     with pytest.raises(SettingError, match="`log_file`"):
         LogFile(tmp_path / "none" / "log")
     path = tmp_path / "log"
     own = LogFile(path)
-    own.emit(line("one"))
+    own.handle(line("one"))
     os.truncate(path, 0)  # as logrotate's copytruncate does
-    own.emit(line("two"))
+    own.handle(line("two"))
     assert path.read_text() == "two\n"
     path.unlink()
     tmp_path.chmod(0o500)
-    own.emit(line("three"))  # a folder that cannot be written, but for root
+    own.handle(line("three"))  # a folder that cannot be written, but for root
     tmp_path.chmod(0o700)
-    own.emit(line("four"))
+    own.handle(line("four"))
     assert path.read_text().endswith("four\n")
 
 

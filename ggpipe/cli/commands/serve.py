@@ -97,6 +97,7 @@ def _serve(
     """`given`: this process is the first of these."""
     try:
         from ggpipe.server import backend, log, process
+        from ggpipe.server.endpoints.shared import Serving
         from ggpipe.server.saved_slots import check_folder
     except ModuleNotFoundError as e:
         raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
@@ -108,14 +109,14 @@ def _serve(
     usual = functools.partial(sampling_config, options)
     path = options[ModelSettings].target
     assert path is not None  # it is required
-    serving = process.Serving(
+    serving = Serving(
         config=server,
         chat=_chat(options),
         embeddings=options[EmbeddingSettings],
         model=server.alias or path.name,
         path=str(path),
         keys=server.keys(),
-        backend=lambda thread: backend.Backend(
+        make_backend=lambda thread: backend.Backend(
             thread, usual, prompt.n_predict, speculation, server.n_slots, server.n_waiting
         ),
         slot_save_path=config.slot_save_path,

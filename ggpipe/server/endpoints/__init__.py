@@ -1,1 +1,1 @@
-"""What is answered, by subject; `app.py` has their paths."""
+"""The endpoints, by subject. Their paths are in `app.py`."""

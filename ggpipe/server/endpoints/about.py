@@ -1,4 +1,4 @@
-"""Endpoints that say what the server is and does, and those of its slots."""
+"""Endpoints about the server's state, its model and its slots."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from ggpipe.apis.decode import decode
 from ggpipe.apis.llama_server import SlotBody, settings
 from ggpipe.server import metrics
 from ggpipe.server.backend import Status
-from ggpipe.server.endpoints.shared import Server
+from ggpipe.server.endpoints.shared import BUILD, Server
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
-from ggpipe.server.replies.openai import BUILD
 from ggpipe.text.chat.conversation import CHATML
 
 
 class About:
-    """See the module's text."""
+    """The endpoints of a server."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -32,8 +31,8 @@ class About:
             return JsonResponse({"status": status.value})
         what = {
             Status.LOADING: "Loading model",
-            Status.RESTARTING: "Starting the ranks again",
-            Status.STOPPING: "About to end",
+            Status.RESTARTING: "Restarting the ranks",
+            Status.STOPPING: "Shutting down",
         }
         answer = {"status": status.value, **ApiError(503, what[status]).body}
         if status is not Status.STOPPING:
@@ -43,7 +42,7 @@ class About:
     async def models(self, _: Request) -> Response:
         """`/v1/models`"""
         name = self._server.model
-        as_in_ollama = {  # which some clients look for
+        as_in_ollama = {  # some clients expect it
             "name": name, "model": name, "modified_at": "", "size": "", "digest": "", "type": "model",
             "description": "", "tags": [], "capabilities": ["completion"], "parameters": "",
             "details": {
@@ -57,7 +56,7 @@ class About:
         """`/v1/models/{name}`"""
         model = self._model()
         if request.path_params["name"] != model["id"]:
-            raise ApiError(404, f"there is one model here: {model['id']}", "model")
+            raise ApiError(404, f"this server's only model is {model['id']}", "model")
         return JsonResponse(model)
 
     def _model(self) -> dict[str, Any]:
@@ -118,10 +117,10 @@ class About:
             raise ApiError(503, "no slot available")
         return JsonResponse([slot.figures(self._server.backend.n_ctx) for slot in slots])
 
-    async def not_there(self, request: Request) -> Response:
-        """Endpoints of llama-server that there are not."""
-        await self._server.bodies.read(request)  # a client that is still sending would see no answer
-        raise ApiError(501, f"{request.url.path} is not supported here")
+    async def unsupported(self, request: Request) -> Response:
+        """Endpoints of llama-server that do not exist here."""
+        await self._server.bodies.read(request)  # a client that is still sending would not see the answer
+        raise ApiError(501, f"{request.url.path} is not supported")
 
     async def slot_action(self, request: Request) -> Response:
         """`POST /slots/{id_slot}?action=...`"""

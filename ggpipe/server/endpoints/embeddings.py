@@ -1,4 +1,4 @@
-"""Endpoints that give embeddings: OpenAI's and llama-server's."""
+"""Endpoints for embeddings: OpenAI's and llama-server's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ggpipe.server.endpoints.shared import Server
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import JsonResponse
 from ggpipe.server.keys import user_of
-from ggpipe.server.log import note_texts
-from ggpipe.server.replies.stream import whole
+from ggpipe.server.log import note_outputs
+from ggpipe.server.stream import whole
 from ggpipe.text.embeddings import Vector, chosen, normalized
 
 
 class Embeddings:
-    """See the module's text."""
+    """The endpoints of a server."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -38,7 +38,7 @@ class Embeddings:
         if pooling == "none":
             raise ApiError(
                 400,
-                "without pooling there is a vector for each token, which this API does not have: start the server with "
+                "without pooling each token has a vector, which this API cannot return: start the server with "
                 "`--pooling` mean or last, or use /embeddings",
             )
         generations = await self._embed(request, body, pooling)
@@ -56,22 +56,22 @@ class Embeddings:
         return JsonResponse([{"index": i, "embedding": vectors} for i, vectors in enumerate(found)])
 
     def _pooling(self) -> Pooling:
-        """As the server was started, or as the model's file says. Raises ApiError where it says something else."""
+        """The server's pooling, or else the model's. Raises ApiError for models that rank documents."""
         model = self._server.backend.model
         assert model is not None  # it is loaded
         try:
             return chosen(self._server.embeddings.pooling, model.pooling or "none")
         except SettingError as e:
-            raise ApiError(501, "This model is made to rank texts: its embeddings need `--pooling`") from e
+            raise ApiError(501, "This model ranks documents: its embeddings need `--pooling`") from e
 
     def _vectors(self, body: EmbeddingBody, pooling: Pooling, one: Generation) -> Sequence[Vector]:
-        """A text's, normalized where there is one for all of it."""
+        """The vectors of a prompt; normalized if it has only one."""
         norm = body.norm(self._server.embeddings.embd_normalize)
         vectors = [np.frombuffer(data, np.float32) for data in one.feed.embedding]
         return vectors if pooling == "none" else [normalized(vector, norm) for vector in vectors]
 
     async def _embed(self, request: Request, body: EmbeddingBody, pooling: Pooling) -> list[Generation]:
-        """All prompts, as many at a time as leave room for others. Raises ApiError."""
+        """Run all prompts, only a few at a time so that other clients get a turn. Raises ApiError."""
         backend, user = self._server.backend, user_of(request)
         assert backend.model is not None  # it is loaded
         body.check(backend.model.n_embd)
@@ -79,6 +79,6 @@ class Embeddings:
         found: list[Generation] = []
         for at in range(0, len(specs), backend.n_fair):
             found += (new := await backend.begin(specs[at : at + backend.n_fair]))
-            note_texts(request.scope, found)
+            note_outputs(request.scope, found)
             await whole(request, backend, new)
         return found

@@ -1,4 +1,4 @@
-"""Endpoints that read prompts: texts and conversations to tokens, and tokens to texts."""
+"""Endpoints that tokenize prompts and conversations, count their tokens, or detokenize."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNT = "response.input_tokens"
 
 
 class Prompts:
-    """See the module's text."""
+    """The endpoints of a server."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -63,14 +63,14 @@ class Prompts:
         return JsonResponse({"object": _COUNT, "input_tokens": await self._count(request, ResponsesBody)})
 
     async def _count(self, request: Request, kind: type[ChatBody | ResponsesBody | CountBody]) -> int:
-        """Tokens of a body's conversation."""
+        """The number of tokens in a body's conversation."""
         (conversation,) = (await self._server.body(request, kind)).prompts
         prompt = await self._server.backend.tokenize_chat(self._server.chat.completed(conversation))
         return len(prompt.tokens)
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """A token's text; bytes where it is a part of a character."""
+    """A token's text, or its bytes if they are not valid UTF-8."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

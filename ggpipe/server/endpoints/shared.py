@@ -1,13 +1,17 @@
-"""What all endpoints share."""
+"""What all endpoints use."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from ggpipe._version import __version__
+from ggpipe.api.engine_thread import EngineThread
 from ggpipe.apis.decode import decode
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.server import ServerConfig
@@ -18,23 +22,37 @@ from ggpipe.server.saved_slots import SavedSlots
 
 B = TypeVar("B", bound=msgspec.Struct)
 
+BUILD = f"ggpipe {__version__}"
+"""Which server this is, for clients."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
-    """See the module's text."""
+class Serving:
+    """What is served, and to whom."""
 
-    backend: Backend
-    bodies: BodyReader
     config: ServerConfig
     chat: ChatSettings
     embeddings: EmbeddingSettings
     model: str
-    """What clients call it."""
+    """Name of the model for clients."""
     path: str
-    """Its file."""
+    """Path of the model's file."""
+    keys: tuple[str, ...]
+    """API keys; empty: none is needed."""
+    make_backend: Callable[[EngineThread], Backend]
+    """Called in the event loop."""
+    slot_save_path: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(Serving):
+    """A running server, as its endpoints see it."""
+
+    backend: Backend
+    bodies: BodyReader
     saved_slots: SavedSlots
 
     async def body(self, request: Request, kind: type[B]) -> B:
-        """Raises ApiError while no requests are taken, and for a body that is none of this kind."""
+        """The body of a request. Raises ApiError while requests are refused, and BodyError for a wrong body."""
         self.backend.check()
         return decode(kind, await self.bodies.read(request))

@@ -1,1 +1,0 @@
-"""Answers over HTTP: the objects of each API, whole or as the streams they come in."""
