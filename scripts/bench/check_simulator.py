@@ -110,8 +110,9 @@ class Measurements:
         return self._once(f"profile-{layout}-{i}.json", lambda to: run("profile", *words, "-o", to))
 
     def bench(self, layout: str, i: int) -> Path:
-        """All modes, in round `i` of a layout."""
-        words = [*self._models, *self._given, "--draft", self._args.draft, "--rounds", 1, "--modes", ",".join(MODES)]
+        """All modes, in round `i` of a layout, without n-grams: the simulator knows the draft model only."""
+        words = [*self._models, *self._given, "--spec-type", "draft", "--draft", self._args.draft]
+        words += ["--rounds", 1, "--modes", ",".join(MODES)]
         split = ["--mpi-layer-split", LAYOUTS[layout]] if layout != "1" else []
         return self._once(f"bench-{layout}-{i}.json", lambda to: run("bench", *words, *split, "--json", to))
 
