@@ -209,6 +209,17 @@ def test_what_stood_before_is_drafted(n_target: int, n_draft: int, drafters: tup
     assert n_drafted > 0
 
 
+@pytest.mark.parametrize("cache_prompt", [False, True])
+def test_outputs_of_others_are_drafted_only_where_they_are_kept(cache_prompt: bool) -> None:
+    """`ggpipe bench` generates the same text in each mode and round: none may learn from the others."""
+    prompt, speculation = prompt_of("tale.txt", 60), replace(MODES["speculative"], drafters=("ngram",))
+    config = replace(config_of(TARGET, DRAFT), drafts=(), cache_prompt=cache_prompt)
+    with local_session(config, 1) as session:
+        (_, first), (_, second) = (generate(session, prompt, SAMPLINGS["top-k 40"], speculation) for _ in range(2))
+    gained = second.counters.accepted_tokens - first.counters.accepted_tokens
+    assert gained > N_TOKENS // 2 if cache_prompt else gained == 0
+
+
 @pytest.mark.parametrize("n_parallel", [1, 4])
 @pytest.mark.parametrize(("n_target", "n_draft"), [(1, 0), (3, 1)])
 def test_default_numerics(n_target: int, n_draft: int, n_parallel: int) -> None:
