@@ -223,6 +223,8 @@ class Counters:
     """[submitted, accepted] draft tokens, by their depth below the last accepted token when they were submitted."""
     by_drafter: dict[int, list[int]] = field(default_factory=dict)
     """[judged, right] tokens that a drafter named to follow the text, by the drafter's id."""
+    paused_tokens: dict[int, int] = field(default_factory=dict)
+    """By drafter: accepted tokens while it paused."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had: they were not computed."""
 
@@ -242,6 +244,10 @@ class Counters:
         counts = self.by_drafter.setdefault(drafter, [0, 0])
         counts[0] += 1
         counts[1] += is_right
+
+    def paused(self, drafter: int) -> None:
+        """A drafter was not asked to draft after an accepted token."""
+        self.paused_tokens[drafter] = self.paused_tokens.get(drafter, 0) + 1
 
     def rejected(self, runs: Iterable[int]) -> None:
         """One row of each of these runs was rejected; a run may occur several times."""

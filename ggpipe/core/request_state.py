@@ -217,8 +217,8 @@ class RequestState(SequenceState):
     """Why it ends; None before `Phase.ENDING`."""
     output: list[int] = field(default_factory=list)
     """Accepted tokens; their number is the epoch."""
-    n_sent: int = 0
-    """Accepted tokens that the drafters were sent."""
+    n_weighed: int = 0
+    """Accepted tokens from whose pace it was learned which draft models pay."""
     drafters: RequestDrafters
     root_since: float = 0.0
     """When the root was accepted."""
@@ -252,6 +252,11 @@ class RequestState(SequenceState):
     def is_async(self) -> bool:
         """Its draft tokens need not wait for its accepted ones."""
         return self.request.speculation.mode == "async"
+
+    @property
+    def overlaps(self) -> bool:
+        """Its drafters keep drafting while earlier draft tokens are verified."""
+        return self.is_async and self.request.speculation.continuous
 
     @property
     def epoch(self) -> int:
@@ -341,7 +346,8 @@ class RequestState(SequenceState):
     def validate(self) -> frozenset[int]:
         assert (self.finish is None) == self.is_open
         assert self.phase not in (Phase.SAMPLING, Phase.FETCHING) or self.tree.root.logits is not None
-        assert 0 <= self.n_sent <= self.epoch
+        assert 0 <= self.n_weighed <= self.epoch
+        assert all(0 <= known.n_told <= self.epoch for _, known in self.drafters)
         if self.is_open:
             self.drafters.validate()
         return SequenceState.validate(self)

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 
 from ggpipe.core.admission import Admission
 from ggpipe.core.batching import frontier
+from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
 from ggpipe.core.draft_messages import Accepted, DrafterMessage, EndDrafting, MicroBatch
 from ggpipe.core.drafters.base import TextDrafter
@@ -75,6 +76,7 @@ class Scheduler:
         self._limits = limits
         self._in_flight: InFlight[SequenceState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
         self._pipeline = PipelineState(limits, self._in_flight)
+        self._payoff = Payoff()
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
         self._text_drafters = text_drafters or {}
         self._admission = Admission(limits, self._prefixes, self._text_drafters)
@@ -189,6 +191,7 @@ class Scheduler:
             elif isinstance(state, RequestState) and state.request.drafts:
                 self._set_look_aheads(state)
                 for drafter, known in state.drafters:
+                    known.told_look_ahead = known.look_ahead
                     self._tell(state, drafter, state.begin(self._limits.n_ctx, known.look_ahead), actions)
 
     def _transfer(self, state: PrefixState, actions: list[SchedulerAction]) -> None:
@@ -207,9 +210,11 @@ class Scheduler:
     def _set_look_aheads(self, state: RequestState) -> None:
         """How far each drafter may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
-        for _, drafter in state.drafters:
+        for number, drafter in state.drafters:
             if drafter.answers_at_once:
                 drafter.look_ahead = frontier.look_ahead_at_once(self._pipeline, state, others)
+            elif state.overlaps and self._payoff.is_paused(number, len(others) + 1):
+                drafter.look_ahead = 0
             else:
                 drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
 
@@ -407,18 +412,34 @@ class Scheduler:
         else:
             self._cancel(self._in_flight.drop(state, dead), actions)
             self._sample(state, actions)
-            if state.phase is Phase.DECODING:
+            if state.phase is Phase.DECODING and state.request.drafts:
+                self._weigh_drafters(state)
                 self._inform_drafters(state)
         self._admit(actions)  # rejected draft tokens may have held the cells that the next request needs
 
     def _inform_drafters(self, state: RequestState) -> None:
-        if state.request.drafts:
-            tokens = tuple(state.output[state.n_sent :])
-            state.n_sent = state.epoch
-            state.drafters.root_sent(self._now)
-            self._set_look_aheads(state)
-            for drafter, known in state.drafters:
+        state.drafters.root_sent(self._now)
+        self._set_look_aheads(state)
+        for drafter, known in state.drafters:
+            if known.is_steered:
+                tokens = tuple(state.output[known.n_told :])
+                known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
                 self._tell(state, drafter, Accepted(state.id, state.epoch, tokens, known.look_ahead), self._to_drafters)
+            else:
+                state.counters.paused(drafter)
+
+    def _weigh_drafters(self, state: RequestState) -> None:
+        """Learn how fast tokens come with the draft models that draft now."""
+        n_accepted, state.n_weighed = state.epoch - state.n_weighed, state.epoch
+        with_model = [drafter for drafter, known in state.drafters if not known.answers_at_once]
+        served = [other for other in self._states.values() if other.is_open]
+        alike = all(
+            isinstance(other, RequestState) and other.overlaps and other.phase is not Phase.PREFILL for other in served
+        )
+        if with_model:
+            named_by = {proposal.drafter for proposal in state.tree.root.proposals}
+            requests = [other.id for other in served] if alike else ()
+            self._payoff.accepted(n_accepted, self._now, requests, with_model, named_by, self._pipeline.cost)
 
     def _tell(self, state: RequestState, drafter: int, message: DrafterMessage, actions: list[SchedulerAction]) -> None:
         """Tell a drafter of a request; one that needs no model answers at once."""
@@ -431,3 +452,5 @@ class Scheduler:
     def _drafted(self, micro_batch: MicroBatch) -> None:
         if (state := self._open(micro_batch.request)) is not None:
             state.add(micro_batch, self._now)
+            if micro_batch.expansions:
+                self._payoff.drafted(micro_batch.drafter)

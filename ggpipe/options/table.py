@@ -143,7 +143,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(SimulatedText, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate; -1: 256, or as many as were recorded."),
     _option(SimulatedText, PROMPT, "prompt_tokens", "--prompt-tokens", metavar="N", help="Tokens of the prompt."),
     _option(SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
-    _option(SimulatedText, PROMPT, "confidence", "--confidence", metavar="KIND", help="Whether the draft's probabilities are calibrated, overconfident or underconfident."),
+    _option(SimulatedText, PROMPT, "confidence", "--confidence", metavar="KIND", help="Whether the draft's probabilities are calibrated, overconfident or underconfident; never-right: it is as confident, and always wrong."),
     _option(SimulatedText, PROMPT, "recording", "--recording", metavar="FILE", help="Use prompts, texts and candidates that `ggpipe record` wrote, instead of random ones."),
     _option(SimulatedTraffic, PROMPT, "users", "--users", metavar="N", help="Simulate N users who ask at the same time, and again when they are answered."),
     _option(SimulatedTraffic, PROMPT, "rate", "--rate", metavar="R", help="Simulate requests that arrive at random, R a second."),

@@ -14,7 +14,7 @@ from ggpipe.cluster.recording import RecordedPrompt, Recording
 from ggpipe.core.draft_messages import Candidates
 from ggpipe.errors import SettingError, UsageError
 
-Confidence = Literal["calibrated", "overconfident", "underconfident"]
+Confidence = Literal["calibrated", "overconfident", "underconfident", "never-right"]
 
 
 class SimulatedTokens(Protocol):
@@ -73,7 +73,12 @@ class RecordedTokens:
 _CONCENTRATION = 2.8
 _SHARE = (2.5, 1.6)
 _N_VOCAB = 32000
-_SHARPNESS: dict[Confidence, float] = {"calibrated": 1.0, "overconfident": 2.0, "underconfident": 0.5}
+_SHARPNESS: dict[Confidence, float] = {
+    "calibrated": 1.0,
+    "overconfident": 2.0,
+    "underconfident": 0.5,
+    "never-right": 1.0,
+}
 
 
 class SyntheticTokens:
@@ -85,6 +90,9 @@ class SyntheticTokens:
 
     "overconfident" and "underconfident" drafts agree as often but give other probabilities: p^s over the sum of p^s of
     all candidates at the position, with s = 2 and s = 1/2 (as a softmax at temperature 1/s).
+
+    A "never-right" draft is as confident as a calibrated one of this agreement, and none of its candidates is ever the
+    target's token.
     """
 
     def __init__(
@@ -116,7 +124,7 @@ class SyntheticTokens:
             drawn = (
                 0 if is_best else rng.choices(range(1, n_candidates + 1), (*probs[1:], max(1 - sum(probs), 1e-9)))[0]
             )
-            text.append(ids[drawn])
+            text.append(ids[-1 if confidence == "never-right" else drawn])
             on_text.append(tuple(zip(ids, _sharpened(probs, _SHARPNESS[confidence]), strict=False)))
         self.output = tuple(text)
         self._on_text = tuple(on_text)

@@ -38,6 +38,8 @@ class Summary:
     """Mean busy share of the target's stages."""
     draft_occupancy: float | None
     """Mean busy share of the draft's stages."""
+    draft_paused: float | None
+    """Share of the generated tokens that came while a draft model paused; None where it never did."""
     sent_bytes_per_token: float | None
     """Bytes from stage to stage and to the head, for each generated token."""
 
@@ -57,6 +59,7 @@ def summary_of(requests: Sequence[RequestStats]) -> Summary:
         seconds for request in requests for (_, model), seconds in wasted_s(request).items() if model == TARGET
     )
     n_tokens = sum(request.n_generated for request in requests)
+    n_paused = sum(max(c.paused_tokens.values(), default=0) for c in counters)
     return Summary(
         n_requests=len(requests),
         tokens_per_s=len(waits_s) / sum(waits_s) if waits_s else None,
@@ -71,6 +74,7 @@ def summary_of(requests: Sequence[RequestStats]) -> Summary:
         wasted=lost_s / compute_s if n_speculative and compute_s else None,
         occupancy=_occupancy(stages),
         draft_occupancy=_occupancy(_stages(requests, draft=True)) if has_draft else None,
+        draft_paused=min(n_paused / n_tokens, 1.0) if n_paused and n_tokens else None,
         sent_bytes_per_token=sum(rank.sent_bytes for _, rank in stages) / n_tokens if n_tokens else None,
     )
 

@@ -15,16 +15,22 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import gguf
+import numpy as np
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
@@ -49,6 +55,8 @@ from ggpipe.stats.records import RequestStats
 from scripts.models.make_pair import Shape, make_pair
 
 N_CTX, N_PROMPT, N_QUOTED = 512, 128, 128
+MOST_ROWS_SHOWN = 16
+"""Rows of the longest runs that are shown; longer ones are prompts."""
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 TEXTS = tuple((Path(__file__).parents[2] / "prompts" / f"{name}.txt") for name in ("tale", "program", "chat"))
@@ -57,6 +65,8 @@ SETTINGS = {
     **{f"speculative --draft {n}": SpeculationConfig(mode="speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
     **{f"async --draft {n}": SpeculationConfig(mode="async", n_draft=n) for n in (1, 3, 8)},
     "async": SpeculationConfig(),
+    "async --policy thresholds": SpeculationConfig(policy="thresholds"),
+    "async -np 4": SpeculationConfig(policy="thresholds", n_parallel=4),
     "async, draft alone": SpeculationConfig(drafters=("draft",)),
     "async, n-grams alone": SpeculationConfig(drafters=("ngram",)),
 }
@@ -115,8 +125,45 @@ def sleep_instead(agreement: float) -> None:
 
 
 def settings_named(names: list[str]) -> dict[str, SpeculationConfig]:
-    """Those whose names contain one of these; all for none."""
-    return {key: value for key, value in SETTINGS.items() if not names or any(name in key for name in names)}
+    """Those with one of these names, or whose names contain one that is no setting's name; all for none."""
+    whole, parts = {name for name in names if name in SETTINGS}, [name for name in names if name not in SETTINGS]
+    wanted = SETTINGS if not names else [key for key in SETTINGS if key in whole or any(part in key for part in parts)]
+    return {key: SETTINGS[key] for key in wanted}
+
+
+def never_right(draft: Path, path: Path) -> Path:
+    """Write the draft model as `path` with the rows of its output rolled by one: as confident, and always wrong."""
+    shutil.copyfile(draft, path)
+    (output,) = (tensor for tensor in gguf.GGUFReader(draft).tensors if tensor.name == "output.weight")
+    rows = np.memmap(path, np.uint8, "r+", offset=output.data_offset, shape=output.data.shape)
+    rows[:] = np.roll(output.data, 1, axis=0)
+    rows.flush()
+    return path
+
+
+@contextlib.contextmanager
+def busy_guest(is_wanted: bool) -> Iterator[None]:
+    """A process at nice 15 that computes all the time."""
+    if not is_wanted:
+        yield
+        return
+    guest = subprocess.Popen(("nice", "-n", "15", sys.executable, "-c", "while True: pass"), preexec_fn=die_with_parent)
+    try:
+        yield
+    finally:
+        guest.kill()
+        guest.wait()
+
+
+def time_by_rows(stats: RequestStats, draft: bool) -> dict[int, list[float]]:
+    """Of computed runs, by their rows: [runs, seconds in the slowest stage, all told]."""
+    found: dict[int, list[float]] = {}
+    for run in stats.draft_runs if draft else stats.runs:
+        if run.spans and not run.cancelled:
+            entry = found.setdefault(run.n_run_rows, [0, 0.0])
+            entry[0] += 1
+            entry[1] += max(span.busy_s for span in run.spans)
+    return found
 
 
 def text_to_quote(session: Session) -> tuple[int, ...]:
@@ -185,6 +232,8 @@ def job(args: argparse.Namespace) -> int:
                     "round": i, "name": name, "text": tokens, "tps": stats.decode_tps, "ttft": stats.ttft_s,
                     "acceptance": counters.acceptance, "per_run": counters.accepted_per_run,
                     "runs": counters.speculative_runs, "cancelled": counters.cancelled_runs,
+                    "rows": time_by_rows(stats, draft=False), "draft_rows": time_by_rows(stats, draft=True),
+                    "decode_s": stats.decode_s,
                 })  # fmt: skip
         print(json.dumps(results))
         return 0
@@ -203,9 +252,10 @@ def bench(
     agreement: float | None = None,
     texts: bool = False,
     quotes: bool = False,
+    runs_shown: bool = False,
 ) -> None:
     """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text,
-    with `quotes`, text that is in the prompt already."""
+    with `quotes`, text that is in the prompt already. With `runs_shown`, a second table has runs by their rows."""
     command = mpirun.mpirun_command(mpirun.find_mpirun(), n_target + 1, None, [])
     command += [*SCRIPT, *names, "--job", str(target), str(draft), "--rounds", str(rounds)]
     command += ["-n", str(n_predict), "--targets", str(n_target)]
@@ -233,12 +283,34 @@ def bench(
             line += f"   {statistics.median(r['per_run'] or 0 for r in rows):5.2f}   {cancelled / runs:9.0%}"
             line += f"   {sum(r['text'] != b['text'] for r, b in zip(rows, base, strict=True)):6d}"
         print(line, flush=True)
+    if runs_shown:
+        print_runs(shown, results)
+
+
+def print_runs(names: list[str], results: list[dict[str, Any]]) -> None:
+    """How many runs of how many rows were computed for each 100 tokens, and how long they took."""
+    print(
+        "\n  computed runs for 100 tokens: rows x runs (ms in the slowest stage), then the share of time that they take"
+    )
+    for name in names:
+        for kind, key in (("target", "rows"), ("draft", "draft_rows")):
+            total: dict[int, list[float]] = {}
+            own = [r for r in results if r["name"] == name]
+            for n_rows, (n, seconds) in (item for r in own for item in r[key].items()):
+                entry = total.setdefault(int(n_rows), [0, 0.0])
+                entry[0], entry[1] = entry[0] + n, entry[1] + seconds
+            total = {n_rows: total[n_rows] for n_rows in sorted(total) if n_rows <= MOST_ROWS_SHOWN}
+            if total:
+                per = sum(len(r["text"]) for r in own) / 100
+                parts = [f"{rows} x {n / per:.1f} ({s / n * 1e3:.1f})" for rows, (n, s) in total.items()]
+                share = sum(s for _, s in total.values()) / sum(r["decode_s"] for r in own)
+                print(f"  {name:22s} {kind:6s} {', '.join(parts)}: {share:.0%}")
 
 
 def main() -> int:
     """Parse the command line and bench all pairs, or run one rank's part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", help="only settings whose names contain one of these")
+    parser.add_argument("settings", nargs="*", help="only these settings, or those whose names contain it")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("-n", type=int, default=64, help="tokens to generate")
     parser.add_argument("-s", type=float, nargs="*", default=[0.03, 0.06, 0.12], help="how the pairs differ")
@@ -248,6 +320,9 @@ def main() -> int:
     parser.add_argument(
         "--quotes", action="store_true", help="only the inflated bundled pair, and text that it repeats"
     )
+    parser.add_argument("--never-right", action="store_true", help="make the draft of the inflated pairs always wrong")
+    parser.add_argument("--guest", action="store_true", help="beside a process at nice 15 that computes all the time")
+    parser.add_argument("--runs", action="store_true", help="also show runs by their rows")
     parser.add_argument("--asleep", action="store_true", help="only the stages that sleep")
     parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--targets", type=int, default=2, help=argparse.SUPPRESS)
@@ -270,8 +345,11 @@ def main() -> int:
         return 0
 
     def bench_inflated(pair: ModelPair, title: str, quotes: bool = False) -> None:
-        files = pair.target, pair.draft
-        bench(title, *files, args.rounds, args.n, args.settings, texts=not quotes, quotes=quotes)
+        title += ", never right" * args.never_right + ", beside a process at nice 15" * args.guest
+        with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder, busy_guest(args.guest):
+            draft = never_right(pair.draft, Path(folder) / "draft.gguf") if args.never_right else pair.draft
+            files, what = (pair.target, draft), {"texts": not quotes, "quotes": quotes, "runs_shown": args.runs}
+            bench(title, *files, args.rounds, args.n, args.settings, **what)
 
     if args.experts:
         bench_inflated(inflated_mixture(), "inflated mixture of experts, 2 of 16")

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
+from unittest import mock
 
 import msgspec
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,7 @@ from support.requests import changed, core_request
 
 from ggpipe.config.embeddings import Pooling
 from ggpipe.config.speculation import Policy, SpeculationConfig
+from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.core.request import Limits, Request
 
@@ -365,11 +367,18 @@ def test_requests_go_on_when_all_ranks_are_lost(scenario: Scenario, lives: list[
 
 
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios() | thickets(), st.randoms(use_true_random=False))
+def test_drafters_that_pause_at_any_time_change_no_text(scenario: Scenario, rng: random.Random) -> None:
+    with mock.patch.object(Payoff, "is_paused", side_effect=lambda *_: rng.random() < 0.5):
+        play(scenario).check_end()
+
+
+@settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(1, 30))
 def test_a_chain_that_is_always_right_moves_no_cells(scenario: Scenario, n_predict: int) -> None:
     first, limits = scenario.requests[0], replace(scenario.limits, n_ctx=60, partial_prefixes=True)
     assert isinstance(first, Request)
-    request = changed(first, n_predict=n_predict, speculation=replace(first.speculation, n_parallel=1))
+    request = changed(first, n_predict=n_predict, speculation=first.speculation.as_chain)
     head = play(
         replace(
             scenario,

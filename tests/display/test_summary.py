@@ -57,6 +57,16 @@ def test_summary_of_speculation() -> None:
     assert rows[8][4:9] == ["60 ms", "70 ms", "930 ms", "20 ms", "7 %"]
 
 
+def test_summary_says_that_a_draft_paused() -> None:
+    request, out = speculated_request(), io.StringIO()
+    request.counters.paused_tokens[0] = 3
+    Console(file=out, width=120).print(summary.summary_table(request, speculating_ranks(), 99.0, 120))
+    assert re.search(r"draft paused +3 tokens", out.getvalue())
+    assert summary.request_object(request, speculating_ranks())["drafters"] == [
+        {"drafter": "draft", "judged_tokens": 0, "right_tokens": 0, "paused_tokens": 3}
+    ]
+
+
 def test_no_speculation_numbers_without_speculation() -> None:
     out = io.StringIO()
     Console(file=out, width=120).print(summary.summary_table(finished_request(), speculating_ranks(), 99.0, 120))

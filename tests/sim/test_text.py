@@ -60,6 +60,13 @@ def test_a_draft_that_never_agrees_has_no_candidate_of_the_text() -> None:
     assert max(best_probs(tokens)) < 1e-4
 
 
+@pytest.mark.parametrize("a", [0.0, 0.6, 1.0])
+def test_a_draft_that_is_never_right_is_as_confident_as_another(a: float) -> None:
+    tokens, other = SyntheticTokens(a, 1, 500, 4, "never-right"), SyntheticTokens(a, 1, 500, 4)
+    assert not any(token in dict(tokens.candidates(i, False)) for i, token in enumerate(tokens.output))
+    assert best_probs(tokens) == best_probs(other)
+
+
 @given(SHARES, SEEDS, st.sampled_from(KINDS))
 @settings(max_examples=15, deadline=None)
 def test_the_same_for_the_same_seed(a: float, seed: int, kind: Confidence) -> None:

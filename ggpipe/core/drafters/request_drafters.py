@@ -23,13 +23,22 @@ class DrafterState:
         self.calibration = Calibration()
         self.pace = Pace()
         self.look_ahead = 0
-        """How far it may be ahead of the root, as it was sent last."""
+        """How far it may be ahead of the root; 0: it pauses, and computes nothing."""
+        self.n_told = 0
+        """Accepted tokens that it was sent."""
+        self.told_look_ahead = 0
+        """The look-ahead that it was sent last."""
         self.complete = False
         """It sends no more draft tokens below this root."""
         self.nodes: dict[int, Node] = {}
         """Live draft tokens by its numbers."""
         self.accepted: dict[int, int] = {}
         """Its draft tokens that became text: number -> tokens accepted with it."""
+
+    @property
+    def is_steered(self) -> bool:
+        """It is sent accepted tokens now. What pauses, and knows it, is sent those that it missed when it goes on."""
+        return self.answers_at_once or self.look_ahead > 0 or self.told_look_ahead > 0
 
     @property
     def is_due(self) -> bool:

@@ -263,6 +263,7 @@ _ROWS: dict[str, Callable[[ModeResult], str]] = {
     "occupied": lambda own: _percent(own.summary.occupancy),
     "wasted": lambda own: _percent(own.summary.wasted),
     "draft occupied": lambda own: _percent(own.summary.draft_occupancy),
+    "draft paused": lambda own: _percent(own.summary.draft_paused),
     "sent/token": lambda own: _bytes(own.summary.sent_bytes_per_token),
 }
 
@@ -289,6 +290,7 @@ _TRAFFIC_ROWS: dict[str, Callable[[ModeResult], str]] = {
     "occupied": _of_traffic(lambda own: _percent(own.occupancy)),
     "wasted": _ROWS["wasted"],
     "draft occupied": _of_traffic(lambda own: _percent(own.draft_occupancy)),
+    "draft paused": _ROWS["draft paused"],
     "sent/token": _ROWS["sent/token"],
 }
 

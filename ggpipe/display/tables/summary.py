@@ -25,6 +25,7 @@ from ggpipe.stats.records import RankStats, RequestStats, percentile
 
 _LOG_WIDTH = 100
 _GAP = 3
+_BY_KEY = ("rejected_rows", "by_lead", "by_drafter", "paused_tokens")  # counters that are tables
 
 
 def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int = _LOG_WIDTH) -> Group:
@@ -104,7 +105,7 @@ def request_object(
         "itl_mean_s": _mean(itl_s),
         "itl_p50_s": percentile(itl_s, 0.5),
         "itl_p99_s": percentile(itl_s, 0.99),
-        **{name: n for name, n in counters.items() if name not in ("rejected_rows", "by_lead", "by_drafter")},
+        **{name: n for name, n in counters.items() if name not in _BY_KEY},
         "acceptance": stats.counters.acceptance,
         "accepted_tokens_per_run": stats.counters.accepted_per_run,
         "by_lead": [
@@ -112,8 +113,8 @@ def request_object(
             for lead, (submitted, accepted) in sorted(stats.counters.by_lead.items())
         ],
         "drafters": [
-            {"drafter": name, "judged_tokens": judged, "right_tokens": right}
-            for name, judged, right in _drafters(stats, ranks)
+            {"drafter": name, "judged_tokens": judged, "right_tokens": right, "paused_tokens": paused}
+            for name, judged, right, paused in _drafters(stats, ranks)
         ],
         "token_times_s": [t - stats.arrived for t in stats.token_times],
         "drafted": stats.drafted,
@@ -187,11 +188,12 @@ def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
     return sum(max(a for a, _ in c) + max(b for _, b in c) for c in columns) + (2 * n_pairs - 1) * _GAP
 
 
-def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int]]:
-    """Name, judged and right tokens of each drafter at work."""
+def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int, int]]:
+    """Name of each drafter, its judged and right tokens, and the tokens that came while it paused."""
     labels = registry.labels(max((rank.model for rank in ranks), default=TARGET))
-    counts = sorted(stats.counters.by_drafter.items())
-    return [(labels[drafter], judged, right) for drafter, (judged, right) in counts]
+    judged, paused = stats.counters.by_drafter, stats.counters.paused_tokens
+    known = sorted({*judged, *paused})
+    return [(labels[drafter], *judged.get(drafter, (0, 0)), paused.get(drafter, 0)) for drafter in known]
 
 
 def _speculation_items(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, str]]:
@@ -209,7 +211,8 @@ def _speculation_items(stats: RequestStats, ranks: Sequence[RankStats]) -> list[
         ("cancelled", counted(counters.cancelled_tokens, "token")),
         ("verified", counted(counters.verified_runs, "run")),
         ("cancelled", counted(counters.cancelled_runs, "run")),
-        *((name, f"{right} of {judged} right") for name, judged, right in (drafters if len(drafters) > 1 else ())),
+        *((name, f"{right} of {judged} right") for name, judged, right, _ in (drafters if len(drafters) > 1 else ())),
+        *((f"{name} paused", counted(paused, "token")) for name, *_, paused in drafters if paused),
     ]
 
 

@@ -1,0 +1,170 @@
+"""Which draft models draft: those with which tokens come faster than without them.
+
+A draft model that is never right, is slow, or takes cores from the target delays tokens. By how much depends on load,
+context and text, so it is tried: for a while, a draft model that usually drafts pauses, or one that usually pauses
+drafts, and whichever is faster becomes usual. A paused draft model computes nothing.
+
+A trial ends as soon as it has lost `_MOST_LOST` tokens. The next one starts when its loss is `_SHARE` of the tokens
+that came since. Each trial in a row that changes nothing doubles that time. Results are kept for later requests, one
+record for each number of requests that are served at the same time, up to the next power of two.
+
+Losses are counted in tokens at the usual speed: a token that comes in twice the usual time loses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from ggpipe.core.batching.rows import Rounds
+from ggpipe.core.run_cost import RunCost
+
+_TRIAL = 32
+"""Tokens of a trial."""
+_MOST_LOST = _TRIAL / 8
+"""Tokens that a trial may lose."""
+_SHARE = 0.01
+"""Share of all tokens that trials may lose."""
+_MOST_DOUBLED = 3
+"""Trials in a row that double the time to the next: that bounds how late a drafter's recovery is found."""
+_CLEARLY_LESS = 0.98
+"""Times the usual time for a token: so much drafting must save. Pausing is less work for the same speed."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How long a request's token takes, lately."""
+
+    n_tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, n_tokens: float, seconds: float) -> None:
+        if self.n_tokens > 2 * _TRIAL:
+            self.n_tokens, self.seconds = self.n_tokens / 2, self.seconds / 2
+        self.n_tokens += n_tokens
+        self.seconds += seconds
+
+    @property
+    def token_s(self) -> float:
+        return self.seconds / self.n_tokens
+
+    def lost(self, token_s: float) -> float:
+        """Tokens by which it is behind, where one usually takes `token_s`."""
+        return self.seconds / token_s - self.n_tokens
+
+
+@dataclass(slots=True)
+class _Trial:
+    drafter: int
+    turns_on: bool
+    before: _Pace = field(default_factory=_Pace)
+    """Before it takes effect: the drafter has not sent any draft token yet, or its last ones are still accepted."""
+    since: _Pace | None = None
+    """After that."""
+
+
+class _Trials:
+    """Of the requests of one load."""
+
+    def __init__(self) -> None:
+        self.paused: set[int] = set()
+        """Those that do not draft now, in a trial or usually."""
+        self._usual = _Pace()
+        self._trial: _Trial | None = None
+        self._n_since = 0.0
+        """Tokens since the last trial."""
+        self._costs: dict[int, float] = {}
+        """By drafter: what the next trial of it is expected to lose, doubled for each one before that changed
+        nothing."""
+        self._n_unchanged: dict[int, int] = {}
+
+    def accepted(
+        self, n: float, seconds: float, drafters: Sequence[int], named_by: Collection[int], alone_s: float
+    ) -> None:
+        """See `Payoff.accepted`."""
+        if (trial := self._trial) is not None:
+            self._tried(trial, n, seconds, named_by)
+            return
+        self._usual.add(n, seconds)
+        self._n_since += n
+        if self._usual.n_tokens < _TRIAL / 2 and self._usual.lost(alone_s) < _MOST_LOST:
+            return
+        for drafter in drafters:
+            if drafter not in self._costs:  # all that is known of a pause is how long runs of accepted tokens take
+                slower = (alone_s / self._usual.token_s - 1) / len(drafters)
+                self._costs[drafter] = max(slower * _TRIAL, 0.0)
+        drafter = min(drafters, key=self._costs.__getitem__)
+        if self._costs[drafter] <= _SHARE * self._n_since:
+            self._trial = _Trial(drafter, turns_on=drafter in self.paused)
+            self.paused ^= {drafter}
+
+    def drafted(self, drafter: int) -> None:
+        """A drafter sent draft tokens."""
+        if self._trial is not None and self._trial.turns_on and self._trial.drafter == drafter:
+            self._trial.since = self._trial.since or _Pace()
+
+    def _tried(self, trial: _Trial, n: float, seconds: float, named_by: Collection[int]) -> None:
+        usual_s = self._usual.token_s
+        if trial.since is None:
+            trial.before.add(n, seconds)
+            if not trial.turns_on and trial.drafter not in named_by:
+                trial.since = _Pace()
+        else:
+            trial.since.add(n, seconds)
+        since = trial.since or _Pace()
+        lost = max(trial.before.lost(usual_s), 0.0) + since.lost(usual_s)
+        if lost < _MOST_LOST and since.n_tokens < _TRIAL and trial.before.n_tokens < 2 * _TRIAL:
+            return
+        most_s = usual_s * (_CLEARLY_LESS if trial.turns_on else 1 / _CLEARLY_LESS)
+        n_unchanged = 0
+        if lost < _MOST_LOST and since.n_tokens and since.token_s < most_s:
+            self._usual, lost = since, min((usual_s / since.token_s - 1) * _TRIAL, _MOST_LOST)
+        else:
+            self._usual = _Pace()
+            self.paused ^= {trial.drafter}
+            n_unchanged = self._n_unchanged.get(trial.drafter, 0)
+        self._costs[trial.drafter] = max(lost, 1.0) * 2**n_unchanged
+        self._n_unchanged[trial.drafter] = 0 if self._usual is since else min(n_unchanged + 1, _MOST_DOUBLED)
+        self._trial, self._n_since = None, 0.0
+
+
+class Payoff:
+    """See the module's text. The scheduler keeps it up to date."""
+
+    def __init__(self) -> None:
+        self._by_load: dict[int, _Trials] = {}
+        """By the bits of the number of requests that are served."""
+        self._requests: Sequence[int] = ()
+        self._at = 0.0
+
+    def is_paused(self, drafter: int, n_requests: int) -> bool:
+        """This drafter is not to draft now, while so many requests are served."""
+        trials = self._by_load.get(n_requests.bit_length())
+        return trials is not None and drafter in trials.paused
+
+    def accepted(
+        self,
+        n: int,
+        now: float,
+        requests: Sequence[int],
+        drafters: Sequence[int],
+        named_by: Collection[int],
+        cost: RunCost,
+    ) -> None:
+        """Tokens were accepted: `n` since the last call for their request.
+
+        `requests`: ids of all that are served; none where they are not to be compared with others, because there is a
+        prompt to compute, or one of them does not draft. `drafters`: those with a model. `named_by`: those that had
+        named the last token.
+        """
+        if requests and requests == self._requests and cost.is_known:
+            n_requests = len(requests)
+            trials = self._by_load.setdefault(n_requests.bit_length(), _Trials())
+            alone_s = Rounds(cost, n_requests).round_s
+            trials.accepted(n / n_requests, now - self._at, drafters, named_by, alone_s)
+        self._requests, self._at = requests, now
+
+    def drafted(self, drafter: int) -> None:
+        """A drafter sent draft tokens."""
+        for trials in self._by_load.values():
+            trials.drafted(drafter)
