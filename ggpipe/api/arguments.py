@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
+
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.errors import Setting, SettingError, Wording
@@ -39,6 +41,7 @@ _WITHOUT_FLAGS = tuple(
     )
 )
 _OF_SERVERS = ("slot_save_path",)
+_KINDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", float: "a number"}
 ROWS: Mapping[str, Option] = {
     NAMES.get(row.name, row.name): row
     for row in (*ENGINE.options(OPTIONS), *_WITHOUT_FLAGS)
@@ -88,22 +91,18 @@ def _given(name: str, row: Option, value: object) -> object:
 
 
 def _single(name: str, row: Option, reads: type, value: object) -> object:
-    if reads is bool:
-        if isinstance(value, bool):
-            return value
-        raise SettingError(name, f"must be True or False, got {value!r}")
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
-    if reads is int or reads is float:
-        if number is not None and (reads is float or isinstance(number, int)):
-            return reads(number)
-        raise SettingError(name, f"must be {'a number' if reads is float else 'a whole number'}, got {value!r}")
+    if reads in _KINDS:
+        try:
+            return msgspec.convert(value, reads)
+        except msgspec.ValidationError:
+            raise SettingError(name, f"must be {_KINDS[reads]}, got {value!r}") from None
     if isinstance(value, str | os.PathLike):
         return Path(value) if reads is Path else os.fspath(value)
     if isinstance(value, Mapping) and (row.parse is not None or row.record is Constraint):
         return json.dumps(value)
     if row.parse is not None:
-        if number is not None:
-            return str(number)
+        if isinstance(value, int | float):
+            return str(value)
         if isinstance(value, Sequence):
             return ",".join(map(str, value))
     raise SettingError(name, f"must be a {'path' if reads is Path else 'string'}, got {value!r}")

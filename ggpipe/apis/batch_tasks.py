@@ -70,7 +70,9 @@ def read_tasks(path: Path, format: Format | None, to_conversation: ToConversatio
         case "openai":
             tasks = [_from_line(number, line) for number, line in _lines(text)]
         case "specinfer":
-            tasks = [_from_text(number, item, to_conversation) for number, item in enumerate(_list(path, text), 1)]
+            if (items := _list(text)) is None:
+                raise UsageError(f"{path}: must be a JSON list of strings")
+            tasks = [_from_text(number, item, to_conversation) for number, item in enumerate(items, 1)]
         case _:
             tasks = [_from_text(number, line, to_conversation) for number, line in _lines(text)]
     if not tasks:
@@ -79,13 +81,12 @@ def read_tasks(path: Path, format: Format | None, to_conversation: ToConversatio
 
 
 def _format_of(text: str) -> Format:
-    start = text.lstrip()[:1]
-    if start == "[":
-        try:
-            return "specinfer" if isinstance(json.loads(text), list) else "lines"
-        except (ValueError, RecursionError):
-            return "lines"
-    return "openai" if start == "{" else "lines"
+    match text.lstrip()[:1]:
+        case "[" if _list(text) is not None:
+            return "specinfer"
+        case "{":
+            return "openai"
+    return "lines"
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -95,14 +96,13 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line.removesuffix("\r")
 
 
-def _list(path: Path, text: str) -> list[Any]:
+def _list(text: str) -> list[Any] | None:
+    """The list in a JSON text; None if it has none."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise UsageError(f"{path}: must be a JSON list of strings: {e}") from e
-    if not isinstance(found, list):
-        raise UsageError(f"{path}: must be a JSON list of strings")
-    return found
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
 
 
 def _from_text(number: int, prompt: Any, to_conversation: ToConversation) -> Task:

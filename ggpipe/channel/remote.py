@@ -186,9 +186,15 @@ class RemoteRanks:
                 if isinstance(message, RanksFailed):
                     raise message.why.to_error()
 
-    def wait_for(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
-        """The next message of this type. Others go to `on_other`, which may raise."""
+    def wait_for(
+        self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None, forwards_stop: bool = False
+    ) -> M:
+        """The next message of this type. Others go to `on_other`, which may raise. `forwards_stop`: tell the head when
+        the user asks to stop."""
         while True:
+            if forwards_stop and self.stopping:
+                forwards_stop = False
+                self.send(Interrupt())
             message = self.receive()
             if isinstance(message, kind):
                 return message
@@ -208,29 +214,14 @@ class RemoteRanks:
             if isinstance(message, LoadProgress):
                 self.ranks[:] = message.ranks
 
-        loaded = self._result(EngineLoaded, show)
+        loaded = self.wait_for(EngineLoaded, show, forwards_stop=True)
         self.ranks[:] = loaded.ranks
         return loaded
 
     def profile(self) -> Profile:
         """The ranks' measurements of themselves. Raises the first error of any rank, and RunError when the user stops
         it."""
-        return self._result(Profiled).profile
-
-    def _result(self, kind: type[M], on_other: Callable[[FromHead], None] = lambda _: None) -> M:
-        """Same as `wait_for`, but passes a stop on to the head."""
-        is_stopped = False
-        while True:
-            if self.stopping and not is_stopped:
-                is_stopped = True
-                self.send(Interrupt())
-            match self.receive():
-                case None:
-                    pass
-                case message if isinstance(message, kind):
-                    return message
-                case message:
-                    on_other(message)
+        return self.wait_for(Profiled, forwards_stop=True).profile
 
     def close(self) -> None:
         """End the ranks. A second call does nothing."""

@@ -94,14 +94,9 @@ def application(server: Server, keys: Sequence[str], is_on_loopback: bool = True
     found = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={
-            ApiError: _api_error,
-            GgpipeError: _engine_error,
-            HTTPException: _http_error,
-            ClientLeft: _left,
-            ClientDisconnect: _left,
-            Exception: _bug,
-        },
+        exception_handlers=dict.fromkeys(
+            (ApiError, GgpipeError, HTTPException, ClientLeft, ClientDisconnect, Exception), _error_response
+        ),
     )
     found.router.redirect_slashes = False  # which would lead to the host in the client's header
     return found
@@ -128,32 +123,19 @@ class PathPrefix:
             await ApiError(404, "Not Found").response(path)(scope, receive, send)
 
 
-def _error_response(request: Request, error: ApiError) -> Response:
-    return error.response(request.url.path)
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _error_response(request, error)
-
-
-async def _engine_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, GgpipeError)
-    return _error_response(request, ApiError.of(error))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = _error_response(request, ApiError(error.status_code, error.detail))
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _left(_: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
+    path = request.url.path
+    match error:
+        case ApiError():
+            return error.response(path)
+        case GgpipeError():
+            return ApiError.of(error).response(path)
+        case ClientLeft() | ClientDisconnect():
+            return Response(status_code=CLIENT_LEFT)
+        case HTTPException():
+            response = ApiError(error.status_code, error.detail).response(path)
+            response.headers.update(error.headers or {})
+            return response
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    _LOG.error("%s: a bug: %r at %s:%s", request.url.path, error, frame.filename, frame.lineno)
-    return _error_response(request, ApiError(500, f"internal error: {type(error).__name__}"))
+    _LOG.error("%s: a bug: %r at %s:%s", path, error, frame.filename, frame.lineno)
+    return ApiError(500, f"internal error: {type(error).__name__}").response(path)

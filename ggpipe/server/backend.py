@@ -141,7 +141,6 @@ class Backend:
         self._is_stopping = False
         self._open: set[Generation] = set()
         """Outputs whose answers have not been sent completely."""
-        self._n_answers = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -334,15 +333,13 @@ class Backend:
     @contextmanager
     def _counted(self, generations: Sequence[Generation]) -> Iterator[None]:
         """A context in which the server does not end, since a client waits for these outputs."""
-        self._n_answers += 1
         self._is_idle.clear()
         self._open.update(generations)
         try:
             yield
         finally:
             self._open.difference_update(generations)
-            self._n_answers -= 1
-            if not self._n_answers:
+            if not self._open:
                 self._is_idle.set()
 
 

@@ -150,7 +150,7 @@ class RequestLog:
             raise
         finally:
             path = scope["path"]
-            self._totals.responses[path if path in self._paths else "other", status] += 1
+            self._totals.responses.labels(path if path in self._paths else "other", status).inc()
             is_usual = path in _QUIET or path.startswith(_PAGE)
             if not is_usual or status not in (200, 304, 503):
                 self._note(scope, id, status, time.monotonic() - began)

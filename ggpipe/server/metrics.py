@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ggpipe.server.backend import Backend, Status
-from ggpipe.stats.activity import part
+from ggpipe.server.totals import RANK_LABELS, rank_labels
 from ggpipe.stats.records import RankStats, rate
 
 
 def registry(backend: Backend) -> CollectorRegistry:
     """All metrics, for `prometheus_client.generate_latest`."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]
     found = CollectorRegistry(auto_describe=False)
+    found.register(backend.totals.registry)
     found.register(_Figures(backend))
     return found
 
@@ -34,10 +34,7 @@ class _Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._counters()
         yield from self._gauges()
-        yield from self._labelled()
-        yield from self._histograms()
         yield from self._ranks()
-        yield from self._links()
 
     def _counters(self) -> Iterator[Metric]:
         totals, backend = self._totals, self._backend
@@ -82,52 +79,22 @@ class _Figures(Collector):
             ("ggpipe:start_time_seconds", "When the server started, in seconds since 1970.", backend.began),
         ):  # fmt: skip
             yield GaugeMetricFamily(name, help, value=value)
-
-    def _labelled(self) -> Iterator[Metric]:
-        totals, backend = self._totals, self._backend
         state = GaugeMetricFamily("ggpipe:state", "1 for the current state.", labels=("state",))
         for status in Status:
             state.add_metric((status.value,), int(backend.status is status))
-        requests = CounterMetricFamily("ggpipe:requests", "Ended requests, by reason.", labels=("finish",))
-        for finish, n in sorted((finish.value if finish else "error", n) for finish, n in totals.by_finish.items()):
-            requests.add_metric((finish,), n)
-        responses = CounterMetricFamily("ggpipe:http_responses", "HTTP responses.", labels=("path", "status"))
-        for (path, code), n in sorted(totals.responses.items()):
-            responses.add_metric((path, str(code)), n)
-        yield from (state, requests, responses)
-        if totals.accepted_at:
-            name = "llamacpp:spec_decode_num_accepted_tokens_per_pos"
-            accepted = CounterMetricFamily(name, "Draft tokens accepted, by position.", labels=("position",))
-            for position, n in enumerate(totals.accepted_at):
-                accepted.add_metric((str(position),), n)
-            yield accepted
-
-    def _histograms(self) -> Iterator[Metric]:
-        totals = self._totals
-        for histogram in (totals.ttft, totals.itl, totals.queued, totals.duration):
-            yield from histogram.collect()
+        yield state
 
     def _ranks(self) -> Iterator[Metric]:
         ranks = list(self._backend.thread.ranks)
         shares = self._backend.occupancy.sample(ranks, time.monotonic())
         for name, help, of in _RANK_COUNTERS:
-            yield _by_rank(CounterMetricFamily(name, help, labels=_LABELS), ranks, [of(rank) for rank in ranks])
+            yield _by_rank(CounterMetricFamily(name, help, labels=RANK_LABELS), ranks, [of(rank) for rank in ranks])
         for name, help, of in _RANK_GAUGES:
-            yield _by_rank(GaugeMetricFamily(name, help, labels=_LABELS), ranks, [of(rank) for rank in ranks])
+            yield _by_rank(GaugeMetricFamily(name, help, labels=RANK_LABELS), ranks, [of(rank) for rank in ranks])
         help = "Busy share of the last seconds, 0 to 1."
-        yield _by_rank(GaugeMetricFamily("ggpipe:rank_occupancy", help, labels=_LABELS), ranks, shares)
-
-    def _links(self) -> Iterator[Metric]:
-        links, ranks = self._totals.links, list(self._backend.thread.ranks)
-        n_runs = [links.n_runs[part(rank)] or None for rank in ranks]
-        seconds = [links.seconds[part(rank)] if n else None for rank, n in zip(ranks, n_runs, strict=True)]
-        help = "Time from a run's end here to its start in the next stage."
-        yield _by_rank(CounterMetricFamily("ggpipe:link_seconds", help, labels=_LABELS), ranks, seconds)
-        help = "Runs whose link time is known."
-        yield _by_rank(CounterMetricFamily("ggpipe:link_runs", help, labels=_LABELS), ranks, n_runs)
+        yield _by_rank(GaugeMetricFamily("ggpipe:rank_occupancy", help, labels=RANK_LABELS), ranks, shares)
 
 
-_LABELS = ("rank", "host", "draft")
 _RankValue = Callable[[RankStats], float | None]
 _RANK_COUNTERS: tuple[tuple[str, str, _RankValue], ...] = (
     ("ggpipe:rank_busy_seconds", "Time on runs, since the rank's start.", lambda rank: rank.busy_s),
@@ -148,5 +115,5 @@ def _by_rank(metric: Family, ranks: Sequence[RankStats], values: Sequence[float 
     """A metric with a sample per rank. None: unknown."""
     for rank, value in zip(ranks, values, strict=True):
         if value is not None:
-            metric.add_metric((str(rank.rank), rank.host, str(rank.model)), value)
+            metric.add_metric(rank_labels(rank), value)
     return metric

@@ -252,7 +252,7 @@ def test_progress_reasoning_and_calls(page: Page) -> None:
     expect(call.locator("pre")).to_contain_text("<b>hall</b>")
     page.get_by_label("Result of look").fill("It rains.")
     with page.expect_request("**/v1/chat/completions") as asked:
-        page.get_by_role("button", name="Give the result").click()
+        page.get_by_role("button", name="Send the result").click()
     wait_for_end(page)
     expect(page.get_by_label("Result of a call")).to_contain_text("It rains.")
     expect(page.get_by_label("Result of look")).to_have_count(0)
@@ -285,7 +285,7 @@ def test_what_was_written_before_a_reload_is_kept(page: Page) -> None:
     page.reload()
     expect(page.locator(TEXT)).to_have_text("The goose said")
     expect(page.locator(f"{ANSWER} .status")).to_contain_text("The page was closed")
-    expect(page.get_by_role("button", name="Go on")).to_be_visible()
+    expect(page.get_by_role("button", name="Continue")).to_be_visible()
 
 
 def test_a_stream_that_breaks_is_gone_on_with(page: Page) -> None:
@@ -293,9 +293,9 @@ def test_a_stream_that_breaks_is_gone_on_with(page: Page) -> None:
     url = "**/v1/chat/completions"
     page.route(url, lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {chunk}\n\n"))
     send(page, "Tell me of a wolf.")
-    expect(page.locator(f"{ANSWER} .status")).to_contain_text("ended too early")
+    expect(page.locator(f"{ANSWER} .status")).to_contain_text("ended early")
     page.unroute(url)
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Continue").click()
     wait_for_end(page)
     expect(page.locator(f"{ANSWER} .status")).to_contain_text("24 tokens")
     assert re.match("The wolf said.", page.locator(TEXT).inner_text(), re.DOTALL)
@@ -310,7 +310,7 @@ def test_a_killed_rank_costs_no_text(page: Page, serving: Serving) -> None:
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator(TEXT)).not_to_be_empty()
     os.kill(rank, signal.SIGKILL)
-    expect(page.locator(f"{ANSWER} .status")).to_contain_text("The ranks start again")
+    expect(page.locator(f"{ANSWER} .status")).to_contain_text("The ranks are restarting")
     wait_for_end(page, 2 * LIMIT_MS)
     expect(page.locator(TEXT)).to_have_text(whole, use_inner_text=True)
     expect(page.locator("#pipeline .state")).to_have_text("ready")

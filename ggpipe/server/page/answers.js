@@ -1,4 +1,4 @@
-// Answers that are written now. They go on while another conversation is shown.
+// Answers that are being generated. They continue while another conversation is shown.
 
 import { ApiError, ask, events } from "./api.js";
 import { addToCall, messages, write } from "./conversation.js";
@@ -7,12 +7,12 @@ import { sampling } from "./settings.js";
 export class Answers {
   #running = new Map(); // by the node's id: how it is stopped, and what is known of it but for its text
 
-  /** `on.change(conversation, node)`: there is more of it. `on.end(conversation, node)`. `on.save(conversation)`. */
+  /** `on.change(conversation, node)`: more has arrived. `on.end(conversation, node)`. `on.save(conversation)`. */
   constructor(on) {
     this.on = on;
   }
 
-  /** `{began, first, last, tokens, heard, progress}` while it is written; times as `performance.now`, and `progress` as
+  /** `{began, first, last, tokens, heard, progress}` during generation; times as `performance.now`, and `progress` as
    * the server's `prompt_progress`. */
   of(node) {
     return this.#running.get(node.id) ?? null;
@@ -30,7 +30,7 @@ export class Answers {
     for (const node of conversation.nodes) this.#running.get(node.id)?.controller.abort();
   }
 
-  /** Keep what has come since the last time. */
+  /** Save what has arrived since the last time. */
   save() {
     for (const run of this.#running.values()) {
       if (run.isChanged) this.on.save(run.conversation);
@@ -38,7 +38,7 @@ export class Answers {
     }
   }
 
-  /** Have a node of the assistant written, behind what it has. */
+  /** Generate a node of the assistant, after the text that it has. */
   async write(conversation, node) {
     const run = { conversation, isChanged: false, controller: new AbortController(), began: performance.now(), first: null, last: null, tokens: 0, heard: performance.now(), progress: null };
     this.#running.set(node.id, run);
@@ -63,7 +63,7 @@ export class Answers {
         this.on.change(conversation, node);
       }
       node.state = node.finish ? "done" : "broken";
-      if (!node.finish) node.error = "The stream ended too early.";
+      if (!node.finish) node.error = "The stream ended early.";
     } catch (error) {
       this.#fail(node, run, error);
     }
@@ -100,6 +100,6 @@ export class Answers {
     }
     node.state = "broken";
     node.status = error instanceof ApiError ? error.status : 0;
-    node.error = error instanceof ApiError ? error.message : "The connection to the server broke.";
+    node.error = error instanceof ApiError ? error.message : "The connection to the server was lost.";
   }
 }

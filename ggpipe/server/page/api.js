@@ -1,4 +1,4 @@
-// Requests to the server this page is from, and its streams of events.
+// Requests to the server of this page, and its event streams.
 
 const KEY = "ggpipe.key";
 
@@ -7,7 +7,7 @@ export const apiKey = {
   set: (key) => (key ? localStorage.setItem(KEY, key) : localStorage.removeItem(KEY)),
 };
 
-/** An answer that is an error object, or none that can be read. */
+/** A response that is an error object, or cannot be read. */
 export class ApiError extends Error {
   constructor(status, message, param = null) {
     super(message);
@@ -21,7 +21,7 @@ export class ApiError extends Error {
   }
 }
 
-/** An answer with a status of success. Raises ApiError; TypeError where the server is not reached. */
+/** A successful response. Throws ApiError, or TypeError if the server is unreachable. */
 export async function ask(path, { body, signal } = {}) {
   const headers = {};
   const key = apiKey.get();
@@ -43,7 +43,7 @@ export async function ask(path, { body, signal } = {}) {
   throw ApiError.of(object, response.status);
 }
 
-/** What comes of a stream: `{data}` for each event, `{}` for each comment. Raises as `fetch` does when it breaks. */
+/** A stream: `{data}` for each event, `{}` for each comment. Throws the same errors as `fetch` when it breaks. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";

@@ -1,4 +1,4 @@
-// The page: what is shown, and what happens when somebody does something.
+// The page: what is shown, and what happens on user actions.
 
 import { Answers } from "./answers.js";
 import { apiKey, ask } from "./api.js";
@@ -34,7 +34,7 @@ async function save(conversation) {
   try {
     await store.put(conversation);
   } catch {
-    toast("This browser has no room left for conversations: delete some");
+    toast("This browser has no more space for conversations: delete some");
   }
 }
 
@@ -81,7 +81,7 @@ function answer(parent) {
 }
 
 function isBusy() {
-  if (answers.in(current)) toast("An answer is being written: stop it first");
+  if (answers.in(current)) toast("An answer is being generated: stop it first");
   return answers.in(current);
 }
 
@@ -119,7 +119,7 @@ const act = {
     save(current);
     show();
   },
-  askKey: () => editKey("The server wants an API key."),
+  askKey: () => editKey("The server requires an API key."),
 };
 
 const answers = new Answers({
@@ -128,13 +128,13 @@ const answers = new Answers({
   end: (conversation, node) => {
     if (conversation === current) {
       show();
-      say(node.state === "broken" ? node.error : "The answer is written.");
+      say(node.state === "broken" ? node.error : "The answer is complete.");
     } else showList();
     if (node.status === 401) act.askKey();
   },
 });
 
-// What is seen. News of texts are drawn once a frame.
+// What is shown. New text is drawn once per frame.
 
 const changed = new Set();
 
@@ -187,7 +187,7 @@ function editKey(why = "") {
   dialog.replaceChildren(h(
     "form", { onsubmit: submit },
     h("header", {}, h("h2", { id: "key-title" }, "API key"), iconButton("close", "Close", () => dialog.close())),
-    h("div", { class: "body" }, why && h("p", {}, why), h("label", { for: "key-input" }, "Key"), input, h("p", { class: "about" }, "It stays in this browser, and goes to this server alone.")),
+    h("div", { class: "body" }, why && h("p", {}, why), h("label", { for: "key-input" }, "Key"), input, h("p", { class: "about" }, "It stays in this browser, and is sent only to this server.")),
     h("footer", {}, h("button", { type: "submit", class: "main" }, "Use it")),
   ));
   dialog.showModal();
@@ -205,7 +205,7 @@ function toggle(name) {
   byId(`show-${name}`).setAttribute("aria-expanded", String(isOpen));
 }
 
-/** What the server's own settings are. */
+/** The server's own settings. */
 async function learn() {
   try {
     const props = await (await ask("props")).json();
@@ -225,15 +225,15 @@ function showSample(news, error) {
   pipeline.show(news, needsKey);
   if (needsKey && !hasAskedKey) {
     hasAskedKey = true;
-    editKey("The server wants an API key.");
+    editKey("The server requires an API key.");
   }
   if (news?.status === "ok" && !wasReady) learn();
   const isRestarting = news?.status === "restarting";
-  if (isRestarting !== wasRestarting) say(isRestarting ? "The ranks start again." : "The ranks are ready again.");
+  if (isRestarting !== wasRestarting) say(isRestarting ? "The ranks are restarting." : "The ranks are ready again.");
   const notice = byId("notice");
-  const text = needsKey ? "" : news === null ? "No connection to the server. It is tried again." : news.status === "loading"
+  const text = needsKey ? "" : news === null ? "No connection to the server. Trying again." : news.status === "loading"
     ? `The model is loading: ${Math.round(news.progress * 100)} %` : isRestarting
-      ? `A rank was lost. The ranks start again: ${Math.round(news.progress * 100)} %` : news.status === "stopping" ? "The server is about to end." : "";
+      ? `A rank was lost. The ranks are restarting: ${Math.round(news.progress * 100)} %` : news.status === "stopping" ? "The server is shutting down." : "";
   notice.hidden = !text;
   if (notice.textContent !== text) notice.textContent = text;
   messages.tick(sample);
@@ -306,5 +306,5 @@ for (const conversation of conversations) {
 const last = conversations.find(({ id }) => id === lastOpen.get());
 if (last && nodeOf(last, last.leaf)) open(last);
 else show();
-if (!isKept) toast("This browser keeps no conversations here: they last as long as the page is open");
+if (!isKept) toast("This browser cannot save conversations: they last until the page is closed");
 composer.focus();

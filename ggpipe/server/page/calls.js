@@ -1,11 +1,11 @@
-// Calls of tools in an answer: their names and arguments, and a field for the results, which the user gives.
+// Tool calls in an answer: their names and arguments, and a field for the results, which the user enters.
 
 import { h } from "./dom.js";
 
 export class Calls {
   #shown = []; // the arguments of each call
 
-  /** `give(results)` gets a text for each call. */
+  /** `give(results)` gets a string for each call. */
   constructor(give) {
     this.give = give;
     this.list = h("div");
@@ -13,7 +13,7 @@ export class Calls {
     this.form = null;
   }
 
-  /** `wantsResults`: the answer has ended with these calls, and nothing comes behind it. */
+  /** `wantsResults`: the answer has ended with these calls, and is the last message. */
   show(calls, wantsResults) {
     this.element.hidden = calls.length === 0;
     calls.forEach(({ name, text }, i) => {
@@ -37,12 +37,12 @@ export class Calls {
       event.preventDefault();
       this.give(areas.map(({ value }) => value));
     };
-    this.form = h("form", { class: "results", onsubmit: submit }, areas, h("button", { type: "submit", class: "main" }, calls.length > 1 ? "Give the results" : "Give the result"));
+    this.form = h("form", { class: "results", onsubmit: submit }, areas, h("button", { type: "submit", class: "main" }, calls.length > 1 ? "Send the results" : "Send the result"));
     this.element.append(this.form);
   }
 }
 
-/** Arguments over several lines, once they are whole. */
+/** Arguments over several lines, once they are complete. */
 function readable(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

@@ -4,7 +4,7 @@ import { byId, bytes, h, icon, iconButton, toast } from "./dom.js";
 
 const MOST_BYTES = 1_000_000;
 
-/** `act` has `send(text, files)`, which returns whether it was taken, and `stop()`. */
+/** `act` has `send(text, files)`, which returns whether the message was accepted, and `stop()`. */
 export class Composer {
   #files = [];
   #isWriting = false;
@@ -36,7 +36,7 @@ export class Composer {
     this.show(false);
   }
 
-  /** `isWriting`: an answer of this conversation is written, and the button stops it. */
+  /** `isWriting`: an answer of this conversation is being generated, and the button stops it. */
   show(isWriting) {
     this.#isWriting = isWriting;
     const label = isWriting ? "Stop" : "Send";

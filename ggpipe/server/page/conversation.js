@@ -1,6 +1,6 @@
-// A conversation is a tree of messages: an edited or regenerated one stands beside the first, and can be gone back to.
+// A conversation is a tree of messages: an edited or regenerated one becomes a sibling of the first, and both remain accessible.
 //
-// Each node has its parent's id; `leaf` is the end of the path that is shown. Roles are `user`, `assistant`, and `tool`
+// Each node has its parent's id; `leaf` is the end of the visible path. Roles are `user`, `assistant`, and `tool`
 // for the result of a call. States of an answer: `writing`, `done`, `stopped` by the user, `broken`.
 
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte) => byte.toString(36).padStart(2, "0")).join("");
@@ -19,7 +19,7 @@ export function path(conversation, end = conversation.leaf) {
   return found;
 }
 
-/** A new message behind `parent` (an id, null for the first one), which is shown. */
+/** Add a message after `parent` (an id, null for the first one), and show it. */
 export function add(conversation, parent, fields) {
   const node = { id: newId(), parent, at: Date.now(), content: "", ...fields };
   conversation.nodes.push(node);
@@ -31,7 +31,7 @@ export function add(conversation, parent, fields) {
 
 export const siblings = (conversation, node) => conversation.nodes.filter((other) => other.parent === node.parent);
 
-/** Show the path through a node, and behind it the newest messages. */
+/** Show the path through a node, and after it the newest messages. */
 export function select(conversation, node) {
   let leaf = node;
   for (let next = node; next; next = conversation.nodes.findLast((other) => other.parent === leaf.id)) leaf = next;
@@ -43,7 +43,7 @@ function titleOf(node) {
   return line.length > 60 ? `${line.slice(0, 57).trimEnd()}…` : line;
 }
 
-/** As OpenAI's API has it, up to a node. A message with files has their texts in front. */
+/** The messages up to a node, for OpenAI's API. A message with files begins with their contents. */
 export function messages(conversation, end) {
   const system = conversation.settings.system?.trim();
   const own = path(conversation, end).map((node, i, all) => {
@@ -75,7 +75,7 @@ export function addToCall(node, { index, id, function: part }) {
   node.calls[index].text += part.arguments ?? "";
 }
 
-/** Append text to an answer. `origins` has how many characters in a row came from where. */
+/** Append text to an answer. `origins` has the lengths of runs of characters with the same origin. */
 export function write(node, text, origin) {
   node.content += text;
   if (!origin) return;

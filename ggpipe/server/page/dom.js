@@ -1,9 +1,9 @@
-// Elements, icons, and numbers as the terminal writes them.
+// Elements, icons, and numbers in the terminal's format.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /** An element. Of `props`, functions are listeners (`onclick`), `class` and others are attributes; false leaves one
- * out. Children are nodes or texts, never HTML. */
+ * out. Children are nodes or strings, never HTML. */
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -37,7 +37,7 @@ const PATHS = {
   go: "M5 5v14M10 12h10M15 7l5 5-5 5",
 };
 
-/** A line drawing. It says nothing to screen readers: its button has a label. */
+/** A line drawing, hidden from screen readers: its button has a label. */
 export function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 24 24");
@@ -48,7 +48,7 @@ export function icon(name) {
   return svg;
 }
 
-/** A button that is an icon, with its label as a tip. */
+/** An icon button, with its label as a tooltip. */
 export function iconButton(name, label, onclick, props = {}) {
   return h("button", { type: "button", class: "icon", "aria-label": label, title: label, onclick, ...props }, icon(name));
 }
@@ -57,7 +57,7 @@ export const byId = (id) => document.getElementById(id);
 
 let toastTimer = 0;
 
-/** A line at the bottom for some seconds, with one thing that can be done. */
+/** A message at the bottom for some seconds, with one action. */
 export function toast(text, action = "", act = () => {}) {
   const place = byId("toast");
   const close = () => { place.hidden = true; };
@@ -68,7 +68,7 @@ export function toast(text, action = "", act = () => {}) {
   toastTimer = setTimeout(close, action ? 8000 : 4000);
 }
 
-/** Puts a text on the clipboard; the button shows that it is there. Plain HTTP to other hosts has no clipboard API. */
+/** Copies text, and shows that on the button. Plain HTTP to other hosts has no clipboard API. */
 export async function copyText(text, button) {
   try {
     await navigator.clipboard.writeText(text);
@@ -86,7 +86,7 @@ export async function copyText(text, button) {
   setTimeout(() => button.replaceChildren(before), 1500);
 }
 
-// Numbers, as `ggpipe/display/format.py` has them
+// Numbers in the format of `ggpipe/display/format.py`
 
 const three = (value) => (value < 9.995 ? value.toFixed(2) : value < 99.95 ? value.toFixed(1) : value.toFixed(0));
 

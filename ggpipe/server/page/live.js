@@ -1,11 +1,11 @@
-// What the server says of its pipeline (`/live`), as long as the page is seen.
+// The state of the pipeline (`/live`), while the page is visible.
 
 import { ApiError, ask, events } from "./api.js";
 
 const LONGEST_WAIT_MS = 10_000;
 const SILENT_MS = 20_000; // it says something every 5 s
 
-/** Calls `show(sample, error)` for each sample; the sample is null while there is none, and says why. */
+/** Calls `show(sample, error)` for each sample. Without a sample it is null, and `error` says why. */
 export class Live {
   #controller = null;
   #wake = () => {};
@@ -19,7 +19,7 @@ export class Live {
     this.#run();
   }
 
-  /** Ask again now: there is a key, or somebody looks. */
+  /** Ask again now: a key was entered, or the page became visible. */
   again() {
     this.#wake();
   }

@@ -11,7 +11,7 @@ const marked = new Marked({ gfm: true, breaks: true, tokenizer: { html() {}, tag
 const DEEPEST = 40; // tokens in tokens; deeper ones are text
 const ENTITY = /&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,31});/gi;
 
-/** Shows a text that grows. Blocks that stay as they are keep their nodes. */
+/** Shows text that grows. Unchanged blocks keep their nodes. */
 export class MarkdownView {
   #blocks = [];
 
@@ -42,7 +42,7 @@ function blocks(text) {
 
 const nodes = (tokens, depth) => tokens.flatMap((token) => rendered(token, depth));
 
-/** A token's node, or nodes. */
+/** The node or nodes of a token. */
 function rendered(token, depth = 0) {
   const { type, text, tokens = [] } = token;
   if (depth > DEEPEST) return token.raw;

@@ -1,4 +1,4 @@
-// The messages of the conversation that is shown.
+// The messages of the visible conversation.
 
 import { Calls } from "./calls.js";
 import { copyText, counted, h, iconButton, percent, rate, seconds } from "./dom.js";
@@ -9,7 +9,7 @@ const QUIET_MS = 4000;
 
 const NAMES = { user: "You", assistant: "Model", tool: "Result of a call" };
 
-/** The list. `act` has what can be done with a message: `regenerate`, `edit`, `goOn`, `giveResults`, `show`, `askKey`. */
+/** The list. `act` has the actions on a message: `regenerate`, `edit`, `goOn`, `giveResults`, `show`, `askKey`. */
 export class Messages {
   #views = new Map();
 
@@ -20,7 +20,7 @@ export class Messages {
     this.colours = false;
   }
 
-  /** Show a conversation as it is. */
+  /** Show a conversation. */
   show(conversation) {
     const nodes = path(conversation);
     const known = new Set(nodes.map((node) => node.id));
@@ -60,7 +60,7 @@ export class Messages {
     for (const view of this.#views.values()) view.update();
   }
 
-  /** The line below answers that are written: time passes, and ranks start again. */
+  /** Update the line below answers in progress, as time passes and ranks restart. */
   tick(live) {
     for (const view of this.#views.values()) view.tick(live);
   }
@@ -141,17 +141,17 @@ class MessageView {
     }
   }
 
-  /** What is said below an answer: its figures, or what went wrong. */
+  /** The line below an answer: its figures, or what went wrong. */
   #summary() {
     const { node } = this;
     if (node.role !== "assistant") return [];
     const { act } = this.list;
     const link = (text, onclick) => h("button", { type: "button", class: "link", onclick }, text);
     const hasBegun = node.content || node.reasoning;
-    const goOn = hasBegun && !node.calls ? link("Go on", () => act.goOn(node)) : link("Try again", () => act.regenerate(node));
+    const goOn = hasBegun && !node.calls ? link("Continue", () => act.goOn(node)) : link("Try again", () => act.regenerate(node));
     if (node.state === "broken") {
       const again = node.status === 401 && !hasBegun ? link("Enter a key", () => act.askKey()) : goOn;
-      return [h("span", { class: "error" }, node.error ?? "The page was closed while this was written."), again];
+      return [h("span", { class: "error" }, node.error ?? "The page was closed while this was being generated."), again];
     }
     if (node.state === "stopped") return [h("span", {}, "stopped"), goOn];
     const parts = figures(node.timings).map((text) => h("span", {}, text));
@@ -166,7 +166,7 @@ class MessageView {
     const waited = (from) => `${Math.floor((now - from) / 1000)} s`;
     let parts;
     if (live?.status === "restarting") {
-      parts = [h("span", { class: "warning" }, "The ranks start again…"), h("span", {}, percent(live.progress)), h("span", {}, "then the text goes on")];
+      parts = [h("span", { class: "warning" }, "The ranks are restarting…"), h("span", {}, percent(live.progress)), h("span", {}, "then the answer continues")];
     } else if (run.first === null) {
       parts = [...prefill(run.progress, live), h("span", {}, waited(run.began))];
     } else {
@@ -234,16 +234,16 @@ class MessageView {
   }
 }
 
-/** What is said before the first token. `progress`: the server's `prompt_progress`, null before it comes. */
+/** The line before the first token. `progress`: the server's `prompt_progress`, or null before it arrives. */
 function prefill(progress, live) {
-  if (!progress?.processed && live?.requests.waiting) return [h("span", {}, "waiting for its turn")];
+  if (!progress?.processed && live?.requests.waiting) return [h("span", {}, "waiting in the queue")];
   if (!progress) return [h("span", {}, "reading the prompt")];
   const { total, cache, processed } = progress;
   const bar = h("progress", { max: Math.max(total - cache, 1), value: processed - cache, "aria-label": "Prompt" });
   return [h("span", {}, "reading the prompt"), bar, h("span", {}, `${processed.toLocaleString("en")} of ${counted(total, "token")}`)];
 }
 
-/** As the line below an answer of `ggpipe chat`. */
+/** The same line as below an answer of `ggpipe chat`. */
 function figures(timings) {
   if (!timings) return [];
   const found = [counted(timings.predicted_n, "token"), rate(timings.predicted_n > 1 ? timings.predicted_per_second : null)];

@@ -1,11 +1,11 @@
-// The pipeline beside the chat: a bar for each rank, tokens by origin, and the figures of the terminal's panel.
+// The pipeline next to the chat: a bar for each rank, tokens by origin, and the figures of the terminal's panel.
 
 import { bytes, h, iconButton, percent, rate, seconds } from "./dom.js";
 
 const COLUMNS = 60;
 const COLUMN_MS = 1000;
 const STATES = {
-  ok: "ready", loading: "loading", restarting: "the ranks start again", stopping: "about to end", away: "no connection", closed: "needs a key",
+  ok: "ready", loading: "loading", restarting: "restarting", stopping: "shutting down", away: "no connection", closed: "needs a key",
 };
 
 export class Pipeline {
@@ -14,12 +14,12 @@ export class Pipeline {
   #columns = []; // tokens of each second: `{at, own, drafted}`
   #before = null;
 
-  /** `on.colours(areColoured)`: the text is to be coloured; `on.close()`. */
+  /** `on.colours(areColoured)`: whether to colour the output; `on.close()`. */
   constructor(place, strip, on, areColoured) {
     this.state = h("span", { class: "state", role: "status" });
     this.model = h("p", { class: "model" });
     this.speed = h("span", { class: "speed" }, "–");
-    this.bars = h("div", { class: "history", role: "img", "aria-label": "Tokens a second in the last minute" });
+    this.bars = h("div", { class: "history", role: "img", "aria-label": "Tokens per second in the last minute" });
     this.cells = Array.from({ length: COLUMNS }, () => {
       const drafted = h("i", { class: "drafted" });
       const own = h("i", { class: "own" });
@@ -44,7 +44,7 @@ export class Pipeline {
       )),
       this.ranks,
       h("dl", {}, Object.values(this.figures).map(({ label, value }) => h("div", {}, h("dt", {}, label), value))),
-      h("p", { class: "about" }, "Drafted tokens came from the draft model and were confirmed by the target; the text is the same without it."),
+      h("p", { class: "about" }, "Drafted tokens were proposed by a drafter and confirmed by the target. The output is the same without drafting."),
     );
     this.strip = strip;
     this.stripText = h("span");
@@ -52,7 +52,7 @@ export class Pipeline {
     strip.append(this.stripBars, this.stripText);
   }
 
-  /** A sample of the server's, or null where there is none. `needsKey`: that is why. */
+  /** Show a sample of the server, or null without one. `needsKey`: an API key is missing. */
   show(sample, needsKey) {
     const state = sample ? sample.status : needsKey ? "closed" : "away";
     const isOn = state === "ok" || state === "stopping";
@@ -82,7 +82,7 @@ export class Pipeline {
     this.tick();
   }
 
-  /** Time passes: the history moves on. */
+  /** Move the history on as time passes. */
   tick() {
     const now = Math.floor(Date.now() / COLUMN_MS);
     this.#columns = this.#columns.filter(({ at }) => now - at < COLUMNS);

@@ -1,17 +1,17 @@
-// The system prompt and the sampling settings of a conversation. What is left empty is the server's own.
+// The system prompt and the sampling settings of a conversation. Empty fields use the server's settings.
 
 import { byId, h, iconButton } from "./dom.js";
 
 const number = (name, label, step, about) => ({ name, label, step, about });
 const MAIN = [
-  number("temperature", "Temperature", 0.05, "how freely tokens are drawn; 0: always the most probable one"),
-  number("top_p", "Top-p", 0.01, "the most probable tokens, together of this probability"),
-  number("top_k", "Top-k", 1, "so many of the most probable tokens"),
-  number("min_p", "Min-p", 0.01, "tokens at least so probable, relative to the best one"),
+  number("temperature", "Temperature", 0.05, "how random the output is; 0: always the most probable token"),
+  number("top_p", "Top-p", 0.01, "only the most probable tokens that add up to this probability"),
+  number("top_k", "Top-k", 1, "only this many of the most probable tokens"),
+  number("min_p", "Min-p", 0.01, "only tokens of at least this probability, relative to the best one"),
   number("repeat_penalty", "Repeat penalty", 0.05, "1: none"),
   number("presence_penalty", "Presence penalty", 0.05, "0: none"),
   number("frequency_penalty", "Frequency penalty", 0.05, "0: none"),
-  number("seed", "Seed", 1, "the same seed draws the same text; -1: another one each time"),
+  number("seed", "Seed", 1, "the same seed gives the same output; -1: a new one each time"),
   number("max_tokens", "Most tokens", 1, "-1: until the text ends, or the context is full"),
 ];
 const MORE = [
@@ -34,12 +34,12 @@ const MORE = [
   number("min_keep", "Keep at least", 1, "tokens"),
 ];
 const TEXTS = [
-  { name: "samplers", label: "Samplers", about: "names in their order, with a semicolon between: top_k;top_p;temperature" },
-  { name: "stop", label: "Stop texts", rows: 2, about: "one a line; the answer ends in front of them" },
+  { name: "samplers", label: "Samplers", about: "names in order, separated by semicolons: top_k;top_p;temperature" },
+  { name: "stop", label: "Stop texts", rows: 2, about: "one per line; the answer ends before them" },
   { name: "grammar", label: "Grammar", rows: 3, about: "in GBNF: what the answer must be" },
-  { name: "json_schema", label: "JSON schema", rows: 3, about: "what the answer must be; not together with a grammar" },
-  { name: "tools", label: "Tools", rows: 3, about: "functions that the model may call, in JSON as OpenAI's API has them; the page shows calls, and you give their results" },
-  { name: "chat_template_kwargs", label: "Names for the chat template", rows: 1, about: 'in JSON: {"enable_thinking": false}' },
+  { name: "json_schema", label: "JSON schema", rows: 3, about: "format of the answer; not together with a grammar" },
+  { name: "tools", label: "Tools", rows: 3, about: "functions that the model may call, as JSON in the form of OpenAI's API; the page shows the calls, and you enter their results" },
+  { name: "chat_template_kwargs", label: "Variables for the chat template", rows: 1, about: 'in JSON: {"enable_thinking": false}' },
 ];
 const OBJECTS = ["json_schema", "tools", "chat_template_kwargs"];
 
@@ -56,10 +56,10 @@ export function sampling({ values, texts }) {
   return found;
 }
 
-/** Whether anything differs from the server's own. */
+/** Whether anything differs from the server's settings. */
 export const isChanged = ({ system, values, texts }) => Boolean(system || Object.keys(values).length || Object.keys(texts).length);
 
-/** Shows the dialog. `usual`: the server's own values. `save(settings)` gets what the user wants. */
+/** Shows the dialog. `usual`: the server's own values. `save(settings)` gets the user's settings. */
 export function editSettings(settings, usual, save) {
   const dialog = byId("settings");
   const inputs = new Map();
@@ -121,7 +121,7 @@ export function editSettings(settings, usual, save) {
     h(
       "div", { class: "body" },
       h("label", { for: "setting-system" }, "System prompt"), system,
-      h("p", { class: "about" }, "For this conversation, and those that you begin after it. What is empty is as the server was started."),
+      h("p", { class: "about" }, "For this conversation and those that you start later. Empty fields use the server's settings."),
       h("div", { class: "grid" }, MAIN.map(field)),
       h("details", { open: hasMore }, h("summary", {}, "More"), h("div", { class: "grid" }, MORE.map(field)), TEXTS.map(field)),
     ),

@@ -24,7 +24,7 @@ export class Sidebar {
     const open = h(
       "button",
       { type: "button", class: "open", "aria-current": isCurrent ? "page" : false, title, onclick: () => this.act.open(conversation), "data-focus": conversation.id },
-      isWriting && h("span", { class: "beat", role: "img", "aria-label": "is being written" }), h("span", {}, title),
+      isWriting && h("span", { class: "beat", role: "img", "aria-label": "is being generated" }), h("span", {}, title),
     );
     const row = h("li", { class: isCurrent ? "current" : "" }, open, rename, remove);
     return row;

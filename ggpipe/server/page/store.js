@@ -10,11 +10,11 @@ function promised(request) {
   });
 }
 
-/** All methods work without IndexedDB too, as long as the page is open: some private windows have none. */
+/** Without IndexedDB, as in some private windows, conversations last until the page is closed. */
 export class Store {
   #database = null;
 
-  /** Returns whether conversations outlive the page. */
+  /** Returns whether conversations are saved. */
   async open() {
     try {
       const request = indexedDB.open(NAME, 1);
@@ -43,7 +43,7 @@ export class Store {
     return this.#database.transaction(STORE, mode).objectStore(STORE);
   }
 
-  /** Committed at once: what waits for a commit is lost when the page is left or reloaded. */
+  /** Commits at once: uncommitted data is lost when the page is left or reloaded. */
   #change(request) {
     const objects = this.#objects("readwrite");
     const done = promised(request(objects));
