@@ -246,7 +246,7 @@ class Counters:
         counts[1] += is_right
 
     def paused(self, drafter: int) -> None:
-        """A drafter was not asked to draft after an accepted token."""
+        """A drafter paused after an accepted token, because it does not pay."""
         self.paused_tokens[drafter] = self.paused_tokens.get(drafter, 0) + 1
 
     def rejected(self, runs: Iterable[int]) -> None:

@@ -73,7 +73,7 @@ class RunCost:
 
     def ended(self, n_rows: int, slowest_s: float, total_s: float = 0.0) -> None:
         """A run came back; `slowest_s`: its time in its slowest stage, `total_s`: in all stages."""
-        self.length += _LEARN * (max(total_s / slowest_s, 1.0) - self.length)
+        self.length += (_LEARN if self._n_ended else 1.0) * (max(total_s / slowest_s, 1.0) - self.length)
         for n in self._seconds:
             self._seconds[n] += _FORGET * (self._expected(n) - self._seconds[n])
         if n_rows not in self._seconds:

@@ -211,9 +211,10 @@ class Scheduler:
         """How far each drafter may be ahead of the root from now on."""
         others = [other for other in self._states.values() if other.is_open and other is not state]
         for number, drafter in state.drafters:
+            drafter.is_paused = state.overlaps and self._payoff.is_paused(number, len(others) + 1)
             if drafter.answers_at_once:
                 drafter.look_ahead = frontier.look_ahead_at_once(self._pipeline, state, others)
-            elif state.overlaps and self._payoff.is_paused(number, len(others) + 1):
+            elif drafter.is_paused:
                 drafter.look_ahead = 0
             else:
                 drafter.look_ahead = frontier.look_ahead(self._pipeline, state, drafter.calibration, others)
@@ -421,12 +422,12 @@ class Scheduler:
         state.drafters.root_sent(self._now)
         self._set_look_aheads(state)
         for drafter, known in state.drafters:
+            if known.is_paused:
+                state.counters.paused(drafter)
             if known.is_steered:
                 tokens = tuple(state.output[known.n_told :])
                 known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
                 self._tell(state, drafter, Accepted(state.id, state.epoch, tokens, known.look_ahead), self._to_drafters)
-            else:
-                state.counters.paused(drafter)
 
     def _weigh_drafters(self, state: RequestState) -> None:
         """Learn how fast tokens come with the draft models that draft now."""

@@ -106,7 +106,7 @@ def test_trials_become_rarer_while_they_change_nothing() -> None:
     starts = [i for i in range(1, 20_000) if request.active[i] and not request.active[i - 1]]
     gaps = [b - a for a, b in itertools.pairwise(starts)]
     assert gaps == sorted(gaps)
-    assert gaps[-1] > 4 * gaps[0]
+    assert gaps[-1] > 3 * gaps[0]
     assert gaps[-1] == pytest.approx(gaps[-2], rel=0.1), "but not more than bounds allow"
 
 
@@ -118,8 +118,10 @@ def test_a_drafter_that_recovers_is_found() -> None:
 
 def test_a_drafter_that_becomes_slow_pauses() -> None:
     request = Request(lambda active, n: (0.6 if n < 2000 else 1.4) if active else 1.0)
-    request.tokens(8000)
-    assert request.share_active < 0.1
+    request.tokens(2000)
+    assert all(request.active[-500:])
+    request.tokens(200)
+    assert sum(map(bool, request.active[-100:])) < 20, "it is found at once"
 
 
 def test_of_two_drafters_the_one_that_pays_drafts() -> None:
@@ -172,4 +174,4 @@ def test_adversarial_drafters_cost_little(phases: list[tuple[float, int]], lengt
     alone_s = float(request.n_tokens)
     n_changes = len(phases) * (request.n_tokens // len(speeds) + 1)
     slowest = max(seconds for seconds, _ in phases)
-    assert request.now <= alone_s * 1.02 + 64 * slowest * (n_changes + 1)
+    assert request.now <= alone_s * 1.03 + 16 * slowest * (n_changes + 1)

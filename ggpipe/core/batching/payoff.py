@@ -5,8 +5,9 @@ context and text, so it is tried: for a while, a draft model that usually drafts
 drafts, and whichever is faster becomes usual. A paused draft model computes nothing.
 
 A trial ends as soon as it has lost `_MOST_LOST` tokens. The next one starts when its loss is `_SHARE` of the tokens
-that came since. Each trial in a row that changes nothing doubles that time. Results are kept for later requests, one
-record for each number of requests that are served at the same time, up to the next power of two.
+that came since, and each trial in a row that changes nothing doubles that time. A drafter that falls behind the speed
+that is expected without it is tried sooner. Results are kept for later requests, one record for each number of requests
+that are served at the same time, up to the next power of two.
 
 Losses are counted in tokens at the usual speed: a token that comes in twice the usual time loses one.
 """
@@ -57,6 +58,8 @@ class _Pace:
 class _Trial:
     drafter: int
     turns_on: bool
+    leaves_none: bool
+    """No drafter drafts during the trial."""
     before: _Pace = field(default_factory=_Pace)
     """Before it takes effect: the drafter has not sent any draft token yet, or its last ones are still accepted."""
     since: _Pace | None = None
@@ -73,29 +76,41 @@ class _Trials:
         self._trial: _Trial | None = None
         self._n_since = 0.0
         """Tokens since the last trial."""
-        self._costs: dict[int, float] = {}
-        """By drafter: what the next trial of it is expected to lose, doubled for each one before that changed
-        nothing."""
+        self._behind = 0.0
+        """Tokens lost against the speed that is expected without drafters, since they last had no loss."""
+        self._longer = 1.0
+        """Time of a token without drafters, as a multiple of the time that its runs take."""
+        self._losses: dict[int, float] = {}
+        """By paused drafter: what the next trial of it is expected to lose."""
         self._n_unchanged: dict[int, int] = {}
+        """By drafter: trials in a row that changed nothing, at most `_MOST_DOUBLED`."""
 
     def accepted(
         self, n: float, seconds: float, drafters: Sequence[int], named_by: Collection[int], alone_s: float
     ) -> None:
-        """See `Payoff.accepted`."""
+        """See `Payoff.accepted`. `alone_s`: what runs take for a token that nobody drafts."""
         if (trial := self._trial) is not None:
-            self._tried(trial, n, seconds, named_by)
+            self._tried(trial, n, seconds, named_by, alone_s)
             return
         self._usual.add(n, seconds)
         self._n_since += n
-        if self._usual.n_tokens < _TRIAL / 2 and self._usual.lost(alone_s) < _MOST_LOST:
+        active = [drafter for drafter in drafters if drafter not in self.paused]
+        without_s = alone_s * self._longer
+        self._behind = max(self._behind + seconds / without_s - n, 0.0) if active else 0.0
+        if self._usual.n_tokens < _TRIAL / 2 and self._behind < _MOST_LOST:
             return
-        for drafter in drafters:
-            if drafter not in self._costs:  # all that is known of a pause is how long runs of accepted tokens take
-                slower = (alone_s / self._usual.token_s - 1) / len(drafters)
-                self._costs[drafter] = max(slower * _TRIAL, 0.0)
-        drafter = min(drafters, key=self._costs.__getitem__)
-        if self._costs[drafter] <= _SHARE * self._n_since:
-            self._trial = _Trial(drafter, turns_on=drafter in self.paused)
+        slower = max(without_s / self._usual.token_s - 1, 0.0) / max(len(active), 1)
+        expected = {drafter: slower * _TRIAL for drafter in active} | {
+            drafter: self._losses[drafter] for drafter in drafters if drafter in self.paused
+        }
+        for drafter, n_unchanged in self._n_unchanged.items():
+            if drafter in expected:
+                expected[drafter] = max(expected[drafter], 1.0) * 2**n_unchanged
+        drafter = min(drafters, key=expected.__getitem__)
+        if expected[drafter] <= _SHARE * self._n_since + self._behind:
+            if not active:
+                self._longer = self._usual.token_s / alone_s
+            self._trial = _Trial(drafter, turns_on=drafter in self.paused, leaves_none=active == [drafter])
             self.paused ^= {drafter}
 
     def drafted(self, drafter: int) -> None:
@@ -103,7 +118,7 @@ class _Trials:
         if self._trial is not None and self._trial.turns_on and self._trial.drafter == drafter:
             self._trial.since = self._trial.since or _Pace()
 
-    def _tried(self, trial: _Trial, n: float, seconds: float, named_by: Collection[int]) -> None:
+    def _tried(self, trial: _Trial, n: float, seconds: float, named_by: Collection[int], alone_s: float) -> None:
         usual_s = self._usual.token_s
         if trial.since is None:
             trial.before.add(n, seconds)
@@ -115,17 +130,20 @@ class _Trials:
         lost = max(trial.before.lost(usual_s), 0.0) + since.lost(usual_s)
         if lost < _MOST_LOST and since.n_tokens < _TRIAL and trial.before.n_tokens < 2 * _TRIAL:
             return
+        if trial.leaves_none and since.n_tokens:
+            self._longer = since.token_s / alone_s
         most_s = usual_s * (_CLEARLY_LESS if trial.turns_on else 1 / _CLEARLY_LESS)
-        n_unchanged = 0
         if lost < _MOST_LOST and since.n_tokens and since.token_s < most_s:
-            self._usual, lost = since, min((usual_s / since.token_s - 1) * _TRIAL, _MOST_LOST)
+            certainty = min(self._usual.n_tokens / (2 * _TRIAL), 1.0)  # of a drafter's first tokens little is known
+            self._losses[trial.drafter] = min((usual_s / since.token_s - 1) * _TRIAL, _MOST_LOST) * certainty
+            self._n_unchanged[trial.drafter] = 0
+            self._usual = since
         else:
+            self._losses[trial.drafter] = lost
+            self._n_unchanged[trial.drafter] = min(self._n_unchanged.get(trial.drafter, 0) + 1, _MOST_DOUBLED)
             self._usual = _Pace()
             self.paused ^= {trial.drafter}
-            n_unchanged = self._n_unchanged.get(trial.drafter, 0)
-        self._costs[trial.drafter] = max(lost, 1.0) * 2**n_unchanged
-        self._n_unchanged[trial.drafter] = 0 if self._usual is since else min(n_unchanged + 1, _MOST_DOUBLED)
-        self._trial, self._n_since = None, 0.0
+        self._trial, self._n_since, self._behind = None, 0.0, 0.0
 
 
 class Payoff:

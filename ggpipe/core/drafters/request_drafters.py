@@ -23,7 +23,9 @@ class DrafterState:
         self.calibration = Calibration()
         self.pace = Pace()
         self.look_ahead = 0
-        """How far it may be ahead of the root; 0: it pauses, and computes nothing."""
+        """How far it may be ahead of the root; 0: it computes nothing."""
+        self.is_paused = False
+        """It computes nothing because it does not pay."""
         self.n_told = 0
         """Accepted tokens that it was sent."""
         self.told_look_ahead = 0
@@ -37,7 +39,7 @@ class DrafterState:
 
     @property
     def is_steered(self) -> bool:
-        """It is sent accepted tokens now. What pauses, and knows it, is sent those that it missed when it goes on."""
+        """It is sent accepted tokens now. A drafter that knows that it is to compute nothing gets them later."""
         return self.answers_at_once or self.look_ahead > 0 or self.told_look_ahead > 0
 
     @property
