@@ -6,6 +6,7 @@ dropped, and failed tasks are tried again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -155,7 +156,8 @@ class Results:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # everything has been flushed
+            self._file.close()
         if kind is None and self._format == "specinfer" and self.n_answered + self.n_failed == len(self._tasks):
             self._write_specinfer()
 

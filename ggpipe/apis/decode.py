@@ -10,6 +10,7 @@ import msgspec
 from ggpipe.errors import BodyError
 
 _MOST_NESTING = 64
+_CONTAINERS = (dict, list)
 _GOT_FLOAT = "got `float`"
 _MOST_EXACT = 2**53  # up to which all integers are floats, too
 
@@ -65,7 +66,7 @@ def _lower(text: str) -> str:
 
 def _is_nested(value: object, most: int) -> bool:
     """Whether lists and objects are nested more than `most` times."""
-    if not isinstance(value, dict | list):
+    if not isinstance(value, _CONTAINERS):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return most == 0 or any(_is_nested(one, most - 1) for one in inner)
+    return most == 0 or any(isinstance(one, _CONTAINERS) and _is_nested(one, most - 1) for one in inner)

@@ -25,7 +25,7 @@ from ggpipe.errors import GgpipeError
 from ggpipe.options.sampling import SamplingOf
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
-from ggpipe.server.slots import Slots
+from ggpipe.server.slots import SlotRequest, Slots
 from ggpipe.server.totals import Totals
 from ggpipe.stats.occupancy import Occupancy
 from ggpipe.stats.records import RequestStats
@@ -282,7 +282,7 @@ class Backend:
                 raise
         for generation in generations:
             if generation.spec.pooling is None:
-                self.slots.begin(generation.feed.prompt, generation.spec, generation.feed, slot)
+                self.slots.begin(SlotRequest(feed=generation.feed, spec=generation.spec, wanted=slot))
         return generations
 
     def _submit(self, index: int, prompt: int, spec: RequestSpec) -> Generation:

@@ -7,8 +7,9 @@ whose conversation it continues, or else the one that was used longest ago.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ggpipe.api.feed import Feed
@@ -26,13 +27,12 @@ _CONTINUED = 0.5
 class SlotRequest:
     """A request in a slot."""
 
-    number: int
-    prompt: Tokens
+    feed: Feed
+    """Has ended without tokens if the prompt was restored from disk."""
     spec: RequestSpec
     wanted: int = -1
     """The slot to use if it is free; -1: any."""
-    feed: Feed
-    """Has ended without tokens if the prompt was restored from disk."""
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 class Slot:
@@ -51,7 +51,7 @@ class Slot:
     @property
     def tokens(self) -> Tokens:
         """The prompt and the output so far."""
-        return (*self.use.prompt, *(token.id for token in self.use.feed.tokens)) if self.use is not None else ()
+        return (*self.use.feed.prompt, *(token.id for token in self.use.feed.tokens)) if self.use is not None else ()
 
     def figures(self, n_ctx: int) -> dict[str, Any]:
         """An entry of llama-server's `/slots`."""
@@ -60,13 +60,13 @@ class Slot:
             return found
         stats, tokens = use.feed.stats, list(use.feed.tokens)
         n_cached, n_decoded = stats.counters.cached_tokens, len(tokens)
-        n_new = len(use.prompt) - n_cached
+        n_new = len(use.feed.prompt) - n_cached
         if not tokens and self.is_processing:
             n_new = min(sum(run.n_rows for run in list(stats.runs) if not run.cancelled), n_new)
         return found | {
             "speculative": stats.speculation.mode != "iterative",
             "id_task": use.number,
-            "n_prompt_tokens": len(use.prompt) + n_decoded,
+            "n_prompt_tokens": len(use.feed.prompt) + n_decoded,
             "n_prompt_tokens_processed": n_new,
             "n_prompt_tokens_cache": n_cached,
             "params": settings(use.spec.sampling, use.spec.n_predict),
@@ -86,19 +86,19 @@ class Slots:
 
     def __init__(self, n: int) -> None:
         self._slots = [Slot(id) for id in range(n)]
-        self._n_uses = 0
         self._waiting: collections.deque[SlotRequest] = collections.deque()
 
-    def begin(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> None:
-        """Add a request. It gets the slot `wanted` if that is free, or else the next free slot that suits it."""
-        self._waiting.append(self._use(prompt, spec, feed, wanted))
+    def begin(self, request: SlotRequest) -> None:
+        """Add a request. It gets the slot that it wants if that is free, or else the best free one, now or later."""
+        self._waiting.append(request)
         self._settle()
 
     def restored(self, slot: Slot, prompt: Tokens) -> None:
         """Put restored tokens into a slot."""
         feed = Feed()
+        feed.accept(prompt, None)
         feed.end()
-        slot.use = self._use(prompt, RequestSpec(prompt=prompt, n_predict=0), feed)
+        slot.use = SlotRequest(feed=feed, spec=RequestSpec(prompt=prompt, n_predict=0))
 
     def all(self) -> Sequence[Slot]:
         """All slots in order."""
@@ -109,10 +109,6 @@ class Slots:
         """The slot that the output with this key uses or used last; -1: it has none."""
         return next((slot.id for slot in self.all() if slot.use is not None and slot.use.feed.key == key), -1)
 
-    def _use(self, prompt: Tokens, spec: RequestSpec, feed: Feed, wanted: int = -1) -> SlotRequest:
-        self._n_uses += 1
-        return SlotRequest(number=self._n_uses, prompt=prompt, spec=spec, feed=feed, wanted=wanted)
-
     def _settle(self) -> None:
         """Move waiting requests to free slots, in the order in which the engine serves them."""
         while self._waiting:
@@ -122,7 +118,7 @@ class Slots:
                 if not free:
                     return
                 wanted = next((slot for slot in free if slot.id == use.wanted), None)
-                slot = wanted or self._best(free, use.prompt)
+                slot = wanted or self._best(free, use.feed.prompt)
                 slot.use = use
             self._waiting.popleft()
 

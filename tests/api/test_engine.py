@@ -24,7 +24,7 @@ from ggpipe.options.table import OPTIONS
 
 PROMPT = "Once upon a time"
 SIGNALS = set(signal.Signals) - {signal.SIGALRM}  # pytest-timeout's
-N_CTX = 16384  # more than is generated before a test cancels it, however late that comes
+N_CTX = 16384  # more than is generated before a test cancels a request
 TOO_LONG = "word " * 20_000
 OPTIONS_OF_ALL: dict[str, Any] = {"n_ctx": N_CTX, "threads": 1, "temp": 0.0, "n_predict": 12}
 
@@ -48,7 +48,7 @@ def test_an_answer_is_its_tokens(engine: Engine) -> None:
     answer = engine.generate(PROMPT)
     assert "".join(token.text for token in answer) == answer.text
     assert (answer.finish, answer.error, answer.is_done) == (Finish.LENGTH, None, True)
-    assert [token.id for token in answer] == [token.id for token in answer.tokens]  # from the first one again
+    assert [token.id for token in answer] == [token.id for token in answer.tokens]  # again from the first
     assert answer.stats.n_prompt == 6
     assert answer.stats.n_generated == len(answer.tokens) == 12
 
@@ -72,7 +72,7 @@ def test_tokens_are_a_prompt(engine: Engine) -> None:
 
 
 def test_embeddings(engine: Engine) -> None:
-    """Of many texts, beside an answer; a text's last token is the one that `last` takes."""
+    """Embeddings of many prompts, during a request. `last` uses the last token."""
     answer = engine.generate(PROMPT, n_predict=50)
     texts = [f"{PROMPT} there were {n} kings" for n in range(20)]
     found = engine.embed(texts, pooling="last")
@@ -105,7 +105,7 @@ def test_several_threads(engine: Engine) -> None:
     for thread in threads:
         thread.join()
     assert [len(found[i]) > 0 for i in range(4)] == [True] * 4
-    assert found[0][:3] == alone[0][:3]  # near-ties may fall in another way in company
+    assert found[0][:3] == alone[0][:3]  # near-ties may be decided differently with other requests
 
 
 def test_eight_on_an_event_loop(engine: Engine) -> None:
@@ -249,7 +249,7 @@ def test_several_draft_models(engine: Engine) -> None:
 
 
 def test_an_engine_that_only_its_answers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves them, and ends when they are whole."""
+    """It serves them, and ends when they are complete."""
     ((name, mark),) = marked(f"kept-{os.getpid()}").items()
     monkeypatch.setenv(name, mark)
     answer = Engine(TARGET, **OPTIONS_OF_ALL).generate(PROMPT)

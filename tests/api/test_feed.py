@@ -1,4 +1,4 @@
-"""What an engine's thread must survive, and what it must end."""
+"""Feeds and questions while event loops close and the engine ends."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_a_loop_that_is_closed_while_a_token_comes(monkeypatch: pytest.MonkeyPat
     with pytest.raises(asyncio.CancelledError):
         loop.run_until_complete(task)
     loop.close()
-    monkeypatch.setattr(loop, "is_closed", lambda: False)  # as it was a moment before
+    monkeypatch.setattr(loop, "is_closed", lambda: False)  # as just before it closes
     feed.add(Token(1, "a"))
     assert feed.wait(0)
 
 
 def test_a_question_that_is_asked_while_the_engine_ends() -> None:
-    """The error has come, and the thread is about to answer all questions with it."""
+    """The engine has failed, and the thread is about to answer all questions with the error."""
 
     class Ending:
-        """A lock behind which the engine breaks."""
+        """A lock; the engine breaks after it is released."""
 
         def __enter__(self) -> None: ...
 

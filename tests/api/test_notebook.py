@@ -31,7 +31,7 @@ def test_a_notebook() -> None:
     texts = ["".join(output.get("text", "") for output in cell) for cell in outputs]
     panels = ["".join(output.data["text/html"] for output in cell if "data" in output) for cell in outputs]
     assert all(texts[1:3])
-    assert panels[0] == ""  # all is loaded
+    assert panels[0] == ""  # everything is loaded
     assert "tokens" in panels[1]
     assert not any(output.output_type == "error" for cell in outputs for output in cell)
 

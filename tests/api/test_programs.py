@@ -1,4 +1,4 @@
-"""Programs that use `ggpipe.Engine`: however they end, no rank is left, and ranks that die are started again."""
+"""Programs that use `ggpipe.Engine`: no rank outlives them, and ranks that die are restarted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ON_TWO = {"layer_split": "0.5,0.5", "n_requests": 2}
 
 
 class Program:
-    """A program with a model file of its own, by whose name its ranks are known."""
+    """A program with its own copy of the model, whose file name identifies its ranks."""
 
     def __init__(self, folder: Path, script: str, options: object, n_restarts: int = 0) -> None:
         self.model = folder / f"model-{os.getpid()}-{folder.name}.gguf"
@@ -34,7 +34,7 @@ class Program:
         )  # fmt: skip
 
     def ends(self) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr; nothing of it is left."""
+        """Exit code, stdout and stderr. Checks that no process is left."""
         out, err = self.process.communicate(timeout=120)
         wait_for(lambda: not processes_with(self.model.name))
         return self.process.returncode, out, err

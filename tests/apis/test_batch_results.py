@@ -1,4 +1,4 @@
-"""The file of answers: what an interrupted job finds there."""
+"""The output file of batches, and interrupted jobs."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_interrupted_job_goes_on(tmp_path: Path, cut: bytes) -> None:
 @pytest.mark.parametrize(("format", "is_kept"), [("openai", False), ("specinfer", True)])
 def test_only_specinfers_format_keeps_answers_in_memory(tmp_path: Path, format: OutputFormat, is_kept: bool) -> None:
     tasks = tasks_of(tmp_path)
-    for n in (1, 2):  # the second job takes up what the first one has written
+    for n in (1, 2):  # the second job continues the file of the first
         with results(tmp_path, tasks, format) as own:
             own.answer(own.left[0], answered())
             assert own.n_answered == n

@@ -1,4 +1,4 @@
-"""Files of prompts in all formats, and what bad lines become."""
+"""Files of prompts in all formats, and bad lines in them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def body_error(folder: Path, url: str, body: dict[str, object]) -> str:
-    """Why a line with this body is not answered."""
+    """The error of a line with this body."""
     (task,) = read(folder, line(body=body, url=url), "openai")
     return task.error
 

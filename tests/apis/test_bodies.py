@@ -1,4 +1,4 @@
-"""What bodies become, and how mistakes in them are named."""
+"""Request bodies: the settings that they become, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_seeds_of_64_bits(seed: int, drawn: int) -> None:
 
 
 def test_whole_numbers_may_be_written_with_a_point() -> None:
-    """Some languages have no other numbers."""
+    """Some languages have no integers."""
     body = {"prompt": [5.0, 6], "max_tokens": 3.0, "temperature": 1.0, "logit_bias": [[7.0, 0.5]]}
     for own in (convert(CompletionBody, body), decode(CompletionBody, json.dumps(body).encode())):
         assert (own.prompt, own.max_tokens, own.temperature, own.logit_bias) == ([5, 6], 3, 1.0, [(7, 0.5)])
@@ -78,7 +78,7 @@ FUNCTIONS = [{"name": "look", "parameters": {"type": "object"}}]
 
 
 def test_functions_become_tools() -> None:
-    """What OpenAI's chats had before tools."""
+    """OpenAI's form of tools until 2023."""
     messages = [{"role": "user", "content": "Weather?"}]
     body = convert(ChatBody, {"messages": messages, "functions": FUNCTIONS, "function_call": {"name": "look"}})
     (conversation,) = body.prompts

@@ -1,4 +1,4 @@
-"""Anthropic's blocks as conversations, and the blocks of an answer as its own client puts them together."""
+"""Anthropic's messages: content blocks as conversations, and the blocks of an answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def body(**changes: object) -> MessagesBody:
 
 
 def test_a_text_has_a_bound() -> None:
-    assert body(max_tokens=None).most_tokens(-1) == 4096  # as in llama-server; Anthropic wants the field
+    assert body(max_tokens=None).most_tokens(-1) == 4096  # as in llama-server; Anthropic requires the field
     assert body(max_tokens=None).most_tokens(7) == 7  # -n of the server
 
 

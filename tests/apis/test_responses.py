@@ -1,4 +1,4 @@
-"""What items become, and the events of an answer with reasoning, text and a call."""
+"""OpenAI's responses: items as conversations, and the events of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets a connection, and what travels over it."""
+"""Connections of the channel, and messages over them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 20.0
 
 
 class Lines:
-    """A listener, and what it says."""
+    """A listener and its lines."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -40,20 +40,20 @@ class Lines:
         self.address = (host, int(port))
 
     def accept(self) -> ChannelLink[FromHead]:
-        """What is connected, waited for."""
+        """Wait for the connection."""
         while (accepted := self.listener.accept(WAIT_S)) is None:
             pass
         return accepted
 
     def until_said(self) -> None:
-        """Serve until a line was said."""
+        """Serve until it has written a line."""
         while not self.said:
             assert self.listener.accept(WAIT_S) is None
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    """The environment is the one of its ranks."""
+    """Set the environment of its ranks."""
     lines = Lines()
     for name, value in lines.listener.environment.items():
         monkeypatch.setenv(name, value)
@@ -63,7 +63,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """More than `select` takes are open."""
+    """More files are open than `select` supports."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -75,7 +75,7 @@ def many_files() -> Iterator[None]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]]:
-    """The front end's end and the head's."""
+    """Both ends of a link: the front end's and the head's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
@@ -135,7 +135,7 @@ def test_another_version_is_refused(lines: Lines, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stranger_who_says_nothing(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not keep the head from being connected, and is dropped when its time is over."""
+    """It does not prevent the head from connecting, and is dropped after a while."""
     monkeypatch.setattr(link, "_GREETING_S", 0.0)
     silent = socket.create_connection(lines.address)
     gone = socket.create_connection(lines.address)
@@ -217,7 +217,7 @@ def test_a_message_that_is_too_large(pair: tuple[ChannelLink[FromHead], ChannelL
 
 
 def test_a_reader_who_does_not_read(pair: tuple[ChannelLink[FromHead], ChannelLink[FromFrontEnd]]) -> None:
-    """The sender can be ended; a message that may be left out is, and nothing breaks."""
+    """The sender can give up, and optional messages are dropped."""
     front_end, head = pair
     n_asked = 0
 

@@ -1,4 +1,4 @@
-"""An engine behind a socket: the head in a thread, the front end in the test."""
+"""An engine over a socket: the head in a thread, the front end in the test."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Connected:
     lines: list[str] = field(default_factory=list)
 
     def ranks(self, **settings: Any) -> RemoteRanks:
-        """The front end's, once the head is ready."""
+        """The front end's side, once the head is ready."""
         return RemoteRanks(self.front_end, lambda line: self.lines.append(str(line)), **settings)
 
 
@@ -125,7 +125,7 @@ def served(connected: Connected, config: EngineConfig = CONFIG) -> Iterator[Remo
 
 
 def test_questions_are_answered_before_a_wait() -> None:
-    """Else every prompt of an idle engine waits for its tokens as long as a step may take."""
+    """Otherwise, every prompt of an idle engine would wait for a whole step."""
     done: list[object] = []
     front_end = SimpleNamespace(take=lambda: [messages.Tokenize(b"a")], send=lambda *sent: done.extend(map(type, sent)))
 
@@ -191,7 +191,7 @@ SAID = Conversation(messages=({"role": "user", "content": "Tell me of the wolf"}
 
 
 def test_a_conversation_takes_one_trip(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer has the tokens of the prompt, and how reasoning is marked; other ranks go on from them."""
+    """The acceptance has the tokens and the format of the answer, from which other ranks can continue."""
     sent: list[object] = []
     send = RemoteRanks.send
 
@@ -287,7 +287,7 @@ def test_a_prompt_that_is_refused(connected: Connected) -> None:
 
 
 def test_what_no_message_can_hold_is_refused(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the ranks serve what comes next."""
+    """And the ranks serve the next request."""
     with served(connected) as ranks:
         engine = ranks.load()
         for value in (10**30, "\ud800", object()):

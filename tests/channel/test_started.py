@@ -38,7 +38,7 @@ This is usually due to a failure of the network.
 
 
 class Rig:
-    """Ranks on node1 and node2, whose mpirun does what a script says."""
+    """Ranks on node1 and node2, with a script as mpirun."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *away: str) -> None:
         self.lines: list[str] = []
@@ -68,7 +68,7 @@ def test_a_killed_mpirun_is_started_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_first_rank_whose_connection_is_cut_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves as if the front end had gone."""
+    """It ends as if the front end had disconnected."""
     program = "import os, socket; host, port = os.environ['GGPIPE_CHANNEL'].split(':')"
     program += "; socket.create_connection((host, int(port))).sendall(b'ggpipe1')"
     rig = Rig(tmp_path, monkeypatch, f'exec {sys.executable} -S -c "{program}"')

@@ -1,4 +1,4 @@
-"""Ranks that die and are started again, without processes."""
+"""Ranks that die and are restarted, without processes."""
 
 from __future__ import annotations
 

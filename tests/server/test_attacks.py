@@ -1,4 +1,4 @@
-"""What bad clients send, and how slowly, against a server with short limits."""
+"""Malicious and slow clients, against a server with short limits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def connect(serving: Serving, data: bytes = b"", small: bool = False) -> socket.
 
 
 def received(connection: socket.socket) -> bytes:
-    """All until the server closes it."""
+    """Everything until the server closes the connection."""
     found = bytearray()
     try:
         while data := connection.recv(65536):

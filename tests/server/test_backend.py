@@ -1,4 +1,4 @@
-"""The engine as the server's event loop sees it, without an engine."""
+"""The backend of the server, with a fake engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ N_CTX = 100
 
 
 class FakeThread:
-    """The thread of an engine that is loaded, and refuses what it is asked."""
+    """The thread of a loaded engine, which refuses all questions."""
 
     ranks: Sequence[object] = ()
     n_active = n_cells = n_restarts = 0
@@ -75,7 +75,7 @@ class FakeThread:
 
 
 def backend(thread: Any = None, **changes: int) -> Backend:
-    """To be called in an event loop."""
+    """Call it in an event loop."""
     sizes = {"n_slots": 2, "n_waiting": 3, **changes}
     own_thread: Any = thread or FakeThread()
     own = Backend(own_thread, lambda usual: usual, -1, SpeculationConfig(mode="iterative"), **sizes)
@@ -105,7 +105,7 @@ def test_embeddings_take_nothing_from_the_rate_of_texts() -> None:
         assert found is not None
         return found
 
-    assert asyncio.run(rates()) == 1.0  # 20 tokens behind first ones in 20 s
+    assert asyncio.run(rates()) == 1.0  # 20 tokens after the first ones, in 20 s
 
 
 def test_a_slot_whose_context_is_full_is_saved(tmp_path: Path) -> None:

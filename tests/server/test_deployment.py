@@ -1,4 +1,4 @@
-"""What the deployment page and its files say, as far as it can be checked here."""
+"""Commands and files of the deployment page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that die while a server writes, and the server itself killed."""
+"""Ranks that die during requests, and a server that is killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_texts_outlive_ranks_and_no_rank_outlives_the_server() -> None:
         assert all(stream.is_whole for stream in expected)
         _, wrong = server_faults.play(own, 2, bodies, expected, 0, seed=1)
         assert not wrong
-        for _ in range(3):  # ranks may have written all of it when the kill comes
+        for _ in range(3):  # the ranks may have finished before they are killed
             own.wait_for(lambda: has_ranks(own))
             if has_pinged := check_named_events(own):
                 break
@@ -64,7 +64,7 @@ def has_ranks(own: Serving) -> bool:
 
 
 def check_named_events(own: Serving) -> bool:
-    """Streams of `/v1/responses` and `/v1/messages` go on where a rank is killed, and their texts are those of whole
+    """Streams of `/v1/responses` and `/v1/messages` continue after a rank is killed, with the same text as whole
     answers. Returns whether both had pings."""
     (response,) = own.ask("POST", "/v1/responses", RESPONSE)[1]["output"]
     (block,) = own.ask("POST", "/v1/messages", MESSAGE)[1]["content"]
@@ -85,13 +85,13 @@ def check_named_events(own: Serving) -> bool:
 
 
 def kill_when_all_write(own: Serving, n_streams: int) -> Callable[[], object]:
-    """To be called by each stream that writes: the last one kills the second rank, and the others wait for that."""
+    """Call it from each active stream: the last one kills the second rank, and the others wait for that."""
     process = max(own.ranks())
     return functools.partial(threading.Barrier(n_streams, lambda: os.kill(process, signal.SIGKILL)).wait, LIMIT_S)
 
 
 def read_events(own: Serving, kill: Callable[[], object], path: str, body: dict[str, Any]) -> tuple[list[Any], int]:
-    """A stream's events, and how many comments were among them."""
+    """The events of a stream, and the number of comments."""
     with own.streaming(path, body) as answer:
         events, n_comments = [], 0
         for line in answer:

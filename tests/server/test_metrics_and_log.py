@@ -1,4 +1,4 @@
-"""What is counted, and what is logged."""
+"""Metrics and the log."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(serving: Serving, method: str, path: str, body: object = None, **headers
 
 
 def samples(serving: Serving) -> dict[str, dict[str, float]]:
-    """By name: by label values, joined; all have a help text and a type."""
+    """Samples by name and by joined label values. Checks that all metrics have a help text and a type."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(ask(serving, "GET", "/metrics")[1]):
         assert family.documentation
@@ -63,14 +63,14 @@ def test_metrics_and_the_dashboard_that_asks_for_them(serving: Serving) -> None:
     for _ in range(2):
         assert ask(serving, "POST", "/v1/completions", body)[0] == 200
     serving.wait_for(lambda: samples(serving)["ggpipe:requests_total"].get("length") == 2)
-    serving.wait_for(lambda: "ggpipe:rank_resident_bytes" in samples(serving))  # asked for by the first scrape
+    serving.wait_for(lambda: "ggpipe:rank_resident_bytes" in samples(serving))  # requested by the first scrape
     found = samples(serving)
     assert found["llamacpp:tokens_predicted_total"][""] == 120
     assert found["llamacpp:prompt_tokens_cached_total"][""] > 0
     assert found["ggpipe:prefix_cache_hits_total"][""] == 1
     assert found["llamacpp:n_busy_slots_per_decode"][""] == pytest.approx(1)
     n_cells = found["llamacpp:kv_cache_tokens"][""]
-    assert 60 < n_cells < 100  # of one kept text
+    assert 60 < n_cells < 100  # of one kept sequence
     assert found["llamacpp:kv_cache_usage_ratio"][""] == n_cells / found["ggpipe:ctx_size"][""]
     accepted = found["llamacpp:spec_decode_num_accepted_tokens_total"][""]
     assert 0 < accepted == sum(found["llamacpp:spec_decode_num_accepted_tokens_per_pos_total"].values())
@@ -128,7 +128,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert path.read_text() == "two\n"
     path.unlink()
     tmp_path.chmod(0o500)
-    own.handle(line("three"))  # a folder that cannot be written, but for root
+    own.handle(line("three"))  # the folder is read-only, except for root
     tmp_path.chmod(0o700)
     own.handle(line("four"))
     assert path.read_text().endswith("four\n")

@@ -1,4 +1,4 @@
-"""Pages of other servers, folders of files, and a prefix of all paths."""
+"""Pages from other origins, static files, and path prefixes."""
 
 from __future__ import annotations
 

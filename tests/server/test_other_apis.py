@@ -1,4 +1,4 @@
-"""OpenAI's newer API and Anthropic's, with their own clients, and progress of prompts."""
+"""`/v1/responses` and `/v1/messages` with the official clients, and the progress of prompts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_reasoning_of_a_response_is_an_item(client: openai.OpenAI) -> None:
         found = stream.get_final_response()
     assert "response.reasoning_text.delta" in kinds
     assert found.output[0].to_dict()["content"] == [{"type": "reasoning_text", "text": "He is old."}]
-    # what was answered is a part of the next input
+    # the answer is part of the next input
     said: Any = [*(item.to_dict() for item in found.output), {"role": "user", "content": "Go on."}]
     again = client.responses.create(model="", max_output_tokens=3, input=said)
     assert again.output_text
@@ -274,7 +274,7 @@ def test_sixteen_at_a_time(serving: Serving) -> None:
 
 
 def progress(serving: Serving, path: str, body: dict[str, object]) -> list[dict[str, int]]:
-    """What a stream says of its prompt; and each event behind it is a part of the text."""
+    """A stream's progress events; checks that all later events have text."""
     own = {**body, "stream": True, "return_progress": True, "cache_prompt": False}
     status, text, _ = serving.ask("POST", path, own, {"X-Api-Key": KEY})
     assert status == 200, text

@@ -1,4 +1,4 @@
-"""`ggpipe serve` as ranks that the user has started with mpirun."""
+"""`ggpipe serve` on ranks that the user started with mpirun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start() -> list[str]:
 
 
 def streamed(own: Serving) -> tuple[threading.Thread, list[str]]:
-    """A stream that has begun, and its text when it has ended."""
+    """A stream that has begun, and its text once it has ended."""
     text: list[str] = []
     begun = threading.Event()
 
@@ -66,7 +66,7 @@ def test_a_rank_that_dies_ends_the_server_with_one_line() -> None:
         asking.join(LIMIT_S)
         assert own.process.wait(LIMIT_S) != 0
     assert not any("Traceback" in line for line in own.lines)
-    # mpirun kills the first rank, too, and may leave it no time to say anything.
+    # mpirun also kills the first rank, and may leave it no time for a message.
     errors = [line for line in own.lines if line.startswith("ggpipe: error: ")]
     assert len(errors) < 2
     assert all("rank 1" in line for line in errors)

@@ -1,5 +1,4 @@
-"""The page in a browser: one server with the bundled pair on two ranks, one Chromium, and one user who goes on from
-test to test."""
+"""The page in a browser: one server with the bundled pair on two ranks, and one page for all tests, in order."""
 
 from __future__ import annotations
 
@@ -40,13 +39,13 @@ def watched(serving: Serving) -> Iterator[Watched]:
         own.page.get_by_label("Key", exact=True).fill(KEY)
         own.page.keyboard.press("Enter")
         expect(own.page.locator("#pipeline .state")).to_have_text("ready")
-        own.errors.clear()  # the answers of 401
+        own.errors.clear()  # caused by the responses with 401
         yield own
 
 
 @pytest.fixture
 def page(watched: Watched) -> Iterator[Page]:
-    """In a new conversation."""
+    """The page, with a new conversation."""
     watched.page.get_by_role("button", name="New", exact=True).click()
     yield watched.page
     watched.check()
@@ -58,7 +57,7 @@ def send(page: Page, text: str) -> None:
 
 
 def wait_for_end(page: Page, limit_ms: float = LIMIT_MS) -> None:
-    """The answer is written."""
+    """Wait until the answer is complete."""
     expect(page.locator(ANSWER).last).to_have_attribute("aria-busy", "false", timeout=limit_ms)
     expect(page.locator("#send")).to_have_attribute("aria-label", "Send")
 
@@ -147,7 +146,7 @@ def test_conversations_outlive_a_reload(page: Page, watched: Watched) -> None:
         row.get_by_role("button", name="Rename").click()
         page.get_by_label("Title").fill(title)
         page.keyboard.press("Enter")
-        page.reload()  # at once, which must lose nothing
+        page.reload()  # immediately; nothing may be lost
         expect(page.locator("#title")).to_have_text(title)
     row.hover()
     n_conversations = page.locator("#conversations li").count()
@@ -219,7 +218,7 @@ FAKED = """() => {
     return new Response(stream.readable);
   };
 }"""
-"""The next answer is what the test says, when it says it."""
+"""Replaces the next answer by events that the test sends."""
 
 
 def test_progress_reasoning_and_calls(page: Page) -> None:
@@ -248,7 +247,7 @@ def test_progress_reasoning_and_calls(page: Page) -> None:
     expect(page.get_by_label("Result of look")).to_have_count(0)
     page.evaluate("say({}, 'tool_calls').then(end)")
     wait_for_end(page)
-    page.reload()  # all of it is kept
+    page.reload()  # everything is saved
     expect(call.locator("pre")).to_contain_text("<b>hall</b>")
     page.get_by_label("Result of look").fill("It rains.")
     with page.expect_request("**/v1/chat/completions") as asked:

@@ -1,4 +1,4 @@
-"""The server's process: how it begins, what it survives, and how it ends."""
+"""The server's process: its start, its faults, and its end."""
 
 from __future__ import annotations
 

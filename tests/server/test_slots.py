@@ -1,4 +1,4 @@
-"""Slots: what they show, and conversations that outlive the server on disk."""
+"""Slots, and conversations saved on disk."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_saved_conversation_outlives_a_killed_server(tmp_path: Path) -> None:
         assert str(tmp_path) not in answer["error"]["message"]
         assert [act(own, slot, "erase")[0] for slot in (2, "x", "-0", "0000000009", "9" * 5000)] == [400] * 5
         assert act(own, 0, "forget")[0] == 400
-        complete(own, "The cat", n_predict=2)  # nothing of what failed is left
+        complete(own, "The cat", n_predict=2)  # the failures left nothing over
         assert own.end() == 0
     with server(*RANKS, *folder, "--keep-slots") as own:
         own.wait_until_ready()

@@ -1,4 +1,4 @@
-"""Calls of tools over HTTP, with OpenAI's own client, and in Python."""
+"""Tool calls over HTTP, with OpenAI's client, and in Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ONE: dict[str, Any] = {**SHORT, "parallel_tool_calls": False}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a special token for the mark, which has no text when it is generated."""
+    """The mark is a special token, which has no text when it is generated."""
     path = tmp_path_factory.mktemp("tools") / "chat.gguf"
     return add_tokens(TARGET, path, ("[TOOL_CALLS]",), like=14, chat_template=TEMPLATE.read_text())
 
@@ -60,7 +60,7 @@ def test_a_call_whole_and_streamed_is_the_same(client: openai.OpenAI) -> None:
     assert call.type == "function"
     assert call.function.name == "look"
     assert is_valid(call.function.arguments)
-    assert len(call.id) == 9  # as this family's template wants it
+    assert len(call.id) == 9  # as this family's template requires
     chunks = list(client.chat.completions.create(**ONE, tool_choice=NAMED, stream=True))
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert choices[-1].finish_reason == "tool_calls"
@@ -71,11 +71,11 @@ def test_a_call_whole_and_streamed_is_the_same(client: openai.OpenAI) -> None:
     assert (begun.function.name, begun.function.arguments) == ("look", "")
     assert all(part.id is None and part.function is not None and part.function.name is None for part in parts)
     assert "".join(part.function.arguments or "" for part in parts if part.function) == call.function.arguments
-    assert parts  # how many, depends on how many tokens came at once
+    assert parts  # their number depends on how many tokens arrive at once
 
 
 def test_functions_are_tools(client: openai.OpenAI) -> None:
-    """What OpenAI's API had before tools."""
+    """OpenAI's form of tools until 2023."""
     old: dict[str, Any] = {name: value for name, value in ONE.items() if name != "tools"}
     old |= {"functions": [LOOK["function"]], "function_call": {"name": "look"}}
     assert client.chat.completions.create(**old).choices[0].message.tool_calls
