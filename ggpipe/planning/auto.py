@@ -122,7 +122,7 @@ def _profile(channel: Channel, config: EngineConfig) -> Profile:
         model_file = ModelFile.open(config.model.path)
         if channel.transport.size > 1:
             raise IndivisibleModelError(
-                f"'{model_file.architecture}' models cannot be cut between ranks; run it on one rank (without ",
+                f"'{model_file.architecture}' models cannot be divided between ranks; run it on one rank (without ",
                 Setting("layer_split"),
                 ")",
             ) from e
