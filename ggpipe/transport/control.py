@@ -60,7 +60,7 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     architecture: str
     n_layer: int
     sparsity: float
-    """As of `ModelShape`."""
+    """See `ModelShape`."""
     ggpipe: str
     """The version of ggpipe."""
     libllama: str
@@ -75,7 +75,7 @@ class LoadLayers(ControlMessage, frozen=True):
 
     layout: Layout
     warmup: bool = False
-    """As of `Stage`."""
+    """See `llama.stage.Stage`."""
 
 
 class DraftVocab(ControlMessage, frozen=True, kw_only=True):
@@ -112,13 +112,13 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     n_batch: int
     """Tokens of a prompt in a batch of that context."""
     exact_in_company: bool
-    """As `llama.stage.Stage.exact_in_company`."""
+    """See `llama.stage.Stage.exact_in_company`."""
     n_prefixes: int
-    """As `llama.stage.Stage.n_prefixes`."""
+    """See `llama.stage.Stage.n_prefixes`."""
     n_branches: int
-    """As `llama.stage.Stage.n_branches`."""
+    """See `llama.stage.Stage.n_branches`."""
     partial_prefixes: bool
-    """As `llama.stage.Stage.partial_prefixes`."""
+    """See `llama.stage.Stage.partial_prefixes`."""
     restored: Restored
     """What the rank's prompt cache had."""
 
@@ -226,7 +226,7 @@ class MeasureTogether(ControlMessage, frozen=True):
 
 
 class ReadyToStop(ControlMessage, frozen=True):
-    """The rank has measured enough of MeasureTogether; it goes on computing for the others."""
+    """The rank has enough measurements for MeasureTogether, and continues computing for the others."""
 
 
 class StopTogether(ControlMessage, frozen=True):
