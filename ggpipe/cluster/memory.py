@@ -38,7 +38,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Bytes for all purposes."""
-        return sum(astuple(self))
+        return float(sum(astuple(self)))
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(*map(operator.add, astuple(self), astuple(other)))

@@ -9,12 +9,11 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import MODEL_KEYS, SamplingConfig
-from ggpipe.core.draft_messages import Vocabularies
+from ggpipe.core.draft_messages import VocabOutline, Vocabularies
 from ggpipe.errors import ModelError, Setting, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, logged_errors, start
@@ -25,24 +24,6 @@ _MOST_EXTRA_TOKENS = 128  # as llama.cpp: padding
 _IN_CODE_POINTS = (2, 3, 6)  # LLAMA_VOCAB_TYPE_BPE, _WPM, _PLAMO2
 _BEYOND_UNICODE = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
 _FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by converters
-
-
-@dataclass(frozen=True, kw_only=True)
-class VocabOutline:
-    """The properties by which two vocabularies are compared."""
-
-    kind: int
-    """libllama's number for the kind of tokenizer."""
-    added_bos: int | None
-    """The token that tokenizing puts before the text; None: it adds none."""
-    added_eos: int | None
-    """The token that tokenizing puts after the text; None: it adds none."""
-    eos: int
-    """The end-of-sequence token; negative: there is none."""
-    checksums: tuple[int, ...]
-    """Checksum of each token's text."""
-    rolls_back: bool
-    """See `Vocab.rolls_back`."""
 
 
 class Vocab:

@@ -32,6 +32,7 @@ import msgspec
 from ggpipe.cluster.links import Overheads
 from ggpipe.cluster.profile import MeasuredLayers, Point
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.core.draft_messages import VocabOutline
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Restored
@@ -78,15 +79,10 @@ class LoadLayers(ControlMessage, frozen=True):
     """See `llama.stage.Stage`."""
 
 
-class DraftVocab(ControlMessage, frozen=True, kw_only=True):
-    """The draft's vocabulary, as `llama.vocab.VocabOutline`."""
+class DraftVocab(ControlMessage, frozen=True):
+    """The draft's vocabulary."""
 
-    kind: int
-    added_bos: int | None
-    added_eos: int | None
-    eos: int
-    checksums: tuple[int, ...]
-    rolls_back: bool
+    outline: VocabOutline
 
 
 class StageLoading(ControlMessage, frozen=True):
