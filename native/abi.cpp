@@ -65,7 +65,7 @@ void check_abi() {
     ggml_cgraph * graph = ggml_new_graph_custom(memory.get(), 8, false);
     ggml_tensor * source = ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, 1);
     ggml_build_forward_expand(graph, ggml_neg(memory.get(), source));
-    size_t place = 0;  // of `source`; what is in a place that is not used is anything
+    size_t place = 0;  // index into `source`; unused places hold arbitrary values
     const auto & table = graph->visited;
     while (place < table.size && !((table.used[place / 32] >> place % 32) & 1 && table.keys[place] == source)) place++;
     expect(graph->size == ggml_graph_size(graph) && graph->n_nodes == 1 && graph->n_leafs == 1 && graph->leafs[0] == source &&

@@ -5,7 +5,7 @@
 // up across a vector. A block is consecutive rows that see about the same cells; cells that none of them sees are skipped.
 // A lane's bits do not depend on the other lanes, so threads may share lanes in any way.
 //
-// Nodes of the graph become custom operations while it is computed, and what they were behind their new parameters.
+// Some nodes are custom operations while the graph is computed. What they were before is stored after their new parameters.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -2,7 +2,7 @@
 //
 // With `use_ref`, flash attention adds up cell by cell and skips those that a row's mask hides. So a row's bits depend on
 // the order of the cells that it sees, and not on other cells. They are in order of position until libllama takes a free
-// cell below others of the same sequence, which rollbacks and sequences that end leave behind.
+// cell below others of the same sequence. Rollbacks and ended sequences leave such cells.
 //
 // So each cell gets a growing stamp when it is written. Of two cells that a row sees, that of the later position has the
 // later stamp: it came in a later run, or as a later row of the same run (copies of sequences share cells). Where a row

@@ -26,7 +26,7 @@ constexpr float kLargestHalf = 65504;
 
 struct alignas(16) Head { uint32_t n, stop; };
 
-// ggml's CPU backend converts many times as fast as ggml's base, which is there in any case.
+// ggml's CPU backend converts many times as fast as ggml's base, which is always available.
 template <class F> F * fastest(const char * name, F * base) {
     void * found = dlsym(RTLD_DEFAULT, name);
     return found ? (F *) found : base;

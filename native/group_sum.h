@@ -49,7 +49,7 @@ class GroupSum {
     const int part_, n_parts_;
     Piece pieces_[2];  // in turn
 
-    // The range of a piece that a part adds up; bytes of a message with so many values; where a part's begins in an outbox.
+    // The range of a piece that a part adds up; bytes of a message with n values; where a part's message begins in an outbox.
     Range range(const Piece & piece, int part) const;
     size_t message_bytes(size_t n) const;
     size_t offset(const Piece & piece, int part) const;

@@ -1,7 +1,7 @@
 // Sums over parts on one machine: each has outboxes in memory that all share, and a counter of what it has put into them.
 //
-// Nobody reads an outbox when it is used again: the part has finished the piece after that one, for which all had posted,
-// and they did so behind reading it. Sums are put where the part's own values were, which nobody else reads.
+// An outbox is no longer read when it is used again: the part has finished the piece after that one, for which all parts
+// had posted, and they posted after reading it. Sums replace the part's own values, which no other part reads.
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>

@@ -28,7 +28,7 @@ namespace ggpipe {
 using Range = std::pair<uintptr_t, size_t>;    // an address, and bytes from there
 using Places = std::map<std::string, Range>;  // where each tensor's bytes are, in files that are mapped read-only
 
-// Tensors of one run that crossed the boundary, packed one behind the other (see `wire.cpp`).
+// Tensors of one run that crossed the boundary, packed one after another (see `wire.cpp`).
 class Wire {
    public:
     void begin(const uint8_t * incoming, size_t size, size_t headroom);
@@ -69,7 +69,7 @@ struct Stage {
     std::shared_ptr<Group> group;  // where other ranks compute the same layers: each has a part of every weight
 
     // Loading: between the two calls, tensors of other ranks are hidden from libllama's loader. With `use_in_place`, so
-    // are our own, which point into `file` instead of being read. The file stays mapped as long as the model is there.
+    // are our own, which point into `file` instead of being read. The file stays mapped as long as the model exists.
     void begin_load(Places file, bool use_in_place);
     void end_load();
     bool loading = false, use_in_place = false;
@@ -94,7 +94,7 @@ struct Stage {
 
     // The last hidden state of the rows that libllama gives logits of: its graph marks both as results.
     int64_t hidden_width = 0;      // numbers of a row; 0: it is not wanted
-    bool skips_logits = false;     // nothing behind it is wanted
+    bool skips_logits = false;     // nothing after it is needed
     std::vector<uint8_t> hidden;   // of the last run
 
     CellOrder cell_order;  // kept where `exact`

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from ggpipe.api.arguments import REQUEST_ROWS, ROWS
 from ggpipe.options.option import Option
@@ -47,9 +50,11 @@ def _class(head: str, docstring: str, rows: typing.Mapping[str, Option]) -> Iter
 
 def _type(row: Option) -> str:
     hint = typing.get_type_hints(row.record)[row.field]
-    choices = [value for part in _parts(hint) if typing.get_origin(part) is typing.Literal for value in _values(part)]
-    if choices and row.parse is None:
-        return f"Literal[{', '.join(map(_quoted, dict.fromkeys(choices)))}]"
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    literals = [part for part in (typing.get_args(hint) if is_union else (hint,)) if typing.get_origin(part) is Literal]
+    if literals and row.parse is None:
+        choices = dict.fromkeys(value for part in literals for value in typing.get_args(part))
+        return f"Literal[{', '.join(json.dumps(value) for value in choices)}]"
     if row.many:
         return "File | Sequence[File]" if Path in typing.get_args(row.reads) else "str | Sequence[str]"
     if row.name == "json_schema":
@@ -62,19 +67,6 @@ def _type(row: Option) -> str:
     return "str"
 
 
-def _parts(hint: object) -> Iterable[object]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def _values(hint: object) -> Iterable[object]:
-    return typing.get_args(hint)
-
-
-def _quoted(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
 def _in_python(text: str) -> str:
     """Help with keywords in the place of flags."""
     flags = {flag: name for name, row in ROWS.items() for text in row.flags for flag in re.split("[ /]", text) if flag}
@@ -83,15 +75,9 @@ def _in_python(text: str) -> str:
 
 def _docstring(text: str) -> Iterator[str]:
     text = text.replace("\\\\", "\\")
-    lines: list[str] = []
-    line = ""
-    for word in text.split():
-        if len(line) + len(word) > _WIDTH - 7:
-            lines, line = [*lines, line], ""
-        line += (" " if line else "") + word
-    lines.append(line + '"""')
-    start = 'r"""' if "\\" in text else '"""'
-    yield from (f"    {start}{lines[0]}", *(f"    {line}" for line in lines[1:]))
+    quote = 'r"""' if "\\" in text else '"""'
+    wrapped = textwrap.wrap(f'{quote}{text}"""', _WIDTH, break_long_words=False, break_on_hyphens=False)
+    yield from (f"    {line}" for line in wrapped)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,16 @@ class RequestOptions(TypedDict, total=False):
     n_predict: int
     """Tokens to generate; -1: until the text ends or the context is full. Default: -1."""
     mode: Literal["iterative", "speculative", "async"]
-    """async: drafting and verifying overlap (default with `draft`). speculative: draft, verify, repeat. iterative:
-    no draft tokens."""
+    """async: drafting and verifying overlap (default with `draft`). speculative: draft, verify, repeat. iterative: no
+    draft tokens."""
     spec_type: str
     """What drafts, separated by commas: draft, ngram, or none. Several draft for one tree. draft: the draft model.
-    ngram: repeats what followed the same tokens before, in this request or another one; needs no model. Default
-    with `draft`: draft,ngram."""
+    ngram: repeats what followed the same tokens before, in this request or another one; needs no model. Default with
+    `draft`: draft,ngram."""
     policy: Literal["best-first", "thresholds"]
     """How draft trees grow in async mode. best-first: by the probability of each path, as wide as further rows are
-    cheap. thresholds: PipeInfer's, by `p_split`, `p_recovery`, `p_decay` and `n_parallel`, each of which chooses
-    it. Default: 'best-first'."""
+    cheap. thresholds: PipeInfer's, by `p_split`, `p_recovery`, `p_decay` and `n_parallel`, each of which chooses it.
+    Default: 'best-first'."""
     n_draft: int
     """Draft tokens in a micro-batch, and in a run, at most. Default: 64 with `policy` best-first, else 8."""
     n_min: int
@@ -54,8 +54,8 @@ class RequestOptions(TypedDict, total=False):
     continuous: bool
     """Keep drafting while earlier draft tokens are verified. Default: True."""
     samplers: str | Sequence[str]
-    """Samplers in their order, separated by semicolons or commas; those that are not named are not applied. There
-    are adaptive_p and infill as well. Default: the model's own, else
+    """Samplers in their order, separated by semicolons or commas; those that are not named are not applied. There are
+    adaptive_p and infill as well. Default: the model's own, else
     penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature."""
     sampling_seq: str | Sequence[str]
     """The same in letters, in place of `samplers`: edskypmxt is the default."""
@@ -189,14 +189,14 @@ class EngineOptions(RequestOptions, total=False):
     cache_type_v: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
     """KV cache type of V, as `cache_type_k`. Default: 'f16'."""
     check_memory: bool
-    """Load nothing when a machine's available memory is less than its ranks need. `restart` does so for layers that
-    go to other machines. Default: False."""
+    """Load nothing when a machine's available memory is less than its ranks need. `restart` does so for layers that go
+    to other machines. Default: False."""
     exact: bool
     """Reference kernels: the same bits for every split, mode and number of threads. Slower. Default: False."""
     layer_split: str
-    """Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together,
-    as a group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0), those of each further draft model behind
-    another. Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."""
+    """Share of the layers for each rank, head first (0.1,0.4,0.5); SHARE*N: N ranks compute these layers together, as a
+    group (0.5*2,0.5*2); draft ranks behind a slash (0.5,0.5/1.0), those of each further draft model behind another.
+    Without mpirun, that many ranks are started. auto: planned after a quick measurement. Default: even."""
     tensor_split: str | float | Sequence[float]
     """In which proportions the ranks of a group divide each tensor (3,1): in every group of so many ranks; others
     divide evenly."""
@@ -205,14 +205,13 @@ class EngineOptions(RequestOptions, total=False):
     rank_timeout_s: float
     """End the job when a rank sends nothing for so many seconds; 0: never. Default: 30.0."""
     restart: int
-    """Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a
-    machine that cannot be reached go to the others. Default: 0."""
+    """Start ranks that died again, at most N times in ten minutes: the text goes on where it was. Layers of a machine
+    that cannot be reached go to the others. Default: 0."""
     hostfile: File
     """Machines to start ranks on, in mpirun's format. Default: those of the Slurm job, or this one."""
     draft: File | Sequence[File]
-    """GGUF file of a draft model: a smaller one of the same family. It runs on the ranks behind the / of
-    `layer_split`, else inside the first rank. May be repeated: all of them draft, each on the ranks behind its
-    own /."""
+    """GGUF file of a draft model: a smaller one of the same family. It runs on the ranks behind the / of `layer_split`,
+    else inside the first rank. May be repeated: all of them draft, each on the ranks behind its own /."""
     threads_draft: int
     """Threads of the draft; -1: as `threads`. Default: -1."""
     threads_batch_draft: int

@@ -1,6 +1,6 @@
-"""Decode what a file holds into typed records, and say in one line what is wrong with a value.
+"""Decodes the content of a file into typed records, with one-line errors in terms of the file.
 
-msgspec checks types and bounds; its messages name Python's types and a JSON path, ours the file's own words.
+msgspec validates types and bounds, but its messages use Python's types and JSON paths.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MOST_SHOWN = 40
 
 
 def dotted(path: Steps) -> str:
-    """`ranks[0].threads`."""
+    """The path as text: `ranks[0].threads`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
 def decode(content: object, kind: type[T], name: Callable[[Steps], str] = dotted) -> T:
-    """A record of this kind. `content`: dicts, lists, numbers and texts, as TOML and JSON give them.
+    """Convert `content` (dicts, lists, numbers and strings, from TOML or JSON) to a record of type `kind`.
 
-    Raises ValueError, in one line: what `name` calls the value, what it must be, and what it is.
+    Raises ValueError with the value's name, which `name` makes of its path, what it must be, and what it is.
     """
     try:
         return msgspec.convert(content, kind)
@@ -50,7 +50,7 @@ def _line(what: str, path: Steps, content: Any, kind: type, name: Callable[[Step
             return f"{own} is missing"
         assert isinstance(wanted, inspect.StructType)
         return f"{own} is not known here; known are {', '.join(known.encode_name for known in wanted.fields)}"
-    if not what.startswith("Expected "):  # a record's own check
+    if not what.startswith("Expected "):  # raised by the record itself
         return f"{name(path)}: {what}" if path else what
     return f"{name(path) or 'it'} must be {_described(wanted)}, got {shown(value)}"
 
@@ -100,7 +100,7 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
 
 
 def shown(value: object) -> str:
-    """A value about as it stands in the file, and short."""
+    """A value as it is in the file, shortened."""
     if isinstance(value, dict):
         return "a table"
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)

@@ -1,4 +1,4 @@
-"""Clusters as they were measured: from a profile to nodes and links."""
+"""Converts profiles to the nodes and links of a cluster."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ggpipe.cluster.model_shape import FLOAT_BYTES
 from ggpipe.cluster.profile import LinkProfile, Point, Profile, RankProfile, SumPoint
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
 
-_SLOWEST = 0.05  # of a crowd: what was measured is noisy
+_SLOWEST = 0.05  # least value of `crowd`, since measurements are noisy
 
 
 def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
-    """The cluster that was measured: a node for each host, the ranks where they were, the links between them."""
+    """The profiled cluster, with one node per host, and with its ranks and links."""
     hosts = list(dict.fromkeys(rank.host for rank in profile.ranks))
     nodes = []
     for host in hosts:
@@ -41,7 +41,7 @@ def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
 
 
 def profiled_node(profile: Profile, rank: int, name: str) -> NodeSpec:
-    """The machine of a rank, as fast as that rank and its like found it."""
+    """The machine of a rank, with the mean times of its ranks that measured the same layers. `name`: of the node."""
     own = profile.ranks[rank]
     mates = _on(profile, own.host)
     own = _averaged(own, [mate for mate in mates if (mate.threads, mate.layers) == (own.threads, own.layers)])
@@ -58,7 +58,7 @@ def profiled_node(profile: Profile, rank: int, name: str) -> NodeSpec:
 
 
 def _averaged(own: RankProfile, alike: Sequence[RankProfile]) -> RankProfile:
-    """A rank with the mean times of the ranks that measured the same on its machine."""
+    """The rank with the mean times of `alike`, the ranks that measured the same on its machine."""
     drafts = [mate.draft for mate in alike if mate.draft is not None]
     draft = own.draft
     if draft is not None:
@@ -74,7 +74,7 @@ def _averaged(own: RankProfile, alike: Sequence[RankProfile]) -> RankProfile:
 
 
 def _mean_points(own: Sequence[Point], alike: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
-    """A rank's points, each with the mean time of the ranks that measured it."""
+    """The points of a rank, each with its mean time in `alike`."""
     found: dict[tuple[int, int], list[float]] = {}
     for point in itertools.chain.from_iterable(alike):
         found.setdefault((point.rows, point.n_past), []).append(point.seconds)
@@ -82,12 +82,12 @@ def _mean_points(own: Sequence[Point], alike: Sequence[Sequence[Point]]) -> tupl
 
 
 def crowd_of(mates: Sequence[RankProfile]) -> float:
-    """What `Cores.crowd` has to be for a machine's ranks to slow each other down as they did; 1 where there is one.
+    """The value of `Cores.crowd` with which a machine's ranks slow each other down as measured; 1 for a single rank.
 
-    Not all of that comes from the crowd: threads beyond the number of cores share these by turns.
+    The slowdown from threads beyond the number of cores, which share cores, is not part of it.
     """
     n_cores, n_threads = max(mate.cores for mate in mates), sum(mate.threads for mate in mates)
-    guest = next((mate.guest for mate in mates if mate.guest is not None), 0.0)  # it had a part of the cores, too
+    guest = next((mate.guest for mate in mates if mate.guest is not None), 0.0)  # it used a share of the cores
     share = min((n_cores - guest) / n_threads, 1.0)
     found = []
     for mate in mates:
@@ -105,13 +105,13 @@ def crowd_of(mates: Sequence[RankProfile]) -> float:
 
 
 def turns_of(mates: Sequence[RankProfile]) -> float:
-    """What `NodeSpec.turns` is for a machine with these ranks."""
+    """The value of `NodeSpec.turns` for a machine with these ranks."""
     found = [mate.turns for mate in mates if mate.turns is not None]
     return statistics.fmean(found) if found else TURNS
 
 
 def measured_links(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tuple[int, int], Link]:
-    """Links between ranks that are where ranks of one profile were; by our ranks. `places`: for each rank."""
+    """Links between ranks that correspond to ranks of one profile. `places`: profile and rank of each of our ranks."""
     links = {}
     for (a, first), (b, second) in itertools.permutations(enumerate(places), 2):
         if first is not None and second is not None and first[0] is second[0]:
@@ -122,13 +122,14 @@ def measured_links(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tupl
 
 
 def measured_sums(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tuple[int, int], SumTimes]:
-    """Sums between machines of one profile, and within each; by our nodes. `places`: a rank of each node."""
+    """Sums between, and within, nodes that correspond to machines of one profile. `places`: the profile and one of the
+    machine's ranks, for each node."""
     found = {}
     for (a, first), (b, second) in itertools.combinations_with_replacement(enumerate(places), 2):
         if first is None or second is None or first[0] is not second[0]:
             continue
         profile, hosts = first[0], {first[0].ranks[rank].host for rank in (first[1], second[1])}
-        if a != b and len(hosts) == 1:  # two nodes that are as one was measured
+        if a != b and len(hosts) == 1:  # two nodes that correspond to the same machine
             continue
         for sums in profile.sums:
             if {profile.ranks[rank].host for rank in sums.ranks} == hosts and len(sums.f32) > 1:
@@ -142,7 +143,7 @@ def _by_bytes(points: Sequence[SumPoint], row_bytes: int) -> tuple[tuple[float, 
 
 
 def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:
-    """The median of the links within hosts, or between them; None where none was measured."""
+    """The median of the links within hosts, or between hosts; None if none was measured."""
     found: list[LinkProfile] = []
     for profile in profiles:
         ranks = profile.ranks
@@ -153,7 +154,7 @@ def usual_link(profiles: Iterable[Profile], within: bool) -> Link | None:
 
 
 def measured_overheads(places: Iterable[tuple[Profile, int] | None]) -> Overheads:
-    """What ggpipe takes besides decoding: the mean of the ranks that were measured."""
+    """The mean overheads of the ranks that were measured; the defaults if there are none."""
     found = [place[0].ranks[place[1]].overheads for place in places if place is not None]
     if not found:
         return Overheads()

@@ -1,4 +1,4 @@
-"""Links between ranks, sums over them, and what ggpipe itself adds to computing."""
+"""Links between ranks, sums over them, and the time that ggpipe itself adds to decoding."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from msgspec import Meta
 
 Seconds = Annotated[float, Meta(ge=0)]
 SUM_HEAD_BYTES = 16
-"""Of each message of a sum, before its values."""
+"""Size of the header of each message of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way from one rank to another."""
+    """A connection from one rank to another."""
 
     latency_s: float
-    """Time from one program to the other, until the receiver polls included."""
+    """Time from one program to the other, including the time until the receiver polls."""
     bytes_per_s: float
 
 
@@ -28,17 +28,19 @@ class SumTimes:
     """How long two parts of a group take to exchange and add up values, without waiting for the slower part."""
 
     points: tuple[tuple[float, float], ...]
-    """(bytes that each part sends, seconds), at least two, by rising bytes. Linear between them, and beyond."""
+    """(bytes that each part sends, seconds), at least two points, in ascending order of bytes. Times are linear between
+    and beyond them."""
     halves: tuple[tuple[float, float], ...] = ()
-    """The same for values that travel as 16-bit floats; empty: as `points`."""
+    """Points for values sent as 16-bit floats; empty: `points` applies."""
 
     @classmethod
     def of_link(cls, link: Link) -> SumTimes:
-        """The latency of one message, and the time that its bytes take."""
+        """Sums that take as long as one message over a link."""
         return cls(((0.0, link.latency_s), (1e6, link.latency_s + 1e6 / link.bytes_per_s)))
 
     def seconds(self, n_bytes: float, as_halves: bool = False) -> float:
-        """The time of a sum of which each part sends so many bytes; never less than the fastest that was measured."""
+        """Seconds of a sum for which each part sends `n_bytes`, as 16-bit floats with `as_halves`. Extrapolation never
+        goes below the smaller of the two nearest points."""
         points: Sequence[tuple[float, float]] = (as_halves and self.halves) or self.points
         i = min(max(bisect.bisect_left(points, n_bytes, key=lambda point: point[0]), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[i - 1 : i + 1]
@@ -46,37 +48,38 @@ class SumTimes:
 
 
 LOCAL_SUMS = SumTimes.of_link(Link(5e-6, 5e9))
-"""Sums over memory that the ranks of a machine share, where nothing was measured: as two virtual cores of 2024 do."""
+"""Sums over shared memory, if they were not measured. The values are from two virtual cores of 2024."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
     """Time that ggpipe itself takes besides decoding.
 
-    `ggpipe profile` measures all of it but `poll_delay_s`. The defaults are for clusters that are described by hand,
-    and for what a profile of a single rank cannot have: messages. They were measured on two virtual cores of 2024.
+    `ggpipe profile` measures everything except `poll_delay_s`. The defaults apply to clusters without a profile, and to
+    messages in the profile of a single rank. They were measured on two virtual cores of 2024.
     """
 
     run_s: Seconds = 0.08e-3
-    """Time of a stage for a run outside the decode: taking it up, packing what goes on."""
+    """Time of a stage for a run outside the decode: unpacking it, and packing the result."""
     hand_s: Seconds = 0.1e-3
     """Time until another thread of the process is awake."""
     cold_s: Seconds = 0.1e-3
-    """Extra time of a decode after a rest of two milliseconds or more: core and caches have served others."""
+    """Additional time of a decode after a pause of at least two milliseconds, in which core and caches were used by
+    others."""
     marker_s: Seconds = 0.1e-3
-    """Time of a stage for a run that was cancelled or that only carries KV operations."""
+    """Time of a stage for a run that was cancelled, or that has only KV operations."""
     event_s: Seconds = 0.16e-3
-    """Time of the head or the draft's head for an event: deciding, sampling, handing on."""
+    """Time of the head, or of the draft's head, for an event: scheduling, sampling, and passing on the result."""
     read_s: Seconds = 0.15e-3
-    """Extra time of an event for each message from another rank."""
+    """Additional time of an event per message from another rank."""
     send_s: Seconds = 50e-6
-    """Extra time of an event for each message to another rank."""
+    """Additional time of an event per message to another rank."""
     poll_delay_s: Seconds = 0.15e-3
-    """Time until a rank that computes polls for messages, on average: half of the time between two polls of
+    """Mean time until a rank that computes polls for messages: half of the interval between the polls of
     `engine/stage_thread` with a draft."""
     poll_s: Seconds = 45e-6
-    """CPU time of a poll for messages: mostly going to sleep and waking up again."""
+    """CPU time of a poll for messages, which is mostly going to sleep and waking up again."""
     abort_s: Seconds = 0.3e-3
     """Time until a cancelled decode stops."""
     sum_s: Seconds = 15e-6
-    """Time of a group's part for a sum besides the sum itself: its graph stops there, and begins again behind it."""
+    """Time that a group's part needs for a sum besides the sum itself, for interrupting and continuing its graph."""

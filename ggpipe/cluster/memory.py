@@ -1,13 +1,14 @@
-"""Memory that a rank needs, from a model's header alone.
+"""Estimates the memory that a rank needs from a model's header.
 
-What libllama allocates counts, whether it gets touched or not: on the last rank that is a row of logits for each row
-of the longest run, and on the first the whole input embedding.
+All memory that libllama allocates counts, even if it is never used: on the last rank a row of logits for each row of
+the longest run, and on the first rank the whole input embedding.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ggpipe.cluster.model_shape import FLOAT_BYTES, ModelShape
 from ggpipe.core.layout import Layout, part_shares
@@ -15,43 +16,38 @@ from ggpipe.core.layout import Layout, part_shares
 USABLE = 0.95
 """Share of a machine's memory that ranks may use."""
 PROCESS_BYTES = 55_000_000
-"""Python, libllama and MPI."""
-_TOKEN_BYTES = 512  # of a vocabulary, with its merges
-_CELLS = 256  # contexts are a multiple of these
-_COPIES = 4  # of what crosses a border: as it came, as it is copied, as it goes out, and in MPI
-_SMALL = 0.1  # what ggml's matrix products make of their rows, as a share of the room that libllama computes in
+"""Memory of Python, libllama and MPI."""
+_TOKEN_BYTES = 512  # per token of a vocabulary, with its merges
+_CELLS = 256  # the size of a context is a multiple of this
+_COPIES = 4  # of a row between stages: as received, as copied, as sent, and in MPI
+_SMALL = 0.1  # rows converted for ggml's matrix products, as a share of libllama's compute buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes, by what they are for."""
+    """Bytes of memory by purpose."""
 
     weights: float = 0.0
     kv: float = 0.0
     """KV cells and recurrent states."""
     compute: float = 0.0
-    """Room that libllama computes in."""
+    """libllama's compute buffers."""
     process: float = 0.0
-    """The program itself, vocabularies, messages."""
+    """The program itself, vocabularies, and messages."""
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.weights + self.kv + self.compute + self.process
+        """Bytes for all purposes."""
+        return float(sum(astuple(self)))
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(
-            self.weights + other.weights,
-            self.kv + other.kv,
-            self.compute + other.compute,
-            self.process + other.process,
-        )
+        return Memory(*map(operator.add, astuple(self), astuple(other)))
 
 
 def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatch: int) -> Memory:
-    """A stage with layers [a, b), in a process that is there. `n_ctx`: tokens, 0 as many as in training.
+    """Memory of a stage with layers [a, b), without that of the process. `n_ctx`: tokens; 0: the training length.
 
-    Of a part of a group, `shape` is that of the part.
+    For a part of a group, `shape` is the shape of the part.
     """
     a, b = layers
     if a == b:
@@ -74,7 +70,7 @@ def stage_memory(shape: ModelShape, layers: tuple[int, int], n_ctx: int, n_ubatc
 
 
 def process_memory(shape: ModelShape, is_head: bool) -> Memory:
-    """A rank without its stages. `is_head`: it has a vocabulary of its own, to read and to write text."""
+    """Memory of a rank without its stages. `is_head`: it also has a vocabulary, to tokenize and to decode."""
     return Memory(process=PROCESS_BYTES + is_head * _TOKEN_BYTES * shape.n_vocab)
 
 
@@ -86,10 +82,8 @@ def memory_by_rank(
     n_ubatch: int,
     tensor_split: tuple[float, ...] = (),
 ) -> dict[int, Memory]:
-    """What each rank needs. `drafts`: draft models; one without a layout is inside the head.
-
-    `tensor_split`: as of `PipelineConfig`.
-    """
+    """Memory of each rank. `drafts`: draft models; the head runs one without a layout. `tensor_split`: see
+    `PipelineConfig.tensor_split`."""
 
     def rank_memory(shape: ModelShape, layout: Layout, rank: int) -> Memory:
         stage = layout.stage_of(rank)

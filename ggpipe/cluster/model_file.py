@@ -1,4 +1,4 @@
-"""Whether a file can be a model at all, without libllama."""
+"""Checks whether a file can be a model, without libllama."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ggpipe.errors import ModelError
 
 
 def check_model_file(path: Path) -> None:
-    """Raises ModelError for what cannot be a GGUF file, as its kind or its first bytes show."""
+    """Raises ModelError if the kind of file, or its first bytes, show that it is not a GGUF file."""
     try:
-        if stat.S_ISFIFO(path.stat().st_mode):  # to open it would wait for a writer
+        if stat.S_ISFIFO(path.stat().st_mode):  # opening it would block until there is a writer
             raise ModelError(f"cannot open model file {path}: it is a pipe, and a model is read more than once")
         with path.open("rb") as f:
             magic = f.read(4)
     except OSError as e:
         raise ModelError(f"cannot open model file {path}: {e.strerror}{_instead_of(path)}") from e
-    except ValueError as e:  # a name with a NUL
+    except ValueError as e:  # the name contains NUL
         raise ModelError(f"cannot open model file {path}: {e}") from e
     if magic != b"GGUF":
         raise ModelError(f"{path} is not a GGUF file; convert the model with llama.cpp's convert_hf_to_gguf.py")
 
 
 def _instead_of(path: Path) -> str:
-    """What to write in place of a model file that cannot be opened, for a message."""
+    """Advice for the message about a model file that cannot be opened."""
     if path.parts[:1] in (("https:",), ("http:",)):
         return "; ggpipe downloads nothing: fetch the file and name it"
     if path.parts[:1] == ("~",):

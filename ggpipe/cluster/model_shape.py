@@ -1,4 +1,4 @@
-"""The shape of a model: what it takes to hold and to run, layer by layer."""
+"""The shape of a model: its memory and its work, layer by layer."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ from ggpipe.config.layer_split import MAX_PARTS
 
 FLOAT_BYTES = 4
 ALL_EXPERTS = 1_000_000
-"""Rows that use every expert."""
-_ROW_BYTES = 58  # for each number of an embedding, where nothing else is known: with 3.5 times as many in feed-forward
+"""A number of rows that use every expert."""
+_ROW_BYTES = 58  # default compute buffer per row and value of an embedding; assumes a feed-forward width of 3.5 times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model without its weights. All of it can be read from a GGUF's header."""
+    """A model without its weights. Everything can be read from the header of a GGUF file."""
 
     name: str
     layer_bytes: tuple[int, ...]
     """Bytes of each layer's weights."""
     input_bytes: int
-    """Bytes of the input embedding: the first stage holds it, and reads a row of it for each token."""
+    """Bytes of the input embedding, which the first stage holds. It reads one row per token."""
     output_bytes: int
-    """Bytes of the output layer, which the last stage holds. Where it is the input embedding, it counts in both."""
+    """Bytes of the output layer, which the last stage holds. If it is the input embedding, it counts in both."""
     parameters_per_byte: float
-    """Weights in a byte: about 1.8 in 4-bit quantizations."""
+    """Weights per byte: about 1.8 in 4-bit quantizations."""
     n_embd: int
-    """Numbers in an embedding."""
+    """Size of an embedding."""
     layer_cell_bytes: tuple[float, ...]
     """Bytes of a token's KV cache in each layer."""
     layer_state_bytes: tuple[int, ...] = ()
-    """Bytes of the recurrent states in each layer, of all sequences that have one. Empty: no layer is recurrent."""
+    """Bytes of the recurrent states in each layer, for all sequences with a state. Empty: no layer is recurrent."""
     n_vocab: int = 32000
     layer_expert_bytes: tuple[int, ...] = ()
     """Bytes of each layer's experts, of which a token uses only some. Empty: no layer has experts."""
     n_expert: int = 0
-    """Experts in a layer; 0: a row uses every weight."""
+    """Number of experts per layer; 0: every row uses all weights."""
     n_expert_used: int = 0
-    """Experts that a token uses."""
+    """Number of experts that a token uses."""
     n_ctx: int = 0
-    """Tokens of the context that it was trained with; 0: not known."""
+    """Context length in tokens that the model was trained with; 0: unknown."""
     row_bytes: float = 0.0
-    """Compute buffer for each row of the longest run, on a rank with layers."""
+    """Bytes of compute buffer per row of the longest run, on a rank with layers."""
     row_cell_bytes: float = 2.0
-    """Compute buffer for each row of the longest run and each token of the context."""
+    """Bytes of compute buffer per row of the longest run and token of the context."""
     layer_whole_bytes: tuple[int, ...] = ()
-    """Bytes of each layer's weights that all parts of a group hold, such as norms. Empty: a group divides all."""
+    """Bytes of each layer's weights that all parts of a group hold, such as norms. Empty: groups divide all weights."""
     output_whole_bytes: int = 0
-    """The same of the output layer."""
+    """Bytes of the output layer that all parts of a group hold."""
     divides_attention: bool = True
-    """The parts of a group divide the attention heads and their KV cells; else each computes, and holds, all."""
+    """The parts of a group divide the attention heads and their KV cells. Otherwise each part computes and holds all.
+    """
     max_parts: int = MAX_PARTS
-    """Parts of a group that all have attention heads to compute; 1: the model cannot be divided so."""
+    """Maximum number of parts such that each has attention heads; 1: the model does not support groups."""
 
     @property
     def n_layer(self) -> int:
@@ -60,7 +61,7 @@ class ModelShape:
 
     @property
     def border_bytes(self) -> int:
-        """Bytes of a row that crosses a border between stages: float32, in nearly all architectures."""
+        """Bytes of a row that one stage sends to the next: float32 values, in nearly all architectures."""
         return FLOAT_BYTES * self.n_embd
 
     @property
@@ -70,21 +71,19 @@ class ModelShape:
 
     @property
     def sparsity(self) -> float:
-        """Weights that a long run reads, as a multiple of those that a row uses: 1 without experts."""
+        """Weights that a long run reads, relative to those that a single row uses; 1 without experts."""
         layers = (0, self.n_layer)
         return self.read_bytes(layers, ALL_EXPERTS) / max(self.read_bytes(layers), 1)
 
     @property
     def sums_per_layer(self) -> int:
-        """How often the parts of a group add up what they have: behind attention, where they divide it, and behind
+        """How often the parts of a group add up values in each layer: after attention, if they divide it, and after
         feed-forward."""
         return 2 if self.divides_attention else 1
 
     def part(self, share: float) -> ModelShape:
-        """The shape of what one part of a group holds, with `share` of all that the parts divide.
-
-        What a part needs to compute in is not divided, nor are recurrent states.
-        """
+        """The shape of one part of a group. `share`: its share of everything that the parts divide. They do not divide
+        compute buffers and recurrent states."""
         if share == 1:
             return self
         whole_bytes = self.layer_whole_bytes or (0,) * self.n_layer
@@ -112,7 +111,7 @@ class ModelShape:
         return sum(self.layer_expert_bytes[slice(*layers)])
 
     def read_bytes(self, layers: tuple[int, int], n_rows: int = 1) -> float:
-        """Bytes that a run of `n_rows` tokens reads in layers [a, b), and in the output layer behind the last."""
+        """Bytes of weights that a run of `n_rows` tokens reads in layers [a, b), with the output after the last."""
         a, b = layers
         dense = sum(self.layer_bytes[a:b]) + (self.output_bytes if b == self.n_layer else 0)
         if self.n_expert_used == 0:
@@ -121,7 +120,7 @@ class ModelShape:
         return dense - self.expert_bytes(layers) * untouched
 
     def token_flop(self, layers: tuple[int, int]) -> float:
-        """Additions and multiplications for a token in these layers."""
+        """Floating-point operations per token in layers [a, b)."""
         return 2 * self.parameters_per_byte * self.read_bytes(layers)
 
 
@@ -156,10 +155,12 @@ def even_shape(
     tied: bool = False,
     experts: Experts | None = None,
 ) -> ModelShape:
-    """A model whose layers are all alike, apart from their experts, and whose weights all have one type.
+    """A model with layers that are equal except for their experts, and one type of weights.
 
-    `weight_bytes`, `parameters`: of the whole file. `cell_bytes`: KV cache of a token in all layers. `tied`: the output
-    layer is the input embedding, and in the file once. Raises ValueError when the experts do not fit into the rest.
+    `weight_bytes`, `parameters`: of the whole file. `cell_bytes`: KV cache of a token in all layers. `tied`: the input
+    embedding is also the output layer, and the file contains it only once.
+
+    Raises ValueError if the experts are larger than the layers.
     """
     edge = weight_bytes * min(n_vocab * n_embd / parameters, 0.9 if tied else 0.45)  # embedding, or output layer
     in_layers = weight_bytes - (edge if tied else 2 * edge)

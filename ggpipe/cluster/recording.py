@@ -1,4 +1,4 @@
-"""Recordings as files: what `ggpipe record` writes and simulations play back."""
+"""Recordings, which `ggpipe record` writes and simulations replay, as files."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from ggpipe.core.draft_messages import Candidates
 from ggpipe.errors import UsageError
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tales-recording.json"
-"""The demo pair after three openings of tales, greedy."""
+"""The demo pair, greedy, with the beginnings of three tales as prompts."""
 
 _FORMAT, _VERSION = "ggpipe recording", 1
 _DIGITS = 5
 
 RecordedToken = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Flat = Annotated[tuple[Annotated[float, Meta(ge=0, le=2**31 - 1)], ...], Meta(min_length=2)]
-"""Candidates in the file: a token, its probability, the next token, …"""
+"""Candidates in the file: token, probability, token, probability, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPrompt:
-    """One prompt with the target's text, and the draft's candidates along it."""
+    """One prompt with the target's output, and the draft's candidates along it."""
 
     name: str
     prompt: tuple[int, ...]
     text: tuple[int, ...]
+    """Tokens of the output."""
     candidates: tuple[Candidates, ...]
-    """For each token of the text."""
+    """Candidates for each token of the output."""
     after_rejection: tuple[Candidates, ...]
-    """For the position after each token, had the draft's best rejected candidate been taken there."""
+    """For each token: candidates for the next position if the best rejected candidate had been in its place."""
 
     @property
     def agrees(self) -> tuple[bool, ...]:
-        """For each token of the text: it is the draft's best candidate."""
+        """For each token of the output: whether it is the draft's best candidate."""
         return tuple(best[0][0] == token for best, token in zip(self.candidates, self.text, strict=True))
 
     @property
     def confidence(self) -> tuple[float, ...]:
-        """The best candidates' probabilities."""
+        """For each token of the output: the probability of the draft's best candidate."""
         return tuple(best[0][1] for best in self.candidates)
 
 
@@ -59,24 +60,24 @@ class ModelName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A pair of models, and what was recorded of it."""
+    """A recording of a pair of models."""
 
     target: ModelName
     draft: ModelName
     seed: int
     sampling: dict[str, Any]
-    """How the text was drawn; names as in SamplingConfig."""
+    """How tokens were sampled, with the names of SamplingConfig."""
     prompts: tuple[RecordedPrompt, ...]
 
     @property
     def agreement(self) -> float:
-        """Share of the texts' tokens that are the draft's best candidate."""
+        """Share of all tokens that are the draft's best candidate."""
         agrees = [agrees_here for prompt in self.prompts for agrees_here in prompt.agrees]
         return sum(agrees) / len(agrees)
 
 
 class _Prompt(Struct, frozen=True):
-    """A take as it stands in a file."""
+    """A prompt as it is stored in the file."""
 
     name: str
     prompt: Annotated[tuple[RecordedToken, ...], Meta(min_length=1)]
@@ -89,7 +90,7 @@ class _Prompt(Struct, frozen=True):
     def recorded(self) -> RecordedPrompt:
         after_rejection = self.after_rejection or self.astray
         if not len(self.text) == len(self.candidates) == len(after_rejection) > 0:
-            raise ValueError(f"the text of {self.name} and its candidates differ in length")
+            raise ValueError(f"the output of {self.name} and its candidates differ in length")
         return RecordedPrompt(
             name=self.name,
             prompt=self.prompt,
@@ -108,7 +109,7 @@ class _File(Struct, frozen=True):
 
 
 def dump(recording: Recording) -> str:
-    """As JSON, one line for each prompt's part; probabilities are rounded to 5 digits."""
+    """The recording as JSON, with one line per field of each prompt. Probabilities are rounded to 5 digits."""
     head = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -134,17 +135,17 @@ def dump(recording: Recording) -> str:
 
 
 def read(path: Path) -> Recording:
-    """Raises UsageError for a file that is missing or that is no recording."""
+    """Read a recording from a file. Raises UsageError, with the reason, if it cannot be read or is invalid."""
     try:
         content = msgspec.json.decode(path.read_bytes())
     except OSError as e:
         raise UsageError(f"cannot read the recording {path}: {e.strerror}") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise _unusable(path, "it is no JSON") from e
+        raise _unusable(path, "it is not JSON") from e
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _unusable(path, f'its format is not "{_FORMAT}"')
     if content.get("version") != _VERSION:
-        raise _unusable(path, f"it has version {content.get('version')}, this ggpipe reads version {_VERSION}")
+        raise _unusable(path, f"it has version {content.get('version')}, but this ggpipe reads version {_VERSION}")
     try:
         file = decode(content, _File)
         prompts = tuple(prompt.recorded() for prompt in file.prompts)
@@ -154,7 +155,7 @@ def read(path: Path) -> Recording:
 
 
 def _unusable(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path} is no usable recording: {why}; make one with ggpipe record")
+    return UsageError(f"{path} is not a usable recording: {why}; make one with ggpipe record")
 
 
 def _flat(positions: Sequence[Candidates]) -> list[list[int | float]]:
@@ -162,9 +163,9 @@ def _flat(positions: Sequence[Candidates]) -> list[list[int | float]]:
 
 
 def _paired(flat: Flat) -> Candidates:
-    """The inverse of `_flat`, for one position."""
+    """The candidates of one position: the inverse of `_flat`. Raises ValueError if they are invalid."""
     tokens, probs = [int(token) for token in flat[::2] if token.is_integer()], flat[1::2]
     falls = all(1 >= a >= b >= 0 for a, b in zip((1.0, *probs), (*probs, 0.0), strict=True))
     if len(tokens) != len(probs) or len(set(tokens)) < len(tokens) or not falls:
-        raise ValueError("candidates are tokens, each with its probability, the most probable first")
+        raise ValueError("candidates are tokens, each with its probability, the most likely first")
     return tuple(zip(tokens, probs, strict=True))

@@ -1,4 +1,4 @@
-"""A cluster as a cluster file or a profile describes it, before models are placed on it."""
+"""The description of a cluster in a cluster file or a profile, before models are placed on it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ggpipe.cluster.profile import RankProfile
 from ggpipe.config.layer_split import LayerSplit
 
 TURNS = 1.06
-"""`NodeSpec.turns` where it was not measured: `scripts/bench/stage` finds 1.03 to 1.10 on two virtual cores."""
+"""`NodeSpec.turns` if it was not measured. `scripts/bench/stage` measures 1.03 to 1.10 on two virtual cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """A machine: either its speeds are given, or a profile."""
+    """A machine, described by its speeds or by a profile."""
 
     name: str
     cores: int
@@ -26,27 +26,28 @@ class NodeSpec:
     core_bytes_per_s: float = 0.0
     core_flop_per_s: float = 0.0
     crowd: float | None = None
-    """Speed of a core while all others are busy, as a share of its speed alone; None: as they share `bytes_per_s`."""
+    """Speed of a core while all others are busy, relative to its speed alone; None: from sharing `bytes_per_s`."""
     turns: float = TURNS
-    """Time of a decode of one row after another rank of the node computed, relative to decodes in a row; more rows take
-    as many seconds more."""
+    """Time to decode one row after another rank of the node computed, relative to repeated decodes. More rows take the
+    same additional time."""
     guest: float | None = None
-    """Speed of a draft that shares busy cores with the target, relative to its speed alone; None: by Linux' weights."""
+    """Speed of a draft that shares busy cores with the target, relative to its speed alone; None: from Linux's
+    scheduling weights."""
     profile: RankProfile | None = None
     of_experts: bool = False
-    """The profiled model has experts: its `weight_bytes` include those that a row does not use."""
+    """The profiled model has experts, so that its `weight_bytes` include weights that a row does not use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Machines, links, and the node of each rank."""
+    """The machines and links of a cluster, and the node of each rank."""
 
     title: str
     nodes: tuple[NodeSpec, ...]
     target_on: tuple[int, ...]
     """The node of each target rank."""
     draft_on: tuple[int, ...]
-    """The node of each draft rank; empty: a draft runs inside the head."""
+    """The node of each draft rank; empty: the head runs the draft."""
     target: ModelShape | None
     draft: ModelShape | None
     network: Link
@@ -60,17 +61,17 @@ class ClusterSpec:
     threads: tuple[int, ...] = ()
     """Threads of each rank; empty: each node's cores, divided among its ranks."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """Measured links, by (sender, receiver) ranks."""
+    """Measured links, by ranks (sender, receiver)."""
     overheads: Overheads = field(default_factory=Overheads)
     sums: Mapping[tuple[int, int], SumTimes] = field(default_factory=dict)
-    """Measured sums, by two nodes, the lower number first; by one node twice for ranks of that node."""
+    """Measured sums, by nodes (a, b) with a <= b. (a, a) is between ranks of one node."""
     network_sums: SumTimes | None = None
-    """Sums between nodes that were not measured; None: a message over `network` each."""
+    """Sums between nodes, if they were not measured; None: as long as a message over `network`."""
     local_sums: SumTimes = LOCAL_SUMS
-    """Sums between ranks of a node where that was not measured."""
+    """Sums between ranks of a node, if they were not measured."""
 
     def sums_between(self, a: int, b: int) -> SumTimes:
-        """Sums between a rank of one node and a rank of another, or of the same."""
+        """Times of sums between a rank of node `a` and a rank of node `b`, which may be the same node."""
         if (measured := self.sums.get((min(a, b), max(a, b)))) is not None:
             return measured
         return self.local_sums if a == b else self.network_sums or SumTimes.of_link(self.network)

@@ -1,10 +1,10 @@
-"""Clusters as TOML files: the models, the nodes, which ranks are where.
+"""Reads clusters from TOML files: the models, the nodes, and where the ranks are.
 
     title = "two servers and an office PC, Gigabit Ethernet"
-    target_on = ["server1", "server2"]       # the node of each rank that holds layers, the head first
-    draft_on = ["office"]                    # without: the draft runs inside the head
+    target_on = ["server1", "server2"]       # the node of each rank with layers, the head first
+    draft_on = ["office"]                    # default: the draft runs inside the head
     layer_split = "0.5,0.5/1.0"              # default: even; "0.5*2,0.5*2/1.0": two groups of two ranks
-    threads = [16, 16, 6]                    # by rank; default: the node's cores, divided among its ranks
+    threads = [16, 16, 6]                    # one per rank; default: the node's cores, divided among its ranks
 
     [target]                                 # or -m FILE
     name = "70B Q4_K_M"
@@ -12,44 +12,44 @@
     weights_gb = 42.5
     parameters_b = 70.6
     width = 8192
-    kv_kb = 328                              # KV cache of a token, all layers
+    kv_kb = 328                              # KV cache of a token, in all layers
     vocabulary = 128256                      # default 32000
-    tied = false                             # the output layer is the input embedding; default false
+    tied = false                             # the input embedding is also the output layer; default false
 
     [draft]                                  # as [target], or -md FILE
 
     [network]                                # between nodes; [local]: between ranks of a node
     latency_us = 60                          # from program to program
     gbit_per_s = 0.94
-    sum_latency_us = 25                      # of a sum over a group: no Python in it; default: latency_us
-                                             # for [local] 5, over shared memory
+    sum_latency_us = 25                      # of a sum over a group, without Python; default: latency_us,
+                                             # and 5 for [local], with shared memory
 
     [[node]]
     name = "server"
     count = 2                                # server1, server2; default 1
     cores = 16
     memory_gb = 64
-    memory_gb_per_s = 90                     # what all cores read together
-    core_gb_per_s = 12                       # what one core reads; default: as all together
-    core_gflops = 60                         # what one core computes in matrix products of the weights' type
-    crowd = 0.9                              # speed of a core while all others are busy, as a share
-                                             # default: as they share memory_gb_per_s
-    turns = 1.06                             # time of a decode of one row after another rank of the node computed,
-                                             # relative to decodes in a row; default 1.06
+    memory_gb_per_s = 90                     # read by all cores together
+    core_gb_per_s = 12                       # read by one core; default: memory_gb_per_s
+    core_gflops = 60                         # of one core, in matrix products of the weights' type
+    crowd = 0.9                              # speed of a core while all others are busy, relative to its speed alone;
+                                             # default: from sharing memory_gb_per_s
+    turns = 1.06                             # time to decode one row after another rank of the node computed,
+                                             # relative to repeated decodes; default 1.06
 
-    [overheads]                              # what ggpipe itself takes; see cluster/links.py
+    [overheads]                              # time that ggpipe itself takes; see cluster/links.py
     run_us = 250
 
 A mixture of experts has further keys in [target] or [draft]:
 
     experts = 128                            # routed experts in a layer
-    experts_used = 8                         # how many of them a token uses
-    expert_gb = 137.3                        # the size of all of them; shared experts are not counted
-    dense_layers = 3                         # first layers without experts; default 0
+    experts_used = 8                         # number of experts that a token uses
+    expert_gb = 137.3                        # size of all routed experts
+    dense_layers = 3                         # number of initial layers without experts; default 0
 
-Instead of its speeds a node may name what `ggpipe profile` measured: `profile = "server.json"`, a file beside the
-cluster file, and `profile_rank = 0`. Its cores, its memory, `crowd`, `turns`, [network], [local] and [overheads] come
-from there unless the cluster file gives them.
+Instead of speeds, a node may name a profile from `ggpipe profile`: `profile = "server.json"`, relative to the cluster
+file, and `profile_rank = 0`. Cores, memory, `crowd`, `turns`, [network], [local] and [overheads] come from the profile
+unless the cluster file gives them.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ from ggpipe.config.layer_split import LayerSplits, n_ranks_of, parse_layer_split
 from ggpipe.errors import SettingError, UsageError
 
 CLUSTERS = Path(__file__).parent / "bundled"
-"""The cluster files that come with ggpipe; their names stand for them."""
+"""The folder of cluster files that come with ggpipe, which users refer to by name."""
 
 _MOST_NODES = 1024
 _LOCAL = Link(60e-6, 5e9)
-_WEIGHT_BITS = (1.0, 64.0)  # of a model's weights, on average
+_WEIGHT_BITS = (1.0, 64.0)  # plausible bits per weight
 
 NonEmptyText = Annotated[str, Meta(min_length=1, pattern=r"\S")]
 PositiveCount = Annotated[int, Meta(ge=1, le=10**15)]
@@ -101,11 +101,11 @@ _Overheads = defstruct(
     [(f"{field.name}_us".replace("_s_us", "_us"), Microseconds | None, None) for field in fields(Overheads)],
     forbid_unknown_fields=True,
 )
-"""[overheads]: the fields of `Overheads`, in microseconds."""
+"""The [overheads] table: the fields of `Overheads`, in microseconds."""
 
 
 class _Link(Struct, frozen=True, forbid_unknown_fields=True):
-    """[network] and [local]."""
+    """The [network] and [local] tables."""
 
     latency_us: Microseconds
     gbit_per_s: PositiveNumber
@@ -121,7 +121,7 @@ class _Link(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Model(Struct, frozen=True, forbid_unknown_fields=True):
-    """[target] and [draft]."""
+    """The [target] and [draft] tables."""
 
     layers: LayerCount
     weights_gb: PositiveNumber
@@ -139,7 +139,7 @@ class _Model(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         low, high = _WEIGHT_BITS
         if not low <= (bits := 8 * self.weights_gb / self.parameters_b) <= high:
-            raise ValueError(f"weights_gb and parameters_b make {bits:.2g} bits of each weight: check both")
+            raise ValueError(f"weights_gb and parameters_b give {bits:.2g} bits per weight: check both")
         given = {"experts": self.experts, "experts_used": self.experts_used, "expert_gb": self.expert_gb}
         missing = [key for key, value in given.items() if value is None]
         if missing and (self.dense_layers or len(missing) < len(given)):
@@ -173,7 +173,7 @@ class _Model(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A [[node]] with its speeds."""
+    """A [[node]] table with speeds."""
 
     name: NonEmptyText | None = None
     count: Nodes = 1
@@ -187,7 +187,7 @@ class _Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class _ProfiledNode(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A [[node]] with a profile."""
+    """A [[node]] table with a profile."""
 
     name: NonEmptyText | None = None
     count: Nodes = 1
@@ -221,7 +221,10 @@ def shipped() -> list[str]:
 
 
 def read_cluster(path: Path) -> ClusterSpec:
-    """Read a cluster file, one that comes with ggpipe by its name, or a profile (.json). Raises UsageError."""
+    """Read a cluster file, or a profile (.json). `path` may also be the name of a cluster that comes with ggpipe.
+
+    Raises UsageError if it cannot be read or is invalid.
+    """
     try:
         is_there = path.exists()
     except (OSError, ValueError) as e:
@@ -229,7 +232,7 @@ def read_cluster(path: Path) -> ClusterSpec:
     if not is_there:
         if str(path) not in shipped():
             names = ", ".join(shipped())
-            raise UsageError(f"there is no cluster file {path}; clusters that come with ggpipe are {names}")
+            raise UsageError(f"cluster file {path} does not exist; clusters that come with ggpipe are {names}")
         path = CLUSTERS / f"{path}.toml"
     if path.suffix.lower() == ".json":
         return spec_from_profile(read(path), path.stem)
@@ -238,7 +241,7 @@ def read_cluster(path: Path) -> ClusterSpec:
     except OSError as e:
         raise UsageError(f"cannot read {path}: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise UsageError(f"{path} is no TOML file: {e}") from e
+        raise UsageError(f"{path} is not a TOML file: {e}") from e
     try:
         return _cluster(decode(content, _File, _named), path)
     except ValueError as e:
@@ -247,7 +250,7 @@ def read_cluster(path: Path) -> ClusterSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """A node, and the profile and rank that its speed comes from."""
+    """A node, with the profile and the rank that its speeds come from, if any."""
 
     node: NodeSpec
     measured: tuple[Profile, int] | None = None
@@ -260,11 +263,11 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
     others = [name for name, i in numbers.items() if i not in draft_on]
     target_on = _numbers_of("target_on", others if file.target_on is None else file.target_on, numbers)
     if not target_on:
-        raise ValueError("target_on names no node: give one for each rank that holds layers, the head first")
+        raise ValueError("target_on names no node: give one per rank with layers, the head first")
     splits = _layer_splits(file, len(target_on), len(draft_on))
     n_ranks = len(target_on) + len(draft_on)
     if len(file.threads) not in (0, n_ranks):
-        raise ValueError(f"threads is a list of {len(file.threads)} numbers for {n_ranks} ranks: give one for each")
+        raise ValueError(f"threads is a list of {len(file.threads)} numbers for {n_ranks} ranks: give one per rank")
     profiles = list({id(m.measured[0]): m.measured[0] for m in machines if m.measured is not None}.values())
     local = file.local.link() if file.local else usual_link(profiles, True) or _LOCAL
     links: Mapping[tuple[int, int], Link] = {}
@@ -272,7 +275,7 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
         links = measured_links([machines[i].measured for i in target_on + draft_on])
         network = usual_link(profiles, False) or (local if len(machines) == 1 else None)
         if network is None:
-            raise ValueError("[network] is missing: give latency_us and gbit_per_s between nodes")
+            raise ValueError("[network] is missing: give latency_us and gbit_per_s of the links between nodes")
     else:
         network = file.network.link()
     return ClusterSpec(
@@ -327,7 +330,7 @@ def _machines(file: _File, path: Path) -> list[_Machine]:
             machines.append(replace(machine, node=own))
     names = [machine.node.name for machine in machines]
     if len(names) > _MOST_NODES:
-        raise ValueError(f"[[node]] describes {len(names)} machines; {_MOST_NODES} are possible")
+        raise ValueError(f"[[node]] describes {len(names)} machines, but at most {_MOST_NODES} are supported")
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ValueError(f"[[node]] names {twice[0]} twice: give each machine a name of its own")
     return machines
@@ -348,7 +351,7 @@ def _described(node: _Node, name: str) -> NodeSpec:
 
 
 def _profiled(node: _ProfiledNode, profile: Profile, name: str) -> NodeSpec:
-    """As it was measured, but for what the cluster file gives."""
+    """The node as it was measured, with the values that the cluster file gives."""
     own = profiled_node(profile, node.profile_rank, name)
     memory_bytes = node.memory_gb * 1e9 if node.memory_gb else own.memory_bytes
     return replace(
@@ -361,7 +364,7 @@ def _profiled(node: _ProfiledNode, profile: Profile, name: str) -> NodeSpec:
 
 
 def _overheads(file: _File, overheads: Overheads) -> Overheads:
-    """As they were measured, but for what the cluster file gives."""
+    """The measured overheads, with the values that the cluster file gives."""
     table = decode(file.overheads, _Overheads, lambda path: f"[overheads] {dotted(path)}")
     given = {key.replace("_us", "_s"): us / 1e6 for key, us in structs.asdict(table).items() if us is not None}
     return replace(overheads, **given)
@@ -370,12 +373,12 @@ def _overheads(file: _File, overheads: Overheads) -> Overheads:
 def _numbers_of(key: str, names: Sequence[str], numbers: Mapping[str, int]) -> tuple[int, ...]:
     for name in names:
         if name not in numbers:
-            raise ValueError(f"{key} names {name!r}, and the nodes are {', '.join(numbers)}")
+            raise ValueError(f"{key} names {name!r}, but the nodes are {', '.join(numbers)}")
     return tuple(numbers[name] for name in names)
 
 
 def _layer_splits(file: _File, n_target: int, n_draft: int) -> LayerSplits:
-    """The target's, and the draft's; empty: the file has none."""
+    """The splits of the target and of the draft; empty if the file has none."""
     if file.layer_split is None:
         return ()
     text = file.layer_split
@@ -384,18 +387,18 @@ def _layer_splits(file: _File, n_target: int, n_draft: int) -> LayerSplits:
     except SettingError as e:
         raise ValueError(e.wording.spelled(str)) from e
     if len(splits) > 2:
-        raise ValueError(f"layer_split {text}: a cluster has one draft model, so write one / at most")
+        raise ValueError(f"layer_split {text}: a cluster has one draft model, so use at most one /")
     named = n_ranks_of(splits[:1]), n_ranks_of(splits[1:])
     if named != (n_target, n_draft):
         raise ValueError(
             f"layer_split {text}: {named[0]} shares for {n_target} target ranks, {named[1]} for {n_draft} draft ranks; "
-            "give one for each"
+            "give one per rank"
         )
     return splits
 
 
 def _named(path: Steps) -> str:
-    """`[network] latency_us`; `threads[1]`."""
+    """The name of a value for messages: `[network] latency_us`, `threads[1]`."""
     match path:
         case [str(table), str(key)]:
             return f"[{table}] {key}"

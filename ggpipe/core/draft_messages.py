@@ -41,6 +41,24 @@ class MicroBatch:
     """Which drafter drafted them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class VocabOutline:
+    """The properties by which two vocabularies are compared."""
+
+    kind: int
+    """libllama's number for the kind of tokenizer."""
+    added_bos: int | None
+    """The token that tokenizing puts before the text; None: it adds none."""
+    added_eos: int | None
+    """The token that tokenizing puts after the text; None: it adds none."""
+    eos: int
+    """The end-of-sequence token; negative: there is none."""
+    checksums: tuple[int, ...]
+    """Checksum of each token's text."""
+    rolls_back: bool
+    """Whether the model's memory can remove the end of a sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabularies:
     """The tokens of a target and of its draft: the same ids name the same tokens, and one may have a few more.

@@ -7,10 +7,9 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import TARGET
+from ggpipe.core.draft_messages import VocabOutline
 from ggpipe.core.drafters import registry
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.kv.radix_tree import agreeing
@@ -28,7 +27,7 @@ from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
 from ggpipe.llama.stage import BoundaryTensors, Stage
-from ggpipe.llama.vocab import Vocab, VocabOutline
+from ggpipe.llama.vocab import Vocab
 from ggpipe.transport.base import HEAD
 from ggpipe.transport.control import DraftVocab, Hello, LoadLayers, StageLoaded, StageLoading, StartDraft
 
@@ -55,8 +54,8 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             event = head.next()
             _go_on(head)
             match event:
-                case Received(rank, DraftVocab() as received):
-                    outlines[rank] = VocabOutline(**msgspec.structs.asdict(received))
+                case Received(rank, DraftVocab(outline)):
+                    outlines[rank] = outline
                 case _:
                     progress.take(event)
             on_progress()

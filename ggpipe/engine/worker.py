@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
@@ -98,7 +97,7 @@ class Worker:
         leads = self._model != TARGET and rank == layout.head
         if leads:
             with contextlib.closing(Vocab(model_file, self._config.part_of(self._model).model)) as vocab:
-                self._channel.send(HEAD, DraftVocab(**asdict(vocab.outline())))
+                self._channel.send(HEAD, DraftVocab(vocab.outline()))
 
         def start(deliver: Callable[[RunNotice], None]) -> StageThread:
             stage = layout.stage_of(rank)

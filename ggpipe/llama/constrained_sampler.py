@@ -32,7 +32,7 @@ _MOST_NAMED = 2048  # tokens that fit, and are asked for by their names
 
 
 class NoTokenFits(Exception):
-    """The grammar wants a text that the vocabulary cannot write, or that the sampler's settings forbid."""
+    """The grammar requires output that the vocabulary cannot spell, or that the sampling settings rule out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class ConstrainedSampler:
 
     @property
     def probs(self) -> tuple[tuple[int, float], ...]:
-        """As of the sampler."""
+        """See `Sampler.logits_request_grows`."""
         return self._own.probs
 
     def accept(self, tokens: Iterable[int]) -> None:
@@ -228,7 +228,7 @@ class ConstrainedSampler:
             self._own.resume((token,))
 
     def check(self, tokens: Iterable[int]) -> None:
-        """Raises NoTokenFits where the text cannot begin with these tokens."""
+        """Advance by these tokens. Raises NoTokenFits if the grammar does not allow them."""
         grammar = self._grammar.clone()
         fits = all(grammar.accept(token) for token in tokens)
         grammar.close()

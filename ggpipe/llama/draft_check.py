@@ -19,7 +19,7 @@ class GrammarDraftCheck:
     place; where that takes long, draft tokens count as fitting."""
 
     def __init__(self, grammar: Grammar) -> None:
-        """`grammar`: stands behind the last accepted token; `accept` is called when it went on."""
+        """`grammar`: its state after the last accepted token. Call `accept` after advancing it."""
         self._root = grammar
         self._behind: dict[tuple[int, ...], Grammar | None] = {}
         """By path; None: it does not fit."""
@@ -27,7 +27,7 @@ class GrammarDraftCheck:
         self._spent_s = 0.0
 
     def fits(self, path: tuple[int, ...], token: int) -> bool:
-        """Whether a token may be behind these draft tokens, which are behind the last accepted one."""
+        """Whether a token may follow these draft tokens, which follow the last accepted token."""
         start = time.monotonic()
         if self._spent_s > _AT_ONCE_S + _SHARE * (start - self._began):
             return True
@@ -45,7 +45,7 @@ class GrammarDraftCheck:
         return found
 
     def accept(self, token: int) -> None:
-        """The text went on with this token: what is not behind it is forgotten."""
+        """Continue after this accepted token, and forget paths that do not begin with it."""
         behind = {}
         for path, grammar in self._behind.items():
             if len(path) > 1 and path[0] == token:

@@ -201,7 +201,7 @@ def _text(data: bytes) -> str:
 
 
 def _value(gguf: int, key: int) -> MetadataValue | None:
-    """None for arrays of texts and of fractions, and for long ones, as those of a vocabulary are."""
+    """None for arrays of strings and floats, and for long arrays such as those of a vocabulary."""
     kind = _kind(gguf, key)
     if kind == _STRING:
         return _text(_string(gguf, key))

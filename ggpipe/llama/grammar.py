@@ -24,7 +24,7 @@ _FEW = 4096
 
 
 class Grammar:
-    """Where a text stands in its grammar."""
+    """The state of a grammar after a part of the output."""
 
     def __init__(self, text: str, vocab: Vocab) -> None:
         """`text`: in GBNF. Raises SettingError where libllama cannot follow it safely."""
@@ -36,7 +36,7 @@ class Grammar:
         self._vocab = vocab
         self._sampler: Any = sampler
         self._behind: int | None = None
-        """A token that fits, behind which it is to go on."""
+        """An allowed token that has not been applied yet."""
         self._one = lib.llama_token_data()
         self._only_one = lib.llama_token_data_array(ctypes.pointer(self._one), 1, -1, False)
 
@@ -99,7 +99,8 @@ class Grammar:
         return np.concatenate(found)
 
     def accept(self, token: int) -> bool:
-        """Go on behind a token; False when it is not allowed, and nothing changes. An end of the text stays there."""
+        """Advance by a token. Returns False, and changes nothing, if it is not allowed. Tokens that end the output
+        do not change the state."""
         if not self.fits(token):  # libllama would end the process
             return False
         lib.llama_sampler_accept(self._sampler, token)

@@ -154,7 +154,7 @@ def joined(stage: native.Stage, group: Group, file: ModelFile, model: ModelConfi
 def together(
     group: Group, columns: Sequence[int], logits_requests: Sequence[LogitsRequest], own: Sequence[RowLogits]
 ) -> list[RowLogits]:
-    """On part 0: the rows' logits, put together from what each part has of them; on other parts nothing.
+    """The rows' logits on part 0, assembled from those of all parts; nothing on other parts.
 
     All parts call it. `columns`: how many tokens each part has, in their order. `logits_requests`: of each row. `own`:
     what this part has of the rows: of its own tokens only, with their ids.
@@ -178,7 +178,7 @@ def together(
 
 
 def _form(logits_request: LogitsRequest, n_tokens: int) -> struct.Struct:
-    """A part's message of a row, of which it has so many tokens: logits, or ids, logits, and the log-sum-exp."""
+    """The layout of a part's message about a row: logits; or ids, logits and the log-sum-exp."""
     n = min(logits_request.n, n_tokens)
     return struct.Struct(f"={n_tokens}f" if logits_request.kind is LogitsKind.FULL else f"={n}i{n}fd")
 
@@ -225,7 +225,7 @@ class Membership:
     """
 
     def __init__(self, part: int, shares: tuple[float, ...], connect: Callable[[], native.GroupSum]) -> None:
-        """`shares`: as of Group. `connect` is called by all parts at the same time, and waits for them."""
+        """`shares`: see `Group`. All parts call `connect` at the same time, and it waits for all of them."""
         self.part = part
         self.is_joining = False
         """It waits for the other parts."""

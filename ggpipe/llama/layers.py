@@ -171,7 +171,7 @@ def load_layers(
 
 
 def apply_loras(model: Any, context: Any, config: ModelConfig) -> None:
-    """Add the settings' adapters to a context of the model. Raises ModelError when one cannot be."""
+    """Add LoRA adapters to a context of the model. Raises ModelError if libllama cannot add one."""
     adapters, scales = [], []
     for path, scale in config.loras:
         adapter = lib.llama_adapter_lora_init(model, os.fsencode(path)) if path.is_file() else None

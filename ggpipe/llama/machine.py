@@ -118,7 +118,7 @@ def lock_memory() -> str | None:
 
 
 def collect_new_objects() -> None:
-    """Have Python's collector leave out all objects that are there now, and look at all later ones each time.
+    """Exclude all current objects from Python's garbage collection, and examine all later ones each time.
 
     Those are few, and some refer to themselves: trees of draft tokens, pointers of ctypes. With the usual thresholds
     these would stay for thousands of requests, and scatter over memory what stays longer.

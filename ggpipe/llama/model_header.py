@@ -53,7 +53,7 @@ class ModelHeader:
         return max(self.per_layer(key, default))
 
     def per_layer(self, key: str, default: int) -> tuple[int, ...]:
-        """A setting that may be one for all layers, or one for each."""
+        """A setting with one value for all layers, or one value per layer."""
         value = self._metadata.get(f"{self._prefix}.{key}")
         if isinstance(value, tuple) and len(value) >= self.n_layer:
             return value[: self.n_layer]
@@ -67,11 +67,11 @@ class ModelHeader:
 
     @property
     def is_causal(self) -> bool:
-        """No token depends on those behind it. (Libllama knows more such models, which it calls diffusion models.)"""
+        """Whether no token depends on later ones. (libllama knows more exceptions, which it calls diffusion models.)"""
         return self._prefix not in _NOT_CAUSAL and self._metadata.get(f"{self._prefix}.attention.causal") is not False
 
     def check_embedding(self, n_tokens: int, pooling: Pooling) -> None:
-        """Raises UsageError for embeddings that cannot be had of so many tokens."""
+        """Raises UsageError if the model cannot make embeddings of this many tokens."""
         if pooling == "none" and n_tokens * self.width > _MOST_NUMBERS:
             raise UsageError(
                 f"{n_tokens} vectors are too many for an answer: give {_MOST_NUMBERS // self.width} tokens at "

@@ -1,4 +1,4 @@
-"""llama.cpp's sampler chain, fed with what the last rank sends instead of whole rows of logits."""
+"""llama.cpp's sampler chain, which gets the logits that the last rank sends instead of whole rows."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MIROSTAT_M = 100  # as llama.cpp: tokens from which version 1 estimates how pro
 
 
 class Sampler:
-    """Draws one request's tokens as llama.cpp's `common_sampler` does."""
+    """Samples one request's tokens as llama.cpp's `common_sampler` does."""
 
     def __init__(self, config: SamplingConfig, vocab: Vocab, n_ctx: int) -> None:
-        """Raises UsageError for a bias of a token that the model does not have."""
+        """Make the chain. Raises SettingError for a bias of a token that the model does not have."""
         self._config = config
         self._n_vocab = vocab.n_tokens
         self._biases: dict[int, float] = {}
@@ -43,7 +43,7 @@ class Sampler:
         never = {token for token, bias in self._biases.items() if bias == -math.inf}
         never.update(vocab.suppressed_tokens, vocab.end_tokens if config.ignore_eos else ())
         self.banned = tuple(sorted(never))
-        """Tokens that are never drawn."""
+        """Tokens that are never sampled."""
         self._biases = {
             token: max(min(bias, _MOST_BIAS), -_MOST_BIAS)
             for token, bias in self._biases.items()
@@ -51,7 +51,7 @@ class Sampler:
         }
         self._raised = tuple(token for token, bias in self._biases.items() if bias > 0)
         self.probs: tuple[tuple[int, float], ...] = ()
-        """The sampled token with its log-probability, and the best ones with theirs, where the config asks for them."""
+        """(token, log-probability) of the sampled token, then of the most likely ones; empty without `n_probs`."""
         self._shows_model = config.n_probs > 0 and not config.post_sampling_probs
         self._budget: ReasoningBudget | None = None
         if self._shows_model:  # it bans nothing, so the last rank does not either
@@ -70,10 +70,10 @@ class Sampler:
                 lib.llama_sampler_chain_add(self._chain, sampler)
 
     def logits_request(self) -> LogitsRequest:
-        """What drawing the next token takes.
+        """The logits that sampling the next token needs.
 
-        The best k are still among the best k + (tokens that penalties and biases may lower) and those that biases
-        raise.
+        The k best tokens after penalties and biases are among the best k + (number of tokens that these may lower)
+        before them, and the tokens that biases raise.
         """
         return self._logits_request or self._wanted()
 
@@ -90,11 +90,11 @@ class Sampler:
 
     @property
     def logits_request_grows(self) -> bool:
-        """`logits_request` takes one more of the best logits for each further token of the text, at most."""
+        """Whether `logits_request` may need one more of the best logits with each further token of the output."""
         return bool(self._window.maxlen)
 
     def sample(self, row: RowLogits, of_model: RowLogits | None = None) -> int:
-        """Draw from a row that was asked for by `logits_request`. `of_model`: the row before tokens were left out."""
+        """Sample from the row that `logits_request` asked for. `of_model`: the row before a grammar removed tokens."""
         token = self._sample(row)
         if self._shows_model:
             self.probs = _model_probs(of_model or row, token, self._config.n_probs)
@@ -134,7 +134,7 @@ class Sampler:
         return logits
 
     def begin(self, prompt: Iterable[int], vocab: Vocab) -> None:
-        """The tokens of the prompt: penalties look back on them. The text follows."""
+        """Start an output after this prompt, whose tokens count for penalties."""
         self.accept(prompt)
         if (marks := self._config.reasoning_marks) is None or self._config.reasoning_budget < 0:
             return
@@ -150,15 +150,15 @@ class Sampler:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The next tokens, where they are not drawn: the end of a reasoning whose budget is used up."""
+        """The next tokens if they are forced: the end of a reasoning whose budget is spent. Otherwise empty."""
         return self._budget.written if self._budget is not None else ()
 
     def write_nothing(self) -> None:
-        """Have the next token drawn all the same: the end of the reasoning does not fit there."""
+        """Stop forcing tokens, because a grammar does not allow the end of the reasoning."""
         self._budget = None
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Drawn tokens: penalties look back on them."""
+        """Add tokens to those that penalties apply to."""
         for token in tokens:
             if self._budget is not None:
                 self._budget.accept(token)
@@ -167,24 +167,24 @@ class Sampler:
                 lib.llama_sampler_accept(self._chain, token)
 
     def resume(self, tokens: Iterable[int]) -> None:
-        """Tokens that another process drew with the same seed: go on as if they were drawn here.
+        """Continue after tokens that another process sampled with the same seed, as if they had been sampled here.
 
-        What this chain remembers follows from the tokens and the number of draws. Each draw takes one random number,
-        whatever the logits are. Samplers that remember more (`SamplingConfig.remembers_rows`) need `replay`.
+        The chain's state depends only on the tokens and on the number of draws, since each draw takes one random number
+        regardless of the logits. Samplers that remember logits (`SamplingConfig.remembers_rows`) need `replay`.
         """
         for token in tokens:
             self.skip(token)
             self.accept((token,))
 
     def skip(self, token: int) -> None:
-        """This token was drawn by another process."""
+        """Take the random number with which another process sampled this token."""
         if self._chain is not None:
             candidate = lib.llama_token_data(token, 0.0, 0.0)
             array = lib.llama_token_data_array(ctypes.pointer(candidate), 1, -1, False)
             lib.llama_sampler_apply(self._draw, ctypes.byref(array))
 
     def replay_logits_request(self, n: int) -> LogitsRequest:
-        """What replaying the rows of `n` tokens takes, and drawing the next one."""
+        """The logits that replaying `n` tokens and sampling the next one need."""
         logits_request = self.logits_request()
         return (
             replace(logits_request, n=logits_request.n + n)
@@ -193,7 +193,7 @@ class Sampler:
         )
 
     def replay(self, row: RowLogits, token: int, _: bool = False) -> None:
-        """As `resume`, for one token and the row that it was drawn from."""
+        """Continue after one token that another process sampled from this row."""
         self._sample(row)
         self.accept((token,))
 
@@ -207,7 +207,7 @@ class Sampler:
 def _alone(
     token: int, ids: tuple[int, ...] | None, logits: NDArray[np.float32]
 ) -> tuple[tuple[int, ...] | None, NDArray[np.float32]]:
-    """A row of as many tokens, with this one as the only one that can be drawn."""
+    """The row with this token as the only one that can be sampled."""
     if ids is not None and token not in ids:
         ids = (*ids[:-1], token)
     found = np.full_like(logits, -np.inf)
@@ -216,7 +216,7 @@ def _alone(
 
 
 def _model_probs(row: RowLogits, token: int, n: int) -> tuple[tuple[int, float], ...]:
-    """The log-probabilities of a token and of the `n` best, before anything changes them."""
+    """(token, log-probability) of a token, then of the `n` most likely ones, before samplers change them."""
     if row.ids is not None:
         found = [(id, logit - row.log_sum_exp) for id, logit in zip(row.ids, row.logits, strict=True)]
         return next(pair for pair in found if pair[0] == token), *found[:n]
@@ -228,14 +228,14 @@ def _model_probs(row: RowLogits, token: int, n: int) -> tuple[tuple[int, float],
 
 
 def _draws_probs(candidates: NDArray[Any], selected: int, n: int) -> tuple[tuple[int, float], ...]:
-    """The log-probabilities of the token that was drawn, and of the `n` best among those that could be."""
+    """(token, log-probability) of the sampled token, then of the `n` most likely candidates."""
     best = np.argsort(-candidates["p"], kind="stable")[:n]
     pairs = ((int(candidates["id"][i]), float(candidates["p"][i])) for i in (selected, *best))
     return tuple((id, math.log(p)) for id, p in pairs if p > 0)
 
 
 def _filters(config: SamplingConfig, vocab: Vocab, windows: Mapping[str, int], seed: int) -> Iterator[Any]:
-    """The samplers in front of the draw, as `common_sampler_init` has them."""
+    """The samplers before the one that selects a token, as in `common_sampler_init`."""
     if config.mirostat:
         yield lib.llama_sampler_init_temp(config.temp)
     for name in config.active_samplers:
@@ -278,7 +278,7 @@ def _filters(config: SamplingConfig, vocab: Vocab, windows: Mapping[str, int], s
 
 
 def _drawing(config: SamplingConfig, vocab: Vocab, seed: int) -> Any:
-    """The sampler that draws, at the end of the chain."""
+    """The last sampler of the chain, which selects a token."""
     match config.mirostat:
         case 1:
             tau, eta = config.mirostat_tau, config.mirostat_eta

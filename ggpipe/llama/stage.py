@@ -1,4 +1,4 @@
-"""A stage: layers [first, last) of a model, on this machine, as one rank of a pipeline computes them."""
+"""A stage: layers [first, last) of a model, which one rank of a pipeline computes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from ggpipe.llama.params import LlamaBatch, best_of, context_params, hidden_stat
 _FRAME = struct.Struct("<QQ")  # native/wire.cpp: bytes of the name, bytes of data
 _N_NOISES = 256
 _STATE_TOKENS = 128
-"""Of a state in a prompt cache, at most: large models have MBs for each."""
+"""Maximum number of tokens per state in a prompt cache. Large models have megabytes per token."""
 _NO_RUN = 0  # an id that no run has
 _CELLS_OF_BRANCH = 8
-"""Cells of a context for each sequence id of a branch: in a short one, branches without cells are useless."""
+"""Cells of the context per sequence id of a branch, so that a short context has no ids without cells."""
 
 _COPIES_ALL_LAYERS = ("deepseek4",)
-"""Architectures whose states libllama copies for all layers, also for those that other ranks hold."""
+"""Architectures whose states libllama copies for all layers, including those of other ranks."""
 _DIFFER_IN_COMPANY = ("qwen4exp", "minimax-01")
-"""Architectures whose exact rows depend on others for more than the order of KV cells, as was tried."""
+"""Architectures whose exact rows were found to depend on other sequences by more than the order of KV cells."""
 
 
 @dataclass(frozen=True)
 class BoundaryTensors:
-    """What a dry run found to cross a stage's borders: tensor names, with how often each crosses."""
+    """Tensors that enter and leave a stage, as found by a dry run: names, with how often each occurs."""
 
     wanted: Counter[str]
     produced: Counter[str]
@@ -49,13 +49,13 @@ class BoundaryTensors:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: bytes for the next rank, or, on the last one, what its rows asked for."""
+    """The result of a run: bytes for the next rank or, on the last one, the logits that its rows requested."""
 
     outgoing: bytearray
-    """`headroom` bytes for the caller, then what crosses to the next rank."""
+    """`headroom` bytes for the caller, then the tensors for the next rank."""
     rows: tuple[RowLogits, ...]
     compute_s: float
-    """In `llama_decode`."""
+    """Time in `llama_decode`."""
     cancelled: bool
 
 
@@ -101,9 +101,9 @@ class Stage:
         self._context: Any = None
         self._noises: Any = None
         self._kinds: Set[LogitsKind] = frozenset()
-        """What rows of the last run asked for."""
+        """The logits that rows of the last run requested."""
         self._gathered: dict[int, RowLogits] = {}
-        """Whole rows that a group put together of the last run, by the row's number."""
+        """Whole rows of the last run that the group assembled, by number of the row."""
         self._native = native.Stage(
             first=self.is_first, repack=model.repack, exact=context.exact, fast_attention=context.fast_attention,
             touch_cells=warmup and model.numa is None,
@@ -165,7 +165,7 @@ class Stage:
         self._batch = LlamaBatch(self.n_ubatch, n_own, self._pins)
 
     def _dry_run(self) -> BoundaryTensors:
-        """Decode one token of nothing: warms the stage up, and shows whether the cut is sound."""
+        """Decode one token from zeros, to warm the stage up and to check the division into stages."""
         token = max(int(lib.llama_vocab_bos(lib.llama_model_get_vocab(self._model))), 0)
         self._batch.fill((Row(token=token, pos=0, seqs=(0,), request=0, logits_request=0),), self.is_last)
         self._native.n_threads = self._threads[0]
@@ -186,7 +186,7 @@ class Stage:
         return BoundaryTensors(Counter(self._native.wanted), Counter(self._native.produced))
 
     def _check_group(self) -> None:
-        """Raises RunError when the group could not compute the last run."""
+        """Raises RunError if the group could not compute the last run."""
         if self._native.lost:
             raise RunError("another rank of this group is lost")
         if self._native.unsummable:
@@ -195,7 +195,7 @@ class Stage:
             )
 
     def apply(self, ops: tuple[KvOp, ...]) -> None:
-        """Apply KV operations, in order. Raises RunError where the model's memory cannot roll back."""
+        """Apply KV operations, in order. Raises RunError if the model's memory cannot roll back."""
         for op in ops:
             match op.kind:
                 case KvKind.RM:
@@ -251,15 +251,15 @@ class Stage:
         return Outcome(outgoing, self._extract(run) if self.is_last else (), compute_s, False)
 
     def _want_hidden(self, kinds: Set[LogitsKind]) -> None:
-        """Have the last hidden states of the next run kept where they are wanted, and nothing behind them computed if
-        nothing else is."""
+        """Keep the last hidden states of the next run if rows request them. If they request nothing else, the graph
+        ends there."""
         self._kinds = kinds
         self._native.want_hidden(
             self._width if LogitsKind.HIDDEN in kinds else 0, skips_logits=kinds == {LogitsKind.HIDDEN}
         )
 
     def _noise(self, run: Run) -> bytes:
-        """What could come in for a run: numbers that differ from row to row, so that the rows' experts do too.
+        """Plausible input for a run: values that differ from row to row, so that rows use different experts.
 
         As large as a layer's output for each row; where something else crosses the border, it is taken for zeros.
         """
@@ -277,22 +277,22 @@ class Stage:
 
     @property
     def rolls_back(self) -> bool:
-        """The model's memory can forget the end of a sequence; recurrent and hybrid models' cannot."""
+        """Whether the model's memory can remove the end of a sequence, unlike that of recurrent and hybrid models."""
         return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
 
     @property
     def partial_prefixes(self) -> bool:
-        """Any part of a sequence, from its first token on, can be copied and continued; else only a whole one."""
+        """Whether any prefix of a sequence can be copied and continued. Otherwise only a whole sequence can."""
         return self.rolls_back
 
     @property
     def _most_states(self) -> int:
-        """Sequences beside those of requests, where each has a state of its own. The same for all stages."""
+        """Maximum number of sequences, in addition to requests, if each has a state. It is the same for all stages."""
         return 0 if self._file.architecture in _COPIES_ALL_LAYERS else ModelHeader(self._file).most_states
 
     @property
     def state_tokens(self) -> int | None:
-        """How many tokens a state has, at most; None where only a whole sequence has one.
+        """Maximum number of tokens in a state; None: only a whole sequence has a state.
 
         libllama leaves out what a sliding window hides at the end of the state: this many tokens see each other.
         """
@@ -303,7 +303,7 @@ class Stage:
         return min(1 << (most.bit_length() - 1), _STATE_TOKENS)
 
     def state(self, seq: int, first: int, end: int) -> NDArray[np.uint8]:
-        """What libllama has computed of tokens [first, end) of a sequence, in the order of its KV cells.
+        """libllama's state of tokens [first, end) of a sequence, in the order of its KV cells.
 
         Layers of other ranks are zeros in it. Raises RunError when libllama cannot write it.
         """
@@ -321,7 +321,7 @@ class Stage:
         return state
 
     def put_state(self, state: NDArray[np.uint8], seq: int) -> None:
-        """Add what `state` gave to a sequence, behind its tokens. Raises RunError when libllama cannot read it."""
+        """Append the result of `state` to a sequence. Raises RunError if libllama cannot read it."""
         target = self._spare if self.partial_prefixes else seq
         logged_errors()
         if int(lib.llama_state_seq_set_data(self._context, _bytes_of(state), state.size, target)) != state.size:
@@ -332,15 +332,15 @@ class Stage:
             lib.llama_memory_seq_rm(self._memory, target, -1, -1)
 
     def cancel(self, run_id: int) -> None:
-        """Stop the run with this id if it is being computed, and can be stopped. From any thread."""
+        """Stop the run with this id if it is being computed and can be stopped. Thread-safe."""
         self._native.cancel(run_id)
 
     def _may_abort(self, run: Run) -> bool:
-        """With several sequences in a run, libllama moves other sequences' states as well, at any time in the graph."""
+        """Whether a run may be stopped. With several sequences in it, libllama moves states anywhere in the graph."""
         return self.rolls_back or len({row.seqs for row in run.rows}) == 1
 
     def _forget(self, run: Run) -> None:
-        """After an abort libllama has freed the rows' cells for their first sequence ids only."""
+        """Free the cells of a stopped run. libllama frees them only for the first sequence id of each row."""
         first: dict[int, int] = {}
         for row in run.rows:
             for seq in row.seqs:
@@ -350,7 +350,8 @@ class Stage:
                 lib.llama_memory_seq_rm(self._memory, id, pos, -1)
 
     def _extract(self, run: Run) -> tuple[RowLogits, ...]:
-        """What the run's rows ask for. In a group, each part looks at its own columns, and part 0 gets the result."""
+        """The logits that the run's rows request. In a group, each part selects among its columns, and part 0 gets the
+        result."""
         columns = self._native.columns if self.group else [self._n_vocab]
         first = sum(columns[: self.group.part]) if self.group else 0
         n_own = columns[self.group.part] if self.group else self._n_vocab
@@ -389,7 +390,7 @@ class Stage:
         return tuple(sorted([*found, *hidden], key=lambda row: row.row) if hidden else found)
 
     def kept(self, run: Run) -> dict[int, RowLogits]:
-        """The whole rows of the run that was decoded last, of those that are to be kept, by their numbers in it."""
+        """The whole rows of the last run that are to be kept, by number of the row."""
         logits_requests = {
             i: run.logits_requests[row.logits_request] for i, row in enumerate(run.rows) if row.logits_request >= 0
         }
@@ -399,7 +400,7 @@ class Stage:
         return {i: whole_row(i, self._logits(i), logits_request) for i, logits_request in kept.items()}
 
     def _logits(self, row: int) -> NDArray[np.float32]:
-        """Of the last run's row, until the next one is decoded."""
+        """The logits of a row of the last run, of shape (n_vocab,). Valid until the next run is decoded."""
         return np.ctypeslib.as_array(lib.llama_get_logits_ith(self._context, row), (self._n_vocab,))
 
     def close(self) -> None:

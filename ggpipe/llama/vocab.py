@@ -9,12 +9,11 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import MODEL_KEYS, SamplingConfig
-from ggpipe.core.draft_messages import Vocabularies
+from ggpipe.core.draft_messages import VocabOutline, Vocabularies
 from ggpipe.errors import ModelError, Setting, UsageError
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, logged_errors, start
@@ -27,29 +26,11 @@ _BEYOND_UNICODE = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-
 _FIRST_COMPARED = 5  # as llama.cpp: the first ones are named differently by converters
 
 
-@dataclass(frozen=True, kw_only=True)
-class VocabOutline:
-    """What vocabularies are compared by."""
-
-    kind: int
-    """libllama's number of the tokenizer's kind."""
-    added_bos: int | None
-    """The token that tokenizing adds before a text; None where it adds none."""
-    added_eos: int | None
-    """The token that tokenizing adds behind a text; None where it adds none."""
-    eos: int
-    """The token that ends a text; below 0 where there is none."""
-    checksums: tuple[int, ...]
-    """Of the text of each token."""
-    rolls_back: bool
-    """As `Vocab.rolls_back`."""
-
-
 class Vocab:
-    """The vocabulary alone: no weights are read. Safe to use from several threads."""
+    """A model's vocabulary, loaded without weights. Thread-safe."""
 
     def __init__(self, model_file: ModelFile, config: ModelConfig) -> None:
-        """Raises ModelError when libllama cannot read the vocabulary."""
+        """Load the vocabulary. Raises ModelError if libllama cannot read it."""
         start(config.numa)
         keep: list[object] = []
         params = model_params(config, keep)
@@ -66,11 +47,11 @@ class Vocab:
             raise ModelError(f"{model_file.paths[0]} has no vocabulary: it cannot continue text")
         self.n_tokens = int(lib.llama_vocab_n_tokens(self.pointer))
         self.end_tokens = tuple(t for t in range(self.n_tokens) if lib.llama_vocab_is_eog(self.pointer, t))
-        """Tokens that end a text."""
+        """Tokens that end generation."""
         n = ctypes.c_int32()
         suppressed = lib.llama_vocab_get_suppress_tokens(self.pointer, ctypes.byref(n))
         self.suppressed_tokens = tuple(int(suppressed[i]) for i in range(n.value))
-        """Tokens that the model's file says must never be drawn."""
+        """Tokens that must never be sampled, according to the model's metadata."""
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """A prompt's tokens, as llama.cpp makes them: BOS as the model wants it, special tokens parsed.
@@ -80,8 +61,8 @@ class Vocab:
         return self._tokens(text, whole=True)
 
     def tokenize_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
-        """As `tokenize`, for a text in pieces. Where True is beside a piece, nothing in it is a special token. A BOS
-        that the text brings along is not added again."""
+        """Tokenize a prompt given as pieces (text, is_literal). A literal piece contains no special tokens. BOS is not
+        added if the prompt begins with it. Raises UsageError as `tokenize` does."""
         bos = lib.llama_vocab_bos(self.pointer) if lib.llama_vocab_get_add_bos(self.pointer) else -1
         if not any(is_literal for _, is_literal in pieces):
             text = "".join(text for text, _ in pieces)
@@ -110,7 +91,7 @@ class Vocab:
         return tuple(tokens)
 
     def marks(self, text: str) -> tuple[int, ...]:
-        """The tokens of a part of a text, special ones parsed. Raises UsageError as `tokenize`."""
+        """The tokens of a part of a prompt, with special tokens parsed. Raises UsageError as `tokenize` does."""
         return self._tokens(text, whole=False, parses=True)
 
     def _tokens(self, text: str, whole: bool, parses: bool | None = None) -> tuple[int, ...]:
@@ -130,7 +111,7 @@ class Vocab:
             size = -n
 
     def pieces(self) -> list[bytes]:
-        """The texts of all tokens, those of special ones included. Half a second for 150,000 of them."""
+        """The text of every token as bytes, including special tokens. Takes half a second for 150,000 tokens."""
         size = 256
         buffer = ctypes.create_string_buffer(size)
         found = []
@@ -140,7 +121,7 @@ class Vocab:
         return found
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """A token's text, which may be part of a UTF-8 character; special tokens have none, but with `special`."""
+        """A token's text, which may be part of a UTF-8 character. `special`: return the text of special tokens too."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -150,23 +131,23 @@ class Vocab:
             size = -n
 
     def text(self, token: int) -> str:
-        """What a token is called, special ones too; nothing for a number that no token has."""
+        """The name of a token, including special tokens; empty for an id that does not exist."""
         if not 0 <= token < self.n_tokens:
             return ""
         return (lib.llama_vocab_get_text(self.pointer, token) or b"").decode("utf-8", "replace")
 
     @property
     def bos_text(self) -> str:
-        """The text of the token that begins a text; nothing where there is none."""
+        """The name of the beginning-of-sequence token; empty if there is none."""
         return self.text(lib.llama_vocab_bos(self.pointer))
 
     @property
     def eos_text(self) -> str:
-        """The text of the token that ends a text; nothing where there is none."""
+        """The name of the end-of-sequence token; empty if there is none."""
         return self.text(lib.llama_vocab_eos(self.pointer))
 
     def sampling(self) -> SamplingConfig:
-        """llama.cpp's settings, or those that the model's file recommends."""
+        """The model's recommended sampling settings, with llama.cpp's defaults for the others."""
         found: dict[str, str] = {}
         for key in MODEL_KEYS:
             value = ctypes.create_string_buffer(512)
@@ -175,19 +156,19 @@ class Vocab:
         return SamplingConfig.of_model(found)
 
     def template(self, name: str | None = None) -> str | None:
-        """The chat template of the model's file: the usual one, or the one of this name (`tool_use`)."""
+        """The model's default chat template, or the one with this name (`tool_use`); None if there is none."""
         found = lib.llama_model_chat_template(self._model, name.encode() if name is not None else None)
         return found.decode("utf-8", "replace") if found else None
 
     @property
     def special_texts(self) -> Sequence[str]:
-        """Texts of the tokens that only templates write, the longest first."""
+        """Names of the tokens that only templates may write, the longest first."""
         return tuple(self.special_tokens)
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Tokens that only templates write, and that have no text when they are generated, by their names; the longest
-        first."""
+        """Ids of the tokens that only templates may write, and that have no text when generated, by name. The longest
+        names come first."""
         special = _CONTROL | _UNKNOWN
         tokens = [token for token in range(self.n_tokens) if self._attributes(token) & special and self.text(token)]
         return {self.text(token): token for token in sorted(tokens, key=lambda token: -len(self.text(token)))}
@@ -197,11 +178,11 @@ class Vocab:
 
     @property
     def rolls_back(self) -> bool:
-        """The model's memory can forget the end of a sequence; recurrent and hybrid models' cannot."""
+        """Whether the model's memory can remove the end of a sequence, unlike that of recurrent and hybrid models."""
         return not (lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model))
 
     def outline(self) -> VocabOutline:
-        """What this vocabulary is compared with another one by."""
+        """The properties by which this vocabulary is compared with another one."""
         vocab = self.pointer
         adds_bos, adds_eos = lib.llama_vocab_get_add_bos(vocab), lib.llama_vocab_get_add_eos(vocab)
         return VocabOutline(
@@ -255,8 +236,8 @@ def _added(token: int | None) -> str:
 
 
 class TextDecoder:
-    """Turns tokens into text as they come, up to a stop string. What may be the beginning of one waits, and so does a
-    character that is cut by a token border."""
+    """Turns tokens into text as they arrive, up to a stop string. A possible beginning of a stop string is held back,
+    and so is an incomplete character."""
 
     def __init__(self, vocab: Vocab, stops: Sequence[str] = ()) -> None:
         self._vocab = vocab
@@ -264,10 +245,10 @@ class TextDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._waiting = ""
         self.is_stopped = False
-        """The text has come to a stop string, and ends in front of it."""
+        """A stop string was found. The output ends before it."""
 
     def push(self, token: int) -> str:
-        """The text that can be shown now."""
+        """Add a token. Returns the text that is certain by now."""
         text = self._waiting + self._utf8.decode(self._vocab.piece(token))
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -278,10 +259,10 @@ class TextDecoder:
         return text[: len(text) - n]
 
     def finish(self) -> str:
-        """What is left when the text ends: of a character that is cut, a replacement character."""
+        """The text that was held back, at the end of the output. An incomplete character becomes U+FFFD."""
         return "" if self.is_stopped else self._waiting + self._utf8.decode(b"", final=True)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the beginning of a stop string."""
+    """How many characters at the end of `text` are the beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""An automatic split: ranks measure themselves, the head plans for exactly these and sends the others their layers."""
+"""Automatic splits: the ranks measure themselves, and the head plans a split for exactly these ranks."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ Channel = ControlChannel[None]
 def settle(
     transport: Transport, attend: Callable[[], None], config: EngineConfig, say: Callable[[str | Wording], None]
 ) -> EngineConfig:
-    """The config with a split for exactly these ranks. All ranks call it, each gets the same one; on the head `say`
-    gets a line for the user.
+    """Plan a split for exactly these ranks. All ranks call this, and get the same config. On the head, `say` gets a
+    line for the user.
 
-    Raises on the head what any rank failed with, UsageError when the model does not fit, and RankError on the others.
+    Raises on the head the error of any rank, or UsageError if the model does not fit; RankError on the other ranks.
     """
     channel: Channel = ControlChannel(transport, attend)
     with channel.failing_together():
@@ -70,8 +70,8 @@ def settle(
 
 
 def ranks_here(config: EngineConfig) -> int:
-    """How many ranks are best on this machine alone: one for each socket, where these can be a group, and one more for
-    a draft; else one, or one more for the draft."""
+    """The best number of ranks on this machine: one per socket if they can form a group, otherwise one; and another for
+    the draft if that is faster."""
     n_sockets = sockets.free_sockets(os.sched_getaffinity(0), sockets.SYSFS)
     may_group = n_sockets > 1 and config.model.numa is None and _may_group(config)
     if may_group and most_parts(ModelFile.open(config.model.path)) >= n_sockets:
@@ -83,7 +83,7 @@ def ranks_here(config: EngineConfig) -> int:
 
 
 def _follow(channel: Channel, config: EngineConfig) -> UseSplit:
-    """The part of all ranks but the head: the split that the head chose."""
+    """Wait for the split that the head chose (called on every rank except the head)."""
     channel.send(HEAD, _facts(channel.transport, config))
     order = channel.receive().message
     if isinstance(order, StartProfile):
@@ -95,7 +95,7 @@ def _follow(channel: Channel, config: EngineConfig) -> UseSplit:
 
 
 def _measured(channel: Channel, config: EngineConfig) -> Profile:
-    """How fast all ranks are: known from before, or measured now. Their available memory is what it is now."""
+    """The profile of all ranks, from the cache or measured now, with the memory that is available now."""
     transport = channel.transport
     facts = [_facts(transport, config), *channel.gather(RankFacts, range(1, transport.size)).values()]
     lasting = [msgspec.structs.asdict(msgspec.structs.replace(own, memory_bytes=0)) for own in facts]
@@ -110,7 +110,7 @@ def _measured(channel: Channel, config: EngineConfig) -> Profile:
 
 
 def _profile(channel: Channel, config: EngineConfig) -> Profile:
-    """The head's part of measuring. A model that cannot be cut is measured whole, on one rank."""
+    """Measure all ranks, on the head. A model that cannot be divided is measured whole, on one rank."""
 
     def measure(layers: tuple[int, int] | None) -> Profile:
         profile = profile_ranks(channel.transport, config, layers, _BUDGET_S, channel.attend)
@@ -122,7 +122,7 @@ def _profile(channel: Channel, config: EngineConfig) -> Profile:
         model_file = ModelFile.open(config.model.path)
         if channel.transport.size > 1:
             raise IndivisibleModelError(
-                f"'{model_file.architecture}' models cannot be cut between ranks; run it on one rank (without ",
+                f"'{model_file.architecture}' models cannot be divided between ranks; run it on one rank (without ",
                 Setting("layer_split"),
                 ")",
             ) from e
@@ -130,7 +130,7 @@ def _profile(channel: Channel, config: EngineConfig) -> Profile:
 
 
 def _facts(transport: Transport, config: EngineConfig) -> RankFacts:
-    """This rank's facts. Raises ModelError for a model that cannot be read."""
+    """The facts about this rank. Raises ModelError for a model that cannot be read."""
     draft = next(iter(config.drafts), None)
     return RankFacts(
         host=transport.host,
@@ -191,7 +191,7 @@ def _plan(
 
 
 def _may_group(config: EngineConfig) -> bool:
-    """The settings allow groups: `EngineConfig` refuses them otherwise."""
+    """Whether the settings allow groups, which `EngineConfig` rejects otherwise."""
     context = config.context
     return not (context.exact or context.flash_attn == "off" or config.model.loras)
 
@@ -209,7 +209,7 @@ def _with_split(config: EngineConfig, split: UseSplit) -> EngineConfig:
 
 
 def _with_threads(config: EngineConfig, plan: Plan) -> EngineConfig:
-    """On one rank, the threads of the plan where the user names none: target and draft divide the cores."""
+    """The config with the plan's threads where the user named none. On one rank, target and draft divide the cores."""
     pipeline, drafts, draft_threads = config.pipeline, config.drafts, plan.placement.draft_threads
     if pipeline.threads == (-1,):
         pipeline = replace(pipeline, threads=plan.placement.threads[:1])
@@ -219,7 +219,7 @@ def _with_threads(config: EngineConfig, plan: Plan) -> EngineConfig:
 
 
 def _chosen(plan: Plan) -> str:
-    """One line for the user."""
+    """A line for the user about the plan."""
     placement = plan.placement
     assert placement.layout is not None
     text = text_of(placement.layer_splits)
@@ -235,7 +235,7 @@ def _chosen(plan: Plan) -> str:
 
 
 def _reason(plan: Plan) -> str:
-    """Why there are groups."""
+    """Why the plan has groups; empty if it has none."""
     if plan.alternative is None or not plan.placement.has_groups:
         return ""
     speed, slower = plan.best.tokens_per_s, plan.alternative[1].tokens_per_s

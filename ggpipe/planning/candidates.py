@@ -1,4 +1,4 @@
-"""Arrangements with splits that memory allows, and their estimated speed; or one line on what does not fit."""
+"""Arrangements with splits that fit into memory, and their estimated speed; or a message about what does not fit."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ _DRAFT_PARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What a plan must keep to: the context, and the ranks."""
+    """What a plan must comply with."""
 
     n_ctx: int
     n_ubatch: int
     n_ranks: int | None = None
-    """Number of ranks; None: as many as are best."""
+    """Number of ranks; None: the best number."""
     in_order: bool = False
-    """The ranks exist and keep their order; the last one may be for the draft."""
+    """The ranks already exist and keep their order; the last one may be for the draft."""
     threads: int | None = None
-    """Threads of each rank; None: a part of its machine's cores."""
+    """Threads of each rank; None: its share of the machine's cores."""
     draft_threads: int | None = None
+    """Threads of the draft; None: chosen by the planner."""
     must_draft: bool = False
-    """Only plans with a draft count."""
+    """Consider only plans with a draft."""
     groups: bool = True
-    """Several ranks may compute a stage together, where the model allows it."""
+    """Groups may compute a stage, if the model supports them."""
     halves: bool = False
-    """The machines of a group may send each other sums as 16-bit floats, where that pays."""
+    """Groups on several machines may send sums as 16-bit floats, if that pays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A candidate's speed from its stages' times alone."""
+    """A candidate's speed by formula, from the times of its stages."""
 
     candidate: Candidate
     slowest_s: tuple[float, ...]
-    """Time of the slowest stage, for runs of each of `ROWS` rows."""
+    """Time of the slowest stage, for each number of rows in `ROWS`."""
     all_s: tuple[float, ...]
-    """Time of all stages and of the messages between them, for runs of each of `ROWS` rows."""
+    """Time of all stages and of the messages between them, for each number of rows in `ROWS`."""
     draft_s: float
     """Time of the draft for one token; 0: there is no draft."""
 
     def token_s(self, mode: Mode, agreement: float, users: int = 1) -> float:
-        """About how long a token takes; of several users' tokens together.
+        """Estimated seconds per token, of all users together.
 
-        Users ride in runs of some rows each. A round takes all runs' time in the slowest stage, or a run's in all
-        stages. Draft tokens fill the pipeline, and no more.
+        Each run has rows of several users. A round takes as long as all runs in the slowest stage, or as one run in all
+        stages. Draft tokens only fill the pipeline.
         """
         token_s = self._token_s(mode, agreement)
         if users == 1:
@@ -74,10 +75,10 @@ class Estimate:
         return min(max(-(-users // n) * slowest_s, all_s) / users for n, slowest_s, all_s in both if n <= users)
 
     def _token_s(self, mode: Mode, agreement: float) -> float:
-        """About how long a token takes, with the best number of draft tokens in a run.
+        """Estimated seconds per token of one user, with the best number of draft tokens in a run.
 
-        In a chain of draft tokens, each accepted with probability a, a / (1 - a) are accepted before the first rejected
-        one, in a / (1 - a^n) runs of n; then a run goes through all stages, and the draft begins anew.
+        If each draft token is accepted with probability a, then a / (1 - a) are accepted before the first rejection, in
+        a / (1 - a^n) runs of n. After that, a run passes through all stages, and the draft starts again.
         """
         if mode == "iterative" or not self.candidate.arrangement.drafts:
             return self.all_s[0]
@@ -90,7 +91,7 @@ class Estimate:
 
 
 class CandidateSearch:
-    """Finds the candidates for one cluster and its models."""
+    """Finds candidates for one cluster and its models."""
 
     def __init__(
         self, spec: ClusterSpec, target: ModelShape, draft: ModelShape | None, constraints: Constraints
@@ -102,7 +103,7 @@ class CandidateSearch:
         self._tables = StageTables(spec, target, constraints.n_ctx, constraints.n_ubatch)
 
     def all(self) -> list[Estimate]:
-        """Raises UsageError when nothing fits."""
+        """The estimates of all candidates. Raises UsageError if none fits into memory."""
         constraints = self._constraints
         speeds = [self._tables.speed(node, spec.cores) for node, spec in enumerate(self._spec.nodes)]
         possible = arrangements(
@@ -125,7 +126,7 @@ class CandidateSearch:
         return found
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
-        """The estimate of another split; None when it does not fit."""
+        """The estimate of a candidate; None if it does not fit into memory."""
         if not self.fits(candidate):
             return None
         arrangement, end = candidate.arrangement, 0
@@ -144,7 +145,7 @@ class CandidateSearch:
         )
 
     def fits(self, candidate: Candidate) -> bool:
-        """Every machine can hold its ranks."""
+        """Whether every machine has enough memory for its ranks."""
         needed = [0.0] * len(self._spec.nodes)
         for node, memory in self.memory(candidate):
             needed[node] += memory.total
@@ -187,8 +188,8 @@ class CandidateSearch:
         return self._spec.nodes[node].memory_bytes * USABLE
 
     def _draft_parts(self) -> int:
-        """Ranks that may compute the draft together. A draft that is small beside a machine's part of the target gains
-        nothing."""
+        """Maximum number of ranks in the draft's group. Groups do not pay for a draft that is small compared with a
+        machine's part of the target."""
         draft, constraints = self._draft, self._constraints
         if draft is None or not constraints.groups or constraints.in_order:
             return 1
@@ -196,7 +197,7 @@ class CandidateSearch:
         return 1 if is_small else min(draft.max_parts, _DRAFT_PARTS)
 
     def _draft_memory(self, n_ranks: int) -> float:
-        """Of one of the draft's ranks; without any it is inside the head."""
+        """Bytes that one of the draft's ranks needs; with 0 ranks, bytes that the head needs for the draft."""
         assert self._draft is not None
         part = self._draft.part(1 / max(n_ranks, 1))
         memory = stage_memory(part, (0, part.n_layer), self._constraints.n_ctx, self._constraints.n_ubatch)
@@ -212,7 +213,7 @@ class CandidateSearch:
         return self._spec.overheads.run_s + cost.seconds(1, N_PAST) + sums_s
 
     def _missing(self) -> UsageError:
-        """Fill machine after machine, and name what is left over."""
+        """The error about what remains after filling one machine after another."""
         target, constraints = self._target, self._constraints
         whole = stage_memory(target, (0, target.n_layer), constraints.n_ctx, constraints.n_ubatch)
         what = f"weights of {_gb(whole.weights)}, a KV cache of {_gb(whole.kv)}"
@@ -234,8 +235,8 @@ class CandidateSearch:
             left = draft_bytes
         if left == 0:
             return UsageError(
-                f"no way to divide {target.name}'s {target.n_layer} layers over {constraints.n_ranks or len(nodes)} "
-                f"ranks fits their machines: {what}; use fewer ranks, lower ",
+                f"{target.name}'s {target.n_layer} layers cannot be divided among {constraints.n_ranks or len(nodes)} "
+                f"ranks so that they fit into their machines' memory: {what}; use fewer ranks, lower ",
                 Setting("n_ctx"),
                 " or ",
                 Setting("n_ubatch"),
@@ -243,12 +244,12 @@ class CandidateSearch:
             )
         where = ", ".join(f"{self._spec.nodes[node].name} {_gb(self._usable(node))}" for node in nodes)
         return UsageError(
-            f"{target.name} does not fit: {what} and room to compute in, and the machines have {where}; {_gb(left)} "
-            "are missing: add memory or machines, lower ",
+            f"{target.name} does not fit: it needs {what} and compute buffers, and the machines have {where}; "
+            f"{_gb(left)} are missing: add memory or machines, lower ",
             Setting("n_ctx"),
             " or ",
             Setting("n_ubatch"),
-            ", or take a smaller model",
+            ", or use a smaller model",
         )
 
 
@@ -270,7 +271,7 @@ def _gb(n_bytes: float) -> str:
 def ranked(
     estimates: Sequence[Estimate], mode: Mode, agreement: float, n: int, n_each: int = 4, users: int = 1
 ) -> list[Estimate]:
-    """The `n` best for a mode, of each arrangement at most `n_each`."""
+    """The `n` best estimates for a mode, with at most `n_each` of each arrangement."""
     taken: dict[Arrangement, int] = {}
     best: list[Estimate] = []
     for estimate in sorted(estimates, key=lambda e: (e.token_s(mode, agreement, users), len(e.candidate.counts))):

@@ -1,4 +1,4 @@
-"""Short simulations that compare candidates of a plan."""
+"""Short simulations that compare candidates for a plan."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _EACH = 2  # requests of each of several users, in careful simulations
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An arrangement with layers for each of its stages."""
+    """An arrangement with the number of layers of each stage."""
 
     arrangement: Arrangement
     counts: tuple[int, ...]
 
     @property
     def n_ranks(self) -> int:
-        """The target's ranks with layers."""
+        """Number of the target's ranks that have layers."""
         return sum(size for size, count in zip(self.arrangement.sizes, self.counts, strict=True) if count)
 
     @property
     def has_groups(self) -> bool:
-        """Some layers are on several ranks."""
+        """Whether a stage with layers has several ranks."""
         return any(size > 1 and count for size, count in zip(self.arrangement.sizes, self.counts, strict=True))
 
     @property
     def has_groups_of_machines(self) -> bool:
-        """Some of these are on different machines."""
+        """Whether a stage with layers has ranks on several machines."""
         arrangement = self.arrangement
         return any(
             count and len({arrangement.target[i].node for i in stage}) > 1
@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def with_halves(self) -> Candidate:
-        """With sums that travel as 16-bit floats."""
+        """The candidate with sums sent as 16-bit floats."""
         return replace(self, arrangement=replace(self.arrangement, tensor_wire="f16"))
 
 
@@ -58,15 +58,15 @@ class Evaluation:
     """The result of simulating a candidate."""
 
     tokens_per_s: float
-    """Decode speed after the first token; of several users their tokens together, prompts included."""
+    """Decode speed after the first token. With several users, throughput of all together, including prompts."""
     ttft_s: float
     """Mean time to first token."""
     busy_s: tuple[float, ...]
-    """Decode time of each stage with layers, in order: of its first rank."""
+    """Decode time of the first rank of each stage with layers, in order."""
 
 
 class Evaluator:
-    """Simulates candidates, none twice with the same settings."""
+    """Simulates candidates, each only once with the same settings."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Evaluator:
         on_run: Callable[[int], None] = lambda n: None,
         users: int | None = None,
     ) -> None:
-        """`users`: so many share the pipeline, see `Traffic`; None: one request at a time.
-
-        `on_run` is called after each evaluation that takes simulations, with their number so far."""
+        """`users`: how many share the pipeline, see `Traffic`; None: one request at a time. `on_run` is called with the
+        number of simulations so far after each evaluation that simulates.
+        """
         self._spec = spec
         self._target = target
         self._draft = draft
@@ -95,9 +95,10 @@ class Evaluator:
     def evaluate(
         self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig | None = None, *, carefully: bool = False
     ) -> Evaluation:
-        """Simulate a candidate; `carefully`: with longer texts, and several. Without a draft the mode is iterative.
+        """Simulate a candidate. Without a draft, the mode is iterative.
 
-        Small differences change the order of runs, so two plans that are equally good can differ by 3 % on one text.
+        `carefully`: with several, longer outputs. Small differences change the order of runs, so two equally good plans
+        can differ by 3 % on one output.
         """
         if not candidate.arrangement.drafts:
             mode = "iterative"
@@ -137,7 +138,7 @@ class Evaluator:
 
 
 def _some(tokens: SyntheticText | Recording, n: int) -> list[SyntheticText | Recording]:
-    """The first `n` texts."""
+    """The first `n` outputs."""
     if isinstance(tokens, Recording):
         return [replace(tokens, prompts=tokens.prompts[:n])]
     return [replace(tokens, seed=tokens.seed + i) for i in range(n)]
@@ -159,7 +160,7 @@ def _evaluation(served: Sequence[SimulationResult], is_shared: bool, firsts: Seq
 
 
 def tokens_of_users(users: int, tokens: SyntheticText | Recording) -> int:
-    """The context that the simulations of so many users take, in tokens."""
+    """Tokens of context that a simulation of this many users needs."""
     n_prompt = (
         max(len(recorded.prompt) for recorded in tokens.prompts) if isinstance(tokens, Recording) else tokens.n_prompt
     )

@@ -1,4 +1,4 @@
-"""Ways to make groups of the ranks of an arrangement: neighbours in its order compute a stage together."""
+"""Ways to divide the ranks of an arrangement into groups of neighbours, which compute a stage together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _UNEVEN = 1.1  # times faster than another part of its group: then they divide t
 
 
 def grouped(arrangement: Arrangement, max_parts: int, speed: Callable[[int, int], float]) -> Iterator[Arrangement]:
-    """The arrangement with groups of at most `max_parts` ranks, about equally many in each.
+    """The arrangement with groups of about equal size, with at most `max_parts` ranks each.
 
-    `speed`: of a node with so many threads, in any unit. Parts that differ divide tensors in that proportion.
+    `speed(node, threads)`: in any unit. Parts of different speed divide tensors in proportion to it.
     """
     for sizes in group_sizes(len(arrangement.target), max_parts):
         made = replace(arrangement, group_sizes=sizes, skips=())
@@ -27,7 +27,7 @@ def grouped(arrangement: Arrangement, max_parts: int, speed: Callable[[int, int]
 
 
 def group_sizes(n_ranks: int, max_parts: int) -> list[tuple[int, ...]]:
-    """Ranks of each stage, with groups in few stages, in half as many stages as ranks, and wherever all are alike."""
+    """Sizes of the stages: a few stages, half as many stages as ranks, and any number of stages of equal size."""
     found = []
     for n_stages in range(1, (n_ranks + 1) // 2 + 1):
         size, n_larger = divmod(n_ranks, n_stages)
@@ -39,7 +39,7 @@ def group_sizes(n_ranks: int, max_parts: int) -> list[tuple[int, ...]]:
 
 
 def _tensor_split(arrangement: Arrangement, speed: Callable[[int, int], float]) -> tuple[float, ...]:
-    """As of `PipelineConfig`, which has one for all groups of a size; empty: even. For the most uneven size."""
+    """`PipelineConfig.tensor_split`, for the group size with the most uneven speeds; empty: even."""
     speeds: dict[int, list[list[float]]] = {}
     for stage in arrangement.stages:
         own = [speed(arrangement.target[i].node, arrangement.threads[i]) for i in stage]

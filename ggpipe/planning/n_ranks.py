@@ -1,4 +1,4 @@
-"""How many ranks a front end starts."""
+"""How many ranks a front end has to start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from ggpipe.launch.job import slots_of
 
 
 def ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
-    """None: one rank is enough, and it needs no MPI.
+    """The number of ranks to start; None: one rank, without MPI.
 
-    Raises UsageError for a hostfile without shares, and what `EngineConfig.check_ranks` raises.
+    Raises SettingError for a hostfile without shares, and what `EngineConfig.check_ranks` raises.
     """
     n_target = config.pipeline.n_ranks
     n_ranks = (n_target or 0) + config.n_draft_ranks
     if config.pipeline.auto:
-        n_ranks = len(slots_of(hostfile)) or _ranks_here(config)
+        from ggpipe.planning.auto import ranks_here  # loads libllama
+
+        n_ranks = len(slots_of(hostfile)) or ranks_here(config)
     if hostfile is not None and n_target is None and not config.pipeline.auto:
         raise SettingError(
             "hostfile",
@@ -25,9 +27,3 @@ def ranks_to_start(config: EngineConfig, hostfile: Path | None) -> int | None:
         )
     config.check_ranks(n_ranks or 1)
     return None if hostfile is None and n_ranks <= 1 else n_ranks
-
-
-def _ranks_here(config: EngineConfig) -> int:
-    from ggpipe.planning.auto import ranks_here
-
-    return ranks_here(config)

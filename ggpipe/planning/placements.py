@@ -1,6 +1,6 @@
-"""Possible placements of ranks: machines in an order; the draft on one of them, inside the head, or nowhere.
+"""Possible placements of ranks: an order of machines, and a draft on one of them, inside the head, or nowhere.
 
-An `Arrangement` has no split yet; with the number of layers at each place it becomes a `VirtualPlacement`.
+An `Arrangement` has no split. Given the number of layers of each stage, it becomes a `VirtualPlacement`.
 """
 
 from __future__ import annotations
@@ -21,59 +21,63 @@ _DRAFT_CORES = 4  # a draft that shares a machine gets one core in this many
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Room for a rank."""
+    """Where a rank can be."""
 
     node: int
     rank: int | None = None
-    """The cluster's own rank at this place: links between such ranks may have been measured."""
+    """The cluster's own rank at this place. Links between such ranks may have been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Places for the target's ranks, in order, and for the draft."""
+    """Places for the target's ranks, in order, and for the draft's."""
 
     target: tuple[Place, ...]
     threads: tuple[int, ...]
     """Threads of each target rank."""
     group_sizes: tuple[int, ...] = ()
-    """Ranks of each of the target's stages; empty: one each."""
+    """Number of ranks in each of the target's stages; empty: one each."""
     tensor_split: tuple[float, ...] = ()
-    """As of `PipelineConfig`."""
+    """See `PipelineConfig.tensor_split`."""
     tensor_wire: TensorWire = "f32"
-    """As of `PipelineConfig`."""
+    """See `PipelineConfig.tensor_wire`."""
     draft: tuple[Place, ...] = ()
-    """Of its ranks, which compute it together."""
+    """Places of the draft's ranks, which form a group."""
     inside: bool = False
-    """The draft is inside the head."""
+    """The head runs the draft."""
     draft_threads: int = 1
     skips: tuple[bool, ...] = ()
-    """Stages that may get no layers, and then no rank. (With `in_order` the first rank stays: it coordinates.)"""
+    """Whether each stage may get no layers, and then no ranks. With `in_order`, the first rank remains as coordinator.
+    """
     in_order: bool = False
-    """The ranks exist, and each keeps its number."""
+    """The ranks already exist, and keep their numbers."""
 
     @property
     def drafts(self) -> bool:
-        """There is a draft."""
+        """Whether there is a draft."""
         return self.inside or bool(self.draft)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks of each of the target's stages."""
+        """Number of ranks in each of the target's stages."""
         return self.group_sizes or (1,) * len(self.target)
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """Each stage's ranks, by their number in `target`."""
+        """The ranks of each stage, as indices into `target`."""
         return tuple(itertools.starmap(range, itertools.pairwise(itertools.accumulate(self.sizes, initial=0))))
 
     def places(self, counts: Sequence[int]) -> tuple[Place, ...]:
-        """The place of each rank. `counts`: layers of each stage."""
+        """The place of each rank. `counts`: number of layers of each stage."""
         return (*(self.target[i] for i in self._ranks(counts)), *self.draft)
 
     def placed(
         self, spec: ClusterSpec, counts: Sequence[int], draft_layers: int | None
     ) -> tuple[ClusterSpec, VirtualPlacement]:
-        """The cluster with the links measured between these places, and the placement of its ranks."""
+        """The cluster with the links that were measured between these places, and the placement of its ranks.
+
+        `counts`: number of layers of each stage. `draft_layers`: number of the draft's layers; None: no draft.
+        """
         used, ranks = self._used(counts), self._ranks(counts)
         starts, sizes = [sum(counts[:i]) for i in used], tuple(self.sizes[i] for i in used)
         layout = Layout.of_ranks([(a, a + counts[i]) for a, i in zip(starts, used, strict=True)], 0, sizes)
@@ -117,18 +121,27 @@ def arrangements(
     draft_threads: int | None = None,
     draft_parts: int = 1,
 ) -> list[Arrangement]:
-    """All arrangements that are worth an estimate. `speed`: a node's, in any unit.
+    """All arrangements that are worth an estimate. `speed`: of a node, in any unit.
 
-    `n_ranks`: exactly this number of ranks. `in_order`: the cluster's ranks as they are, the last one for the draft.
-    `threads`: those of each rank, instead of a part of its machine's cores; `draft_threads`: those of the draft.
-    `draft_parts`: ranks that may compute the draft together, at most. Raises UsageError for more ranks than there is
-    room for.
+    `n_ranks`: the exact number of ranks. `in_order`: keep the cluster's ranks, the last one for the draft. `threads`:
+    of each rank, instead of its share of the machine's cores. `draft_threads`: of the draft. `draft_parts`: maximum
+    number of ranks in the draft's group.
+
+    Raises SettingError if there is no room for `n_ranks`.
     """
-    maker = _Maker(spec, speed, n_ranks is not None or in_order, in_order, threads, draft_threads, draft_parts)
+    maker = _Maker(
+        spec=spec,
+        speed=speed,
+        all_used=n_ranks is not None or in_order,
+        in_order=in_order,
+        threads=threads,
+        draft_threads=draft_threads,
+        draft_parts=draft_parts,
+    )
     places = _places(spec)
     if n_ranks is not None and n_ranks > len(places):
         raise SettingError(
-            "n_ranks", f"{n_ranks}: there is room for {len(places)} ranks, one on each machine or as many as named"
+            "n_ranks", f"{n_ranks}: there is room for {len(places)} ranks, one per machine or as many as named"
         )
     if n_ranks is not None:
         fastest = sorted(range(len(places)), key=lambda i: -speed(places[i].node))[:n_ranks]
@@ -151,24 +164,17 @@ def _places(spec: ClusterSpec) -> list[Place]:
     return [*(Place(node, rank) for rank, node in enumerate(taken)), *(Place(node) for node in free)]
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Maker:
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        speed: Callable[[int], float],
-        all_used: bool,
-        in_order: bool,
-        threads: int | None,
-        draft_threads: int | None,
-        draft_parts: int,
-    ) -> None:
-        self._spec = spec
-        self._speed = speed
-        self._all_used = all_used
-        self._in_order = in_order
-        self._threads = threads
-        self._draft_threads = draft_threads
-        self._draft_parts = draft_parts
+    """Makes arrangements. The fields are the arguments of `arrangements`."""
+
+    spec: ClusterSpec
+    speed: Callable[[int], float]
+    all_used: bool
+    in_order: bool
+    threads: int | None
+    draft_threads: int | None
+    draft_parts: int
 
     def without_draft(self, base: list[Place]) -> Iterator[Arrangement]:
         for order in self._orders(base):
@@ -179,51 +185,51 @@ class _Maker:
             for share in self._draft_shares(order[0].node):
                 yield self._made(order, inside=True, draft_cores=share)
         if len(base) > 1:
-            for place in [base[-1]] if self._in_order else self._kinds(base):
+            for place in [base[-1]] if self.in_order else self._kinds(base):
                 for drafting in self._draft_groups(base, place):
                     others = [p for p in base if p not in drafting]
                     for order in self._orders(others):
                         yield self._made(order, drafting)
-        if self._all_used:
+        if self.all_used:
             return
-        for place in self._kinds(base):  # on the machine of the target's last rank: mpirun fills machine after machine
-            if self._spec.nodes[place.node].cores > 1:
+        for place in self._kinds(base):  # next to the target's last rank, since mpirun fills one machine after another
+            if self.spec.nodes[place.node].cores > 1:
                 order = [*(p for p in base if p.node != place.node), place]
                 for share in self._draft_shares(place.node):
                     yield self._made(order, (Place(place.node),), draft_cores=share)
 
     def _draft_groups(self, base: list[Place], place: Place) -> Iterator[tuple[Place, ...]]:
-        """Places for the draft: this one, and groups of machines of its kind that end with it."""
-        nodes = self._spec.nodes
+        """Places for the draft: this one, and groups of the same kind of machine that end with it."""
+        nodes = self.spec.nodes
         alike = [p for p in base if replace(nodes[p.node], name="") == replace(nodes[place.node], name="")]
-        for size in range(1, min(self._draft_parts, len(alike), len(base) - 1) + 1):
+        for size in range(1, min(self.draft_parts, len(alike), len(base) - 1) + 1):
             yield (*[p for p in alike if p != place][len(alike) - size :], place)
 
     def _made(
         self, target: list[Place], draft: tuple[Place, ...] = (), *, inside: bool = False, draft_cores: int = 0
     ) -> Arrangement:
-        """`draft_cores`: the draft's cores on a machine that it shares; 0: as many as any rank there."""
+        """`draft_cores`: number of cores for a draft that shares a machine; 0: the same as for the other ranks."""
         on = [place.node for place in (*target, *draft)]
         shared = target[0].node if inside else draft[0].node if draft and draft_cores else None
         threads = []
         for place in target:
-            cores, n_ranks = self._spec.nodes[place.node].cores, on.count(place.node)
+            cores, n_ranks = self.spec.nodes[place.node].cores, on.count(place.node)
             if place.node == shared and draft_cores:
                 cores, n_ranks = cores - draft_cores, n_ranks - len(draft)
             threads.append(self._threads_of(place, max(cores // n_ranks, 1)))
         if draft:
-            own = draft_cores or max(self._spec.nodes[draft[0].node].cores // on.count(draft[0].node), 1)
+            own = draft_cores or max(self.spec.nodes[draft[0].node].cores // on.count(draft[0].node), 1)
             draft_threads = self._threads_of(draft[0], own)
         else:
-            draft_threads = self._threads or draft_cores or threads[0]
-        if self._draft_threads is not None:
-            draft_threads = self._draft_threads
-        skips = [not self._all_used] * len(target)
+            draft_threads = self.threads or draft_cores or threads[0]
+        if self.draft_threads is not None:
+            draft_threads = self.draft_threads
+        skips = [not self.all_used] * len(target)
         if inside:
-            skips[0] = False  # else another one would be the head, with all its threads for the target
+            skips[0] = False  # otherwise another rank would be the head, with all its threads for the target
         elif draft and draft_cores:
-            skips[-1] = False  # else no target rank would share the draft's machine
-        if self._in_order and len(target) > 1:
+            skips[-1] = False  # otherwise no target rank would share the draft's machine
+        if self.in_order and len(target) > 1:
             skips[0] = True
         return Arrangement(
             target=tuple(target),
@@ -232,31 +238,31 @@ class _Maker:
             inside=inside,
             draft_threads=draft_threads,
             skips=tuple(skips),
-            in_order=self._in_order,
+            in_order=self.in_order,
         )
 
     def _threads_of(self, place: Place, own: int) -> int:
-        if self._threads is not None:
-            return self._threads
-        if self._in_order and place.rank is not None and self._spec.threads:
-            return self._spec.threads[place.rank]
+        if self.threads is not None:
+            return self.threads
+        if self.in_order and place.rank is not None and self.spec.threads:
+            return self.spec.threads[place.rank]
         return own
 
     def _draft_shares(self, node: int) -> list[int]:
-        """Numbers of cores for a draft that shares a machine; 0 where the user or the cluster sets the threads."""
-        cores = self._spec.nodes[node].cores
-        if self._in_order or self._threads or self._draft_threads or cores < 2:
+        """Numbers of cores to try for a draft that shares a machine; 0: the user or the cluster sets the threads."""
+        cores = self.spec.nodes[node].cores
+        if self.in_order or self.threads or self.draft_threads or cores < 2:
             return [0]
         return sorted({max(cores // (2 * _DRAFT_CORES), 1), max(cores // _DRAFT_CORES, 1)})
 
     def _orders(self, places: list[Place]) -> list[list[Place]]:
-        """The places in their own order, and with the fastest first."""
-        fastest = sorted(places, key=lambda place: -self._speed(place.node))
+        """The places in their own order, and from the fastest to the slowest."""
+        fastest = sorted(places, key=lambda place: -self.speed(place.node))
         adjacent = sorted(fastest, key=lambda place: [p.node for p in fastest].index(place.node))
-        return [places] if self._in_order or adjacent == places else [places, adjacent]
+        return [places] if self.in_order or adjacent == places else [places, adjacent]
 
     def _kinds(self, places: Sequence[Place]) -> list[Place]:
-        """The last machine of each kind; of many kinds the slowest ones and the fastest."""
-        of_kind = {replace(self._spec.nodes[place.node], name=""): place for place in places}
-        kinds = sorted(of_kind.values(), key=lambda place: self._speed(place.node))
+        """The last machine of each kind; if there are many kinds, the slowest ones and the fastest."""
+        of_kind = {replace(self.spec.nodes[place.node], name=""): place for place in places}
+        kinds = sorted(of_kind.values(), key=lambda place: self.speed(place.node))
         return kinds if len(kinds) <= _KINDS else [*kinds[: _KINDS - 1], kinds[-1]]

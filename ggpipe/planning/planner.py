@@ -1,11 +1,11 @@
-"""The fastest way to run a model on a cluster, and the best settings: a search that evaluates with the simulator.
+"""Searches for the fastest way to run a model on a cluster, and for the best settings, with the simulator.
 
-1. `placements` lists which machines can hold ranks in which order, and where the draft can run; `groups` which of them
-   can compute a stage together; `splits` finds for each the splits that memory allows and that no other beats in both
-   the time of all stages and that of the slowest.
-2. A formula in `candidates` picks the most promising ones, short simulations in `evaluate` the best of these.
-3. Layers move between its ranks as long as that helps. Where there are few splits, each is simulated.
-4. Speculation settings are tried one after the other, and 16-bit sums where a group has several machines.
+1. `placements` lists the machines that can hold ranks, in which order, and where the draft can run. `groups` lists
+   which of them can compute a stage together. `splits` finds the splits that fit into memory and that no other beats
+   both in the time of all stages and in that of the slowest.
+2. A formula in `candidates` selects the most promising ones, and short simulations in `evaluate` the best of these.
+3. Layers are moved between its ranks as long as that helps. If there are only a few splits, each is simulated.
+4. Speculation settings are tried one at a time, and 16-bit sums if a group has several machines.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class PlanRequest:
     mode: Mode | None = None
     """The mode; None: the fastest."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    """Speculation settings to begin with."""
+    """The initial speculation settings."""
     users: int | None = None
-    """So many users share the pipeline, and speeds are those of all of them together; None: one request at a time."""
+    """Number of users who share the pipeline; speeds are those of all users together. None: one request at a time."""
     tunes: bool = True
     """Search for better speculation settings."""
     effort: float = 1.0
-    """Number of simulations, as a share of the usual number."""
+    """Number of simulations relative to the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,14 @@ class RankPlan:
 
     node: str
     drafts: bool
-    """It holds the draft and nothing else."""
+    """The rank holds only the draft."""
     layers: tuple[int, int]
+    """First layer, and one past the last."""
     threads: int
     memory: Memory
-    """Memory that the rank needs, a draft inside it included."""
+    """Memory that the rank needs, including a draft inside it."""
     has_bytes: float
-    """Memory of its machine."""
+    """Memory of the rank's machine."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ class Prediction:
     mode: Mode
     speculation: SpeculationConfig
     tokens_per_s: float
-    """Of several users together."""
+    """Decode speed, of all users together."""
     ttft_s: float
+    """Mean time to first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Ranks, and their predicted speed."""
+    """The ranks of a plan, and their predicted speed."""
 
     placement: VirtualPlacement
     places: tuple[Place, ...]
@@ -97,21 +99,21 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     best: Prediction
     predictions: Mapping[Mode, Prediction]
-    """Each mode's speed with these ranks."""
+    """The prediction for each mode with these ranks."""
     elsewhere: Mapping[Mode, tuple[VirtualPlacement, Prediction]]
-    """Modes that would be clearly faster with other ranks, or that need others, with those ranks."""
+    """Modes that need other ranks, or would be clearly faster with them, and those ranks."""
     n_simulations: int
     alternative: tuple[VirtualPlacement, Prediction] | None = None
-    """The fastest without groups where the plan has some, and with groups where it has none; None where that cannot
-    be."""
+    """The fastest placement without groups if the plan has groups, and with groups if it has none; None if there is
+    no such placement."""
     with_floats: Prediction | None = None
-    """With 32-bit sums, where the plan has 16-bit ones."""
+    """The prediction with 32-bit sums, if the plan has 16-bit sums."""
     users: int | None = None
-    """As in the request."""
+    """See `PlanRequest.users`."""
 
     @property
     def draft_inside(self) -> bool:
-        """The head's process holds the draft as well."""
+        """Whether the head runs the draft."""
         return self.placement.draft_threads is not None
 
 
@@ -122,9 +124,9 @@ def make_plan(
     request: PlanRequest,
     on_run: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
-    """Search. `on_run` is called after each simulation with the number done and about their total.
+    """Find the best plan. `on_run` is called after each simulation with the number done and the estimated total.
 
-    Raises UsageError when nothing fits.
+    Raises UsageError if the models do not fit into memory.
     """
     return _Search(spec, target, draft, request, on_run).plan()
 
@@ -152,7 +154,7 @@ class _Search:
         self._on_run = on_run
         self._expected = 0
         self._simulated: dict[Mode, dict[Candidate, float]] = {}
-        """Speeds of candidates in short simulations."""
+        """Speeds of candidates in short simulations, in tokens a second."""
         self._agreement = request.tokens.agreement
         self._users = request.users or 1
 
@@ -199,7 +201,7 @@ class _Search:
         self._on_run(n_runs, max(self._expected, n_runs))
 
     def _worth(self, candidate: Candidate, prediction: Prediction) -> float:
-        """The candidate's speed, slightly less for more ranks: of two that are about as fast, fewer ranks win."""
+        """The candidate's speed, reduced slightly per rank so that fewer ranks win if speeds are about equal."""
         n_ranks = len(self._placement(candidate).node_of)
         return prediction.tokens_per_s * (1 - 0.001 * n_ranks)
 
@@ -239,9 +241,10 @@ class _Search:
         return min(estimates, key=lambda e: e.slowest_s[0]).candidate
 
     def _steady(self, estimates: Sequence[Estimate], mode: Mode) -> Candidate:
-        """For modes in which ranks wait for one another: the stages' times add up, and no simulation is needed.
+        """The best candidate for modes in which ranks wait for one another, so that stage times simply add up.
 
-        Many candidates are equally fast then. Fewer ranks are better and, for prompts and memory, an even split.
+        No simulation is needed. Since many candidates are equally fast, fewer ranks are preferred, and an even split,
+        which is better for prompts and memory.
         """
         times_s = {e: e.token_s(mode, self._agreement, self._users) for e in estimates}
         good = [e for e in estimates if times_s[e] <= _WORTH * min(times_s.values())]
@@ -250,15 +253,15 @@ class _Search:
         return min(good, key=lambda e: (n_used[e], e.slowest_s[0])).candidate
 
     def _most_runs(self, estimates: Sequence[Estimate]) -> int:
-        """Number of simulations that the search for one mode may take: the more ranks, the longer each takes."""
+        """Maximum number of simulations in the search for one mode. With more ranks, each takes longer."""
         n_ranks = max(e.candidate.n_ranks for e in estimates)
         return max(round(self._request.effort * min(max(400 / n_ranks, 24), 48)), 2)
 
     def _alternative(
         self, estimates: Sequence[Estimate], modes: Sequence[Mode], best: Candidate
     ) -> tuple[VirtualPlacement, Prediction] | None:
-        """With groups if `best` has none, and without if it has some: the best of those that were simulated, or by its
-        estimate, in the fastest mode."""
+        """The best candidate with groups if `best` has none, or without if it has some, in its fastest mode: among
+        those that were simulated, otherwise by its estimate."""
         found = []
         for mode in modes:
             drafts = mode != "iterative"
@@ -278,7 +281,7 @@ class _Search:
         return self._evaluator.evaluate(candidate, mode, self._request.speculation, carefully=carefully).tokens_per_s
 
     def _all_splits(self, candidate: Candidate, mode: Mode) -> dict[Candidate, float]:
-        """The speed of every split over the same ranks, where there are few splits."""
+        """The speed of every split over the same ranks; empty if there are too many splits."""
         used = [i for i, count in enumerate(candidate.counts) if count]
         n_layer = sum(candidate.counts)
         if math.comb(n_layer - 1, len(used) - 1) > _FEW_SPLITS * self._request.effort:
@@ -294,7 +297,7 @@ class _Search:
         return speeds
 
     def _climbed(self, candidate: Candidate, mode: Mode, most: int) -> Candidate:
-        """Move layers between ranks as long as that helps; at most `most` moves are tried."""
+        """Move layers between ranks as long as that helps, with at most `most` attempts."""
         speed, left = self._speed(candidate, mode, carefully=True), most
         tried = self._neighbours(candidate, mode)
         while left > 0 and (other := next(tried, None)) is not None:
@@ -307,7 +310,7 @@ class _Search:
         return candidate
 
     def _neighbours(self, candidate: Candidate, mode: Mode) -> Iterator[Candidate]:
-        """Move some layers, then one, from the busiest ranks to the least busy ones."""
+        """Candidates with several layers, then one layer, moved from the busiest ranks to the least busy ones."""
         used = [i for i, count in enumerate(candidate.counts) if count]
         evaluation = self._evaluator.evaluate(candidate, mode, self._request.speculation, carefully=True)
         busy_s = dict(zip(used, evaluation.busy_s, strict=True))
@@ -339,7 +342,7 @@ class _Search:
     def _with_best_wire(
         self, candidate: Candidate, mode: Mode, speculation: SpeculationConfig
     ) -> tuple[Candidate, SpeculationConfig]:
-        """With 16-bit sums where they pay: on its own groups, or on the best of other groups that were simulated."""
+        """The candidate with 16-bit sums if they pay, or another simulated candidate whose groups gain more by them."""
         if not self._request.constraints.halves:
             return candidate, speculation
         simulated = self._simulated.get(mode, {})

@@ -1,4 +1,4 @@
-"""Profiles that are kept, so that the same ranks need not be measured each time."""
+"""A cache of profiles, so that the same ranks are measured only once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _MOST_AGE_S = 30 * 24 * 3600
 
 
 def key_of(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """The name of a profile of ranks with these properties; values are of JSON's types."""
+    """The cache key of a profile. `ranks`: properties of each rank, as JSON values."""
     return hashlib.sha256(json.dumps(list(ranks), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def find(key: str, n_ranks: int, draft: str | None = None) -> Profile | None:
-    """The profile that was kept under this name, with the draft of the fingerprint `draft`; None: with any draft.
+    """The cached profile of `n_ranks` ranks; None if there is none.
 
-    A file that is damaged, old, or of another format counts as none.
+    `draft`: fingerprint of the draft that it must include; None: any, or no draft. Files that are damaged, old, or in
+    another format are ignored.
     """
     try:
         path = cache_folder(_KIND) / f"{key}.json"
@@ -39,6 +40,6 @@ def find(key: str, n_ranks: int, draft: str | None = None) -> Profile | None:
 
 
 def keep(key: str, profile: Profile) -> None:
-    """Keep a profile, where the cache can be written to."""
+    """Cache a profile. Does nothing if the cache cannot be written."""
     with contextlib.suppress(OSError, UsageError), whole_file(cache_folder(_KIND) / f"{key}.json") as path:
         path.write_text(as_text(profile))

@@ -1,8 +1,8 @@
-"""Splits of a model's layers over a row of places that are worth a simulation.
+"""Splits of a model's layers over a sequence of places that are worth a simulation.
 
-A split has two times: that of all stages together, which a run by itself takes, and that of its slowest stage, after
-which a full pipeline gives the next result. Between the two ends, all layers on the fastest places and all stages
-equally slow, this finds the splits that no other beats in both.
+A split has two times: that of all stages together, which a single run takes, and that of its slowest stage, which is
+the interval between the results of a full pipeline. Between the two extremes, all layers on the fastest places and
+equally slow stages, this finds the splits that no other beats in both.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BOUNDS = (1.0, 1.03, 1.08, 1.15, 1.3, 1.6, 2.0, 3.0, math.inf)
 
 
 def good_splits(places: Sequence[Times], may_skip: Sequence[bool]) -> list[tuple[int, ...]]:
-    """The number of layers at each place, for each split that is worth a simulation; empty when the layers fit nowhere.
+    """The splits that are worth a simulation, as the number of layers at each place; empty if the layers do not fit.
 
-    `may_skip`: places that may get no layers. The first split has the fastest slowest stage, the last one the shortest
-    time of all stages together.
+    `may_skip`: whether each place may get no layers. The first split has the fastest slowest stage, the last one the
+    shortest time of all stages together.
     """
     least = _least_bound(places, may_skip)
     if math.isinf(least):
@@ -37,9 +37,8 @@ def good_splits(places: Sequence[Times], may_skip: Sequence[bool]) -> list[tuple
 def shortest(
     places: Sequence[Times], may_skip: Sequence[bool], bound_s: float, alike: float = _ALIKE
 ) -> tuple[int, ...] | None:
-    """The split with the shortest time of all stages together, none of which takes longer than `bound_s`.
-
-    Of those that differ by no more than the share `alike`, the most even one.
+    """The split with the shortest time of all stages together, among those whose stages each take at most `bound_s`;
+    None if there is none. Among splits whose times differ by less than the share `alike`, it is the most even one.
     """
     n_layer = len(places[0]) - 1
     best = np.full(n_layer + 1, np.inf)

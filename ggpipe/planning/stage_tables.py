@@ -1,4 +1,4 @@
-"""How long stages of one rank or of a group take, and the memory of their ranks: for each range of layers."""
+"""Tables of the time and memory that a rank or a group needs for each range of layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ggpipe.sim.groups import group_cost
 from ggpipe.sim.virtual_cluster import stage_cost
 
 ROWS = (1, 2, 3, 4, 6, 8)
-"""Numbers of rows in a run that are estimated."""
+"""Numbers of rows for which runs are estimated."""
 N_PAST = 160
-"""Tokens in the context of the estimated runs."""
+"""Number of earlier tokens in the context of estimated runs."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class StageRank:
     node: int
     threads: int
     share: float
-    """Of the tensors; 1 where the stage has no other rank."""
+    """Share of the tensors; 1 if the stage has no other rank."""
 
 
 StageRanks = tuple[StageRank, ...]
 
 
 class StageTables:
-    """For one cluster and one target. Tables are kept: many stages are alike."""
+    """Tables for one cluster and one target. They are cached, since many stages are alike."""
 
     def __init__(self, spec: ClusterSpec, target: ModelShape, n_ctx: int, n_ubatch: int) -> None:
         self._spec = spec
@@ -47,7 +47,10 @@ class StageTables:
         self._memory: dict[float, NDArray[np.float64]] = {}
 
     def seconds(self, stage: StageRanks) -> NDArray[np.float64]:
-        """[a, b]: seconds of a run of one row in layers [a, b), with the message to the next stage; else infinite."""
+        """Seconds of a run of one row in layers [a, b), with the message to the next stage.
+
+        Shape (n_layer + 1, n_layer + 1), indexed by [a, b]; infinite where b <= a.
+        """
         if (key := self._key(stage)) not in self._seconds:
             spec, shape = self._spec, self._target
             message_s = spec.overheads.run_s + spec.network.latency_s + shape.border_bytes / spec.network.bytes_per_s
@@ -63,14 +66,17 @@ class StageTables:
         return self._seconds[key]
 
     def row_factors(self, stage: StageRanks) -> list[float]:
-        """Times of runs of `ROWS` rows, as multiples of one row's."""
+        """Times of runs with the numbers of rows in `ROWS`, relative to a run of one row."""
         if (key := self._key(stage)) not in self._factors:
             times_s = self._run_s(stage, (0, max(self._target.n_layer // 2, 1)), ROWS)
             self._factors[key] = [seconds / times_s[0] for seconds in times_s]
         return self._factors[key]
 
     def memory(self, share: float) -> NDArray[np.float64]:
-        """[a, b]: bytes that a rank with this share of layers [a, b) needs; else infinite."""
+        """Bytes that a rank needs for its share of layers [a, b).
+
+        Shape (n_layer + 1, n_layer + 1), indexed by [a, b]; infinite where b <= a.
+        """
         if share not in self._memory:
             part = self._target.part(share)
 
@@ -82,11 +88,11 @@ class StageTables:
         return self._memory[share]
 
     def speed(self, node: int, threads: int) -> float:
-        """Of a node with so many threads, relative to others: layers a second."""
+        """Speed of a node with this number of threads, in an arbitrary unit."""
         return 1 / self._run_s((StageRank(node, threads, 1.0),), (0, max(self._target.n_layer // 2, 1)), (1,))[0]
 
     def _run_s(self, stage: StageRanks, layers: tuple[int, int], rows: Sequence[int]) -> list[float]:
-        """Seconds of runs of so many rows; with the sums of a group, whose slowest part the others wait for."""
+        """Seconds of runs, one per number of rows. A group takes as long as its slowest part, plus its sums."""
         spec, shape = self._spec, self._target
         costs = [stage_cost(spec.nodes[p.node], shape.part(p.share), layers, p.threads) for p in stage]
         own_s = [max(cost.seconds(n, N_PAST) for cost in costs) for n in rows]
@@ -96,7 +102,7 @@ class StageTables:
         return [own + group.seconds(n, n) for n, own in zip(rows, own_s, strict=True)]
 
     def _key(self, stage: StageRanks) -> object:
-        """Equal for stages that are alike: sums may have been measured for some nodes."""
+        """A key that is equal for stages that take the same time. Sums may have been measured between some nodes."""
         nodes = [part.node for part in stage]
         where = nodes if self._spec.sums and len(stage) > 1 else map(nodes.index, nodes)
         return tuple((self._kind[p.node], p.threads, p.share) for p in stage), tuple(where)

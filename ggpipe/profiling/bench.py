@@ -1,5 +1,5 @@
-"""A bench: the same prompts in several modes, on one or several layouts, which take turns, so that each round compares
-them at the same time."""
+"""Benchmarks: the same prompts in several modes and layouts, which take turns so that each round compares them at the
+same time."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from ggpipe.stats.summary import BenchRun, case_name
 from ggpipe.transport.local import LocalWorld
 
 BenchMode = Literal["iterative", "speculative", "async", "single"]
-"""How a text is written: in one of the engine's modes, or by the whole model in one process."""
+"""How an output is generated: in one of the engine's modes, or by the whole model in one process."""
 MODES: tuple[BenchMode, ...] = get_args(BenchMode)
 SPECULATIVE_MODES: tuple[BenchMode, ...] = ("speculative", "async")
 
-_SETTLE_S = 0.1  # the last request's ranks get ready for the next
+_SETTLE_S = 0.1  # for ranks to become idle between requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSpec:
-    """What the user wants to have measured."""
+    """What the user wants to measure."""
 
     config: EngineConfig
-    """Where layouts are compared: the first one's."""
+    """The settings; if layouts are compared, those of the first one."""
     layouts: tuple[str, ...] = ("",)
-    """The layer splits that are compared; one without a name, where it is the only one."""
+    """The layer splits to compare; a single empty name if there is only one."""
     texts: Mapping[str, str]
     """Prompts by name."""
     may_skip_texts: bool
-    """Leave out a prompt that does not fit, instead of refusing it."""
+    """Skip prompts that do not fit, instead of raising an error."""
     modes: tuple[BenchMode, ...] | None
-    """None: all that are possible; where layouts are compared, the fastest one that is possible."""
+    """None: all possible modes, or the fastest possible mode if layouts are compared."""
     rounds: int
     n_predict: int
     sampling: SamplingConfig
@@ -64,18 +64,18 @@ class BenchWork:
     """What is measured."""
 
     prompts: Mapping[str, tuple[int, ...]]
-    """Tokens by name, in the order in which prompts take turns."""
+    """Tokens of each prompt by name, in the order in which prompts take turns."""
     modes: tuple[BenchMode, ...]
     layouts: tuple[str, ...] = ("",)
     rounds: int
     n_predict: int
     sampling: SamplingConfig
     speculation: SpeculationConfig
-    """The settings of both speculative modes; its own mode is not used."""
+    """The settings of both speculative modes; its `mode` is not used."""
 
     @property
     def cases(self) -> list[str]:
-        """Names of what is compared, in order."""
+        """Names of the cases that are compared, in order."""
         return [case_name(layout, mode) for layout, mode in _cases(self.modes, self.layouts)]
 
 
@@ -85,7 +85,7 @@ class BenchTurn:
 
     mode: BenchMode
     round: int
-    """0 warms up, and is not counted."""
+    """Number of the round; round 0 warms up and is not counted."""
     prompt: str
     layout: str = ""
 
@@ -96,9 +96,9 @@ class BenchTurn:
 
 
 def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str | Wording], None]) -> BenchWork:
-    """The part of `spec` that is possible with a loaded engine; `say` gets a line on whatever is left out.
+    """The part of `spec` that is possible with a loaded engine. `say` gets a line about everything that is skipped.
 
-    Raises UsageError when no prompt or no mode is left.
+    Raises UsageError if no prompt or no mode remains.
     """
     prompts: dict[str, tuple[int, ...]] = {}
     for name, text in spec.texts.items():
@@ -142,7 +142,8 @@ def work_of(spec: BenchSpec, engine: EngineClient, say: Callable[[str | Wording]
 def turns(
     prompts: Sequence[str], modes: Sequence[BenchMode], rounds: int, layouts: Sequence[str] = ("",)
 ) -> list[BenchTurn]:
-    """Each case once to warm up; then round by round, and in each prompt by prompt, another case first every time."""
+    """All requests in order: each case once to warm up, then all cases for each prompt in each round, starting with
+    another case each time."""
     cases = _cases(modes, layouts)
     order = [BenchTurn(mode, 0, prompts[0], layout) for layout, mode in cases]
     for i in range(rounds):
@@ -162,10 +163,10 @@ def measure(
     work: BenchWork,
     on_turn: Callable[[BenchTurn], None] = lambda _: None,
 ) -> Iterator[BenchRun]:
-    """Serve all turns by the layouts' engines; those of mode `single` by an engine of its own. Ends early when an
-    engine is stopped.
+    """Serve all turns with the engines of their layouts, or with `single` in mode `single`. Ends early if an engine is
+    stopped.
 
-    `on_turn` is called before each. Raises RunError when a rank breaks.
+    `on_turn` is called before each turn. Raises RunError if a rank fails.
     """
     for turn in turns(list(work.prompts), work.modes, work.rounds, work.layouts):
         engine, mode = engines[turn.layout], cast(Mode, turn.mode)
@@ -198,9 +199,9 @@ def measure(
 
 
 def check_layout(config: EngineConfig) -> None:
-    """A layout against the models, as far as this machine has their files, before anything is started for it.
+    """Check a layout against the models, as far as this machine has their files, before any rank is started.
 
-    Raises the UsageError that its ranks would fail with.
+    Raises the UsageError that its ranks would raise.
     """
     pipeline = config.pipeline
     if pipeline.auto or pipeline.n_ranks is None:
@@ -216,7 +217,8 @@ def check_layout(config: EngineConfig) -> None:
 
 
 def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -> None:
-    """All modes must write texts of the same length. Raises UsageError when the context is too small for that."""
+    """Raises UsageError if a prompt and `n_predict` tokens do not fit into the context. All modes must generate outputs
+    of the same length."""
     if len(prompt) + n_predict > n_ctx:
         raise UsageError(
             f"{name} has {len(prompt)} tokens, ",
@@ -227,23 +229,24 @@ def check_room(name: str, prompt: tuple[int, ...], n_predict: int, n_ctx: int) -
         )
 
 
-# One process alone
+# The whole model in one process
 
 
 def single_config(config: EngineConfig) -> EngineConfig:
-    """For the whole target in the front end's process."""
+    """The settings for the whole target in the front end's process."""
     pipeline = replace(config.pipeline, layer_split=None, tensor_split=())
     return replace(config, drafts=(), context=replace(config.context, n_seq=1), pipeline=pipeline)
 
 
 def why_not_single(config: EngineConfig, engine: EngineClient, free_bytes: int | None = None) -> str | None:
-    """Why the whole target is not run in this process as well: it would be no different, or memory is short.
+    """Why the whole target is not also run in this process: it would be the same, or there is not enough memory. None:
+    it is run.
 
-    `engine`: the one with all ranks, loaded. `free_bytes`: available memory; None: as the machine has it.
+    `engine`: the loaded engine with all ranks. `free_bytes`: available memory; None: the machine's.
     """
     target = [rank for rank in engine.ranks if not rank.draft]
     if len(target) == 1 and target[0].threads == wiring.threads_of(config, LocalWorld(1).transports[0], TARGET):
-        return "one rank holds the whole model anyway"
+        return "one rank already holds the whole model"
     context = config.context
     shape = shape_of(ModelFile.open(config.model.path), context.cache_type_k, context.cache_type_v)
     needed_bytes = stage_memory(shape, (0, shape.n_layer), engine.n_ctx, context.n_ubatch).total
@@ -255,7 +258,7 @@ def why_not_single(config: EngineConfig, engine: EngineClient, free_bytes: int |
 
 @contextlib.contextmanager
 def open_single(config: EngineConfig) -> Iterator[Head]:
-    """One rank in this process, nothing loaded yet. What stops or ends the front end's ranks stops it as well."""
+    """One rank in this process, with nothing loaded yet. Signals that stop the front end's ranks stop it as well."""
     tune()
     with (
         Head(LocalWorld(1).transports[0], single_config(config)) as head,
@@ -266,7 +269,7 @@ def open_single(config: EngineConfig) -> Iterator[Head]:
 
 @contextlib.contextmanager
 def _also(actions: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Do these at signals, after what is done at them so far. Only from the main thread."""
+    """Call these functions at signals, before the current handlers. Used by the main thread only."""
     before = {number: signal.getsignal(number) for number in actions}
 
     def on_signal(number: int, frame: FrameType | None) -> None:

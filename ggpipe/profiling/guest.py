@@ -1,4 +1,4 @@
-"""How much of a core a draft gets beside ranks that compute: its thread runs at nice 10, for short times."""
+"""Measures how much of a core a draft gets next to busy ranks: its thread runs at nice 10, for short times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LEAST_BYTES = 1 << 16
 
 
 class Guest:
-    """A thread at nice 10 that works for a few milliseconds, rests, and works again, inside `with`."""
+    """A thread at nice 10 that alternates between a few milliseconds of work and a rest, inside a `with` block."""
 
     def __init__(self, work_s: float, bytes_per_s: float) -> None:
-        """Measures how long the work takes while nobody else computes: reading memory for about `work_s` seconds, at
-        `bytes_per_s`."""
+        """Measure how long the work takes while nothing else runs. The work is reading memory for about `work_s`
+        seconds, at `bytes_per_s`."""
         self._data = np.ones(max(int(work_s * bytes_per_s), _LEAST_BYTES), np.uint8)
         self._rest_s = _RESTS * work_s
         self._took_s: list[float] = []
@@ -47,7 +47,7 @@ class Guest:
 
     @property
     def share(self) -> float | None:
-        """Of the speed alone, what was left in the last `with`; None where nothing was done in it."""
+        """Speed in the last `with` block relative to the speed alone, up to 1; None if no work was completed."""
         return min(self._alone_s / statistics.fmean(self._took_s), 1.0) if self._took_s else None
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""How fast messages travel between two ranks."""
+"""Measures the latency and throughput of messages between two ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _READS = 3
 
 
 class LinkTimer:
-    """One rank's end of its links: times round trips to others, and answers theirs. Belongs to the main thread.
+    """One rank's end of its links: times round trips to other ranks, and answers theirs. Used by the main thread only.
 
-    A round trip is a RESULT message and a small RESULT message back.
+    A round trip is a RESULT message, and a small RESULT message in return.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -33,7 +33,7 @@ class LinkTimer:
         self._swept = np.ones(_SWEPT_BYTES, np.uint8)
 
     def on_message(self, message: Message) -> None:
-        """Take the answer to our own message, or answer another rank's."""
+        """Handle the answer to our own message, or answer another rank's message."""
         if message.kind is not Kind.RESULT:
             return
         if message.source == self._answer_due_from:
@@ -44,12 +44,12 @@ class LinkTimer:
                 self._sweep()
 
     def measure(self, peer: int, budget_s: float, wait: Callable[[], object]) -> LinkMeasured:
-        """Latency of a small message to `peer`, and bytes a second of large ones beyond it. `wait` waits for a message
-        and brings it to `on_message`.
+        """Measure latency, throughput, and the cost of sending and receiving, for about `budget_s` seconds.
 
-        Both ranks wait as ranks do for a hop (`Inbox`), and their caches hold something else before each message.
-        Latency is half the median round trip. A large message is answered by a small one. Sending and receiving a small
-        message are timed as well: they keep the main thread from other work.
+        `peer`: the other rank. `wait` waits for a message and passes it to `on_message`. Both ranks wait as they do for
+        a hop (`Inbox`), and evict their caches before each message. Latency is half the median round trip. A large
+        message is answered by a small one, and its throughput excludes the latency. Sending and receiving small
+        messages are timed because they keep the main thread from other work.
         """
         start = time.monotonic()
         self._send_s.clear()
@@ -84,7 +84,7 @@ class LinkTimer:
         return time.perf_counter() - start
 
     def _read_s(self, peer: int, waiting_s: float, wait: Callable[[], object]) -> float:
-        """Seconds that it takes to receive an answer that is there already."""
+        """Seconds to receive an answer that has already arrived."""
         self._send(peer, _SMALL)
         time.sleep(waiting_s)
         start = time.perf_counter()
@@ -93,11 +93,11 @@ class LinkTimer:
         return time.perf_counter() - start
 
     def _sweep(self) -> None:
-        """Drive all else out of the caches, as a stage's weights do before each hop."""
+        """Evict everything else from the caches, as a stage's weights do before each hop."""
         self._swept.max()
 
     def _send(self, peer: int, payload: bytes) -> float:
-        """Send what the peer answers; returns when that began."""
+        """Send a message that the peer answers. Returns the time before sending."""
         self._answer_due_from = peer
         start = time.perf_counter()
         self._transport.send(peer, Kind.RESULT, payload)

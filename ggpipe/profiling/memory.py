@@ -1,4 +1,4 @@
-"""How fast a machine's memory is read."""
+"""Measures how fast a machine reads memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ggpipe.llama import machine
 
 
 def memory_speed(threads: int, budget_s: float) -> float:
-    """Bytes a second that `threads` threads together read from memory.
+    """Bytes per second that `threads` threads together read from memory, measured for about `budget_s` seconds.
 
-    Each thread searches an array of its own for the largest byte, again and again (numpy does so with vector
-    instructions, without the GIL). Together the arrays are four times as large as the caches.
+    Each thread repeatedly finds the maximum of its own array, which numpy does with vector instructions and without the
+    GIL. Together the arrays are four times as large as the caches.
     """
     n_bytes = min(max(4 * machine.cache_bytes(), 64 << 20), 1 << 30, max(machine.available_bytes() // 8, 1 << 20))
 

@@ -1,4 +1,4 @@
-"""How long ggpipe itself takes besides decoding: what a stage needs around a run, and what the head's Python needs."""
+"""Measures the time that ggpipe adds to decoding: in a stage around a run, and in the head's Python code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GREEDY = LogitsRequest(LogitsKind.TOP, 1)
 
 
 def measure_stops(timed: TimedStage, budget_s: float) -> tuple[float, float]:
-    """`Overheads.cold_s` and `Overheads.abort_s`, in about `budget_s` seconds, from a stage of little work."""
+    """Measure (`Overheads.cold_s`, `Overheads.abort_s`) with a small stage, for about `budget_s` seconds."""
     cold_s: list[float] = []
     abort_s: list[float] = []
     n_stopped = min(_STOPPED_ROWS, timed.stage.n_ubatch)
@@ -39,10 +39,10 @@ def measure_stops(timed: TimedStage, budget_s: float) -> tuple[float, float]:
 
 
 def measure_overheads(timed: TimedStage, pump: Callable[[], bool], budget_s: float) -> Overheads:
-    """What else can be measured on a rank alone, in about `budget_s` seconds; messages keep their defaults.
+    """Measure what one rank can measure alone, for about `budget_s` seconds. Costs of messages keep their defaults.
 
-    The stage should be as large as others: what its weights drive out of the caches has to be read again by the Python
-    that follows a decode. `pump` polls once for messages.
+    The stage should have a realistic size: its weights evict data from the caches that Python reads again after a
+    decode. `pump` polls once for messages.
     """
     head, samples = HeadWork(), Samples()
     marker_s: list[float] = []
@@ -62,7 +62,7 @@ def measure_overheads(timed: TimedStage, pump: Callable[[], bool], budget_s: flo
 
 
 def _rounds(budget_s: float) -> Iterator[int]:
-    """Numbers until the budget is spent: at least a few, not very many."""
+    """Numbers of rounds, from 0, until the budget is spent; at least 4, at most 25."""
     until = time.monotonic() + budget_s
     for i in range(_MOST_ROUNDS):
         if i >= _LEAST_ROUNDS and time.monotonic() > until:
@@ -71,7 +71,7 @@ def _rounds(budget_s: float) -> Iterator[int]:
 
 
 def _poll_s(pump: Callable[[], bool]) -> float:
-    """CPU seconds of a poll for messages by a thread that sleeps between two polls."""
+    """CPU seconds of a poll for messages, by a thread that sleeps between polls."""
     wake = WakeEvent()
     start_s = time.thread_time()
     for _ in range(_POLLS):
@@ -81,7 +81,7 @@ def _poll_s(pump: Callable[[], bool]) -> float:
 
 
 class HeadWork:
-    """The head's work for the tokens of a request, with the head's own scheduler."""
+    """The head's work per token of a request, with the real scheduler."""
 
     def __init__(self) -> None:
         limits = Limits(n_ctx=1 << 20, n_batch=512, n_ubatch=512, n_in_flight=2)
@@ -91,7 +91,7 @@ class HeadWork:
         self._run = self._submitted(Arrived(self._request, _GREEDY, Counters()))
 
     def token_s(self) -> float:
-        """Seconds from a result, as bytes, to the next run, as bytes."""
+        """Seconds from an encoded result to the next encoded run."""
         row = RowLogits(0, (1,), (0.0,), 0.0)
         span = Span(rank=0, start_s=0.0, compute_s=1e-3, busy_s=1e-3, sent_bytes=0)
         message = codec.result_message(RunResult(self._run.id, (row,), (span,), False))

@@ -1,11 +1,11 @@
-"""Profiling a cluster: all ranks call `profile_ranks`; the head decides which rank measures what, and when.
+"""Profiles a cluster: all ranks call `profile_ranks`, and the head decides which rank measures what, and when.
 
-agree       the same models, ggpipe and libllama everywhere
-alone       one rank of each machine after the other: the draft, memory, some of the target's layers
-in turn     the ranks of each machine compute one after the other, again and again
-together    all ranks compute until each has what it needs
-links       one pair of ranks after the other; the other ranks wait
-sums        the same, as the parts of a group
+agree       check for the same models, ggpipe and libllama on all ranks
+alone       one rank per machine at a time measures the draft, memory, and some of the target's layers
+in turn     the ranks of each machine repeatedly compute one after another
+together    all ranks compute until each has enough measurements
+links       one pair of ranks at a time exchanges messages while the others wait
+sums        one pair of ranks at a time adds up values, as the parts of a group do
 
 The messages are in `transport/control`. `profiled_rank` carries them out, with `stage_timing` and `links`.
 """
@@ -28,7 +28,7 @@ from ggpipe.errors import SettingError, Wording
 from ggpipe.profiling import stage_timing
 from ggpipe.profiling.links import LinkTimer
 from ggpipe.profiling.profiled_rank import TURN_S, ProfiledRank
-from ggpipe.profiling.sums import sum_pairs, sum_profile
+from ggpipe.profiling.sums import by_host, sum_pairs, sum_profile
 from ggpipe.transport.base import HEAD, Transport
 from ggpipe.transport.control import (
     AloneMeasured,
@@ -67,14 +67,15 @@ def profile_ranks(
     attend: Callable[[], None] = lambda: None,
     on_line: Callable[[str | Wording], None] = lambda _: None,
 ) -> Profile | None:
-    """Measure all ranks with `config`'s models, for about `budget_s` seconds and the time it takes to load.
+    """Measure all ranks with the models of `config`, for about `budget_s` seconds plus the time to load them.
 
-    All ranks call it with the same arguments; the head gets the profile, other ranks None. `layers`: first and one past
-    the last, by default a part from the middle. A draft is measured whole, on each rank and with the target's threads,
-    wherever `config` lets it run. `attend` is called every 0.1 s and raises to end it; `on_line` gets lines for
-    the user, on the head. The transport is as before afterwards.
+    All ranks call this with the same arguments. The head gets the profile, and other ranks None. `layers`: the first
+    one, and one past the last; by default some in the middle. A draft is measured whole on each rank, with the target's
+    threads, regardless of where `config` runs it. `attend` is called every 0.1 s, and raises to stop. `on_line` gets
+    lines for the user, on the head. The transport can be used again afterwards.
 
-    Raises on the head what any rank failed with, and RankError on the others.
+    Raises on the head the error of any rank, or SettingError for layers that the model does not have; RankError on the
+    other ranks.
     """
     links = LinkTimer(transport)
     channel: ControlChannel[Notice] = ControlChannel(transport, attend, links.on_message)
@@ -86,7 +87,7 @@ def profile_ranks(
 
 
 class _ProfileHead:
-    """The head while a cluster is profiled: asks all ranks, itself included."""
+    """The head while a cluster is profiled. It sends orders to all ranks, including itself."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class _ProfileHead:
         self._on_line = on_line
 
     def profile(self, layers: tuple[int, int] | None) -> Profile:
-        """Go through all phases. Raises SettingError for layers that the model has not."""
+        """Run all phases. Raises SettingError for layers that the model does not have."""
         model, draft = self._own.model, self._own.draft
         hellos = self._agree()
         hosts = [hello.target.host for hello in hellos]
@@ -126,20 +127,36 @@ class _ProfileHead:
         links, messages = self._links()
         sums = self._sums(hosts)
         self._channel.send_to_all(EndProfile())
-        profiles = tuple(
-            replace(
-                _rank_profile(rank, hello, model, layers, alone[rank], together[rank].together, drafts.get(rank)),
-                overheads=replace(alone[rank].overheads, **messages.get(rank, {})),
-                turns=in_turn.get(rank),
-                guest=together[rank].guest if _is_full(hello, hellos) else None,
+        profiles = []
+        for rank, hello in enumerate(hellos):
+            own = alone[rank]
+            profiles.append(
+                RankProfile(
+                    rank=rank,
+                    host=hello.target.host,
+                    cores=hello.cores,
+                    threads=hello.threads[0],
+                    threads_batch=hello.threads[1],
+                    memory_bytes=hello.memory_bytes,
+                    memory_bytes_per_s=own.memory_bytes_per_s,
+                    layers=layers,
+                    weight_bytes=model.weight_bytes(layers),
+                    alone=own.alone,
+                    together=together[rank].together,
+                    half=own.half,
+                    overheads=replace(own.overheads, **messages.get(rank, {})),
+                    change_s=own.change_s,
+                    fixed_s=own.fixed_s,
+                    turns=in_turn.get(rank),
+                    guest=together[rank].guest if _is_full(hello, hellos) else None,
+                    draft=drafts[rank].draft if rank in drafts else None,
+                )
             )
-            for rank, hello in enumerate(hellos)
-        )
         kernels = kernels_of(self._own.config)
-        return Profile(model=model, kernels=kernels, ranks=profiles, links=links, draft=draft, sums=sums)
+        return Profile(model=model, kernels=kernels, ranks=tuple(profiles), links=links, draft=draft, sums=sums)
 
     def _agree(self) -> list[ProfileHello]:
-        """What all ranks are. Raises ModelError or LaunchError where they do not fit together."""
+        """What each rank reports about itself. Raises ModelError or LaunchError if ranks do not fit together."""
         others = self._channel.gather(ProfileHello, range(1, self._n_ranks))
         hellos = [self._own.hello(), *others.values()]
         for warning in handshake.compare([hello.target for hello in hellos]):
@@ -150,7 +167,7 @@ class _ProfileHead:
         return hellos
 
     def _in_turn(self, turns: Sequence[Sequence[int]], hosts: Sequence[str]) -> dict[int, float]:
-        """`RankProfile.turns` of the ranks that are not alone on their machine; none where there is no time for it."""
+        """`RankProfile.turns` of the ranks that share a machine; empty if there is not enough time to measure it."""
         several = [[rank for rank in ranks if hosts.count(hosts[rank]) > 1] for ranks in turns]
         found: dict[int, list[TurnMeasured]] = {rank: [] for ranks in several for rank in ranks}
         until = time.monotonic() + self._budget_s * _TURNS
@@ -168,14 +185,14 @@ class _ProfileHead:
         }
 
     def _together(self, alone: dict[int, AloneMeasured]) -> dict[int, TogetherMeasured]:
-        """What each rank measures while all compute; a single rank has measured that alone."""
+        """What each rank measures while all compute. For a single rank, these are its measurements alone."""
         if self._n_ranks == 1:
             return {rank: TogetherMeasured(_few_rows(measured.alone), None) for rank, measured in alone.items()}
         order = MeasureTogether(self._budget_s * _TOGETHER)
         return self._ask(range(self._n_ranks), order, TogetherMeasured)
 
     def _links(self) -> tuple[tuple[LinkProfile, ...], dict[int, Mapping[str, float]]]:
-        """All links, and what messages take of each rank that sent some, as fields of `Overheads`."""
+        """All links, and the cost of messages for each rank that sent some, as fields of `Overheads`."""
         pairs = pairs_of(self._n_ranks)
         links = []
         messages: dict[int, Mapping[str, float]] = {}
@@ -196,7 +213,7 @@ class _ProfileHead:
         return tuple(found)
 
     def _ask(self, ranks: Collection[int], order: ControlMessage, kind: type[M]) -> dict[int, M]:
-        """Each rank's answer to an order, which all carry out at the same time."""
+        """Have ranks carry out an order at the same time. Returns each rank's answer."""
         others = [rank for rank in ranks if rank != HEAD]
         for rank in others:
             self._channel.send(rank, order)
@@ -209,8 +226,8 @@ class _ProfileHead:
 
 
 def default_layers(model: ModelFacts, alone_s: float, cache_bytes: int) -> tuple[int, int]:
-    """A quarter of the layers, from the middle; fewer where these are too much to measure in `alone_s` seconds, though
-    not so few that a machine's caches could hold them, and at least one."""
+    """A quarter of the layers, from the middle, as (first, one past the last). Fewer if these take too long to measure
+    in `alone_s` seconds, but at least one, and too many for a machine's caches (`cache_bytes`)."""
     limit = max(min(_STAGE_BYTES, int(alone_s * _STAGE_BYTES_PER_S)), 3 * cache_bytes)
     n = max(model.n_layer // 4, 1)
     while True:
@@ -221,8 +238,8 @@ def default_layers(model: ModelFacts, alone_s: float, cache_bytes: int) -> tuple
 
 
 def pairs_of(n_ranks: int) -> list[tuple[int, int]]:
-    """(source, target) of the links that are measured: all, or with many ranks those of a ring and those of the head
-    with all others."""
+    """(source, target) of each link that is measured: all links, or with many ranks those of a ring and those between
+    the head and all others."""
     if n_ranks <= _ALL_PAIRS:
         return [(a, b) for a in range(n_ranks) for b in range(n_ranks) if a != b]
     ring = [(a, (a + 1) % n_ranks) for a in range(n_ranks)]
@@ -231,11 +248,8 @@ def pairs_of(n_ranks: int) -> list[tuple[int, int]]:
 
 
 def _turns(hosts: Sequence[str]) -> list[list[int]]:
-    """Ranks that measure at the same time: one of each machine."""
-    on_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        on_host.setdefault(host, []).append(rank)
-    turns = itertools.zip_longest(*on_host.values())
+    """The ranks that measure at the same time, in each turn: one rank of each machine."""
+    turns = itertools.zip_longest(*by_host(hosts))
     return [sorted(rank for rank in ranks if rank is not None) for ranks in turns]
 
 
@@ -248,46 +262,17 @@ def _announced(model: ModelFacts, layers: tuple[int, int], draft: ModelFacts | N
 
 
 def _is_full(own: ProfileHello, hellos: Sequence[ProfileHello]) -> bool:
-    """The ranks of a rank's machine have no fewer threads than it has cores."""
+    """Whether the ranks of this rank's machine have at least as many threads as the machine has cores."""
     return sum(hello.threads[0] for hello in hellos if hello.target.host == own.target.host) >= own.cores
 
 
 def _few_rows(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """Those of few rows in the shortest context, which is measured first."""
+    """The points with few rows in the shortest context, which is measured first."""
     return tuple(p for p in points if p.rows in stage_timing.FEW_ROWS and p.n_past == points[0].n_past)
 
 
-def _rank_profile(
-    rank: int,
-    hello: ProfileHello,
-    model: ModelFacts,
-    layers: tuple[int, int],
-    measured: AloneMeasured,
-    together: tuple[Point, ...],
-    draft: DraftMeasured | None,
-) -> RankProfile:
-    return RankProfile(
-        rank=rank,
-        host=hello.target.host,
-        cores=hello.cores,
-        threads=hello.threads[0],
-        threads_batch=hello.threads[1],
-        memory_bytes=hello.memory_bytes,
-        memory_bytes_per_s=measured.memory_bytes_per_s,
-        layers=layers,
-        weight_bytes=model.weight_bytes(layers),
-        alone=measured.alone,
-        together=together,
-        half=measured.half,
-        overheads=measured.overheads,
-        change_s=measured.change_s,
-        fixed_s=measured.fixed_s,
-        draft=draft.draft if draft is not None else None,
-    )
-
-
 def kernels_of(config: EngineConfig) -> Kernels:
-    """The settings that the times of the target depend on."""
+    """The settings on which the target's times depend."""
     context = config.context
     return Kernels(
         cache_type_k=context.cache_type_k,

@@ -1,4 +1,4 @@
-"""One rank while a cluster is profiled: it measures what the head asks for."""
+"""A rank while a cluster is profiled: it carries out the head's orders to measure."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _N_CTX = stage_timing.LONG_CELLS + 2 * stage_timing.CHUNK_ROWS
 _MEMORY_S = 0.5
 _MEMORY, _STOPS, _HALF, _OWN, _SHORT, _LONG = 0.05, 0.05, 0.2, 0.05, 0.4, 0.25  # shares of the target's budget alone
 TURN_S = 0.2
-"""Time of a turn: after that, the ranks that wait poll seldom."""
+"""Duration of a turn. By its end, the waiting ranks poll rarely."""
 _ROWS_IN_TURN = 3
-_GUEST_S = 3e-3  # its work without a draft
-_DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's
+_GUEST_S = 3e-3  # of work, if there is no draft
+_DRAFT_SHORT, _DRAFT_LONG = 0.6, 0.4  # shares of the draft's budget
 
 
 class ProfiledRank:
-    """Has at most one stage loaded at a time. Belongs to the main thread."""
+    """A rank that measures. It has at most one stage loaded at a time. Used by the main thread only."""
 
     def __init__(self, channel: ControlChannel[Notice], links: LinkTimer, config: EngineConfig) -> None:
         """Raises ModelError for a model that cannot be read."""
@@ -63,24 +63,24 @@ class ProfiledRank:
         self._channel = channel
         self._links = links
         self._file = ModelFile.open(config.model.path)
-        self._draft = next(iter(config.drafts), None)  # it is the only one
+        self._draft = next(iter(config.drafts), None)  # there is at most one
         self._draft_file = ModelFile.open(self._draft.model.path) if self._draft is not None else None
         self.model = facts_of(self._file)
         self.draft = facts_of(self._draft_file) if self._draft_file is not None else None
         self._guest: Guest | None = None
-        """On the first rank of each machine, once its speed alone is known."""
+        """Exists on the first rank of each machine, once its speed alone has been measured."""
         self._guest_s = _GUEST_S
         self._timed: TimedStage | None = None
-        """The stage that is loaded now."""
+        """The stage that is currently loaded."""
 
     def serve(self) -> None:
-        """Do what the head asks for, until everything is measured."""
+        """Carry out the head's orders until everything is measured."""
         self._channel.send(HEAD, self.hello())
         while not isinstance(order := self._channel.receive().message, EndProfile):
             self._channel.send(HEAD, self.answer(order))
 
     def hello(self) -> ProfileHello:
-        """This rank's machine and models."""
+        """Facts about this rank's machine and models."""
         transport, draft_file = self._channel.transport, self._draft_file
         return ProfileHello(
             target=handshake.hello(transport, self._file, TARGET),
@@ -92,7 +92,7 @@ class ProfiledRank:
         )
 
     def answer(self, order: ControlMessage) -> ControlMessage:
-        """Measure what the order asks for."""
+        """Carry out an order. Raises RunError for a message that is not an order to measure."""
         match order:
             case MeasureDraft(budget_s):
                 return DraftMeasured(self._draft_alone(budget_s))
@@ -107,7 +107,7 @@ class ProfiledRank:
                 return self._links.measure(peer, budget_s, self._channel.wait)
             case MeasureSums(ranks, budget_s):
                 self.close()
-                with contextlib.suppress(MpiError):  # on both ranks: it cannot compute in groups either
+                with contextlib.suppress(MpiError):  # raised on both ranks: this MPI does not support groups
                     return measure_sums(self._channel.transport, ranks, self.model.n_embd, budget_s)
                 return SumsMeasured((), ())
         raise RunError(f"the head sent {type(order).__name__} to a rank that measures: use one ggpipe everywhere")
@@ -119,7 +119,7 @@ class ProfiledRank:
             self._timed = None
 
     def _turn(self) -> TurnMeasured:
-        """The first row, and the last ones."""
+        """Time the first row of a turn, and the last ones."""
         assert self._timed is not None
         start, took_s = time.monotonic(), [self._timed.run(1).compute_s]
         while time.monotonic() < start + TURN_S:
@@ -135,7 +135,8 @@ class ProfiledRank:
         return TogetherMeasured(points, self._guest.share)
 
     def _draft_alone(self, budget_s: float) -> MeasuredLayers | None:
-        """All of the draft, with the target's threads: times are scaled to others later, as the target's are."""
+        """Measure the whole draft with the target's threads; None if it does not fit into memory. Times for other
+        numbers of threads are scaled later, like the target's."""
         draft, draft_file, facts = self._draft, self._draft_file, self.draft
         assert draft is not None
         assert draft_file is not None
@@ -176,13 +177,13 @@ class ProfiledRank:
 
     @staticmethod
     def _short_and_long(timed: TimedStage, short_s: float, long_s: float) -> tuple[tuple[Point, ...], Samples]:
-        """All points of a stage, and the samples of short contexts."""
+        """All points of a stage, and the samples in a short context. `short_s`, `long_s`: budgets in seconds."""
         short = stage_timing.measure_short(timed, short_s)
         points = short.points(stage_timing.cells_before(timed.stage.n_ctx))
         return (*points, *stage_timing.measure_long(timed, short, long_s)), short
 
     def _stops(self, layers: tuple[int, int], budget_s: float) -> tuple[float, float]:
-        """`Overheads.cold_s` and `Overheads.abort_s`, with the first of the layers where that can be cut off."""
+        """Measure (`Overheads.cold_s`, `Overheads.abort_s`) with the first layer, or all if they cannot be divided."""
         try:
             timed = self._load_target((layers[0], layers[0] + 1))
         except IndivisibleModelError:
@@ -190,7 +191,7 @@ class ProfiledRank:
         return measure_stops(timed, budget_s)
 
     def _half(self, layers: tuple[int, int], budget_s: float) -> tuple[MeasuredLayers | None, float]:
-        """The first half of the layers, and its fastest run of one row; None where there is none."""
+        """Measure the first half of the layers. Returns None if there is only one, and its fastest run of one row."""
         a, b = layers
         if b - a == 1:
             return None, 0.0
@@ -206,7 +207,7 @@ class ProfiledRank:
         return MeasuredLayers(some, self.model.weight_bytes(some), tuple(points)), samples.fastest_s
 
     def _together(self, budget_s: float) -> tuple[Point, ...]:
-        """Few rows, until all ranks are ready to stop. The head counts who is, and then stops all."""
+        """Measure runs of few rows until all ranks are ready to stop. The head counts them, and then stops all."""
         assert self._timed is not None
         channel = self._channel
         leads = channel.transport.rank == HEAD
@@ -238,7 +239,7 @@ class ProfiledRank:
             if layers == (0, n):
                 raise
             raise IndivisibleModelError(
-                f"'{self.model.architecture}' models cannot be cut: profile all layers, with ",
+                f"'{self.model.architecture}' models cannot be divided: profile all layers, with ",
                 Setting("layers"),
                 f" 0-{n - 1}",
             ) from e
@@ -246,7 +247,7 @@ class ProfiledRank:
     def _load(
         self, layers: tuple[int, int], config: EngineConfig, model_file: ModelFile, facts: ModelFacts
     ) -> TimedStage:
-        """These layers of a model, as the config's target, instead of what was loaded before."""
+        """Load these layers of a model as the target of `config`, in place of the stage that was loaded before."""
         self.close()
         context = config.context
         trained = model_file.metadata.get(f"{model_file.architecture}.context_length", _N_CTX)

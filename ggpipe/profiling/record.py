@@ -1,4 +1,4 @@
-"""Record a pair of models: the target's text, and the draft's candidates at each position, for simulations."""
+"""Records a pair of models for simulations: the target's output, and the draft's candidates at each position."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ _N_BRANCHES = 16  # rejected draft tokens that are decoded together
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSpec:
-    """What is recorded."""
+    """What to record."""
 
     target: EngineConfig
     draft: DraftConfig
     prompts: Sequence[tuple[str, str]]
-    """Names and texts."""
+    """(name, text) of each prompt."""
     sampling: SamplingConfig
     n_predict: int
     n_candidates: int
-    """Candidates of the draft that are kept at each position."""
+    """Number of the draft's candidates to keep at each position."""
 
 
 @dataclass(frozen=True)
 class DraftTrace:
-    """The draft's candidates along a text, with their probabilities, the most probable first."""
+    """The draft's candidates along an output, with their probabilities, the most likely first."""
 
     candidates: tuple[Candidates, ...]
-    """For each token of the text."""
+    """Candidates for each token of the output."""
     after_rejection: tuple[Candidates, ...]
-    """For the position after each token, had the draft's best rejected candidate been taken there."""
+    """For each token: candidates for the next position if the best rejected candidate had been in its place."""
 
 
 @dataclass(frozen=True)
 class WrittenText:
-    """A prompt, and the text that the target wrote after it."""
+    """A prompt, and the target's output."""
 
     name: str
     prompt: tuple[int, ...]
@@ -71,10 +71,10 @@ def write_texts(
     on_text: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[WrittenText], int]:
-    """Have the target, which is loaded, write a text after each prompt. Returns them and the seed of all.
+    """Generate an output for each prompt with a loaded target. Returns the outputs, and the seed of all of them.
 
-    When the user stops it, `warn` gets a line, and the texts so far are returned. Raises UsageError for a text that
-    ends at once, RunError when there is none.
+    If the user stops it, `warn` gets a line, and the outputs so far are returned. Raises UsageError for an empty
+    output, and Interrupted if it was stopped before there was any output.
     """
     sampling, written, is_stopped = spec.sampling, [], False
     prompts = [engine.tokenize(text) for _, text in spec.prompts]
@@ -95,20 +95,18 @@ def write_texts(
         if text:
             written.append(WrittenText(name, prompt, tuple(text)))
         elif not is_stopped:
-            raise UsageError(
-                f"the text after {name} ends at once: set ", Setting("ignore_eos"), ", or take another prompt"
-            )
+            raise UsageError(f"the output for {name} is empty: set ", Setting("ignore_eos"), ", or use another prompt")
         if is_stopped:
             break
     if not written:
-        raise Interrupted("stopped before there was any text to record")
+        raise Interrupted("stopped before there was any output to record")
     if is_stopped:
-        warn("stopped; what was written so far is recorded")
+        warn("stopped; the output so far is recorded")
     return written, sampling.seed
 
 
 def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pair: Pair) -> Recording:
-    """Read the target's texts with the draft, in this process."""
+    """Run the draft over the target's outputs, in this process. `seed`: of all outputs."""
     n_tokens = max(len(own.prompt) + len(own.text) for own in written)
     threads = _threads(spec.target, spec.draft, machine.cores())
     prompts = []
@@ -130,7 +128,7 @@ def record_draft(spec: RecordSpec, written: Sequence[WrittenText], seed: int, pa
 
 
 def _threads(config: EngineConfig, draft: DraftConfig, cores: int) -> tuple[int, int]:
-    """The draft's, for single tokens and for batches: the target has written its text, so all cores are free."""
+    """The draft's threads for single tokens, and for batches. The target is done, so all cores are free."""
     single, batch = config.pipeline.threads_of(0, cores)
     if draft.threads > 0:
         single = batch = draft.threads
@@ -139,15 +137,15 @@ def _threads(config: EngineConfig, draft: DraftConfig, cores: int) -> tuple[int,
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What a recording takes of both models' headers."""
+    """What a recording needs from the headers of both models."""
 
     vocabularies: Vocabularies
     banned: tuple[int, ...]
-    """Tokens that the target never draws."""
+    """Tokens that the target never samples."""
 
 
 def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig) -> Pair:
-    """A target and a draft that fits it; only headers are read. Raises ModelError where it does not fit."""
+    """Check that a draft fits a target, by their headers. Raises ModelError if it does not."""
     target_vocab = Vocab(ModelFile.open(target.path), target)
     try:
         draft_vocab = Vocab(ModelFile.open(draft.path), draft)
@@ -164,7 +162,7 @@ def check_pair(target: ModelConfig, draft: ModelConfig, sampling: SamplingConfig
 
 
 class DraftReader:
-    """The whole draft model in this process, which reads texts of the target."""
+    """The whole draft model, in this process, which predicts each token of the target's outputs."""
 
     def __init__(
         self,
@@ -174,7 +172,8 @@ class DraftReader:
         vocabularies: Vocabularies,
         banned: tuple[int, ...],
     ) -> None:
-        """`n_tokens`: of the longest text with its prompt. `banned`: tokens that the target never draws."""
+        """`n_tokens`: of the longest output with its prompt. `threads`: for single tokens, and for batches. `banned`:
+        tokens that the target never samples."""
         context = replace(config.context, n_ctx=n_tokens + _N_BRANCHES, n_seq=1 + _N_BRANCHES)
         file = ModelFile.open(config.model.path)
         self._stage = Stage(file, (0, file.n_layer), config.model, context, threads)
@@ -184,7 +183,7 @@ class DraftReader:
         self._run_ids = itertools.count(1)
 
     def read(self, prompt: tuple[int, ...], text: tuple[int, ...], n_candidates: int) -> DraftTrace:
-        """The draft's candidates at each token of the text, and after a rejected one there."""
+        """The draft's candidates at each token of an output."""
         self._stage.forget_all()
         logits_request = LogitsRequest(LogitsKind.TOP, n_candidates, self._banned)
         tokens = [self._vocabularies.for_draft(token) for token in (*prompt, *text)]
@@ -228,7 +227,7 @@ class DraftReader:
 
 
 def _branch(seq: int, end: int) -> tuple[KvOp, KvOp]:
-    """Make a sequence that has the text's first `end` tokens."""
+    """Operations that make a sequence of the first `end` tokens of sequence 0."""
     return KvOp(KvKind.RM, seq), KvOp(KvKind.CP, 0, seq, 0, end)
 
 

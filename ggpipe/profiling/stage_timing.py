@@ -1,4 +1,4 @@
-"""How long one rank's stage takes for runs."""
+"""Measures how long a rank's stage takes for runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROWS = (1, 2, 4, 8, 16, 32)
 FEW_ROWS = (1, 2, 4, 8)
 CHUNK_ROWS = 128
 SHORT_CELLS, LONG_CELLS = 32, 512
-_TOP = LogitsRequest(LogitsKind.TOP, 40, sums=False)  # what sampling asks for by default
+_TOP = LogitsRequest(LogitsKind.TOP, 40, sums=False)  # what sampling requests by default
 _MOST_ROUNDS, _MOST_RUNS, _MOST_LONG_RUNS = 15, 60, 5
 _SLICE_S, _SHARED_S = 5e-3, 0.5
 
 
 class TimedStage:
-    """A stage in its thread, on sequence 0."""
+    """A stage in its thread, which computes runs of sequence 0."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TimedStage:
         n_vocab: int,
         poll_s: tuple[float, float],
     ) -> None:
-        """Load the stage. `load` and `poll_s` as in `StageThread`, whose notices go to the channel's inbox."""
+        """Load the stage. `load`, `poll_s`: as for `StageThread`, whose notices go to the channel's inbox."""
         self._n_vocab = max(n_vocab, 1)
         self._channel = channel
         inbox = channel.inbox
@@ -49,15 +49,15 @@ class TimedStage:
         self.stage = notice.stage
         inbox.relieved = self._thread.relief_s
         self.n_past = 0
-        """KV cells in use before a run."""
+        """Number of KV cells in use before a run."""
         self._id = 0
         self._last_rows = 0
         self._rolls_back = self.stage.rolls_back
 
     def run(self, n_rows: int, keep: bool = False) -> Timing:
-        """Compute `n_rows` rows behind `n_past` others; with `keep` they stay.
+        """Compute `n_rows` rows after `n_past` others. `keep`: leave their cells in the KV cache.
 
-        With models that cannot roll back they always stay, as long as the context has room for them.
+        Models that cannot roll back always keep them, as long as the context has room.
         """
         stays = keep or not self._rolls_back
         ops: tuple[KvOp, ...] = (KvOp(KvKind.RM, 0, p0=self.n_past),) if self._rolls_back and self.n_past else ()
@@ -87,14 +87,14 @@ class TimedStage:
         )
 
     def pass_marker(self) -> float:
-        """Seconds of a run that was cancelled before it arrived."""
+        """Seconds that the stage takes for a run that was cancelled before it arrived."""
         self._id += 1
         self._thread.submit(Run(id=self._id, rows=(), ops=(), logits_requests=(), cancelled=True))
         return self._outcome()[0].busy_s
 
     def stop(self, n_rows: int, after_s: float) -> float | None:
-        """Cancel a run of `n_rows` rows that has been computed for `after_s`: seconds until it stops. None when it
-        ended before. Only with models that roll back."""
+        """Cancel a run of `n_rows` rows after `after_s` seconds. Returns the seconds until it stops, or None if it had
+        already ended. Only for models that roll back."""
         self._id += 1
         rows = tuple(Row(token=i, pos=self.n_past + i, seqs=(0,), request=0) for i in range(n_rows))
         self._thread.submit(Run(id=self._id, rows=rows, ops=(KvOp(KvKind.RM, 0, p0=self.n_past),), logits_requests=()))
@@ -107,11 +107,11 @@ class TimedStage:
 
     @property
     def rolls_back(self) -> bool:
-        """The model's memory can forget the end of a sequence."""
+        """Whether the model's memory can remove the end of a sequence."""
         return self._rolls_back
 
     def _outcome(self) -> tuple[Span, bool]:
-        """Our span of the run that was submitted, and whether it was cancelled."""
+        """This stage's span of the submitted run, and whether the run was cancelled."""
         outcome = self._wait()
         assert isinstance(outcome, Passed | ResultReady)
         if isinstance(outcome, ResultReady):
@@ -120,7 +120,7 @@ class TimedStage:
         return spans[-1], run.cancelled
 
     def fill(self, n_cells: int, chunk_rows: int) -> None:
-        """Make the KV cells in use `n_cells`, more or fewer."""
+        """Fill the KV cache to `n_cells` cells, or remove cells beyond them."""
         if n_cells < self.n_past:
             self.n_past = n_cells if self._rolls_back else 0
         while self.n_past < n_cells:
@@ -132,7 +132,7 @@ class TimedStage:
         self._thread.close()
 
     def _wait(self) -> Notice:
-        """The next notice. Raises what the stage, or another rank, failed with."""
+        """The next notice. Raises the error of the stage, or of another rank."""
         notice = self._channel.notice()
         if isinstance(notice, StageFailed):
             raise notice.error
@@ -141,32 +141,34 @@ class TimedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One run."""
+    """The times of one run."""
 
     compute_s: float
+    """Time in libllama's decode."""
     run_s: float
     """Time of the stage's thread outside `compute_s`."""
     hand_s: float
-    """Time of a hand-over to or from the stage's thread, on average."""
+    """Mean time of a hand-over to or from the stage's thread."""
     changed: bool
-    """The run before had another number of rows."""
+    """The previous run had another number of rows."""
 
 
 @dataclass
 class Samples:
-    """Runs of one stage, by their number of rows."""
+    """Times of runs of one stage."""
 
     same_s: dict[int, list[float]] = field(default_factory=dict)
-    """Decode seconds of runs with as many rows as the run before; where rows are many, of all runs."""
+    """By number of rows: decode times of runs whose predecessor had the same number of rows. With many rows, of all
+    runs."""
     change_s: list[float] = field(default_factory=list)
-    """By how many seconds a decode of few rows was longer when the run before had another number of rows."""
+    """Additional decode times of runs of few rows whose predecessor had another number of rows."""
     run_s: list[float] = field(default_factory=list)
-    """Seconds of the stage's thread outside the decode, of runs of one row."""
+    """Times of the stage's thread outside the decode, for runs of one row."""
     hand_s: list[float] = field(default_factory=list)
-    """Seconds of hand-overs to and from that thread, of runs of one row."""
+    """Times of hand-overs to and from the stage's thread, for runs of one row."""
 
     def measure(self, timed: TimedStage, n_rows: int) -> None:
-        """A few runs of `n_rows` rows."""
+        """Time a few runs of `n_rows` rows."""
         timings = [timed.run(n_rows) for _ in range(_runs_of(n_rows))]
         alike = [t.compute_s for t in timings if not t.changed] or [timings[-1].compute_s]
         self.same_s.setdefault(n_rows, []).extend(alike)
@@ -178,28 +180,28 @@ class Samples:
 
     @property
     def more_for_change_s(self) -> float:
-        """By how much a decode of few rows is usually longer when the run before had another number of rows."""
+        """Typical additional decode time when the number of rows changes."""
         return max(statistics.median(self.change_s), 0.0) if self.change_s else 0.0
 
     @property
     def fastest_s(self) -> float:
-        """Decode seconds of the fastest run of one row."""
+        """Decode time of the fastest run of one row."""
         return min(self.same_s[1])
 
     def seconds(self, n_rows: int) -> float:
-        """Time of a run of `n_rows` rows, from the nearest measured number of rows at or below it."""
+        """Estimated time of a run of `n_rows` rows, scaled from the largest measured number of rows up to `n_rows`."""
         known = [n for n in self.same_s if n <= n_rows]
         return statistics.median(self.same_s[max(known)]) * n_rows / max(known) if known else 0.0
 
     def points(self, n_past: int) -> list[Point]:
-        """Times of these runs as points."""
+        """The times as points. `n_past`: tokens in the context before each run."""
         return [Point(n, n_past, typical_s(self.same_s[n])) for n in sorted(self.same_s)]
 
 
 def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], until: float) -> Samples:
-    """Measure these numbers of rows until a point in time (`time.monotonic`), each for about as long.
+    """Measure runs with these numbers of rows, each for about the same time, until `until` (`time.monotonic`).
 
-    The `needed` ones are measured at least once, others only while they can be expected to end in time.
+    Those in `needed` are measured at least once, others only if they are expected to end in time.
     """
     samples, sizes = Samples(), tuple(dict.fromkeys(rows))
     spent_s = dict.fromkeys(sizes, 0.0)
@@ -218,8 +220,8 @@ def sample(timed: TimedStage, rows: Iterable[int], needed: Collection[int], unti
 
 
 def _runs_of(n_rows: int) -> int:
-    """Runs one after the other: the first pays for the change of rows, and the caches hold what they hold while tokens
-    are generated."""
+    """How many runs to time in a row. The first one pays for the change of rows; after it, the caches are in the same
+    state as during generation."""
     if n_rows > FEW_ROWS[-1]:
         return 1
     return 3 if n_rows <= 2 else 2
@@ -230,18 +232,18 @@ def _most_runs_of(n_rows: int) -> int:
 
 
 def cells_before(n_ctx: int) -> int:
-    """KV cells in use in a short context."""
+    """Number of KV cells in use in a short context."""
     return max(min(SHORT_CELLS, n_ctx // 4), 1)
 
 
 def fitting(rows: Iterable[int], timed: TimedStage) -> tuple[int, ...]:
-    """Those of these numbers of rows that a run of this stage may have."""
+    """The numbers of rows in `rows` that this stage supports."""
     n_ctx = timed.stage.n_ctx
     return tuple(n for n in rows if n <= min(timed.stage.n_ubatch, n_ctx - cells_before(n_ctx)))
 
 
 def measure_short(timed: TimedStage, budget_s: float, needed: Collection[int] = FEW_ROWS) -> Samples:
-    """Runs in a short context: few and many rows, and a chunk of a prompt; `needed` as in `sample`."""
+    """Measure runs in a short context: few and many rows, and a chunk of a prompt. `needed`: as for `sample`."""
     until = time.monotonic() + budget_s
     chunk = _chunk(timed)
     timed.fill(cells_before(timed.stage.n_ctx), chunk)
@@ -249,8 +251,8 @@ def measure_short(timed: TimedStage, budget_s: float, needed: Collection[int] = 
 
 
 def measure_long(timed: TimedStage, short: Samples, budget_s: float) -> list[Point]:
-    """The same in a long context, of as many cells as there is time to fill; no points where these are so few that
-    noise would hide what they take."""
+    """Measure the same runs in a long context, with as many cells as there is time to fill. Returns no points if these
+    are so few that noise would hide their effect."""
     until, n_ctx = time.monotonic() + budget_s, timed.stage.n_ctx
     chunk, rows = _chunk(timed), fitting(ROWS, timed)
     affordable = int(0.6 * budget_s / (short.seconds(chunk) / chunk))
@@ -264,7 +266,7 @@ def measure_long(timed: TimedStage, short: Samples, budget_s: float) -> list[Poi
 def measure_together(
     timed: TimedStage, budget_s: float, ready: Callable[[], None], enough: Callable[[], bool]
 ) -> list[Point]:
-    """Runs of few rows, again and again, until `enough` returns True; `ready` is called once we have enough."""
+    """Repeat runs of few rows until `enough` returns True. `ready` is called once this rank has enough samples."""
     n_cells, samples = cells_before(timed.stage.n_ctx), Samples()
     rows = fitting(FEW_ROWS, timed)
     timed.fill(n_cells, _chunk(timed))
@@ -282,19 +284,19 @@ def measure_together(
 
 
 def intercept_s(small: tuple[int, float], large: tuple[int, float]) -> float:
-    """Seconds of a stage without weights, by a straight line through two points (bytes, seconds).
+    """Extrapolate two points (bytes, seconds) to the seconds of a stage without weights.
 
-    At most a quarter of the smaller point's seconds: no model comes near that, so more is noise.
+    The result is at most a quarter of the smaller point's seconds. No model comes near that, so more is noise.
     """
     (a, a_s), (b, b_s) = small, large
     return min(max(a_s - (b_s - a_s) * a / (b - a), 0.0), a_s / 4) if b > a else 0.0
 
 
 def typical_s(seconds: list[float]) -> float:
-    """What runs take on average, without those that take more than three times the median.
+    """Mean time of runs, without those that take more than three times the median.
 
-    Not the median: on shared machines cores switch between two speeds, and of the runs that share cores the kernel
-    delays only a few, but those for long.
+    The median would be wrong: on shared machines, cores switch between two speeds, and the kernel delays only a few of
+    the runs that share cores, but for a long time.
     """
     most_s = 3 * statistics.median(seconds)
     return statistics.fmean(s for s in seconds if s <= most_s or s <= _SLICE_S)

@@ -1,4 +1,4 @@
-"""How long two ranks take to add up values, as the parts of a group do in each layer."""
+"""Measures how long two ranks take to add up values, as the parts of a group do in each layer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SWEPT_BYTES = 1 << 23  # as the weights of a layer, which parts read between tw
 
 
 def measure_sums(transport: Transport, ranks: Sequence[int], width: int, budget_s: float) -> SumsMeasured:
-    """Seconds of sums of 1, 8 and 128 rows of `width` values. Both ranks call it at the same time.
+    """Seconds of sums of 1, 8 and 128 rows of `width` values. Both ranks call this at the same time.
 
-    Raises MpiError where MPI cannot do this, and RunError when the other rank is lost.
+    Raises MpiError if MPI does not support groups, and RunError if the other rank is lost.
     """
     sums, over_memory = transport.join_group(
         ranks,
@@ -49,7 +49,7 @@ def measure_sums(transport: Transport, ranks: Sequence[int], width: int, budget_
 
 
 class _Timer:
-    """Sums of one size, at this rank."""
+    """Times sums of one size on this rank."""
 
     def __init__(self, sums: native.GroupSum, n_values: int) -> None:
         self._sums = sums
@@ -57,7 +57,7 @@ class _Timer:
         self.took_s: list[float] = []
 
     def measure(self, stop: bool) -> bool:
-        """Time a sum, before which the ranks meet. Whether one of them wants to stop."""
+        """Time a sum, after synchronizing the ranks. Returns whether one of them wants to stop."""
         self._sums.sum(self._one.ctypes.data, 1, False)
         start = time.perf_counter()
         stop = self._sums.sum(self._values.ctypes.data, self._values.size, stop)
@@ -68,7 +68,8 @@ class _Timer:
 
 
 def sum_profile(ranks: tuple[int, int], measured: Sequence[SumsMeasured]) -> SumProfile:
-    """What two ranks measured together. Of each sum counts the rank that came later: it did not wait."""
+    """The measurements of two ranks combined. Each sum counts with the time of the rank that arrived later and did not
+    wait."""
 
     def points(both: Sequence[Sequence[Sequence[float]]]) -> tuple[SumPoint, ...]:
         shortest = (statistics.median(map(min, *calls)) for calls in zip(*both, strict=True))
@@ -78,13 +79,19 @@ def sum_profile(ranks: tuple[int, int], measured: Sequence[SumsMeasured]) -> Sum
 
 
 def sum_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Ranks whose sums are measured: two of each machine that has several; and one of each machine with one of the
-    next, or of all others where machines are few."""
-    on_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        on_host.setdefault(host, []).append(rank)
-    within = [(ranks[0], ranks[1]) for ranks in on_host.values() if len(ranks) > 1]
-    firsts = [ranks[0] for ranks in on_host.values()]
+    """The pairs of ranks whose sums are measured: two ranks of each machine that has several, and one rank of each
+    machine with one of the next machine; with a few machines, of all others. `hosts`: of each rank."""
+    ranks_on = by_host(hosts)
+    within = [(ranks[0], ranks[1]) for ranks in ranks_on if len(ranks) > 1]
+    firsts = [ranks[0] for ranks in ranks_on]
     n_next = len(firsts) if len(firsts) <= _ALL_PAIRS else 2
     between = [(a, b) for i, a in enumerate(firsts) for b in firsts[i + 1 : i + n_next]]
     return within + between
+
+
+def by_host(hosts: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host. `hosts`: of each rank."""
+    found: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return list(found.values())

@@ -32,9 +32,9 @@ class Arrival:
     after: int | None = None
     """The request, counted from 0, whose end this one follows; it is an earlier one."""
     n_prompt: int | None = None
-    """Tokens of the prompt; None: as many as the text has."""
+    """Tokens of the prompt; None: the length of the recorded or synthetic prompt."""
     n_predict: int | None = None
-    """Tokens to generate; None: as many as the text has."""
+    """Tokens to generate; None: the length of the recorded or synthetic output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Traffic:
     rate: float | None = None
     """Requests per second, at independent times: a Poisson process."""
     n_total: int | None = None
-    """Number of requests; None: 2 for each user, 32 at a rate, or as many as the file has."""
+    """Number of requests; None: 2 per user, 32 at a rate, or all of the file."""
     listed: tuple[Arrival, ...] = ()
     """The requests of a file."""
     n_requests: int | None = None
-    """Requests that are served at the same time; None: as many as users, or 4."""
+    """Maximum number of requests served at a time; None: the number of users, or 4."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Traffic:
                 "arrivals", "has a number of requests already", Wording("leave out ", Setting("requests"))
             )
         if self.users and self.n_total is not None and self.n_total < self.users:
-            raise SettingError("requests", f"must be at least {self.users}, one for each user, got {self.n_total}")
+            raise SettingError("requests", f"must be at least {self.users}, one per user, got {self.n_total}")
 
     @property
     def at_a_time(self) -> int:

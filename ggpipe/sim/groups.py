@@ -57,7 +57,7 @@ class GroupCost:
         )
 
     def sum_seconds(self, n_rows: int) -> float:
-        """Seconds of one sum of so many rows."""
+        """Seconds of one sum over this number of rows."""
         return self._exchange(n_rows * self.width)
 
     def _exchange(self, n_values: int) -> float:

@@ -30,7 +30,7 @@ class Network:
         self._routes: dict[tuple[int, int], _Route] = {}
 
     def send(self, source: int, target: int, n_bytes: int, arrive: Callable[[], None]) -> None:
-        """Call `arrive` when the message is there; within a rank, when the other thread is awake."""
+        """Call `arrive` when the message has arrived or, within a rank, when the other thread is awake."""
         clock = self._clock
         if source == target:
             clock.after(self._cluster.overheads.hand_s, arrive)

@@ -1,4 +1,4 @@
-"""What is simulated: a cluster, its models, the text and the settings; and what a sweep can change of it."""
+"""The specification of a simulation: a cluster, models, outputs and settings; and the parameters of a sweep."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SPECULATIVE_NAMES = (*_SPECULATION, "acceptance")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticText:
-    """A text without models, see `SyntheticTokens`."""
+    """An output made without models, see `SyntheticTokens`."""
 
     agreement: float = 0.7
     """How often the draft's best candidate is the target's token."""
@@ -75,14 +75,15 @@ class SimulationSpec:
     speculation: SpeculationConfig
     tokens: SyntheticText | Recording
     n_predict: int
-    """Tokens of text; -1: as many as were recorded."""
+    """Tokens to generate; -1: the number that was recorded."""
     sizes: Sizes
-    """Sizes of context and batches. A context of 0 tokens is as large as it has to be."""
+    """Sizes of context and batches. A context of 0 tokens is made as large as needed."""
     traffic: Traffic | None = None
-    """Requests that share the pipeline; None: one request, or one for each recorded prompt, each by itself."""
+    """Requests that share the pipeline; None: one request, or one per recorded prompt, served one at a time."""
 
     def check(self) -> None:
-        """Raises UsageError when the context cannot hold the text, a node's memory its ranks, or groups a model."""
+        """Raises UsageError if the context is too small for the output, a node's memory is too small for its ranks, or
+        the model does not support the groups."""
         for shape, layout in ((self.target, self.placement.layout), (self.draft, self.placement.draft_layout)):
             if shape is not None and shape.max_parts == 1 and layout is not None and layout.group_sizes:
                 raise UsageError(f"{shape.name} is not known to work in groups: give each rank its own layers")
@@ -165,7 +166,7 @@ class SimulationSpec:
         return [SimulatedRequest(self._text(i, arrival), arrival) for i, arrival in enumerate(self.traffic.arrivals())]
 
     def _text(self, i: int, arrival: Arrival) -> SimulatedTokens:
-        """The text of a request, counted from 0."""
+        """The tokens of a request, counted from 0."""
         n_predict = self.n_predict if arrival.n_predict is None else arrival.n_predict
         n_all = n_predict + (arrival.n_prompt or (0 if isinstance(self.tokens, Recording) else self.tokens.n_prompt))
         if n_all > _MOST_TOKENS:

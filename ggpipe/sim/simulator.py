@@ -52,13 +52,13 @@ _ONE = LogitsRequest(LogitsKind.TOP, 1)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the context and the batches hold, as `n_ctx`, `n_batch` and `n_ubatch` of ContextConfig."""
+    """Sizes of the context and of batches. See `n_ctx`, `n_batch` and `n_ubatch` of ContextConfig."""
 
     n_ctx: int = 4096
     n_batch: int = 2048
     n_ubatch: int = 512
     n_in_flight: int = 0
-    """Runs in the target's pipeline at the same time; 0: one for each stage, and one more."""
+    """Maximum number of runs in the target's pipeline; 0: one more than there are stages."""
     n_requests: int = 1
     """Requests that are served at the same time."""
 

@@ -52,7 +52,8 @@ class Process:
             self._cores.poll(change if self._computing else -change)
 
     def receive(self, source: int, action: Callable[[], None], n_events: int = 1) -> None:
-        """Do this, the work of so many events, when a message from a rank, or from a stage of our own, is received."""
+        """Call a function, which takes the time of this many events, when a message from another rank or from a local
+        stage is received."""
         self._received_at = max(
             self._clock.now + (self._overheads.poll_delay_s if self._computing else 0.0), self._received_at
         )
@@ -60,7 +61,7 @@ class Process:
         self._clock.at(self._received_at, lambda: self.do(work_s, action))
 
     def send(self, n_messages: int) -> None:
-        """Send so many messages, after all earlier work."""
+        """Send this number of messages, after all earlier work."""
         if n_messages:
             self.do(n_messages * self._overheads.send_s, lambda: None)
 

@@ -64,7 +64,7 @@ class PipelineSpec:
     groups: Mapping[int, GroupCost] = field(default_factory=dict)
     """What a group adds to the time of its slowest part, by part 0's rank."""
     sparsity: float = 1.0
-    """As of `Limits`."""
+    """See `Limits`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

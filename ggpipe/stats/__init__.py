@@ -1,1 +1,1 @@
-"""Measurements of requests: `records` as they are taken, `activity` by rank, `summary` pooled, `occupancy` live."""
+"""Statistics of requests: raw `records`, `activity` by rank, pooled in `summary` and `traffic`, live `occupancy`."""

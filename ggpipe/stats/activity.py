@@ -11,16 +11,16 @@ from ggpipe.core.layout import layer_range
 from ggpipe.stats.records import RankStats, RequestStats
 
 RankWork = tuple[int, int]
-"""A rank, and the id of the model that its work is for: a process can work for several models."""
+"""(rank, id of the model) of some work: a process can work for several models."""
 
 
 def part(rank: RankStats) -> RankWork:
-    """The rank, and the model that the numbers are of."""
+    """The rank and the model to which these statistics belong."""
     return rank.rank, rank.model
 
 
 def parts_of(ranks: Sequence[RankStats]) -> list[int]:
-    """Which part of its stage's group each rank is; 0 where a stage has one rank. `ranks`: all, in order."""
+    """The number of each rank's part in the group of its stage; 0 if a stage has one rank. `ranks`: all, in order."""
     numbers: list[int] = []
     for i, rank in enumerate(ranks):
         follows = i > 0 and _is_same_stage(ranks[i - 1], rank)
@@ -29,10 +29,7 @@ def parts_of(ranks: Sequence[RankStats]) -> list[int]:
 
 
 def layer_texts(ranks: Sequence[RankStats]) -> list[str]:
-    """The layers of each rank for people: `0-7`, or `0-7 part 1` where several ranks hold them together.
-
-    `ranks`: all of a model, in order.
-    """
+    """The layers of each rank as text: `0-7`, or `0-7 part 1` in a group. `ranks`: all ranks of a model, in order."""
     numbers = parts_of(ranks)
     are_grouped = [number > 0 or following > 0 for number, following in itertools.pairwise([*numbers, 0])]
     return [
@@ -46,26 +43,26 @@ def _is_same_stage(rank: RankStats, other: RankStats) -> bool:
 
 
 def speculates(stats: RequestStats) -> bool:
-    """A draft works for this request."""
+    """Whether the request uses draft tokens."""
     return stats.speculation.mode != "iterative"
 
 
 def taking_part(stats: RequestStats, ranks: Sequence[RankStats]) -> list[RankStats]:
-    """The ranks that work for the request: those of drafts only where it speculates."""
+    """The ranks that work for the request. Ranks of draft models do so only if it speculates."""
     return [rank for rank in ranks if not rank.draft or speculates(stats)]
 
 
 def with_work(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[RankStats, RankStats]]:
-    """Each rank with what it did for the request."""
+    """Each rank with its work for the request."""
     work = {part(rank): rank for rank in stats.ranks}
     return [(rank, work.get(part(rank), rank)) for rank in ranks]
 
 
 def wasted_s(stats: RequestStats) -> Mapping[RankWork, float]:
-    """Seconds of decoding that did not help the request; 0 for a rank that wasted none.
+    """Seconds of decoding that did not help the request, by rank and model; 0 if nothing was wasted.
 
-    That is all of a cancelled run, and the share of rejected rows of any other run. A draft's run counts only when it
-    was cancelled: drafting a token that is rejected was not in vain.
+    These are all of a cancelled run, and the share of rejected rows in other runs. A draft's run counts only if it was
+    cancelled, since drafting a token that is later rejected is not a waste.
     """
     wasted: dict[RankWork, float] = collections.defaultdict(float)
     for run in stats.runs:

@@ -1,4 +1,4 @@
-"""How busy each rank is right now, from successive samples of its running total."""
+"""The current occupancy of each rank, from successive samples of its totals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MIN_RUNS = 3
 
 
 class Occupancy:
-    """Busy share over a sliding window.
+    """Busy share of each rank over a sliding window.
 
-    A run is counted when it ends, so the window must hold some: it is one second, or as long as it takes for
-    three runs to end, up to eight seconds.
+    Runs count when they end, so the window must contain several: it is one second long, or until three runs have ended,
+    up to eight seconds.
     """
 
     def __init__(self) -> None:

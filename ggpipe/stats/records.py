@@ -19,11 +19,11 @@ from ggpipe.core.request import Counters, Finish
 
 @dataclass(slots=True, kw_only=True)
 class RankStats:
-    """One rank: its layers and threads, its loading, and its work since the session's start (or the request's)."""
+    """One rank: its layers and threads, its loading, and its work since the start of the session or of a request."""
 
     rank: int
     model: int = TARGET
-    """Id of the model that these are the numbers of: a process may hold drafts beside its target layers."""
+    """Id of the model to which these statistics belong. A process may hold drafts in addition to target layers."""
     host: str = ""
     layers: tuple[int, int] = (0, 0)
     """First layer, and one past the last; a rank with an empty range only coordinates."""
@@ -33,7 +33,7 @@ class RankStats:
     load_s: float = 0.0
     resident_bytes: int = 0
     cpu_s: float = 0.0
-    """CPU time of the whole process since its start, when `Session.measure` asked last."""
+    """CPU time of the whole process since its start, as of the last `Session.measure`."""
     clock_offset_s: float = 0.0
     """The head's clock minus this rank's."""
     runs: int = 0
@@ -46,12 +46,12 @@ class RankStats:
 
     @property
     def draft(self) -> bool:
-        """These are the numbers of its work for a draft model."""
+        """Whether these are the statistics of work for a draft model."""
         return self.model != TARGET
 
     @property
     def loaded(self) -> float:
-        """Share of the loading that is done, 0 to 1."""
+        """Share of the weights that is loaded, 0 to 1."""
         return min(self.loaded_bytes / self.load_bytes, 1.0) if self.load_bytes else 0.0
 
     def unused(self) -> RankStats:
@@ -59,7 +59,7 @@ class RankStats:
         return RankStats(rank=self.rank, model=self.model, host=self.host, layers=self.layers, threads=self.threads)
 
     def add(self, span: Span, share: float = 1.0) -> None:
-        """Add a run's span, or a share of it, to the totals."""
+        """Add a run's span, or a share of it from 0 to 1, to the totals."""
         self.runs += 1
         self.compute_s += span.compute_s * share
         self.busy_s += span.busy_s * share
@@ -68,14 +68,14 @@ class RankStats:
 
 @dataclass(slots=True, kw_only=True)
 class RequestStats:
-    """One request, from arrival to end. Times are clock readings; None until it happened."""
+    """One request, from arrival to end. Times are clock readings in seconds; None: not yet."""
 
     n_prompt: int = 0
     arrived: float = 0.0
     started: float | None = None
-    """When the first of its tokens went into the pipeline."""
+    """When its first tokens entered the pipeline."""
     token_times: list[float] = field(default_factory=list)
-    """When each generated token was drawn."""
+    """When each generated token was sampled."""
     ended: float | None = None
     finish: Finish | None = None
     """Why it ended."""
@@ -87,11 +87,11 @@ class RequestStats:
     draft_runs: list[RunRecord] = field(default_factory=list)
     """Runs of draft models, in the order in which they ended."""
     drafted: list[bool] = field(default_factory=list)
-    """For each generated token: it was in the pipeline as a draft token before it was drawn."""
+    """For each generated token: whether it was in the pipeline as a draft token before it was sampled."""
     speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig(mode="iterative"))
     counters: Counters = field(default_factory=Counters)
     n_in_flight: int = 0
-    """Runs in the pipeline now, cancelled ones not counted."""
+    """Runs in the pipeline now, excluding cancelled ones."""
 
     @property
     def n_generated(self) -> int:
@@ -105,17 +105,17 @@ class RequestStats:
 
     @property
     def queue_s(self) -> float | None:
-        """Queueing time: from arrival until its first tokens went into the pipeline."""
+        """Queueing time: from arrival until its first tokens entered the pipeline."""
         return self.started - self.arrived if self.started is not None else None
 
     @property
     def prefill_tps(self) -> float | None:
-        """Prompt tokens a second, those left out that the prefix cache had."""
+        """Prompt tokens per second, excluding those from the prefix cache."""
         return (self.n_prompt - self.counters.cached_tokens) / self.ttft_s if self.ttft_s else None
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies, one fewer than tokens."""
+        """Inter-token latencies in seconds, one fewer than tokens."""
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
     @property
@@ -125,7 +125,7 @@ class RequestStats:
 
     @property
     def decode_tps(self) -> float | None:
-        """Tokens a second after the first."""
+        """Decode speed: tokens per second after the first."""
         return (self.n_generated - 1) / self.decode_s if self.decode_s > 0 else None
 
     def elapsed_s(self, now: float) -> float:
@@ -134,7 +134,7 @@ class RequestStats:
 
 
 def percentile(values: Iterable[float], q: float) -> float | None:
-    """The q-quantile (0 to 1) by the nearest rank; None of nothing."""
+    """The q-quantile (0 to 1) by the nearest-rank method; None without values."""
     ordered = sorted(values)
     return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else None
 
@@ -148,7 +148,7 @@ class Spread(NamedTuple):
 
 
 def quartiles(values: Iterable[float]) -> Spread | None:
-    """The spread of repeated measurements; None of nothing."""
+    """The quartiles of repeated measurements; None without values."""
     known = sorted(values)
     if len(known) < 2:
         return Spread(known[0], known[0], known[0]) if known else None
@@ -156,6 +156,6 @@ def quartiles(values: Iterable[float]) -> Spread | None:
 
 
 def rate(n: int, seconds: float) -> float:
-    """So many a second; 0 where that is no number."""
+    """`n` per second; 0 if that is not a finite number."""
     found = n / seconds if seconds > 0 else 0.0
     return found if math.isfinite(found) else 0.0

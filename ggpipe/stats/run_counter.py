@@ -1,4 +1,4 @@
-"""Runs that ended, added to the statistics of ranks and of requests."""
+"""Adds runs that have ended to the statistics of ranks and requests."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MOST_WAITING = 8  # runs
 class RunCounter:
     """Adds up the spans of runs.
 
-    Those of the ranks that send runs on come with the records. The other parts of a group report theirs by themselves,
-    about when the run ends: so records wait for them, but not for long.
+    Spans of ranks that send runs on are part of the records. The other parts of a group report their spans separately,
+    at about the time when the run ends, so records wait for them for a short time.
     """
 
     def __init__(self, ranks: Sequence[RankStats], stats_of: Callable[[int], RequestStats | None]) -> None:
-        """`ranks`: all of them, whose totals are counted. `stats_of` finds the statistics of a request, as long as it
-        is not over; a draft's last runs may outlive it."""
+        """`ranks`: all ranks, whose totals are updated. `stats_of`: returns the statistics of an active request, after
+        whose end a draft's last runs may arrive."""
         self._ranks = ranks
         self._entry = {part(rank): i for i, rank in enumerate(ranks)}
         self._model = {rank.rank: rank.model for rank in reversed(ranks)}
-        """What a rank's own process holds: drafts inside the head's come last."""
+        """The model that each rank holds. Drafts that the head runs come last in `ranks`."""
         self._stats_of = stats_of
         n_parts = collections.Counter(
             rank.model for rank, number in zip(ranks, parts_of(ranks), strict=True) if number > 0
@@ -36,7 +36,7 @@ class RunCounter:
         self._pipelines = {model: _Pipeline(n_parts[model]) for model in {rank.model for rank in ranks}}
 
     def add(self, records: Sequence[RunRecord], model: int) -> None:
-        """Runs of a model that ended. Those of one run follow each other, one for each request."""
+        """Add runs of a model that have ended. A run has one record per request, and these are consecutive."""
         pipeline = self._pipelines[model]
         for _, own in itertools.groupby(records, lambda record: record.id):
             pipeline.waiting.append(tuple(own))
@@ -44,7 +44,7 @@ class RunCounter:
             self._count(pipeline, model)
 
     def add_part(self, run: int, span: Span) -> None:
-        """The time of a part that does not send its runs on."""
+        """Add the span of a group's part that does not send runs on."""
         model = self._model[span.rank]
         pipeline = self._pipelines[model]
         if run <= pipeline.counted:
@@ -54,7 +54,7 @@ class RunCounter:
             self.add((), model)
 
     def end(self) -> None:
-        """A request is over: count all of its runs."""
+        """Count all waiting runs, since a request has ended."""
         for model, pipeline in self._pipelines.items():
             while pipeline.waiting:
                 self._count(pipeline, model)
@@ -77,23 +77,23 @@ class RunCounter:
 
 
 class _Pipeline:
-    """Runs of one model whose records wait, and spans that came before their records."""
+    """Waiting records of one model's runs, and spans that arrived before their records."""
 
     def __init__(self, n_parts: int) -> None:
-        """`n_parts`: ranks that report their spans by themselves."""
+        """`n_parts`: number of ranks that report their spans separately."""
         self._n_parts = n_parts
         self.waiting: collections.deque[tuple[RunRecord, ...]] = collections.deque()
         self.spans: dict[int, list[Span]] = collections.defaultdict(list)
         self.counted = -1
-        """The number of the last run that was counted; numbers rise."""
+        """Id of the last run that was counted. Ids are ascending."""
 
     @property
     def is_complete(self) -> bool:
-        """All spans of the first run that waits are there."""
+        """Whether all spans of the first waiting run have arrived."""
         return self._n_parts == 0 or len(self.spans[self.waiting[0][0].id]) == self._n_parts
 
     def spans_of(self, run: int) -> tuple[Span, ...]:
-        """What came of a run that is counted now, by rank. Runs before it have no records."""
+        """Take the separate spans of a run, by rank, and drop spans of earlier runs, which have no records."""
         own = sorted(self.spans.get(run, ()), key=lambda span: span.rank)
         for number in [number for number in self.spans if number <= run]:
             del self.spans[number]

@@ -1,4 +1,4 @@
-"""Requests in a few numbers: benches, simulations and displays compute a mode's metrics here."""
+"""Summaries of requests: the metrics of a mode for benchmarks, simulations and displays."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ggpipe.stats.activity import speculates, wasted_s
 from ggpipe.stats.records import RankStats, RequestStats, Spread, percentile, quartiles
 
 BASE_MODE = "iterative"
-"""The mode that others are compared with, where it was run."""
+"""The mode that others are compared with, if it was run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Requests of one mode, pooled. A field is None where the requests have no such number."""
+    """The pooled requests of one mode. A field is None if the metric does not apply to them."""
 
     n_requests: int
     tokens_per_s: float | None
-    """Decode speed: tokens after each request's first, by the time that they took."""
+    """Decode speed: tokens per second after the first token of each request."""
     ttft_s: float | None
     """Mean time to first token."""
     itl_mean_s: float | None
@@ -28,7 +28,7 @@ class Summary:
     acceptance: float | None
     """Accepted draft tokens as a share of the submitted ones."""
     accepted_per_run: float | None
-    """Accepted draft tokens for each verified run with draft tokens."""
+    """Accepted draft tokens per verified run with draft tokens."""
     cancelled_runs: int | None
     cancelled: float | None
     """Cancelled runs as a share of the runs with draft tokens."""
@@ -41,7 +41,7 @@ class Summary:
     draft_paused: float | None
     """Share of the generated tokens that came while a draft model paused; None where it never did."""
     sent_bytes_per_token: float | None
-    """Bytes from stage to stage and to the head, for each generated token."""
+    """Bytes sent between stages and to the head, per generated token."""
 
 
 def summary_of(requests: Sequence[RequestStats]) -> Summary:
@@ -81,34 +81,34 @@ def summary_of(requests: Sequence[RequestStats]) -> Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRun:
-    """One measured request of a bench."""
+    """One measured request of a benchmark."""
 
     mode: str
     """`iterative`, `speculative`, `async`, or `single`: the whole model in one process."""
     layout: str = ""
-    """Its layer split, where several are compared."""
+    """Its layer split; empty unless several are compared."""
     round: int
     prompt: str
     """The prompt's name."""
     tokens: tuple[int, ...]
     stats: RequestStats
     ranks: Sequence[RankStats]
-    """The ranks that worked on it."""
+    """The ranks that worked for it."""
 
     @property
     def case(self) -> str:
-        """What it is a run of, see `case_name`."""
+        """The case to which the run belongs, see `case_name`."""
         return case_name(self.layout, self.mode)
 
 
 def case_name(layout: str, mode: str) -> str:
-    """A case is what a bench compares: a mode; where it compares layouts, a mode on a layout."""
+    """The name of a case, which is what a benchmark compares: a mode or, if it compares layouts, a mode on a layout."""
     return f"{layout} {mode}" if layout else mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSummary:
-    """One case of a bench: its runs pooled, and how its runs differ."""
+    """One case of a benchmark: its pooled runs, and how they differ."""
 
     case: str
     mode: str
@@ -117,22 +117,22 @@ class BenchSummary:
     tokens_per_s: Spread | None
     """Decode speed of each run."""
     gain: Spread | None
-    """Decode speed relative to the base's in the same round and after the same prompt."""
+    """Decode speed relative to that of the base case in the same round and with the same prompt."""
     prefill_tokens_per_s: Spread | None
     ttft_s: Spread | None
     itl_s: Spread | None
     """Mean inter-token latency of each run."""
     n_differ: int
-    """Texts that are not the base's of the same round."""
+    """Number of outputs that differ from the base case's in the same round."""
 
 
 def base_case(cases: Sequence[str]) -> str:
-    """The case that the others are compared with, the base: iterative decoding, else the first one."""
+    """The base case, with which the others are compared: iterative decoding if it was run, otherwise the first case."""
     return BASE_MODE if BASE_MODE in cases else cases[0]
 
 
 def summarise(runs: Sequence[BenchRun], cases: Sequence[str]) -> list[BenchSummary]:
-    """One summary for each case that has runs."""
+    """One summary per case that has runs."""
     base = {(run.round, run.prompt): run for run in runs if run.case == base_case(cases)}
     of = {case: [run for run in runs if run.case == case] for case in cases}
     return [
@@ -141,7 +141,7 @@ def summarise(runs: Sequence[BenchRun], cases: Sequence[str]) -> list[BenchSumma
 
 
 def median_run(runs: Sequence[BenchRun], case: str) -> BenchRun | None:
-    """The case's run of median speed."""
+    """The run with the median speed of a case; None if the case has no runs."""
     own = sorted((run for run in runs if run.case == case), key=lambda run: run.stats.decode_tps or 0.0)
     return own[len(own) // 2] if own else None
 
@@ -169,7 +169,7 @@ def _gain(run: BenchRun, base: BenchRun) -> float | None:
 
 
 def _stages(requests: Sequence[RequestStats], *, draft: bool) -> list[tuple[RequestStats, RankStats]]:
-    """Each rank that holds layers, with its request."""
+    """(request, rank) for each rank that holds layers of the target, or of a draft."""
     return [(s, rank) for s in requests for rank in s.ranks if rank.draft == draft and rank.layers[0] < rank.layers[1]]
 
 

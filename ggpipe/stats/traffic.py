@@ -1,4 +1,4 @@
-"""Figures of requests that share a pipeline: what they get together, and how long each of them waits."""
+"""Summaries of requests that share a pipeline: their total throughput, and their latencies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ggpipe.stats.records import RankStats, RequestStats, percentile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficSummary:
-    """Requests that shared a pipeline. A field is None where they have no such number."""
+    """Requests that shared a pipeline. A field is None if the metric does not apply to them."""
 
     elapsed_s: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     total_tokens_per_s: float | None
-    """Generated tokens of all requests, by that time. Prompts take part of it."""
+    """Generated tokens of all requests per second of that time, which includes prompts."""
     requests_per_s: float | None
     ttft_p50_s: float | None
     ttft_p90_s: float | None
@@ -26,7 +26,7 @@ class TrafficSummary:
     itl_p90_s: float | None
     itl_p99_s: float | None
     queue_p50_s: float | None
-    """Queueing time: from a request's arrival until its first tokens went into the pipeline."""
+    """Queueing time: from a request's arrival until its first tokens entered the pipeline."""
     queue_p90_s: float | None
     queue_p99_s: float | None
     occupancy: float | None
@@ -36,7 +36,7 @@ class TrafficSummary:
 
 
 def traffic_summary(requests: Sequence[RequestStats], ranks: Sequence[RankStats]) -> TrafficSummary:
-    """Of requests that have ended. `ranks`: each rank's work for all of them."""
+    """Summarize requests that have ended. `ranks`: each rank's work for all of them."""
     first_s = min((request.arrived for request in requests), default=0.0)
     last_s = max((request.token_times[-1] for request in requests if request.token_times), default=first_s)
     elapsed_s = last_s - first_s

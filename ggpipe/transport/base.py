@@ -25,9 +25,9 @@ class Kind(enum.IntEnum):
 
     RUN = 1  # a run on its way down the pipeline: header and activations
     RESULT = 2  # a run's end, from the last rank to the head
-    CANCEL = 3  # ids of runs that nobody needs, from the head to a stage
+    CANCEL = 3  # ids of cancelled runs, from the head to a stage
     CONTROL = 4  # everything else: see `transport/control`
-    TO_DRAFTER = 5  # what the text is so far, from the head to the draft's head
+    TO_DRAFTER = 5  # accepted tokens and steering, from the head to the draft's head
     MICRO_BATCH = 6  # draft tokens, from the draft's head to the head
     PART_SPAN = 7  # time on a run, from a part of a group that does not send the run on, to the head
     FETCH = 8  # which kept row is to be sent whole, from the head to the last rank

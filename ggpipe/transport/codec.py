@@ -1,6 +1,6 @@
 """Runs, results and draft tokens as bytes. Little-endian; all start with the format's version.
 
-A run's header sits in front of its activations in one buffer, so a hop is one message. Each stage appends its Span to
+A run's header precedes its activations in one buffer, so a hop is one message. Each stage appends its Span to
 the header's end and hands the rest on as it came. All fields have fixed sizes, so the stage knows the header's length
 before it computes, and the activations are written behind it at once.
 

@@ -32,6 +32,7 @@ import msgspec
 from ggpipe.cluster.links import Overheads
 from ggpipe.cluster.profile import MeasuredLayers, Point
 from ggpipe.config.layer_split import LayerSplit
+from ggpipe.core.draft_messages import VocabOutline
 from ggpipe.core.drafters.base import DraftPipeline
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Restored
@@ -60,7 +61,7 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     architecture: str
     n_layer: int
     sparsity: float
-    """As of `ModelShape`."""
+    """See `ModelShape`."""
     ggpipe: str
     """The version of ggpipe."""
     libllama: str
@@ -75,18 +76,13 @@ class LoadLayers(ControlMessage, frozen=True):
 
     layout: Layout
     warmup: bool = False
-    """As of `Stage`."""
+    """See `llama.stage.Stage`."""
 
 
-class DraftVocab(ControlMessage, frozen=True, kw_only=True):
-    """The draft's vocabulary, as `llama.vocab.VocabOutline`."""
+class DraftVocab(ControlMessage, frozen=True):
+    """The draft's vocabulary."""
 
-    kind: int
-    added_bos: int | None
-    added_eos: int | None
-    eos: int
-    checksums: tuple[int, ...]
-    rolls_back: bool
+    outline: VocabOutline
 
 
 class StageLoading(ControlMessage, frozen=True):
@@ -112,13 +108,13 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     n_batch: int
     """Tokens of a prompt in a batch of that context."""
     exact_in_company: bool
-    """As `llama.stage.Stage.exact_in_company`."""
+    """See `llama.stage.Stage.exact_in_company`."""
     n_prefixes: int
-    """As `llama.stage.Stage.n_prefixes`."""
+    """See `llama.stage.Stage.n_prefixes`."""
     n_branches: int
-    """As `llama.stage.Stage.n_branches`."""
+    """See `llama.stage.Stage.n_branches`."""
     partial_prefixes: bool
-    """As `llama.stage.Stage.partial_prefixes`."""
+    """See `llama.stage.Stage.partial_prefixes`."""
     restored: Restored
     """What the rank's prompt cache had."""
 
@@ -226,7 +222,7 @@ class MeasureTogether(ControlMessage, frozen=True):
 
 
 class ReadyToStop(ControlMessage, frozen=True):
-    """The rank has measured enough of MeasureTogether; it goes on computing for the others."""
+    """The rank has enough measurements for MeasureTogether, and continues computing for the others."""
 
 
 class StopTogether(ControlMessage, frozen=True):

@@ -76,7 +76,7 @@ class LocalTransport(Transport):
 
 
 class JoinedTransport(Transport):
-    """The first rank's transport, with a rank behind the others that only the first rank knows of."""
+    """The first rank's transport, with an additional last rank that only the first rank can see."""
 
     def __init__(self, outer: Transport) -> None:
         """`outer`: the first rank's transport to all other processes."""

@@ -18,7 +18,7 @@ class WakeEvent:
         self._silent.acquire()
 
     def set(self) -> None:
-        """From any thread, and from signal handlers. Several while nobody waits count as one."""
+        """Wake the waiting thread, or let its next wait return at once. Safe in threads and signal handlers."""
         with contextlib.suppress(RuntimeError):  # set already
             self._silent.release()
 

@@ -16,7 +16,6 @@ import json
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ggpipe.config.speculation import Mode
 from ggpipe.core.layout import Layout, decimal_split
 from ggpipe.llama.bundled import ModelPair, inflated_pair
 from ggpipe.llama.gguf import ModelFile
+from scripts.bench.measuring import run_ggpipe
 from scripts.models.make_pair import Shape, make_pair
 
 N_CTX = 1024
@@ -59,25 +59,16 @@ class Bench:
         """Tokens per second by mode."""
         own = modes if setting.drafts else ("iterative",)
         draft = ["-md", str(self.draft)] if setting.drafts else []
-        ggpipe(
+        run_ggpipe(
             "bench", "-m", self.target, *draft, *setting.words, "-f", self.prompt, "-n", self.n, "-c", N_CTX,
             "--temp", 0, "--rounds", 1, "--modes", ",".join(own), "--json", self.to,
         )  # fmt: skip
         return {run["mode"]: run["decode_tokens_per_s"] for run in json.loads(self.to.read_text())["runs"]}
 
 
-def ggpipe(*words: object) -> None:
-    """Run a `ggpipe` command."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ggpipe", *map(str, words)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"ggpipe {words[0]} failed: {done.stderr}")
-
-
 def planned(bench: Bench, n_ranks: int, recording: Path, seconds: float) -> tuple[Setting, Mode, float]:
     """The plan of `ggpipe plan`: the setting, its mode, and the predicted speed."""
-    ggpipe(
+    run_ggpipe(
         "plan", "-m", bench.target, "-md", bench.draft, "-r", n_ranks, "-t", 1, "-c", N_CTX, "--recording", recording,
         "--seconds", seconds, "--json", bench.to,
     )  # fmt: skip
@@ -177,7 +168,7 @@ def main() -> int:
             pair = ModelPair(Path(folder) / "target.gguf", Path(folder) / "draft.gguf")
             make_pair(pair.target, pair.draft, Shape(n_layer=args.n_layer), s=args.s)
         prompt.write_text("Once upon a time")  # the random pair's words are letters
-        ggpipe(
+        run_ggpipe(
             "record", "-m", pair.target, "-md", pair.draft, "-f", prompt, "-n", args.n, "-c", N_CTX, "-t", 1,
             "--temp", 0, "--ignore-eos", "-o", recording,
         )  # fmt: skip

@@ -22,7 +22,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +44,7 @@ from ggpipe.llama.model_shape import shape_of
 from ggpipe.sim.simulation_spec import SimulationSpec
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import VirtualPlacement
+from scripts.bench.measuring import run_ggpipe
 from scripts.models.make_pair import Shape, make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -77,14 +77,6 @@ def random_pair(folder: Path, s: float) -> Pair:
     return Pair("0.75 B random pair", target, draft, (prompt,))
 
 
-def run(*words: object) -> None:
-    """Run a `ggpipe` command."""
-    command = [sys.executable, "-m", "ggpipe", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed: {done.stderr.strip()}")
-
-
 class Measurements:
     """One pair's measurements in a folder."""
 
@@ -100,21 +92,21 @@ class Measurements:
     def recording(self) -> Path:
         """What the pair writes."""
         return self._once(
-            "recording.json", lambda to: run("record", *self._models, *self._given, "--ignore-eos", "-o", to)
+            "recording.json", lambda to: run_ggpipe("record", *self._models, *self._given, "--ignore-eos", "-o", to)
         )
 
     def profile(self, layout: str, i: int) -> Path:
         """This machine before round `i` of a layout."""
         layers = f"0-{ModelFile.open(self.pair.target).n_layer - 1}"
         words = [*self._models, "-t", 1, "-c", N_CTX, "-r", 2, "--layers", layers, "--seconds", self._args.seconds]
-        return self._once(f"profile-{layout}-{i}.json", lambda to: run("profile", *words, "-o", to))
+        return self._once(f"profile-{layout}-{i}.json", lambda to: run_ggpipe("profile", *words, "-o", to))
 
     def bench(self, layout: str, i: int) -> Path:
         """All modes, in round `i` of a layout, without n-grams: the simulator knows the draft model only."""
         words = [*self._models, *self._given, "--spec-type", "draft", "--draft", self._args.draft]
         words += ["--rounds", 1, "--modes", ",".join(MODES)]
         split = ["--mpi-layer-split", LAYOUTS[layout]] if layout != "1" else []
-        return self._once(f"bench-{layout}-{i}.json", lambda to: run("bench", *words, *split, "--json", to))
+        return self._once(f"bench-{layout}-{i}.json", lambda to: run_ggpipe("bench", *words, *split, "--json", to))
 
     def _once(self, name: str, measure: Callable[[Path], None]) -> Path:
         path = self._folder / name

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import ggpipe
 from ggpipe.llama.bundled import inflated_pair
-from ggpipe.stats.records import RequestStats, Spread, quartiles
+from ggpipe.stats.records import RequestStats
+from scripts.bench.measuring import middle
 from scripts.models.make_pair import Shape, make_pair
 
 RANDOM = Shape(n_layer=12, n_layer_draft=1, width=1024, n_head=16, n_head_kv=4, n_ff=2816, n_vocab=150_000)
@@ -66,12 +67,7 @@ def all_s(stats: RequestStats) -> float:
     return statistics.mean(stats.itl_s)
 
 
-def shown(ratio: Spread) -> str:
-    """Median and quartiles."""
-    return f"{ratio.middle:.3f} [{ratio.low:.3f} ... {ratio.high:.3f}]"
-
-
-def measure(target: Path, draft: Path, n_predict: int, n_rounds: int) -> dict[tuple[str, str], Spread]:
+def measure(target: Path, draft: Path, n_predict: int, n_rounds: int) -> dict[tuple[str, str], list[float]]:
     """Print a table; returns the ratios of speed, by mode and grammar."""
     common = {"n_ctx": 1024, "threads": 1, "temp": 0.8, "ignore_eos": True, "n_predict": n_predict}
     texts = {case: (Texts(), Texts()) for case in CASES}
@@ -94,15 +90,13 @@ def measure(target: Path, draft: Path, n_predict: int, n_rounds: int) -> dict[tu
     ratios = {}
     for (mode, form), (without, held) in texts.items():
         found, of_all = (
-            quartiles(seconds(a) / seconds(b) for a, b in zip(without.stats, held.stats, strict=True))
+            [seconds(a) / seconds(b) for a, b in zip(without.stats, held.stats, strict=True)]
             for seconds in (token_s, all_s)
         )
-        assert found is not None
-        assert of_all is not None
         ratios[mode, form] = found
         print(
             f"| {mode} | {form} | {len(held.stats)} | {without.ms} | {held.ms} | {without.drafted} | {held.drafted} | "
-            f"{shown(found)} | {shown(of_all)} |"
+            f"{middle(found, 3)} | {middle(of_all, 3)} |"
         )
     return ratios
 
@@ -125,8 +119,8 @@ def main() -> None:
             print(f"\n{pair}\n", flush=True)
             for case, ratio in measure(target, draft, arguments.predict, arguments.rounds).items():
                 ratios[pair, *case] = ratio
-    worst, ratio = min(ratios.items(), key=lambda item: item[1].middle)
-    print(f"\nworst: {shown(ratio)} ({', '.join(worst)})")
+    worst, ratio = min(ratios.items(), key=lambda item: statistics.median(item[1]))
+    print(f"\nworst: {middle(ratio, 3)} ({', '.join(worst)})")
 
 
 if __name__ == "__main__":

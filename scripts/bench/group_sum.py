@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from ggpipe.launch.environment import mpi_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.libllama import native
 from ggpipe.llama.machine import sharpen_timers
+from scripts.bench.measuring import middle, pin_rank
 
 SIZES_KB = (8, 32, 128, 1024)
 N_WARM, N_SUMS, COMPUTE_S = 5, 40, 200e-6
@@ -40,8 +40,7 @@ def part_of(rounds: int, folder: Path) -> int:
 
     sharpen_timers()
     transport = MpiTransport()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[transport.rank % len(cores)]})
+    pin_rank(transport.rank)
     join = functools.partial(transport.join_group, range(transport.size))
     messages = functools.partial(native.mpi_sum, halves=False)
     ways = (
@@ -93,10 +92,8 @@ def main() -> int:
         cells = []
         for way in WAYS:
             calls = zip(*(part[f"{way} {size}"] for part in parts), strict=True)
-            low, middle, high = statistics.quantiles(
-                [(max(end for _, end in call) - max(begin for begin, _ in call)) / 1e3 for call in calls], n=4
-            )
-            cells.append(f"{middle:10.1f}  [{low:.1f} … {high:.1f}]")
+            times_us = ((max(end for _, end in call) - max(begin for begin, _ in call)) / 1e3 for call in calls)
+            cells.append(middle(times_us, 1))
         print(f"{size:8d} " + "".join(f"{cell:>28}" for cell in cells))
     return 0
 

@@ -41,17 +41,15 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.messages import RunRecord
-from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
-from ggpipe.launch import mpirun
-from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
+from ggpipe.launch.environment import rank_in_environment
 from ggpipe.llama.bundled import inflated_pair
 from ggpipe.stats.records import RequestStats, percentile
+from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
 
 N_CTX, N_UBATCH, N_TARGET = 4096, 512, 2
 N_SHORT, N_LONG, N_CONVERSATION = 16, 2000, 1000
@@ -59,7 +57,6 @@ USERS = (1, 4, 8)
 PARTS = ("users", "again", "prompt")
 SCRIPT = (sys.executable, "-m", "scripts.bench.serving")  # from the project's folder
 _MANY = 20  # runs of a round, of which the mean counts for that round
-GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
 
 
@@ -76,8 +73,8 @@ def job(args: argparse.Namespace) -> int:
     """One rank's part. The head measures and prints all numbers as JSON."""
     rank = rank_in_environment() or 0
     cores = sorted(os.sched_getaffinity(0))
-    if rank < N_TARGET:  # the draft goes where there is room
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if rank < N_TARGET:  # the draft runs on any core
+        pin_rank(rank)
     pair = inflated_pair()
     sizes = ContextConfig(n_ctx=N_CTX, n_ubatch=N_UBATCH, n_seq=2 * max(USERS))
     pipeline = PipelineConfig(LayerSplit((1 / N_TARGET,) * N_TARGET), (1,))
@@ -133,30 +130,20 @@ def _measured(engine: Session, args: argparse.Namespace, ask: Any) -> list[dict[
 def _serve(
     engine: Session, texts: Sequence[tuple[int, ...]], n: int, speculation: SpeculationConfig
 ) -> list[RequestStats]:
-    requests = [
-        engine.submit(
-            RequestSpec(prompt=text, sampling=GREEDY, n_predict=n, speculation=speculation, cache_prompt=False)
-        )
-        for text in texts
-    ]
+    requests = [engine.submit(greedy(text, n, speculation)) for text in texts]
     while any(request.is_active for request in requests):
         engine.step()
     return [request.stats for request in requests]
 
 
 def _beside_a_prompt(engine: Session, tokens: Sequence[int], n: int) -> dict[str, Any]:
-    iterative = SpeculationConfig(mode="iterative")
     (long,), (short,) = prompts(tokens, 1, N_LONG), prompts(tokens, 1, N_SHORT)
-    (alone,) = _serve(engine, [long], 2, iterative)
-    (usual,) = _serve(engine, [short], n, iterative)
-    user = engine.submit(
-        RequestSpec(prompt=short, sampling=GREEDY, n_predict=N_CTX // 4, speculation=iterative, cache_prompt=False)
-    )
+    (alone,) = _serve(engine, [long], 2, ITERATIVE)
+    (usual,) = _serve(engine, [short], n, ITERATIVE)
+    user = engine.submit(greedy(short, N_CTX // 4))
     while user.stats.n_generated < 8:
         engine.step()
-    other = engine.submit(
-        RequestSpec(prompt=long, sampling=GREEDY, n_predict=2, speculation=iterative, cache_prompt=False)
-    )
+    other = engine.submit(greedy(long, 2))
     while other.is_active:
         engine.step()
     first, last = other.stats.arrived, other.stats.token_times[0]
@@ -178,19 +165,14 @@ def _beside_a_prompt(engine: Session, tokens: Sequence[int], n: int) -> dict[str
 
 
 def _second_question(engine: Session, tokens: Sequence[int], i: int) -> float:
-    """Of a conversation that no earlier round had."""
-    iterative = SpeculationConfig(mode="iterative")
+    """TTFT of the second question, relative to the first's, in a conversation that no earlier round had."""
     first = (300 + i, *prompts(tokens, 1, N_CONVERSATION - 1)[0])
-    request = engine.submit(
-        RequestSpec(prompt=first, sampling=GREEDY, n_predict=16, speculation=iterative, cache_prompt=True)
-    )
+    request = engine.submit(greedy(first, 16, cache_prompt=True))
     answer: list[int] = []
     while request.is_active:
         answer += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
     second = (*first, *answer, *prompts(tokens, 2, 24)[1])
-    again = engine.submit(
-        RequestSpec(prompt=second, sampling=GREEDY, n_predict=2, speculation=iterative, cache_prompt=True)
-    )
+    again = engine.submit(greedy(second, 2, cache_prompt=True))
     while again.is_active:
         engine.step()
     assert request.stats.ttft_s is not None
@@ -285,12 +267,6 @@ def serve_with_libllama(path: Path) -> int:
 def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool, n_stages: int) -> None:
     """Print the medians of all rounds but the first, which warms up."""
     rounds = [result for result in results if result["round"] > 0]
-
-    def middle(values: Iterator[float]) -> str:
-        known = sorted(values)
-        low, high = (known[0], known[-1]) if len(known) < 4 else statistics.quantiles(known, n=4)[::2]
-        return f"{statistics.median(known):6.2f} [{low:.2f} … {high:.2f}]"
-
     if "again" in rounds[0]:
         again = middle(r["again"] for r in rounds)
         print(f"second question of {N_CONVERSATION} tokens: first token after {again} times what the first's took")
@@ -364,12 +340,8 @@ def main() -> int:
     if args.job:
         return job(args)
     inflated_pair()
-    command = mpirun.mpirun_command(mpirun.find_mpirun(), N_TARGET + args.draft, None, [])
-    command += [*SCRIPT, "--job", *sys.argv[1:]]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, check=True, env={**os.environ, **mpi_environment()}, preexec_fn=die_with_parent
-    )
-    report(json.loads(done.stdout), args.n, args.draft, 1 if args.group else N_TARGET)
+    results = run_ranks(N_TARGET + args.draft, [*SCRIPT, "--job", *sys.argv[1:]])
+    report(results, args.n, args.draft, 1 if args.group else N_TARGET)
     return 0
 
 

@@ -43,15 +43,14 @@ from ggpipe.api.engine_thread import EngineThread
 from ggpipe.api.feed import Feed
 from ggpipe.cli.command_line import parse
 from ggpipe.cli.commands import serve
-from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.request_spec import RequestSpec
 from ggpipe.errors import GgpipeError
 from ggpipe.launch.environment import die_with_parent
 from ggpipe.llama.bundled import BUNDLED_PAIR, inflated_pair
 from ggpipe.options.commands import COMMANDS
 from ggpipe.options.table import OPTIONS
 from scripts.bench.http_streams import Streams, stream
-from scripts.bench.serving import GREEDY, N_CTX, N_SHORT, libllama, prompts
+from scripts.bench.measuring import greedy, middle
+from scripts.bench.serving import N_CTX, N_SHORT, libllama, prompts
 
 SPLITS = {"stages": "0.5,0.5", "group": "1.0*2"}
 SERVERS = ("api", *SPLITS, "llama", "rpc")
@@ -91,9 +90,7 @@ def _answer_lines(engine: EngineThread) -> None:
 
 def _submitted(engine: EngineThread, text: Sequence[int], n: int) -> Answer:
     feed = Feed()
-    iterative = SpeculationConfig(mode="iterative")
-    spec = RequestSpec(prompt=tuple(text), sampling=GREEDY, n_predict=n, speculation=iterative, cache_prompt=False)
-    engine.submit(feed, lambda _: spec)
+    engine.submit(feed, lambda _: greedy(tuple(text), n))
     return Answer(feed, lambda: engine.cancel(feed), text)
 
 
@@ -285,25 +282,20 @@ def measured(args: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
 def report(rounds: Sequence[dict[str, dict[str, float]]], users: int) -> None:
     """Print medians and ratios."""
 
-    def middle(values: Iterator[float]) -> str:
-        known = sorted(values)
-        low, high = (known[0], known[-1]) if len(known) < 4 else statistics.quantiles(known, n=4)[::2]
-        return f"{statistics.median(known):.3f} [{low:.3f} … {high:.3f}]"
-
     def usual(name: str, key: str) -> float:
         return statistics.median(r[name].get(key, math.nan) for r in rounds)
 
     first = rounds[0]
     if "api 1" in first and "stages 1" in first:
-        itl = middle(r["stages 1"]["itl"] / r["api 1"]["itl"] for r in rounds)
+        itl = middle((r["stages 1"]["itl"] / r["api 1"]["itl"] for r in rounds), 3)
         print(f"one stream, ITL p50 over HTTP / by the API: {itl}")
-        tps = middle(r[f"stages {users}"]["tps"] / r[f"api {users}"]["tps"] for r in rounds)
+        tps = middle((r[f"stages {users}"]["tps"] / r[f"api {users}"]["tps"] for r in rounds), 3)
         print(f"{users} streams, tokens/s over HTTP / by the API: {tps}")
     print("server   streams   tokens/s   ITL p50, ms   CPU ms a token: server, client   tokens/s: llama's x   rpc's x")
     for name in first:
         server, n = name.split()
         ratios = [
-            middle(r[name]["tps"] / r[f"{base} {n}"]["tps"] for r in rounds) if f"{base} {n}" in first else "-"
+            middle((r[name]["tps"] / r[f"{base} {n}"]["tps"] for r in rounds), 3) if f"{base} {n}" in first else "-"
             for base in ("llama", "rpc")
         ]
         figures = f"{usual(name, 'tps'):8.1f} {1e3 * usual(name, 'itl'):10.2f}"

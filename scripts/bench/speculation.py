@@ -17,7 +17,6 @@ import argparse
 import collections
 import contextlib
 import json
-import os
 import random
 import shutil
 import statistics
@@ -38,30 +37,27 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.messages import Row, RowLogits, Run
-from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine import wiring
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
-from ggpipe.launch import mpirun
-from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
+from ggpipe.launch.environment import die_with_parent, rank_in_environment
 from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_mixture, inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import BoundaryTensors, Outcome
 from ggpipe.stats.records import RequestStats
+from scripts.bench.measuring import ITERATIVE, greedy, middle, pin_rank, run_ranks
 from scripts.models.make_pair import Shape, make_pair
 
 N_CTX, N_PROMPT, N_QUOTED = 512, 128, 128
 MOST_ROWS_SHOWN = 16
 """Rows of the longest runs that are shown; longer ones are prompts."""
 SCRIPT = (sys.executable, "-m", "scripts.bench.speculation")  # from the project's folder
-GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 TEXTS = tuple((Path(__file__).parents[2] / "prompts" / f"{name}.txt") for name in ("tale", "program", "chat"))
 SETTINGS = {
-    "iterative": SpeculationConfig(mode="iterative"),
+    "iterative": ITERATIVE,
     **{f"speculative --draft {n}": SpeculationConfig(mode="speculative", n_draft=n) for n in (1, 2, 3, 4, 7)},
     **{f"async --draft {n}": SpeculationConfig(mode="async", n_draft=n) for n in (1, 3, 8)},
     "async": SpeculationConfig(),
@@ -169,10 +165,7 @@ def time_by_rows(stats: RequestStats, draft: bool) -> dict[int, list[float]]:
 def text_to_quote(session: Session) -> tuple[int, ...]:
     """The start of a text and what the target adds: text that it is likely to repeat."""
     start = session.vocab.tokenize(TEXTS[0].read_text())[: N_QUOTED // 4]
-    spec = RequestSpec(
-        prompt=start, sampling=GREEDY, n_predict=N_QUOTED, speculation=SETTINGS["iterative"], cache_prompt=False
-    )
-    return (*start, *(token.id for token in session.stream(spec)))
+    return (*start, *(token.id for token in session.stream(greedy(start, N_QUOTED))))
 
 
 def prompt_of(session: Session, i: int, texts: bool, quoted: tuple[int, ...]) -> tuple[int, ...]:
@@ -188,11 +181,10 @@ def job(args: argparse.Namespace) -> int:
     """One rank's part. The head prints all numbers as JSON."""
     (target, draft), n_target, agreement = args.job, args.targets, args.agreement
     rank = rank_in_environment() or 0
-    cores = sorted(os.sched_getaffinity(0))
     if agreement is not None:
         sleep_instead(agreement)
-    elif rank < n_target:  # the draft goes where there is room
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    elif rank < n_target:  # the draft runs on any core
+        pin_rank(rank)
     config = EngineConfig(
         ModelConfig(path=target),
         ContextConfig(n_ctx=N_CTX),
@@ -214,19 +206,7 @@ def job(args: argparse.Namespace) -> int:
             for name, speculation in settings[i % len(settings) :] + settings[: i % len(settings)]:
                 stats = RequestStats()
                 prompt = prompt_of(session, i, args.texts, quoted)
-                tokens = [
-                    t.id
-                    for t in session.stream(
-                        RequestSpec(
-                            prompt=prompt,
-                            sampling=GREEDY,
-                            n_predict=args.n,
-                            speculation=speculation,
-                            cache_prompt=False,  # n-grams would repeat the round before
-                        ),
-                        stats,
-                    )
-                ]
+                tokens = [t.id for t in session.stream(greedy(prompt, args.n, speculation), stats)]
                 counters = stats.counters
                 results.append({
                     "round": i, "name": name, "text": tokens, "tps": stats.decode_tps, "ttft": stats.ttft_s,
@@ -256,15 +236,10 @@ def bench(
 ) -> None:
     """One pair of models, all settings. With an `agreement`, stages only sleep; with `texts`, prompts are real text,
     with `quotes`, text that is in the prompt already. With `runs_shown`, a second table has runs by their rows."""
-    command = mpirun.mpirun_command(mpirun.find_mpirun(), n_target + 1, None, [])
-    command += [*SCRIPT, *names, "--job", str(target), str(draft), "--rounds", str(rounds)]
-    command += ["-n", str(n_predict), "--targets", str(n_target)]
-    command += [] if agreement is None else ["--agreement", str(agreement)]
-    command += ["--texts"] if texts else []
-    command += ["--quotes"] if quotes else []
-    environment = {**os.environ, **mpi_environment()}
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment, preexec_fn=die_with_parent)
-    results = [r for r in json.loads(done.stdout) if r["round"] > 0]  # the first round warms up
+    command: list[object] = [*SCRIPT, *names, "--job", target, draft, "--rounds", rounds, "-n", n_predict]
+    command += ["--targets", n_target, *([] if agreement is None else ["--agreement", agreement])]
+    command += ["--texts"] * texts + ["--quotes"] * quotes
+    results = [r for r in run_ranks(n_target + 1, command) if r["round"] > 0]  # the first round warms up
     of = {(r["name"], r["round"]): r for r in results}
     shown = list(settings_named(names))
     print(f"\n{title}: {n_predict} tokens, {rounds} rounds")
@@ -274,9 +249,7 @@ def bench(
         base = [of["iterative", i] for i in range(1, rounds + 1)]
         gain = [r["tps"] / b["tps"] for r, b in zip(rows, base, strict=True)]
         ttft = statistics.median(r["ttft"] / b["ttft"] for r, b in zip(rows, base, strict=True))
-        low, middle, high = statistics.quantiles(gain, n=4) if len(gain) > 1 else gain * 3
-        line = f"  {name:22s} {statistics.median(r['tps'] for r in rows):6.2f}"
-        line += f"   {middle:5.2f}  [{low:.2f} … {high:.2f}] {ttft:12.2f}"
+        line = f"  {name:22s} {statistics.median(r['tps'] for r in rows):6.2f}  {middle(gain):26s} {ttft:7.2f}"
         if runs := sum(r["runs"] for r in rows):
             cancelled = sum(r["cancelled"] for r in rows)
             line += f"   {statistics.median(r['acceptance'] or 0 for r in rows):8.0%}"

@@ -12,8 +12,8 @@ measured in turn, A B A B, in one run; tables show medians of the pairs' ratios 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,20 +22,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, Row, Run
-from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
-from ggpipe.launch.environment import die_with_parent, mpi_environment, rank_in_environment
-from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.libllama import lib, start
@@ -43,11 +38,11 @@ from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import Stage
 from ggpipe.stats.records import RequestStats
 from ggpipe.transport.local import LocalWorld
+from scripts.bench.measuring import greedy, middle, pin_rank, run_ranks
 from scripts.models.make_pair import Shape, make_pair
 
 N_PROMPT, N_DECODE, N_CTX = 128, 24, 1024
 SCRIPT = (sys.executable, "-m", "scripts.bench.stage")  # from the project's folder, as scripts/bench/stage runs it
-GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 
 
 def make_model(path: Path, n_vocab: int) -> Path:
@@ -55,12 +50,6 @@ def make_model(path: Path, n_vocab: int) -> Path:
     make_pair(path, path.with_suffix(".draft"), Shape(n_vocab=n_vocab))
     path.with_suffix(".draft").unlink()
     return path
-
-
-def quartiles(values: Sequence[float]) -> str:
-    """Median with the quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:8.3f}  [{low:.3f} … {high:.3f}]"
 
 
 def prompt_tokens(n: int) -> tuple[int, ...]:
@@ -114,15 +103,14 @@ def one_rank(path: Path, exact: bool) -> Session:
 def generate(session: Session, prompt: tuple[int, ...], n: int) -> tuple[float, float]:
     """As Libllama.generate, by a session."""
     stats = RequestStats()
-    for _ in session.stream(RequestSpec(prompt=prompt, sampling=GREEDY, n_predict=n), stats):
-        pass
+    collections.deque(session.stream(greedy(prompt, n), stats), 0)
     assert stats.ttft_s is not None
     return stats.ttft_s, stats.decode_s
 
 
 def job_single(path: Path, pairs: int, backwards: bool) -> int:
     """Seconds of prefill and decode, and CPU seconds, of each contender in each round, in a process of its own."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    pin_rank(0)
     start()
     makers: dict[str, Callable[[], Callable[[tuple[int, ...], int], tuple[float, float]]]] = {
         "libllama": lambda: Libllama(path).generate,
@@ -159,27 +147,15 @@ def bench_single(path: Path, pairs: int) -> None:
         for what, index in (("prefill speed", 0), ("decode speed", 1), ("CPU time", 2)):
             both = list(zip(times["libllama"], times[name], strict=True))
             ratios = [b[2] / a[2] if index == 2 else a[index] / b[index] for a, b in both]
-            print(f"  {name:16s} {what:13s} / libllama's {quartiles(ratios)}")
+            print(f"  {name:16s} {what:13s} / libllama's {middle(ratios, 3)}")
 
 
 # hops
 
 
-def start_ranks(n: int, job: str, path: Path, *arguments: object) -> dict[str, Any]:
-    """Run this script as n ranks; returns what the head printed."""
-    mpirun = mpirun_command(find_mpirun(), n, None, ())
-    command = [*mpirun, *SCRIPT, "--job", job, "--model", str(path), *map(str, arguments)]
-    result = subprocess.run(
-        command, env={**os.environ, **mpi_environment()}, stdout=subprocess.PIPE, check=True, preexec_fn=die_with_parent
-    )
-    content: dict[str, Any] = json.loads(result.stdout)
-    return content
-
-
 def run_pinned(path: Path, head: Callable[[Head], int]) -> int:
-    """Be a rank: rank r on core r, modulo the cores there are."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[(rank_in_environment() or 0) % len(cores)]})
+    """Be a rank, on a core of its own."""
+    pin_rank()
     config = EngineConfig(
         ModelConfig(path=path), ContextConfig(n_ctx=N_CTX), PipelineConfig(threads=(1,)), cache_prompt=False
     )
@@ -196,8 +172,7 @@ def job_hops(path: Path, pairs: int) -> int:
         sums, wholes, hops = [], [], []
         for i in range(pairs + 1):
             stats = RequestStats()
-            for _ in session.stream(RequestSpec(prompt=prompt_tokens(16), sampling=GREEDY, n_predict=N_DECODE), stats):
-                pass
+            collections.deque(session.stream(greedy(prompt_tokens(16), N_DECODE), stats), 0)
             decodes = stats.runs[-len(stats.itl_s) :]  # the prompt went in before, in chunks
             tokens = [sum(span.compute_s for span in run.spans) for run in decodes]
             alone = whole_decode(whole)
@@ -237,12 +212,12 @@ def whole_decode(stage: Stage) -> list[float]:
 def bench_hops(path: Path, pairs: int) -> None:
     """Two and three ranks."""
     for n in (2, 3):
-        result = start_ranks(n, "hops", path, "--pairs", pairs)
+        result = run_ranks(n, [*SCRIPT, "--job", "hops", "--model", path, "--pairs", pairs])
         ratios = [a / b for a, b in zip(result["sums"], result["wholes"], strict=True)]
         print(f"\nhops: {n} ranks, one thread each, pinned, {pairs} rounds of {N_DECODE - 1} tokens in turn")
         print(f"  whole model decodes a token in {statistics.median(result['wholes']) * 1e3:.2f} ms (median)")
-        print(f"  sum of the stages' decode times / whole model's {quartiles(ratios)}")
-        print(f"  a hop, decode excluded, microseconds            {quartiles(result['hops'])}")
+        print(f"  sum of the stages' decode times / whole model's {middle(ratios, 3)}")
+        print(f"  a hop, decode excluded, microseconds            {middle(result['hops'], 3)}")
 
 
 # memory
@@ -306,8 +281,7 @@ def job_idle(path: Path) -> int:
 
     def head(ranks: Head) -> int:
         session = Session.load(ranks)
-        for _ in session.stream(RequestSpec(prompt=prompt_tokens(16), sampling=GREEDY, n_predict=4)):
-            pass
+        collections.deque(session.stream(greedy(prompt_tokens(16), 4)), 0)
         session.measure()
         before = [r.cpu_s for r in session.ranks]
         session.idle(10)
@@ -320,7 +294,7 @@ def job_idle(path: Path) -> int:
 
 def bench_idle(path: Path) -> None:
     """CPU time of ranks that wait."""
-    result = start_ranks(3, "idle", path)
+    result = run_ranks(3, [*SCRIPT, "--job", "idle", "--model", path])
     print("\nidle: CPU seconds of three ranks, the head first, that wait for 10 s: ", end="")
     print(", ".join(f"{s:.3f}" for s in result["cpu_s"]))
 

@@ -33,18 +33,16 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import n_ranks_of, parse_layer_split
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import Mode, SpeculationConfig
-from ggpipe.core.request_spec import RequestSpec
 from ggpipe.engine.head import Head
 from ggpipe.engine.process import run_rank
 from ggpipe.engine.session import Session
 from ggpipe.launch.environment import die_with_parent, mpi_environment
 from ggpipe.launch.mpirun import find_mpirun, mpirun_command
 from ggpipe.llama.bundled import inflated_pair
+from scripts.bench.measuring import greedy
 
 TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
-GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 SETTLE_S = 0.3
 SCRIPT = (sys.executable, "-m", "scripts.bench.tensor_parallel")
 
@@ -111,15 +109,7 @@ def job(setting: Setting, args: argparse.Namespace) -> int:
         while line := sys.stdin.readline().strip():
             mode = cast(Mode, line)
             for tokens, n in ((prompt[:1], 2), (prompt, args.n)):  # the first brings weights back that were not used
-                request = session.submit(
-                    RequestSpec(
-                        prompt=tokens,
-                        sampling=GREEDY,
-                        n_predict=n,
-                        speculation=SpeculationConfig(mode=mode),
-                        cache_prompt=False,
-                    )
-                )
+                request = session.submit(greedy(tokens, n, SpeculationConfig(mode=mode)))
                 while request.is_active:
                     session.step()
             session.measure()

@@ -151,7 +151,7 @@ def test_machines_of_a_hostfile_are_measured(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ((), "name a model with -m/--model, or a cluster file that describes one"),
-        (("nowhere.toml",), "there is no cluster file nowhere.toml; clusters that come with ggpipe are .*"),
+        (("nowhere.toml",), "cluster file nowhere.toml does not exist; clusters that come with ggpipe are .*"),
         (("CLUSTER", "-c", "100000000"), r"some 8B does not fit: .*fast 30.4 GB, slow 15.2 GB; .* missing: .*"),
         (("CLUSTER", "-m", "nofile.gguf"), "cannot open model file nofile.gguf: No such file or directory"),
         (("-m", "nofile.gguf"), "cannot open model file nofile.gguf: No such file or directory"),
@@ -346,7 +346,7 @@ def test_models_that_cannot_be_cut(cache: Path, tmp_path: Path) -> None:
     assert chosen(alone.stderr) == ("1.0", "0-2")
     two = mpirun(2, *arguments)
     assert two.returncode == 2
-    assert "'mamba' models cannot be cut between ranks; run it on one rank" in two.stderr
+    assert "'mamba' models cannot be divided between ranks; run it on one rank" in two.stderr
 
 
 def test_damaged_old_and_other_profiles_are_not_used(cache: Path) -> None:

@@ -243,7 +243,7 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("nothing",), "there is no cluster file nothing; clusters that come with ggpipe are"),
+        (("nothing",), "cluster file nothing does not exist; clusters that come with ggpipe are"),
         (("office", "--mode", "fast"), "--mode must be iterative, speculative or async, got fast"),
         (("office", "-m", "nothing.gguf"), "cannot open model file nothing.gguf"),
         (("office", "-n", "0"), "-n/--predict must be 1 or more, or -1"),

@@ -212,7 +212,7 @@ def test_a_profile_is_a_cluster(tmp_path: Path) -> None:
 def test_bad_profiles(tmp_path: Path) -> None:
     refused(tmp_path, MEASURED, "cannot read the profile", "measured.json")
     (tmp_path / "measured.json").write_text(json.dumps({"format": "something else"}))
-    refused(tmp_path, MEASURED, "measured.json is no profile")
+    refused(tmp_path, MEASURED, "measured.json is not a profile")
     write(tmp_path / "measured.json", PROFILE)
     text = MEASURED.replace("profile_rank = 1", "profile_rank = 2")
     refused(tmp_path, text, "[[node]] 2 profile_rank is 2, and", "has ranks 0 to 1")
@@ -246,7 +246,7 @@ def changed(old: str, new: str) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("target_on = [", ("own.toml is no TOML file: Invalid value",)),
+        ("target_on = [", ("own.toml is not a TOML file: Invalid value",)),
         ("", ("[[node]] is missing",)),
         ("node = []", ("[[node]] is missing",)),
         ("[node]\ncores = 1", ("node must be a list of tables, got a table",)),
@@ -277,7 +277,7 @@ def changed(old: str, new: str) -> str:
         ("local = 5\n" + NODES + NETWORK, ("local must be a table, got 5",)),
         (changed("layers = 80", "layers = 0"), ("[target] layers must be a whole number from 1 to 4096, got 0",)),
         (changed("kv_kb = 328\n", ""), ("[target] kv_kb is missing",)),
-        (changed("weights_gb = 42.5", "weights_gb = 42500"), ("weights_gb and parameters_b make 4.8e+03 bits",)),
+        (changed("weights_gb = 42.5", "weights_gb = 42500"), ("weights_gb and parameters_b give 4.8e+03 bits",)),
         (changed("kv_kb = 328", "kv_kb = 328\nexperts = 8"), ("target: experts_used and expert_gb missing: a",)),
         (changed("kv_kb = 328", "kv_kb = 328\ndense_layers = 1"), ("a mixture of experts needs experts",)),
         (
@@ -300,7 +300,7 @@ def changed(old: str, new: str) -> str:
         ('target_on = "server1"\n' + NODES + NETWORK, ("target_on must be a list of texts in quotes, got 'server1'",)),
         ("target_on = [[1]]\n" + NODES + NETWORK, ("target_on[0] must be a text in quotes, got [1]",)),
         ("target_on = []\n" + NODES + NETWORK, ("target_on names no node",)),
-        ('target_on = ["server"]\n' + NODES + NETWORK, ("names 'server', and the nodes are server1, server2",)),
+        ('target_on = ["server"]\n' + NODES + NETWORK, ("names 'server', but the nodes are server1, server2",)),
         ('draft_on = ["x"]\n' + NODES + NETWORK, ("draft_on names 'x'",)),
         ('draft_on = ["server1", "server2"]\n' + NODES + NETWORK, ("target_on names no node",)),
         ("threads = 4\n" + NODES + NETWORK, ("threads must be a list of whole numbers from 1 to 1e+15, got 4",)),
@@ -346,13 +346,13 @@ def test_any_value_anywhere(name: str, tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no cluster file .*nothing\.toml; clusters that come .* office"):
+    with pytest.raises(UsageError, match=r"cluster file .*nothing\.toml does not exist; clusters that come .* office"):
         read_cluster(tmp_path / "nothing.toml")
     with pytest.raises(UsageError, match=r"cannot read .*: Is a directory"):
         read_cluster(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="is no TOML file"):
+    with pytest.raises(UsageError, match="is not a TOML file"):
         read_cluster(tmp_path / "binary")
     shutil.copy(toml.CLUSTERS / "office.toml", tmp_path / "office.json")
-    with pytest.raises(UsageError, match="is no profile"):
+    with pytest.raises(UsageError, match="is not a profile"):
         read_cluster(tmp_path / "office.json")

@@ -15,9 +15,10 @@ from support.zoo import N_VOCAB_SPM, make
 
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.sampling import SamplingConfig
+from ggpipe.core.draft_messages import VocabOutline
 from ggpipe.errors import ModelError, UsageError
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.vocab import TextDecoder, Vocab, VocabOutline
+from ggpipe.llama.vocab import TextDecoder, Vocab
 
 TALES = Path(__file__).parents[2] / "ggpipe" / "models" / "tales-target.gguf"
 TEXTS = (

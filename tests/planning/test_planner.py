@@ -172,7 +172,7 @@ def test_plans_are_evaluated_with_a_recording() -> None:
         (
             [node(f"node{i}") for i in range(30)],
             {"in_order": True},
-            r"no way to divide target's 24 layers over 30 ranks fits",
+            r"target's 24 layers cannot be divided among 30 ranks so that they fit",
         ),
     ],
 )

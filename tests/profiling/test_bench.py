@@ -144,7 +144,7 @@ def test_when_one_process_is_left_out(session: Session) -> None:
     assert why is not None
     assert why.endswith("and this machine has 0.0 GB left")
     with local_session(replace(CONFIG, pipeline=PipelineConfig(threads=(1,)), drafts=()), 1) as alone:
-        assert bench.why_not_single(CONFIG, alone) == "one rank holds the whole model anyway"
+        assert bench.why_not_single(CONFIG, alone) == "one rank already holds the whole model"
 
 
 # Statistics

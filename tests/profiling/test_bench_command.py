@@ -109,7 +109,7 @@ def test_a_model_alone_has_one_mode(tmp_path: Path) -> None:
         "bench", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 4, "--rounds", 1, "-c", 128, "-t", 1
     )
     assert result.returncode == 0, result.stderr
-    assert result.stderr == "ggpipe: mode single is left out: one rank holds the whole model anyway\n"
+    assert result.stderr == "ggpipe: mode single is left out: one rank already holds the whole model\n"
     assert [line.split()[0] for line in result.stdout.splitlines()[:2]] == ["mode", "iterative"]
 
 

@@ -71,7 +71,7 @@ def test_lookups() -> None:
 
 BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
     "version": (lambda p: p.update(version=99), "format 99"),
-    "format": (lambda p: p.update(format="other"), "is no profile"),
+    "format": (lambda p: p.update(format="other"), "is not a profile"),
     "missing": (lambda p: p.pop("links"), "links is missing"),
     "ranks": (lambda p: p.update(ranks=[]), "not numbered"),
     "type": (
@@ -82,17 +82,17 @@ BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda p: p["ranks"][0]["alone"][2].update(seconds=-1),
         r"alone\[2\]\.seconds must be .* got -1",
     ),
-    "nan": (lambda p: p["ranks"][0]["overheads"].update(run_s=float("nan")), "is no profile"),
+    "nan": (lambda p: p["ranks"][0]["overheads"].update(run_s=float("nan")), "is not a profile"),
     "list": (lambda p: p["ranks"][0].update(layers=[1]), r"ranks\[0\]\.layers must be a list of 2, got \[1\]"),
     "object": (lambda p: p.update(model=3), "model must be a table, got 3"),
-    "layers": (lambda p: p["ranks"][0].update(layers=[3, 5]), "layers that the model has not"),
+    "layers": (lambda p: p["ranks"][0].update(layers=[3, 5]), "layers that the model does not have"),
     "no single row": (lambda p: p["ranks"][0].update(alone=p["ranks"][0]["alone"][1:2]), "single row"),
     "no time": (
         lambda p: p["ranks"][0]["together"][0].update(seconds=0),
         r"together\[0\]\.seconds must be",
     ),
     "threads": (lambda p: p["ranks"][0].update(threads=0), r"threads must be a whole number of 1 or more"),
-    "link": (lambda p: p["links"][0].update(target=2), "has no such ranks"),
+    "link": (lambda p: p["links"][0].update(target=2), "names ranks that do not exist"),
     "layer_bytes": (lambda p: p["model"].update(n_layer=5), "layer_bytes"),
 }
 
@@ -109,7 +109,7 @@ def test_broken_profiles(what: str, tmp_path: Path) -> None:
 def test_no_profile_at_all(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(data)
-    with pytest.raises(UsageError, match=r"is no profile; write one with `ggpipe profile"):
+    with pytest.raises(UsageError, match=r"is not a profile; write one with `ggpipe profile"):
         read(path)
 
 
@@ -263,7 +263,7 @@ def test_errors_end_all_ranks(model: Path, folder: Path) -> None:
     assert "`loras`" in refused([good, no_lora])
     assert refused([good, good], (7, 9)) == "`layers` 7-8: the model has layers 0 to 7"
     mamba = config_of(make("mamba", folder / "mamba.gguf"))
-    assert refused([mamba, mamba]).endswith("'mamba' models cannot be cut: profile all layers, with `layers` 0-2")
+    assert refused([mamba, mamba]).endswith("'mamba' models cannot be divided: profile all layers, with `layers` 0-2")
 
 
 def test_the_user_has_enough(model: Path) -> None:

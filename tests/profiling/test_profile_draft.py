@@ -71,16 +71,16 @@ def test_files_from_before_drafts_were_measured(tmp_path: Path) -> None:
     content = json.loads(as_text(measured())) | {"version": 1}
     del content["draft"]
     path.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=r"a profile of format 1, this ggpipe reads 3: profile anew"):
+    with pytest.raises(UsageError, match=r"a profile in format 1, but this ggpipe reads 3: profile again"):
         read(path)
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "missing": (lambda p: p.pop("draft"), "rank 0 has not all layers of the draft"),
-    "of which model": (lambda p: p.update(draft=None), "rank 0 has not all layers of the draft"),
-    "some layers": (lambda p: p["ranks"][1]["draft"].update(layers=[0, 1]), "rank 1 has not all layers of the draft"),
+    "missing": (lambda p: p.pop("draft"), "rank 0 does not have all layers of the draft"),
+    "of which model": (lambda p: p.update(draft=None), "rank 0 does not have all layers of the draft"),
+    "some layers": (lambda p: p["ranks"][1]["draft"].update(layers=[0, 1]), "rank 1 does not have all layers"),
     "layer_bytes": (lambda p: p["draft"].update(n_layer=3), r"draft\.layer_bytes"),
-    "no weights": (lambda p: p["ranks"][0]["draft"].update(weight_bytes=0), "a draft of no weights"),
+    "no weights": (lambda p: p["ranks"][0]["draft"].update(weight_bytes=0), "a draft without weights"),
     "no single row": (lambda p: p["ranks"][0]["draft"]["alone"].pop(0) and p["ranks"][0]["draft"]["alone"].pop(1),
                       "single row"),
     "no time": (lambda p: p["ranks"][0]["draft"]["alone"][1].update(seconds=0), r"alone\[1\]\.seconds must"),

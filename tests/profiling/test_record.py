@@ -256,8 +256,8 @@ def broken(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ("", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[1, 2]", "its format is not"),
         ('{"format": "another"}', "its format is not"),
         ('{"format": "ggpipe recording", "version": 1}', "target is missing"),
@@ -276,7 +276,7 @@ def broken(**changes: Any) -> str:
         (broken(candidates=[[1, 0.5], [1, 0.2, 2, 0.5], [1, 0.5]]), "candidates are"),
         (broken(candidates=[[1, 0.5], [1, 0.5, 1, 0.2], [1, 0.5]]), "candidates are"),
         (broken(candidates=[[1, 0.5], [1, 0.5, 2], [1, 0.5]]), "candidates are"),
-        (broken(astray=[[1, 0.5], [1, float("nan")], [1, 0.5]]), "no JSON"),
+        (broken(astray=[[1, 0.5], [1, float("nan")], [1, 0.5]]), "not JSON"),
         (broken(astray=[[1, 0.5], [1, 10**400], [1, 0.5]]), "astray[1][1]"),
         (broken(astray=[[1, 1.5], [1, 0.5], [1, 0.5]]), "candidates are"),
         (broken(astray=[[1.5, 0.5], [1, 0.5], [1, 0.5]]), "candidates are"),
@@ -287,14 +287,16 @@ def broken(**changes: Any) -> str:
 def test_bad_files(content: str, word: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)
-    with pytest.raises(UsageError, match=r"^.*bad\.json is no usable recording: .*; make one with ggpipe record$") as e:
+    with pytest.raises(
+        UsageError, match=r"^.*bad\.json is not a usable recording: .*; make one with ggpipe record$"
+    ) as e:
         read(path)
     assert word in str(e.value)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (path := tmp_path / "bad.json").write_bytes(b'{"format": "\xff"}')
-    with pytest.raises(UsageError, match="it is no JSON"):
+    with pytest.raises(UsageError, match="it is not JSON"):
         read(path)
 
 

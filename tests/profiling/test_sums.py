@@ -82,7 +82,7 @@ def test_a_profile_has_its_sums(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["sums"][0]["ranks"] = [0, 3]
     path.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match="the sums over 0 and 3 have no such ranks"):
+    with pytest.raises(UsageError, match="the sums over 0 and 3 name ranks that do not exist"):
         read(path)
     del content["sums"]  # of an earlier version
     path.write_text(json.dumps(content))

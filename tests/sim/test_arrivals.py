@@ -52,7 +52,7 @@ def test_requests_at_once() -> None:
         ({"users": 2, "rate": 1.0}, "`users` and `rate` both say when requests arrive"),
         ({"rate": 1.0, "listed": (Arrival(at_s=0.0),)}, "`rate` and `arrivals` both say"),
         ({"n_total": 1, "listed": (Arrival(at_s=0.0),)}, "leave out `requests`"),
-        ({"users": 4, "n_total": 3}, "`requests` must be at least 4, one for each user, got 3"),
+        ({"users": 4, "n_total": 3}, "`requests` must be at least 4, one per user, got 3"),
     ],
 )
 def test_traffic_that_makes_no_sense(fields: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ggpipe.config.layer_split import MAX_PARTS, LayerSplit
 from ggpipe.errors import RunError, Setting, Wording
 from ggpipe.transport import control
 from ggpipe.transport.control import AnyControlMessage, ControlMessage, Hello, Quit, RankFailed, StageLoading
@@ -44,6 +45,9 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(*map(values, arguments), max_size=4)
     if kind is Wording:
         return st.lists(st.text() | st.builds(Setting, st.text()), max_size=3).map(lambda parts: Wording(*parts))
+    if kind is LayerSplit:
+        stages = st.lists(st.tuples(values(float), st.integers(1, MAX_PARTS)), min_size=1, max_size=4)
+        return stages.map(lambda given: LayerSplit(*zip(*given, strict=True)))
     if dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         fields = typing.get_type_hints(kind, include_extras=True)
         return st.builds(lambda given: kind(**given), st.fixed_dictionaries({n: values(t) for n, t in fields.items()}))  # type: ignore[operator]
