@@ -1,86 +1,72 @@
-"""The pages of --help, which typer draws from the rows of the options table (`options/table.py`)."""
+"""The pages of --help, made from the options table (`options/table.py`)."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from ggpipe.options.option import Command, Option
 
+_ABOUT = "Run one large GGUF model on several CPU-only machines. `ggpipe COMMAND --help` lists a command's options."
+_HELP = ("-h, --help", "Show this page and exit.")
+_MOST_FLAGS = 34  # cells
+
 
 def show_help(commands: Sequence[Command], table: Sequence[Option], command: Command | None) -> None:
-    """Print a command's page; None: the program's."""
-    app = typer.Typer(
-        cls=_Program,
-        add_completion=False,
-        rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
-        help="Run one large GGUF model over several CPU-only machines, and get a single answer fast.",
-    )
-
-    @app.callback()
-    def _main(
-        version: Annotated[bool, typer.Option("--version", metavar="", help="Show the version and exit.")] = False,
-    ) -> None:
-        pass
-
-    for own in commands if command is None else [command]:  # typer takes 10 ms for each
-        _add(app, own, table)
-    words = ["--help"] if command is None else [command.name, "--help"]
-    app(words, standalone_mode=False, prog_name="ggpipe")
-
-
-class _PlainHelp:
-    """Shows --help as a switch; typer shows a value, <bool>."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # type: ignore[misc]
-        if option is not None:
-            option.metavar = ""
-        return option
-
-
-class _Command(_PlainHelp, TyperCommand):
-    pass
-
-
-class _Program(_PlainHelp, TyperGroup):
-    pass
-
-
-def _add(app: typer.Typer, command: Command, table: Sequence[Option]) -> None:
-    def page(**_: Any) -> None:
-        """Nothing is run here."""
-
-    parameters = [_parameter(row, command) for row in command.options(table)]
-    page.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    page.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(command.name, help=paragraphs(command.help), hidden=command.hidden, cls=_Command)(page)
+    """Print a command's page, or the program's if there is no command."""
+    console = Console(highlight=False)
+    if command is None:
+        _print_head(console, "COMMAND [OPTIONS]", _ABOUT)
+        shown = [(own.name, paragraphs(own.help).partition("\n")[0]) for own in commands if not own.hidden]
+        _print_section(console, "Commands", shown)
+        _print_section(console, "Options", [_HELP, ("--version", "Show the version and exit.")])
+        return
+    rows = command.options(table)
+    arguments = "".join(f" {row.metavar if row.name in command.required else f'[{row.metavar}]'}"
+                        for row in rows if not row.flags)  # fmt: skip
+    _print_head(console, f"{command.name} [OPTIONS]{arguments}", paragraphs(command.help))
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+    for row in rows:
+        sections.setdefault(row.panel if row.flags else "Arguments", []).append((_flags(row), _meaning(row, command)))
+    sections.setdefault("Other", []).append(_HELP)
+    for title, lines in sections.items():
+        if lines:
+            _print_section(console, title, lines)
 
 
 def paragraphs(text: str) -> str:
-    """Without indents, a line for each paragraph."""
+    """The text without indentation, with one line per paragraph."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def _parameter(row: Option, command: Command) -> inspect.Parameter:
+def _print_head(console: Console, usage: str, about: str) -> None:
+    console.print(Text.assemble(("Usage:", "bold"), f" ggpipe {usage}\n\n{about}"))
+
+
+def _print_section(console: Console, title: str, lines: Iterable[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(max_width=_MOST_FLAGS, style="cyan")
+    for flags, meaning in lines:
+        table.add_row(Text(flags), Text(meaning))
+    console.print(Text(f"\n{title}", "bold"), Padding(table, (0, 0, 0, 2)))
+
+
+def _flags(row: Option) -> str:
+    flags = [flag.strip() for text in row.flags for flag in text.split("/") if flag.strip()]
+    return f"{', '.join(flags)} {row.metavar or ''}".strip()
+
+
+def _meaning(row: Option, command: Command) -> str:
     default = command.default_of(row)
-    is_required = row.name in command.required
-    help = f"{row.help} ({row.variable})" if row.variable and command.reads_variables else row.help
-    metavar = "" if row.reads is bool else row.metavar  # a switch takes no value: without it, typer shows <bool>
-    common: dict[str, Any] = {"metavar": metavar, "help": help}
-    if not row.flags:
-        info: Any = typer.Argument(**common, show_default=False)
-    else:
-        info = typer.Option(*row.flags, **common, rich_help_panel=row.panel, show_default=default is not None)
-    kind = row.reads if is_required or default is not None else row.reads | None
-    return inspect.Parameter(
-        row.name.replace(".", "_"),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if is_required else default,
-        annotation=Annotated[kind, info],
-    )
+    if isinstance(default, bool):
+        default = "on" if default else None
+    notes = [f"({row.variable})"] if row.variable and command.reads_variables else []
+    if row.name in command.required:
+        notes.append("[required]")
+    elif row.flags and default is not None:
+        notes.append(f"[default: {default}]")
+    return " ".join([row.help, *notes])

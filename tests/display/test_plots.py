@@ -108,7 +108,7 @@ def test_the_users_matplotlibrc_changes_nothing(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["speed", "speed.gif", "speed.svg.txt"])
 def test_another_ending_is_one_line(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"ends in \.png, \.svg or \.pdf$"):
+    with pytest.raises(UsageError, match=r"must end in \.png, \.svg or \.pdf$"):
         draw_bars(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
