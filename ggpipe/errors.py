@@ -36,10 +36,6 @@ class Setting:
 
     name: str
 
-    def renamed(self, names: Mapping[str, str]) -> Setting:
-        """The setting under the name that it has in `names`, if any."""
-        return Setting(names.get(self.name, self.name))
-
 
 @dataclass(frozen=True, init=False)
 class Wording:
@@ -57,7 +53,7 @@ class Wording:
 
     def renamed(self, names: Mapping[str, str]) -> Wording:
         """The message with other names for settings."""
-        return Wording(*(part.renamed(names) if isinstance(part, Setting) else part for part in self.parts))
+        return Wording(*(Setting(names.get(p.name, p.name)) if isinstance(p, Setting) else p for p in self.parts))
 
     def __str__(self) -> str:
         return self.spelled("`{}`".format)

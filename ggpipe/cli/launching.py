@@ -68,13 +68,7 @@ def run_command(
             check_model_files(config, options[RankSettings].hostfile)
             settings = RankSetup(config=config, verbose=options[LogSettings].verbose, demo=demo)
             job = Job(settings, n_ranks, options[RankSettings].hostfile)
-            with _signals() as signals:
-
-                def follow(own: Supervisor) -> None:
-                    signals.follow(own.stop, own.fail, lambda: own.stopping)
-
-                with supervised(job, options[RankSettings].restart, USER, follow) as ranks:
-                    return _exit_code(front_end(ranks), signals, ctrl_c_ends)
+            return _run_jobs([job], options, lambda ranks: front_end(next(ranks)), ctrl_c_ends)
     if options[RankSettings].restart and options.is_given("restart") and environment.has_user():
         warn(NO_RESTART)
 
@@ -108,30 +102,40 @@ def run_side_by_side(
         raise SettingError(
             "layouts", "names several, whose ranks ggpipe must start itself", "do not use mpirun or srun"
         )
-    n_ranks = [ranks_to_start(config, options[RankSettings].hostfile) or 1 for config, options in layouts]
+    jobs = []
+    for config, options in layouts:
+        hostfile = options[RankSettings].hostfile
+        settings = RankSetup(config=config, verbose=options[LogSettings].verbose)
+        jobs.append(Job(settings, ranks_to_start(config, hostfile) or 1, hostfile))
+    return _run_jobs(jobs, layouts[0][1], front_end)
+
+
+def _run_jobs(
+    jobs: Sequence[Job], options: Options, front_end: Callable[[Iterator[StartedRanks]], int], ctrl_c_ends: bool = True
+) -> int:
+    """Start the ranks of each job when `front_end` asks for them, and return the exit code."""
+    supervisors: list[Supervisor] = []
+
+    def stop() -> None:
+        for supervisor in supervisors:
+            supervisor.stop()
+
+    def fail(error: Callable[[], GgpipeError]) -> None:
+        for supervisor in supervisors:
+            supervisor.fail(error)
+
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_signals())
-        supervisors: list[Supervisor] = []
-
-        def stop() -> None:
-            for supervisor in supervisors:
-                supervisor.stop()
-
-        def fail(error: Callable[[], GgpipeError]) -> None:
-            for supervisor in supervisors:
-                supervisor.fail(error)
 
         def follow(supervisor: Supervisor) -> None:
             supervisors.append(supervisor)
             signals.follow(stop, fail, lambda: any(supervisor.stopping for supervisor in supervisors))
 
         def started() -> Iterator[StartedRanks]:
-            for (config, options), n in zip(layouts, n_ranks, strict=True):
-                settings = RankSetup(config=config, verbose=options[LogSettings].verbose)
-                job = Job(settings, n, options[RankSettings].hostfile)
+            for job in jobs:
                 yield stack.enter_context(supervised(job, options[RankSettings].restart, USER, follow))
 
-        return _exit_code(front_end(started()), signals)
+        return _exit_code(front_end(started()), signals, ctrl_c_ends)
 
 
 def run_profile(

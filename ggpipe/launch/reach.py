@@ -39,7 +39,8 @@ def unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
 def _unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
     mpirun, printed = find_mpirun(), dict.fromkeys(hosts, b"")
     for_hydra = not is_open_mpi(mpirun)
-    with _folder() as folder, contextlib.ExitStack() as stack:
+    files = tempfile.TemporaryDirectory(prefix="ggpipe-", ignore_cleanup_errors=True)  # mpirun's, which it may leave
+    with files as folder, contextlib.ExitStack() as stack:
         waiting = stack.enter_context(selectors.DefaultSelector())
         for i, host in enumerate(printed):
             own = Path(folder, str(i))
@@ -68,11 +69,6 @@ def _unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]
                 if is_there:
                     limit_s = min(max(_LIMIT_S, _TIMES * passed_s), _MOST_S)
     return {host for host, text in printed.items() if _MARK not in text}
-
-
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the files of these mpiruns, which do not remove them if they are killed."""
-    return tempfile.TemporaryDirectory(prefix="ggpipe-", ignore_cleanup_errors=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

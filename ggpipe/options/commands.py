@@ -17,6 +17,7 @@ from ggpipe.options.server import ServerConfig
 
 _WEIGHTS = (settings.ModelSettings, settings.LoadSettings, ModelConfig, settings.LoraSettings)
 _COMPUTING = (ContextConfig, PipelineConfig, settings.RankSettings, DraftConfig, settings.LogSettings)
+_PLANNED = frozenset({"layer_split", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire"})
 _OF_REASONING = frozenset({"reasoning_budget", "reasoning_budget_message"})
 
 COMMANDS: tuple[Command, ...] = (
@@ -153,18 +154,7 @@ COMMANDS: tuple[Command, ...] = (
         model's header, speed is predicted by short simulations. The last line of the output is a command to copy.
         """,
         records=(settings.ClusterSettings, *_WEIGHTS, *_COMPUTING, settings.SimulatedText, settings.PlanSettings),
-        leave_out=frozenset(
-            {
-                "layer_split",
-                "n_predict",
-                "seed",
-                "draft.threads_batch",
-                "restart",
-                "check_memory",
-                "tensor_split",
-                "tensor_wire",
-            }
-        ),
+        leave_out=_PLANNED | {"n_predict", "seed"},
     ),
     Command(
         name="profile",
@@ -175,17 +165,7 @@ COMMANDS: tuple[Command, ...] = (
         threads.
         """,
         records=(*_WEIGHTS, *_COMPUTING, settings.ProfileSettings),
-        leave_out=frozenset(
-            {
-                "layer_split",
-                "draft.threads",
-                "draft.threads_batch",
-                "restart",
-                "check_memory",
-                "tensor_split",
-                "tensor_wire",
-            }
-        ),
+        leave_out=_PLANNED | {"draft.threads"},
         required=frozenset({"model"}),
     ),
     Command(

@@ -19,11 +19,11 @@ from ggpipe.config.speculation import Mode
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.escapes import unescape
 
-Color = Literal["auto", "on", "off"]  # as display.live.terminal.Color
+Color = Literal["auto", "on", "off"]
 BatchFormat = Literal["lines", "specinfer", "openai"]  # as batch.tasks.Format
 BatchOutput = Literal["openai", "specinfer"]  # as batch.results.OutputFormat
 PlotFormat = Literal["svg", "png", "pdf"]
-Confidence = Literal["calibrated", "overconfident", "underconfident"]  # as sim.text.Confidence
+Confidence = Literal["calibrated", "overconfident", "underconfident", "never-right"]  # as sim.text.Confidence
 BENCH_MODES = ("iterative", "speculative", "async", "single")
 
 

@@ -6,7 +6,6 @@ record. The rows are in the order of --help. `docs/flags.md` is generated from t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ggpipe.config.context import ContextConfig
@@ -18,34 +17,11 @@ from ggpipe.config.samplers import samplers_by_letter
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.drafters import registry
-from ggpipe.options import lists, sampling
+from ggpipe.options import lists, sampling, settings
 from ggpipe.options.chat import ChatSettings, json_object
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Option
 from ggpipe.options.server import ServerConfig
-from ggpipe.options.settings import (
-    BatchSettings,
-    BenchSettings,
-    ChatOutput,
-    ClusterSettings,
-    DemoSettings,
-    DisplaySettings,
-    EmbeddingSettings,
-    GenerateOutput,
-    LoadSettings,
-    LogSettings,
-    LoraSettings,
-    ModelSettings,
-    PlanSettings,
-    ProfileSettings,
-    PromptCacheFile,
-    PromptSettings,
-    RankSettings,
-    RecordSettings,
-    SimulatedText,
-    SimulatedTraffic,
-    SimulateSettings,
-)
 
 MODEL, SERVER, PROMPT, COMPUTE, RANKS, SPECULATION, SAMPLING, ROPE, OUTPUT = PANELS = (
     "Model", "Server", "Prompt", "Compute", "Ranks", "Speculation", "Sampling", "RoPE and YaRN", "Output",
@@ -53,23 +29,9 @@ MODEL, SERVER, PROMPT, COMPUTE, RANKS, SPECULATION, SAMPLING, ROPE, OUTPUT = PAN
 """Panels of --help, from top to bottom."""
 
 
-def _option(
-    record: type,
-    panel: str,
-    field: str,
-    *flags: str,
-    help: str,
-    metavar: str | None = None,
-    parse: Callable[[Any], Any] | None = None,
-    many: bool = False,
-    optional: bool = False,
-    setting: str = "",
-    variable: str = "",
-) -> Option:
-    return Option(
-        record=record, field=field, flags=flags, panel=panel, help=help, metavar=metavar, parse=parse, many=many,
-        optional=optional, setting=setting, variable=variable,
-    )  # fmt: skip
+def _option(record: type, panel: str, field: str, *flags: str, **rest: Any) -> Option:
+    """A row. `rest`: further fields of `Option`."""
+    return Option(record=record, panel=panel, field=field, flags=flags, **rest)
 
 
 def of_model(field: str, help: str) -> str:
@@ -82,19 +44,19 @@ def of_model(field: str, help: str) -> str:
 # One option a line reads better than five.
 # fmt: off
 OPTIONS: tuple[Option, ...] = (
-    _option(ClusterSettings, MODEL, "path", metavar="CLUSTER", setting="cluster", help="Cluster file, name of a bundled cluster, or profile."),
+    _option(settings.ClusterSettings, MODEL, "path", metavar="CLUSTER", setting="cluster", help="Cluster file, name of a bundled cluster, or profile."),
 
-    _option(ModelSettings, MODEL, "target", "-m", "--model", setting="model", metavar="FILE", variable="LLAMA_ARG_MODEL", help="GGUF file of the target model. Of a model in several files, name the first."),
-    _option(LoadSettings, MODEL, "load_mode", "-lm", "--load-mode", metavar="MODE", variable="LLAMA_ARG_LOAD_MODE", help="How to load weights: auto, none, mmap, mlock, mmap+mlock or dio."),
-    _option(LoadSettings, MODEL, "mmap", "--mmap/--no-mmap", help="Map weights from the file, instead of reading this rank's layers into memory."),
-    _option(LoadSettings, MODEL, "mlock", "--mlock", help="Lock weights in RAM."),
+    _option(settings.ModelSettings, MODEL, "target", "-m", "--model", setting="model", metavar="FILE", variable="LLAMA_ARG_MODEL", help="GGUF file of the target model. Of a model in several files, name the first."),
+    _option(settings.LoadSettings, MODEL, "load_mode", "-lm", "--load-mode", metavar="MODE", variable="LLAMA_ARG_LOAD_MODE", help="How to load weights: auto, none, mmap, mlock, mmap+mlock or dio."),
+    _option(settings.LoadSettings, MODEL, "mmap", "--mmap/--no-mmap", help="Map weights from the file, instead of reading this rank's layers into memory."),
+    _option(settings.LoadSettings, MODEL, "mlock", "--mlock", help="Lock weights in RAM."),
     _option(ModelConfig, MODEL, "repack", "--repack/--no-repack", " /-nr", variable="LLAMA_ARG_REPACK", help="Let ggml repack weights for this CPU."),
     _option(ModelConfig, MODEL, "numa", "--numa", metavar="TYPE", variable="LLAMA_ARG_NUMA", help="NUMA strategy: distribute (also if no value is given), isolate or numactl."),
     _option(ModelConfig, MODEL, "override_kv", "--override-kv", metavar="KEY=TYPE:VALUE", many=True, help="Override a metadata value of the model. Can be repeated."),
-    _option(LoraSettings, MODEL, "plain", "--lora", setting="loras", metavar="FILE", many=True, help="Apply a LoRA adapter. Can be repeated."),
-    _option(LoraSettings, MODEL, "scaled", "--lora-scaled", setting="lora_scaled", metavar="FILE:SCALE", many=True, parse=lists.scaled_loras, help="Apply a LoRA adapter, scaled by SCALE. Can be repeated."),
-    _option(ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=lists.layers, help="Layers to measure, A to B inclusive. Default: a quarter of them, or as many as the time allows."),
-    _option(DemoSettings, MODEL, "tiny", "--tiny", help="Use the bundled models as they are, and write nothing to the cache folder. Messages then take longer than computing."),
+    _option(settings.LoraSettings, MODEL, "plain", "--lora", setting="loras", metavar="FILE", many=True, help="Apply a LoRA adapter. Can be repeated."),
+    _option(settings.LoraSettings, MODEL, "scaled", "--lora-scaled", setting="lora_scaled", metavar="FILE:SCALE", many=True, parse=lists.scaled_loras, help="Apply a LoRA adapter, scaled by SCALE. Can be repeated."),
+    _option(settings.ProfileSettings, MODEL, "layers", "--layers", metavar="A-B", parse=lists.layers, help="Layers to measure, A to B inclusive. Default: a quarter of them, or as many as the time allows."),
+    _option(settings.DemoSettings, MODEL, "tiny", "--tiny", help="Use the bundled models as they are, and write nothing to the cache folder. Messages then take longer than computing."),
 
     _option(ServerConfig, SERVER, "host", "--host", metavar="HOST", variable="LLAMA_ARG_HOST", help="Address to listen on (0.0.0.0 = all addresses of this machine)."),
     _option(ServerConfig, SERVER, "port", "--port", metavar="PORT", variable="LLAMA_ARG_PORT", help="Port to listen on (0 = any free port)."),
@@ -121,38 +83,38 @@ OPTIONS: tuple[Option, ...] = (
     _option(ServerConfig, SERVER, "metrics", "--metrics", variable="LLAMA_ARG_ENDPOINT_METRICS", help="Serve /metrics for Prometheus."),
     _option(ServerConfig, SERVER, "reasoning_format", "--reasoning-format", metavar="auto|deepseek|none", variable="LLAMA_ARG_THINK", help="Return the model's reasoning as reasoning_content (auto, deepseek), or as part of the content (none)."),
 
-    _option(BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: one per line, a JSON list as in SpecInfer, or JSON lines in OpenAI's batch format."),
-    _option(BatchSettings, PROMPT, "format", "--format", metavar="KIND", help="Format of IN: lines, specinfer or openai. Default: detected."),
-    _option(PromptSettings, PROMPT, "text", "-p", "--prompt", setting="prompt", metavar="TEXT", help="Prompt to continue."),
-    _option(PromptSettings, PROMPT, "file", "-f", "--file", metavar="FILE", help="Read the prompt from a file."),
-    _option(PromptSettings, PROMPT, "escape", "--escape/--no-escape", "-e/ ", help=r"Process escape sequences (\n, \t, \xHH, …) in the prompt."),
-    _option(PromptSettings, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", variable="LLAMA_ARG_N_PREDICT", help="Max tokens to generate (-1 = until the model stops or the context is full)."),
+    _option(settings.BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: one per line, a JSON list as in SpecInfer, or JSON lines in OpenAI's batch format."),
+    _option(settings.BatchSettings, PROMPT, "format", "--format", metavar="KIND", help="Format of IN: lines, specinfer or openai. Default: detected."),
+    _option(settings.PromptSettings, PROMPT, "text", "-p", "--prompt", setting="prompt", metavar="TEXT", help="Prompt to continue."),
+    _option(settings.PromptSettings, PROMPT, "file", "-f", "--file", metavar="FILE", help="Read the prompt from a file."),
+    _option(settings.PromptSettings, PROMPT, "escape", "--escape/--no-escape", "-e/ ", help=r"Process escape sequences (\n, \t, \xHH, …) in the prompt."),
+    _option(settings.PromptSettings, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", variable="LLAMA_ARG_N_PREDICT", help="Max tokens to generate (-1 = until the model stops or the context is full)."),
     _option(ChatSettings, PROMPT, "single_turn", "-st", "--single-turn", help="Treat the prompt as a user message: apply the model's chat template, and generate the answer."),
     _option(ChatSettings, PROMPT, "system", "-sys", "--system-prompt", metavar="TEXT", help="System prompt: instructions to the model, before the user's message."),
     _option(ChatSettings, PROMPT, "template", "--chat-template", setting="chat_template", metavar="JINJA", variable="LLAMA_ARG_CHAT_TEMPLATE", help="Chat template to use instead of the model's own, or chatml, which models without a template get."),
     _option(ChatSettings, PROMPT, "template_file", "--chat-template-file", setting="chat_template_file", metavar="FILE", variable="LLAMA_ARG_CHAT_TEMPLATE_FILE", help="Read the chat template from a file."),
     _option(ChatSettings, PROMPT, "template_kwargs", "--chat-template-kwargs", setting="chat_template_kwargs", metavar="JSON", parse=json_object, optional=True, variable="LLAMA_ARG_CHAT_TEMPLATE_KWARGS", help='Additional variables for the chat template: {"enable_thinking": false}.'),
-    _option(PromptCacheFile, PROMPT, "path", "--prompt-cache", setting="prompt_cache", metavar="FILE", help="Save the prompt's KV cache to a file, and reuse the part of it that the next prompt shares. Each rank writes its own layers to its own file: FILE, FILE.rank1, ..."),
-    _option(PromptCacheFile, PROMPT, "all", "--prompt-cache-all", setting="prompt_cache_all", help="Save the output's KV cache as well. The file is then written at the end."),
-    _option(PromptCacheFile, PROMPT, "read_only", "--prompt-cache-ro", setting="prompt_cache_ro", help="Read the prompt cache, but do not write it."),
+    _option(settings.PromptCacheFile, PROMPT, "path", "--prompt-cache", setting="prompt_cache", metavar="FILE", help="Save the prompt's KV cache to a file, and reuse the part of it that the next prompt shares. Each rank writes its own layers to its own file: FILE, FILE.rank1, ..."),
+    _option(settings.PromptCacheFile, PROMPT, "all", "--prompt-cache-all", setting="prompt_cache_all", help="Save the output's KV cache as well. The file is then written at the end."),
+    _option(settings.PromptCacheFile, PROMPT, "read_only", "--prompt-cache-ro", setting="prompt_cache_ro", help="Read the prompt cache, but do not write it."),
     _option(EngineConfig, PROMPT, "cache_prompt", "--cache-prompt/--no-cache-prompt", variable="LLAMA_ARG_CACHE_PROMPT", help="Keep the KV cache of finished requests, for prompts that start the same way."),
-    _option(EmbeddingSettings, PROMPT, "pooling", "--pooling", metavar="none|mean|cls|last", variable="LLAMA_ARG_POOLING", help="How to pool token embeddings: none (one vector per token), mean, cls (first token) or last. Default: the model's own."),
-    _option(EmbeddingSettings, PROMPT, "embd_normalize", "--embd-normalize", metavar="N", help="How to normalize embeddings: 2 = Euclidean length 1, 1 = absolute values add up to 1, -1 = not at all, 0 = largest absolute value 32760, above 2 = p-norm."),
-    _option(SimulatedText, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate (-1 = 256, or as many as were recorded)."),
-    _option(SimulatedText, PROMPT, "prompt_tokens", "--prompt-tokens", metavar="N", help="Length of the prompt in tokens."),
-    _option(SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
-    _option(SimulatedText, PROMPT, "confidence", "--confidence", metavar="KIND", help="Whether the draft's probabilities are calibrated, overconfident or underconfident. never-right: it is confident, but always wrong."),
-    _option(SimulatedText, PROMPT, "recording", "--recording", metavar="FILE", help="Use the prompts, outputs and candidates of a `ggpipe record` file, instead of random ones."),
-    _option(SimulatedTraffic, PROMPT, "users", "--users", metavar="N", help="Simulate N users, each of whom sends a request as soon as the one before is answered."),
-    _option(SimulatedTraffic, PROMPT, "rate", "--rate", metavar="R", help="Simulate requests that arrive at random, R per second on average."),
-    _option(SimulatedTraffic, PROMPT, "requests", "--requests", metavar="N", help="Number of requests. Default: 2 per user, or 32 with --rate. Without --users or --rate, they arrive together."),
-    _option(SimulatedTraffic, PROMPT, "arrivals", "--arrivals", metavar="FILE", help="Read requests from a CSV or JSON file, one per line: arrival time in seconds, prompt tokens, tokens to generate."),
-    _option(SimulatedTraffic, PROMPT, "concurrent", "--concurrent", metavar="N", help="Maximum number of requests served at once; further ones wait. Default: one per user, or 4."),
-    _option(SimulatedText, PROMPT, "seed", "-s", "--seed", metavar="N", help="Random seed."),
-    _option(BenchSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. Can be repeated. Default: the bundled prompts."),
-    _option(BenchSettings, PROMPT, "rounds", "--rounds", metavar="N", help="Number of rounds. In each, every mode runs once per prompt."),
-    _option(BenchSettings, PROMPT, "full_length", "--ignore-eos/--no-ignore-eos", help="Ignore the end of text, so that all outputs have -n tokens."),
-    _option(RecordSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. Can be repeated."),
+    _option(settings.EmbeddingSettings, PROMPT, "pooling", "--pooling", metavar="none|mean|cls|last", variable="LLAMA_ARG_POOLING", help="How to pool token embeddings: none (one vector per token), mean, cls (first token) or last. Default: the model's own."),
+    _option(settings.EmbeddingSettings, PROMPT, "embd_normalize", "--embd-normalize", metavar="N", help="How to normalize embeddings: 2 = Euclidean length 1, 1 = absolute values add up to 1, -1 = not at all, 0 = largest absolute value 32760, above 2 = p-norm."),
+    _option(settings.SimulatedText, PROMPT, "n_predict", "-n", "--predict", "--n-predict", metavar="N", help="Tokens to generate (-1 = 256, or as many as were recorded)."),
+    _option(settings.SimulatedText, PROMPT, "prompt_tokens", "--prompt-tokens", metavar="N", help="Length of the prompt in tokens."),
+    _option(settings.SimulatedText, PROMPT, "acceptance", "--acceptance", metavar="P", help="Probability that the draft's best candidate is the target's token. Default: 0.7."),
+    _option(settings.SimulatedText, PROMPT, "confidence", "--confidence", metavar="KIND", help="Whether the draft's probabilities are calibrated, overconfident or underconfident. never-right: it is confident, but always wrong."),
+    _option(settings.SimulatedText, PROMPT, "recording", "--recording", metavar="FILE", help="Use the prompts, outputs and candidates of a `ggpipe record` file, instead of random ones."),
+    _option(settings.SimulatedTraffic, PROMPT, "users", "--users", metavar="N", help="Simulate N users, each of whom sends a request as soon as the one before is answered."),
+    _option(settings.SimulatedTraffic, PROMPT, "rate", "--rate", metavar="R", help="Simulate requests that arrive at random, R per second on average."),
+    _option(settings.SimulatedTraffic, PROMPT, "requests", "--requests", metavar="N", help="Number of requests. Default: 2 per user, or 32 with --rate. Without --users or --rate, they arrive together."),
+    _option(settings.SimulatedTraffic, PROMPT, "arrivals", "--arrivals", metavar="FILE", help="Read requests from a CSV or JSON file, one per line: arrival time in seconds, prompt tokens, tokens to generate."),
+    _option(settings.SimulatedTraffic, PROMPT, "concurrent", "--concurrent", metavar="N", help="Maximum number of requests served at once; further ones wait. Default: one per user, or 4."),
+    _option(settings.SimulatedText, PROMPT, "seed", "-s", "--seed", metavar="N", help="Random seed."),
+    _option(settings.BenchSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. Can be repeated. Default: the bundled prompts."),
+    _option(settings.BenchSettings, PROMPT, "rounds", "--rounds", metavar="N", help="Number of rounds. In each, every mode runs once per prompt."),
+    _option(settings.BenchSettings, PROMPT, "full_length", "--ignore-eos/--no-ignore-eos", help="Ignore the end of text, so that all outputs have -n tokens."),
+    _option(settings.RecordSettings, PROMPT, "files", "-f", "--file", metavar="FILE", many=True, help="Read a prompt from a file. Can be repeated."),
 
     _option(ContextConfig, COMPUTE, "n_ctx", "-c", "--ctx-size", metavar="N", variable="LLAMA_ARG_CTX_SIZE", help="Context size in tokens (0 = the model's own)."),
     _option(EngineConfig, COMPUTE, "warmup", "--warmup/--no-warmup", help="Allocate all KV cells while loading, instead of on first use."),
@@ -168,21 +130,21 @@ OPTIONS: tuple[Option, ...] = (
     _option(PipelineConfig, COMPUTE, "check_memory", "--check-memory", help="Refuse to load if a machine has less available memory than its ranks need. --restart always does so when it moves layers to other machines."),
     _option(ContextConfig, COMPUTE, "exact", "--exact", help="Use reference kernels: slower, but with the same bits for every split, mode and number of threads."),
 
-    _option(RankSettings, RANKS, "layer_split", "--mpi-layer-split", metavar="LIST", optional=True, parse=lists.layer_split, help="Share of the layers for each rank, head first (0.1,0.4,0.5). SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2). Ranks of the draft model come after a slash (0.5,0.5/1.0), those of each further draft model after another one. Without mpirun, ggpipe starts that many ranks. auto: plan the split after a quick measurement. Default: even."),
-    _option(BenchSettings, RANKS, "layouts", "--mpi-layer-split", metavar="LIST", many=True, help="Share of the layers for each rank, as in `ggpipe generate`. Repeat it to compare layouts: each is loaded on its own ranks, and they take turns."),
+    _option(settings.RankSettings, RANKS, "layer_split", "--mpi-layer-split", metavar="LIST", optional=True, parse=lists.layer_split, help="Share of the layers for each rank, head first (0.1,0.4,0.5). SHARE*N: N ranks compute these layers together, as a group (0.5*2,0.5*2). Ranks of the draft model come after a slash (0.5,0.5/1.0), those of each further draft model after another one. Without mpirun, ggpipe starts that many ranks. auto: plan the split after a quick measurement. Default: even."),
+    _option(settings.BenchSettings, RANKS, "layouts", "--mpi-layer-split", metavar="LIST", many=True, help="Share of the layers for each rank, as in `ggpipe generate`. Repeat it to compare layouts: each is loaded on its own ranks, and they take turns."),
     _option(PipelineConfig, RANKS, "tensor_split", "-ts", "--tensor-split", metavar="LIST", parse=lists.weights, help="Proportions in which the ranks of a group divide each tensor (3,1). Applies to groups with that many ranks; others divide evenly."),
     _option(PipelineConfig, RANKS, "tensor_wire", "--tensor-wire", metavar="f32|f16", help="Number format in which the machines of a group exchange their sums. f16 halves the bytes, and rounds."),
     _option(PipelineConfig, RANKS, "rank_timeout_s", "--rank-timeout", metavar="S", help="Stop the job if a rank sends nothing for this many seconds (0 = never)."),
-    _option(RankSettings, RANKS, "restart", "--restart", metavar="N", help="Restart ranks that died, at most N times in ten minutes, and continue where generation stopped. Layers of unreachable machines move to the others."),
-    _option(RankSettings, RANKS, "hostfile", "--hostfile", metavar="FILE", help="File with the machines to start ranks on, in mpirun's format. Default: the machines of the Slurm job, or this one."),
-    _option(ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Number of ranks to start. Default: the slots in --hostfile, or one."),
-    _option(PlanSettings, RANKS, "users", "--users", metavar="N", help="Plan for N simultaneous users: maximize the sum of their tokens per second."),
-    _option(PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Number of ranks to use, including those that draft. Default: whatever is fastest."),
+    _option(settings.RankSettings, RANKS, "restart", "--restart", metavar="N", help="Restart ranks that died, at most N times in ten minutes, and continue where generation stopped. Layers of unreachable machines move to the others."),
+    _option(settings.RankSettings, RANKS, "hostfile", "--hostfile", metavar="FILE", help="File with the machines to start ranks on, in mpirun's format. Default: the machines of the Slurm job, or this one."),
+    _option(settings.ProfileSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Number of ranks to start. Default: the slots in --hostfile, or one."),
+    _option(settings.PlanSettings, RANKS, "users", "--users", metavar="N", help="Plan for N simultaneous users: maximize the sum of their tokens per second."),
+    _option(settings.PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Number of ranks to use, including those that draft. Default: whatever is fastest."),
 
-    _option(ModelSettings, SPECULATION, "drafts", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", many=True, variable="LLAMA_ARG_SPEC_DRAFT_MODEL", help="GGUF file of a draft model: a smaller model of the same family. It runs on the ranks after the / of --mpi-layer-split, or else inside the first rank. Can be repeated: all of them draft, each on the ranks after its own /."),
+    _option(settings.ModelSettings, SPECULATION, "drafts", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", many=True, variable="LLAMA_ARG_SPEC_DRAFT_MODEL", help="GGUF file of a draft model: a smaller model of the same family. It runs on the ranks after the / of --mpi-layer-split, or else inside the first rank. Can be repeated: all of them draft, each on the ranks after its own /."),
     _option(SpeculationConfig, SPECULATION, "mode", "--mode", metavar="MODE", optional=True, help="async: draft while earlier draft tokens are verified (default with -md). speculative: draft, verify, repeat. iterative: no draft tokens."),
     _option(SpeculationConfig, SPECULATION, "drafters", "--spec-type", setting="spec_type", metavar="LIST", optional=True, parse=registry.read_names, variable="LLAMA_ARG_SPEC_TYPE", help=f"Drafters, separated by commas: {', '.join((*registry.WITH_MODEL, *registry.WITHOUT_MODEL))}, or none. Several drafters share one tree. draft: the draft model. ngram: repeat what followed the same tokens earlier, in this request or another one; needs no model. Default with -md: draft,ngram."),
-    _option(PlanSettings, SPECULATION, "mode", "--mode", metavar="MODE", help="Plan for this mode only: async, speculative or iterative. Default: the fastest."),
+    _option(settings.PlanSettings, SPECULATION, "mode", "--mode", metavar="MODE", help="Plan for this mode only: async, speculative or iterative. Default: the fastest."),
     _option(SpeculationConfig, SPECULATION, "policy", "--policy", metavar="POLICY", help="How draft trees grow in async mode. best-first: most probable paths first, wider if additional rows are cheap. thresholds: PipeInfer's policy, selected by any of -ps, -pr, -pd and -np."),
     _option(SpeculationConfig, SPECULATION, "n_draft", "--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", metavar="N", variable="LLAMA_ARG_SPEC_DRAFT_N_MAX", optional=True, help="Maximum number of draft tokens in a micro-batch, and in a run. Default: 64 with --policy best-first, otherwise 8."),
     _option(SpeculationConfig, SPECULATION, "n_min", "--draft-min", "--spec-draft-n-min", metavar="N", variable="LLAMA_ARG_SPEC_DRAFT_N_MIN", help="Minimum number of draft tokens in a micro-batch; smaller ones are not sent."),
@@ -198,7 +160,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(DraftConfig, SPECULATION, "threads_batch", "-tbd", "--threads-batch-draft", setting="draft.threads_batch", metavar="N", help="Number of threads for the draft model's prompts (-1 = same as -td)."),
     _option(SpeculationConfig, SPECULATION, "cancel", "--cancel/--no-cancel", help="Cancel runs in flight when all their draft tokens are rejected."),
     _option(SpeculationConfig, SPECULATION, "continuous", "--continuous/--no-continuous", help="Keep drafting while earlier draft tokens are verified."),
-    _option(BenchSettings, SPECULATION, "modes", "--modes", metavar="LIST", parse=lists.words, help="Modes to measure: iterative, speculative, async, single (the whole model in one process). Default: all that are possible."),
+    _option(settings.BenchSettings, SPECULATION, "modes", "--modes", metavar="LIST", parse=lists.words, help="Modes to measure: iterative, speculative, async, single (the whole model in one process). Default: all that are possible."),
 
     _option(SamplingConfig, SAMPLING, "samplers", "--samplers", metavar="LIST", parse=sampling.samplers, optional=True, help=of_model("samplers", "Samplers in the order of use, separated by semicolons or commas. Those not named are not used. adaptive_p and infill exist as well.")),
     _option(SamplingConfig, SAMPLING, "samplers", "--sampling-seq", "--sampler-seq", setting="sampling_seq", metavar="LETTERS", optional=True, parse=samplers_by_letter, help="Samplers by their letters, instead of --samplers. The default is edskypmxt."),
@@ -247,31 +209,31 @@ OPTIONS: tuple[Option, ...] = (
     _option(ContextConfig, ROPE, "yarn_beta_slow", "--yarn-beta-slow", metavar="X", variable="LLAMA_ARG_YARN_BETA_SLOW", help="YaRN high correction dimension (-1 = the model's own)."),
     _option(ContextConfig, ROPE, "yarn_beta_fast", "--yarn-beta-fast", metavar="X", variable="LLAMA_ARG_YARN_BETA_FAST", help="YaRN low correction dimension (-1 = the model's own)."),
 
-    _option(DisplaySettings, OUTPUT, "color", "--color", metavar="on|off|auto", help="Live display and colour: on, even if stderr is not a terminal; off, without colour; or auto."),
-    _option(ChatOutput, OUTPUT, "markdown", "--markdown/--no-markdown", help="Format answers as Markdown, paragraph by paragraph, or print them as they come."),
-    _option(GenerateOutput, OUTPUT, "display_prompt", "--display-prompt/--no-display-prompt", help="Show the prompt in the live display."),
-    _option(GenerateOutput, OUTPUT, "csv", "--csv", metavar="FILE", help="Append a line: prefill t/s, decode t/s, ITL in s, TTFT in s."),
-    _option(GenerateOutput, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements as JSON."),
-    _option(GenerateOutput, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
-    _option(LogSettings, OUTPUT, "verbose", "-v", "--verbose", help="Show libllama's log messages."),
-    _option(RecordSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the recording, as JSON."),
-    _option(RecordSettings, OUTPUT, "candidates", "--candidates", metavar="N", help="Number of the draft's candidates to keep per token."),
-    _option(SimulateSettings, OUTPUT, "sweep", "--sweep", metavar="NAME=VALUES", many=True, help="Simulate each of these values: draft=2..8, pa=0.05..0.6, np=1,2,4, latency-us=20..200/20. Repeat it to simulate all combinations. Names: draft, draft-min, pa, ps, pr, pd, np, acceptance, prompt-tokens, latency-us, gbit, users, rate, concurrent."),
-    _option(SimulateSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write the results as CSV, a line per mode and combination of values."),
-    _option(SimulateSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all settings and results as JSON."),
-    _option(SimulatedTraffic, OUTPUT, "requests_csv", "--requests-csv", metavar="FILE", help="Write a line per request and mode as CSV, for several requests."),
-    _option(SimulateSettings, OUTPUT, "plot", "--plot", metavar="FILE", help="Plot the speeds of a sweep, or the timeline of one simulation, as .png, .svg or .pdf."),
-    _option(SimulateSettings, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
-    _option(ProfileSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure, not counting the time to load."),
-    _option(ProfileSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the profile as JSON (- = to stdout)."),
-    _option(PlanSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure if no cluster is given."),
-    _option(PlanSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write the plan as JSON."),
-    _option(BatchSettings, OUTPUT, "output", "-o", "--output", metavar="OUT", help="Write each answer to OUT as soon as it is complete. Prompts that OUT already answers are skipped."),
-    _option(BatchSettings, OUTPUT, "output_format", "--output-format", metavar="KIND", help="Format of OUT: openai, or specinfer, which is written once all prompts are answered."),
-    _option(BenchSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write a line per run: prefill t/s, decode t/s, ITL in s, TTFT in s, mode, round, prompt."),
-    _option(BenchSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements as JSON."),
-    _option(BenchSettings, OUTPUT, "plots", "--plots", metavar="FOLDER", help="Plot speed, TTFT, ITL, a timeline, and acceptance by position, into this folder."),
-    _option(BenchSettings, OUTPUT, "plot_format", "--plot-format", metavar="svg|png|pdf", help="File format of --plots."),
-    _option(BenchSettings, OUTPUT, "trace", "--trace", metavar="FOLDER", help="Write the timeline of each mode's median run, for Perfetto or chrome://tracing."),
+    _option(settings.DisplaySettings, OUTPUT, "color", "--color", metavar="on|off|auto", help="Live display and colour: on, even if stderr is not a terminal; off, without colour; or auto."),
+    _option(settings.ChatOutput, OUTPUT, "markdown", "--markdown/--no-markdown", help="Format answers as Markdown, paragraph by paragraph, or print them as they come."),
+    _option(settings.GenerateOutput, OUTPUT, "display_prompt", "--display-prompt/--no-display-prompt", help="Show the prompt in the live display."),
+    _option(settings.GenerateOutput, OUTPUT, "csv", "--csv", metavar="FILE", help="Append a line: prefill t/s, decode t/s, ITL in s, TTFT in s."),
+    _option(settings.GenerateOutput, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements as JSON."),
+    _option(settings.GenerateOutput, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
+    _option(settings.LogSettings, OUTPUT, "verbose", "-v", "--verbose", help="Show libllama's log messages."),
+    _option(settings.RecordSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the recording, as JSON."),
+    _option(settings.RecordSettings, OUTPUT, "candidates", "--candidates", metavar="N", help="Number of the draft's candidates to keep per token."),
+    _option(settings.SimulateSettings, OUTPUT, "sweep", "--sweep", metavar="NAME=VALUES", many=True, help="Simulate each of these values: draft=2..8, pa=0.05..0.6, np=1,2,4, latency-us=20..200/20. Repeat it to simulate all combinations. Names: draft, draft-min, pa, ps, pr, pd, np, acceptance, prompt-tokens, latency-us, gbit, users, rate, concurrent."),
+    _option(settings.SimulateSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write the results as CSV, a line per mode and combination of values."),
+    _option(settings.SimulateSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all settings and results as JSON."),
+    _option(settings.SimulatedTraffic, OUTPUT, "requests_csv", "--requests-csv", metavar="FILE", help="Write a line per request and mode as CSV, for several requests."),
+    _option(settings.SimulateSettings, OUTPUT, "plot", "--plot", metavar="FILE", help="Plot the speeds of a sweep, or the timeline of one simulation, as .png, .svg or .pdf."),
+    _option(settings.SimulateSettings, OUTPUT, "trace", "--trace", metavar="FILE", help="Write a timeline of all ranks, for Perfetto or chrome://tracing."),
+    _option(settings.ProfileSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure, not counting the time to load."),
+    _option(settings.ProfileSettings, OUTPUT, "output", "-o", "--output", metavar="FILE", help="Write the profile as JSON (- = to stdout)."),
+    _option(settings.PlanSettings, OUTPUT, "seconds", "--seconds", metavar="S", help="Seconds to measure if no cluster is given."),
+    _option(settings.PlanSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write the plan as JSON."),
+    _option(settings.BatchSettings, OUTPUT, "output", "-o", "--output", metavar="OUT", help="Write each answer to OUT as soon as it is complete. Prompts that OUT already answers are skipped."),
+    _option(settings.BatchSettings, OUTPUT, "output_format", "--output-format", metavar="KIND", help="Format of OUT: openai, or specinfer, which is written once all prompts are answered."),
+    _option(settings.BenchSettings, OUTPUT, "csv", "--csv", metavar="FILE", help="Write a line per run: prefill t/s, decode t/s, ITL in s, TTFT in s, mode, round, prompt."),
+    _option(settings.BenchSettings, OUTPUT, "json", "--json", metavar="FILE", help="Write all measurements as JSON."),
+    _option(settings.BenchSettings, OUTPUT, "plots", "--plots", metavar="FOLDER", help="Plot speed, TTFT, ITL, a timeline, and acceptance by position, into this folder."),
+    _option(settings.BenchSettings, OUTPUT, "plot_format", "--plot-format", metavar="svg|png|pdf", help="File format of --plots."),
+    _option(settings.BenchSettings, OUTPUT, "trace", "--trace", metavar="FOLDER", help="Write the timeline of each mode's median run, for Perfetto or chrome://tracing."),
 )
 # fmt: on

@@ -101,7 +101,7 @@ def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("/system -", "the model has no instructions")
     terminal.asks("two\\" + ENTER + "lines", "length reached")
     assert saved(terminal, tmp_path / "other.json")[0] == {"role": "user", "content": "two\nlines"}
-    terminal.asks(f"/load {file}", "5 messages read")
+    terminal.asks(f"/load {file}", "loaded 5 messages")
     terminal.asks("/stats", r"1 question so far|2 questions so far")
     terminal.presses(CTRL_D)
     assert terminal.ends() == 0

@@ -21,6 +21,7 @@ from ggpipe.options.table import OPTIONS
         ("-hf a/b", "-hf: ggpipe does not download models: name a file with -m/--model"),
         ("-cnv", "-cnv: omit this flag: `ggpipe chat` starts a conversation"),
         ("-mli", "-mli: omit this flag: `ggpipe chat`"),
+        ("--no-jinja", "--no-jinja: ggpipe always reads chat templates as Jinja"),
         ("--keep 4", "--keep: .* raise -c/--ctx-size"),
         ("-xyz", "no such option: -xyz"),
         ("--nope", "no such option: --nope"),

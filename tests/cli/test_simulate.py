@@ -160,7 +160,7 @@ def test_shapes_from_models_and_a_recording(simulate) -> None:  # type: ignore[n
     out = simulate("two-cores", *models, "--recording", BUNDLED, "-n", 16)
     assert "target tales-target (8 layers) on 2 ranks; draft tales-draft (2 layers) on 1 rank" in out
     assert re.search(r"3 recorded prompts, outputs of 16 \+ 16 \+ 16 tokens, agreement \d\d %", out)
-    assert "texts of 256 + " in simulate("two-cores", *models, "--recording", BUNDLED, "--mode", "iterative")
+    assert "outputs of 256 + " in simulate("two-cores", *models, "--recording", BUNDLED, "--mode", "iterative")
 
 
 def test_a_profile_as_the_cluster(simulate, refuse, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -251,7 +251,7 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
         (("office", "--prompt-tokens", "0"), "--prompt-tokens must be 1 or more, got 0"),
         (("c" * 300,), "File name too long"),
         (("office", "--acceptance", "2"), "--acceptance must be a share between 0 and 1, got 2"),
-        (("office", "--confidence", "some"), "--confidence must be calibrated, overconfident or underconfident"),
+        (("office", "--confidence", "some"), "--confidence must be calibrated, overconfident, underconfident or n"),
         (("office", "--recording", "nothing.json"), "cannot read the recording nothing.json"),
         (("office", "--recording", BUNDLED, "--acceptance", "0.5"), "omit --recording or --acceptance"),
         (("office", "--recording", BUNDLED, "--sweep", "acceptance=0..1"), "a recording has its own acceptance"),

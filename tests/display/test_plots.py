@@ -40,7 +40,7 @@ def draw_lines(path: Path) -> None:
 
 def draw_many_lines(path: Path) -> None:
     """More than there is room for labels beside each other."""
-    plots.lines(path, list(range(1, 40)), {f"line {i}": [1.0 + i] * 39 for i in range(20)}, log_y=True)
+    plots.lines(path, list(range(1, 40)), {f"line {i}": [1.0 + i] * 39 for i in range(20)})
 
 
 def draw_heat(path: Path) -> None:

@@ -6,7 +6,7 @@ import collections
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,19 +66,6 @@ class _Flight:
     """Why one of them failed."""
 
 
-@dataclass
-class _Tally:
-    """Progress of this job."""
-
-    n_tokens: int = 0
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second, of all requests together."""
-        return self.n_tokens / max(time.monotonic() - self.began, 1e-9)
-
-
 class _Work:
     """Answers all tasks."""
 
@@ -97,10 +84,12 @@ class _Work:
         self._places: dict[int, tuple[_Flight, int, ClientRequest]] = {}
         """Requests in flight, by id."""
         self._is_stopped = False
+        self._n_tokens = 0
+        self._started_at = time.monotonic()
 
     def run(self, warnings: list[Wording]) -> int:
         """Answer all tasks, and return the exit code. After an error, the answers so far are written."""
-        results, n_before, tally = self._results, self._results.n_answered, _Tally()
+        results, n_before = self._results, self._results.n_answered
         n_all = n_before + len(self._left)
         if n_before:
             show(f"{n_before} of {n_all} prompts are already answered")
@@ -112,18 +101,18 @@ class _Work:
                 engine = self._ranks.load()
                 for warning in (*warnings, *engine.warnings):
                     warn(warning)
-                tally = _Tally()
+                self._started_at = time.monotonic()
 
                 def on_change() -> None:
-                    progress.show(results.n_answered + results.n_failed, human_rate(tally.rate))
+                    progress.show(results.n_answered + results.n_failed, human_rate(self._rate))
 
-                self._serve(engine, on_change, tally)
-        seconds = time.monotonic() - tally.began
+                self._serve(engine, on_change)
+        seconds = time.monotonic() - self._started_at
         n_new = results.n_answered - n_before
         if n_before < n_all:
             show(
-                f"{counted(n_new, 'prompt')} answered, {counted(tally.n_tokens, 'token')} in {human_seconds(seconds)}"
-                + (f", {human_rate(tally.rate)}" if tally.n_tokens else "")
+                f"{counted(n_new, 'prompt')} answered, {counted(self._n_tokens, 'token')} in {human_seconds(seconds)}"
+                + (f", {human_rate(self._rate)}" if self._n_tokens else "")
             )
         if self._left or self._places or self._is_stopped:
             n_left = n_all - results.n_answered - results.n_failed
@@ -134,7 +123,11 @@ class _Work:
             return RunError.exit_code
         return 0
 
-    def _serve(self, engine: EngineClient, on_change: Callable[[], None], tally: _Tally) -> None:
+    @property
+    def _rate(self) -> float:
+        return self._n_tokens / max(time.monotonic() - self._started_at, 1e-9)
+
+    def _serve(self, engine: EngineClient, on_change: Callable[[], None]) -> None:
         while ((self._left or self._asks) and not self._is_stopped) or self._places:
             self._is_stopped = self._is_stopped or self._ranks.is_ending()
             while (self._left or self._asks) and not self._is_stopped and len(self._places) < self._n_at_a_time:
@@ -147,7 +140,7 @@ class _Work:
             for event in engine.step():
                 match event:
                     case TokenReady():
-                        tally.n_tokens += 1
+                        self._n_tokens += 1
                     case RequestEnded() | RequestRefused():
                         self._end(*self._places.pop(event.request))
             on_change()

@@ -65,7 +65,8 @@ from ggpipe.stats.summary import BenchRun
 def run(options: Options) -> int:
     """Start the ranks, or be one of them. Returns the exit code."""
     prompt, settings = options[PromptSettings], options[BenchSettings]
-    layouts = {text: _with_layout(options, text) for text in settings.layouts} or {"": options}
+    splits = {text: replace(options[RankSettings], layer_split=lists.layer_split(text)) for text in settings.layouts}
+    layouts = {text: options.having(split) for text, split in splits.items()} or {"": options}
     configs = {text: engine_config(own) for text, own in layouts.items()}
     config = next(iter(configs.values()))
     for mode in settings.modes:
@@ -103,10 +104,6 @@ def run(options: Options) -> int:
         except UsageError as e:
             raise UsageError(f"layout {text}: ", e) from None
     return run_side_by_side(list(zip(configs.values(), layouts.values(), strict=True)), front_end)
-
-
-def _with_layout(options: Options, layout: str) -> Options:
-    return options.having(replace(options[RankSettings], layer_split=lists.layer_split(layout)))
 
 
 def _texts(files: Sequence[Path], prompt: PromptSettings) -> dict[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.commands.generate import GenerateRequest, answer, request_of
 from ggpipe.cli.launching import run_command
 from ggpipe.core.request import Finish
 from ggpipe.display.live.live import LiveDisplay
-from ggpipe.display.live.terminal import Color, open_terminal
+from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.progress import FileProgress
 from ggpipe.display.tables.comparison import comparison, print_sentences
 from ggpipe.launch.environment import has_user
@@ -17,6 +19,7 @@ from ggpipe.llama.bundled import BUNDLED_PAIR, ModelPair, inflated_pair
 from ggpipe.options.engine_config import engine_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
+    Color,
     DemoSettings,
     DisplaySettings,
     GenerateOutput,
@@ -71,9 +74,11 @@ def _without_draft(engine: EngineClient, n_tokens: int, request: GenerateRequest
     engine.idle(_SETTLE_S)
     terminal, stats = open_terminal(color), RequestStats()
     print_sentences(terminal, ("", "Again, without the draft model:"))
-    iterative = replace(request, n_predict=n_tokens, speculation=replace(request.speculation, mode="iterative"))
+    iterative = replace(request.spec.speculation, mode="iterative")
+    sampling = request.sampling(engine.sampling)
+    spec = structs.replace(request.spec, n_predict=n_tokens, speculation=iterative, sampling=sampling)
     with LiveDisplay(terminal, engine.ranks) as display:
         display.request(stats)
-        for token in engine.stream(iterative.spec(engine.sampling), stats):
+        for token in engine.stream(spec, stats):
             display.text(token.text)
     return stats

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+from rich.style import Style
+
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.config.sampling import SamplingConfig
-from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.prompt import RequestPrompt, as_prompt
+from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.figures.trace import write_trace
@@ -51,29 +52,19 @@ class GenerateRequest:
 
     text: str
     """The prompt, or the user message of the conversation."""
-    prompt: RequestPrompt
+    spec: RequestSpec
+    """The request, except for its sampling settings."""
     sampling: SamplingOf
-    n_predict: int
-    speculation: SpeculationConfig
-
-    def spec(self, usual: SamplingConfig) -> RequestSpec:
-        """The request for the engine. `usual`: the model's recommended sampling settings."""
-        return RequestSpec(
-            prompt=self.prompt,
-            sampling=self.sampling(usual),
-            n_predict=self.n_predict,
-            speculation=self.speculation,
-        )
 
 
 def request_of(options: Options) -> GenerateRequest:
     """The request that a command line describes. Raises UsageError and SettingError."""
     prompt = options[PromptSettings]
-    text, speculation = prompt.read(), speculation_config(options)
+    text = prompt.read()
     sampling_config(options)  # to find mistakes now
-    sampling = functools.partial(sampling_config, options)
-    own = options[ChatSettings].conversation(text)
-    return GenerateRequest(text, as_prompt(text if own is None else own), sampling, prompt.n_predict, speculation)
+    own = as_prompt(options[ChatSettings].conversation(text) or text)
+    spec = RequestSpec(prompt=own, n_predict=prompt.n_predict, speculation=speculation_config(options))
+    return GenerateRequest(text, spec, functools.partial(sampling_config, options))
 
 
 def answer(
@@ -100,7 +91,7 @@ def answer(
             stdout, failure = None, e
             ranks.stop()
 
-    def show_pieces(pieces: Iterable[Piece], style: str | None = None) -> None:
+    def show_pieces(pieces: Iterable[Piece], style: Style | None = None) -> None:
         for piece in pieces:
             if piece.is_reasoning:
                 display.aside(piece.text)
@@ -112,7 +103,7 @@ def answer(
         engine = ranks.load()
         for warning in (*warnings, *engine.warnings):
             warn(warning)
-        started = engine.begin(request.spec(engine.sampling), stats)
+        started = engine.begin(structs.replace(request.spec, sampling=request.sampling(engine.sampling)), stats)
         marks = started.answer_format
         parser = ReasoningParser(marks.reasoning) if marks is not None else None
         display.request(stats)

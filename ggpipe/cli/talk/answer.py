@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rich.style import Style
+
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.messages import warn
 from ggpipe.config.sampling import SamplingConfig
@@ -114,7 +116,7 @@ class Answerer:
                 )
             )
 
-    def _write(self, piece: Piece, reply: ModelReply, style: str | None) -> None:
+    def _write(self, piece: Piece, reply: ModelReply, style: Style | None) -> None:
         reply.add(piece)
         if piece.is_reasoning:
             self._display.aside(piece.text)

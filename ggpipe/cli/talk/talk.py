@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,17 +60,6 @@ class Talk:
         """Contents of files, to put before the next question."""
         self._n_regenerated = 0
         self._last: ModelReply | None = None
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self._help(),
-            "/regen": lambda _: self._regenerate(),
-            "/edit": lambda _: self._edit(),
-            "/clear": lambda _: self._clear(),
-            "/system": self._system,
-            "/read": self._read,
-            "/save": self._save,
-            "/load": self._load,
-            "/stats": lambda _: self._stats(),
-        }
 
     def run(self, first: str | None) -> None:
         """Talk until the user quits. `first`: the first question, if it is known.
@@ -91,7 +79,7 @@ class Talk:
                         return
                     else:
                         self._is_edited = False
-                        self._commands[command[0]](command[1])
+                        getattr(self, f"_{command[0][1:]}")(command[1])  # see COMMANDS
                 except UsageError as e:
                     self._say(in_flags(e), style="red")
         except GgpipeError:
@@ -167,24 +155,24 @@ class Talk:
 
     # Commands
 
-    def _help(self) -> None:
+    def _help(self, _: str) -> None:
         lines = {f"{command.name} {command.argument}": command.help for command in COMMANDS} | _KEYS
         width = max(map(len, lines))
         self._say("\n".join(f"{name:{width}}  {help}" for name, help in lines.items()))
 
-    def _regenerate(self) -> None:
+    def _regen(self, _: str) -> None:
         if self._transcript.question is None:
             raise UsageError("there is no question to answer again")
         self._transcript.take_back_answer()
         self._n_regenerated += 1
         self._answer()
 
-    def _edit(self) -> None:
+    def _edit(self, _: str) -> None:
         if self._transcript.question is None:
             raise UsageError("there is no question to change")
         self._typed, self._is_edited = self._transcript.question, True
 
-    def _clear(self) -> None:
+    def _clear(self, _: str) -> None:
         self._transcript.clear()
         self._attached = ""
         self._say("new conversation" + (", with the same instructions" if self._transcript.system else ""))
@@ -216,7 +204,7 @@ class Talk:
         if messages and messages[-1]["role"] == "user":
             self._say("the last message is a question: /regen answers it")
 
-    def _stats(self) -> None:
+    def _stats(self, _: str) -> None:
         if self._last is None:
             raise UsageError("there is no answer yet")
         engine, stats = self._answerer.engine, self._last.stats

@@ -84,9 +84,7 @@ def lines(
     x_label: str = "",
     unit: str = "",
     log_x: bool = False,
-    log_y: bool = False,
     bounds: Collection[str] = (),
-    from_zero: bool = True,
     top: float | None = None,
 ) -> None:
     """A line per series, with its name at the right end and quartiles as a band. `bounds`: series to draw dashed."""
@@ -108,7 +106,7 @@ def lines(
             if low != high:
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
             ends.append((at[-1], middle[-1], name, colour))
-        _scale(axes, x, log_x, log_y, from_zero)
+        _scale(axes, x, log_x)
         if top is not None:
             axes.set_ylim(top=top)
         axes.grid(True, axis="y")
@@ -285,14 +283,11 @@ def _tick(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _scale(axes: Axes, x: Sequence[float], log_x: bool, log_y: bool, from_zero: bool) -> None:
+def _scale(axes: Axes, x: Sequence[float], log_x: bool) -> None:
     if log_x:
         axes.set_xscale("log")
         axes.minorticks_off()
-    if log_y:
-        axes.set_yscale("log")
-    elif from_zero:
-        axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
     if len(x) <= 12:
         axes.set_xticks(list(x), [_tick(value) for value in x])
 

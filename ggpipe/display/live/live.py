@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.control import Control
-from rich.errors import StyleSyntaxError
 from rich.live import Live
-from rich.segment import ControlType, Segment
+from rich.segment import ControlType, Segment, Segments
 from rich.style import Style
 
 from ggpipe.display.live.panel import DIM, PanelSize, generating_panel, loading_panel
@@ -97,9 +96,9 @@ class LiveDisplay:
         """Show the prompt, dim, before the output."""
         self._feed(text, DIM)
 
-    def text(self, piece: str, style: str | None = None) -> None:
-        """Append output. `style`: a Rich style for the origin of the piece, see `origin_style`."""
-        self._feed(piece, _style(style))
+    def text(self, piece: str, style: Style | None = None) -> None:
+        """Append output. `style`: for the origin of the piece, see `origin_style`."""
+        self._feed(piece, style)
 
     def aside(self, piece: str) -> None:
         """Append text that is not part of the output, unformatted and dim."""
@@ -213,7 +212,7 @@ class LiveDisplay:
         """Print complete lines, if any, above the region, and draw the region."""
         assert self._live is not None
         if self._stream.complete:
-            console.print(_Exactly(self._stream.complete), soft_wrap=True, end="")
+            console.print(Segments(self._stream.complete), soft_wrap=True, end="")
             self._stream.complete = []
         else:
             self._live.refresh()
@@ -225,16 +224,6 @@ class LiveDisplay:
         cells = (Segment.get_line_length(row) for row in self._region.rows)
         added = sum((n - 1) // console.width for n in cells if n)
         console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * added))
-
-
-class _Exactly:
-    """Segments to print unchanged."""
-
-    def __init__(self, segments: Iterable[Segment]) -> None:
-        self._segments = segments
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self._segments
 
 
 class _Region:
@@ -250,10 +239,3 @@ class _Region:
             if i:
                 yield Segment.line()
             yield from row
-
-
-def _style(name: str | None) -> Style | None:
-    try:
-        return Style.parse(name) if name else None
-    except StyleSyntaxError:
-        return None

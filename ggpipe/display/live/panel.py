@@ -24,7 +24,7 @@ _LOADING = Style(color="cyan")
 _DONE = Style(color="green")
 _BUSY = Style(color="cyan")
 _PHASE = Style(color="cyan", bold=True)
-_DRAFTED = "green"
+_DRAFTED = Style(color="green")
 
 _GAP = "  "
 _MIN_BAR, _MAX_BAR = 10, 40
@@ -55,7 +55,7 @@ class _RankLine:
     note: str = ""
 
 
-def origin_style(drafted: bool) -> str | None:
+def origin_style(drafted: bool) -> Style | None:
     """Style of a token, by its origin: an accepted draft token, or one of the target's own."""
     return _DRAFTED if drafted else None
 
@@ -200,7 +200,7 @@ def _speculation(request: RequestStats, space: PanelSize) -> ScreenRow:
         ("", f"{request.n_in_flight:>2} in flight", None),
         ("acceptance ", f"{percent(counters.acceptance):>5}", None),
         ("cancelled ", cancelled, None),
-        ("text: ", "drafted", Style.parse(_DRAFTED)),
+        ("text: ", "drafted", _DRAFTED),
         ("", "own", None),
     ]
     priority = (2, 1, 3, 4, 5, 0) if space.colours else (2, 1, 3, 0)

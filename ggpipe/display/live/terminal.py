@@ -18,13 +18,12 @@ import sys
 import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Literal, TextIO, cast
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 
 from ggpipe.launch.environment import is_rank
-
-Color = Literal["auto", "on", "off"]
+from ggpipe.options.settings import Color
 
 _LAUNCHERS = ("prterun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun")
 _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # "synchronized output"; ignored where unknown
@@ -43,8 +42,6 @@ class Terminal:
     """The terminal is this process's stderr, so other output there must not disturb the live region."""
     reflows: bool = True
     """The terminal wraps long rows when it becomes narrower. Most do; xterm, screen and the Linux console cut them."""
-    device: TextIO | None = None
-    """File for `close` to close."""
 
     def measure(self) -> None:
         """Read the terminal's current size."""
@@ -57,12 +54,6 @@ class Terminal:
         if columns > 0 and lines > 0:
             self.console.size = (columns, lines)
 
-    def close(self) -> None:
-        """Close the device, but not stderr."""
-        if self.device is not None:
-            with contextlib.suppress(OSError):
-                self.device.close()
-
 
 def open_terminal(color: Color = "auto") -> Terminal | None:
     """The terminal to draw on, or None if no control codes may be written.
@@ -71,7 +62,7 @@ def open_terminal(color: Color = "auto") -> Terminal | None:
     `color` is `on`.
     """
     colourless = color == "off" or (color == "auto" and bool(os.environ.get("NO_COLOR")))
-    if color != "on" and _dumb():
+    if color != "on" and os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         return None
     if _is_terminal(sys.stderr):
         return _on_stream(sys.stderr, _is_terminal(sys.stdout), colourless)
@@ -172,9 +163,7 @@ def _on_device(path: str, shared: bool, colourless: bool) -> Terminal | None:
         os.close(fd)
         return None
     device = os.fdopen(fd, "w", encoding="utf-8", errors="replace")
-    terminal = Terminal(
-        console=_console(device, colourless), stdout_shared=shared, fd=fd, reflows=_reflows(), device=device
-    )
+    terminal = Terminal(console=_console(device, colourless), stdout_shared=shared, fd=fd, reflows=_reflows())
     terminal.measure()
     return terminal
 
@@ -199,10 +188,6 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
-
-
-def _dumb() -> bool:
-    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def _reflows() -> bool:

@@ -166,7 +166,7 @@ def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
     return sum(max(a for a, _ in c) + max(b for _, b in c) for c in columns) + (2 * n_pairs - 1) * _GAP
 
 
-def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int]]:
+def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int, int]]:
     """Name of each drafter, its judged and right tokens, and the tokens generated while it was paused."""
     labels = registry.labels(max((rank.model for rank in ranks), default=TARGET))
     judged, paused = stats.counters.by_drafter, stats.counters.paused_tokens
