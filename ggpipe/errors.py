@@ -1,26 +1,26 @@
 """Every error that ggpipe raises on purpose.
 
-A message names a setting as the config records do: raise `n_ctx`. The name is data (`Setting`), and the command line
-shows the option's flag in its place.
+Messages name settings as the config records do: raise `n_ctx`. The name is data (`Setting`), so the command line can
+show the flag instead.
 
 GgpipeError                         exit code 1
-├── UsageError                      exit code 2: wrong input; the message names what to change
-│   ├── BodyError                   a request's body, as OpenAI's API has them
-│   ├── PromptTooLong               a prompt that leaves no room for an answer
-│   ├── SettingError                a setting that is out of bounds, or that contradicts another one
+├── UsageError                      exit code 2: wrong input; the message says what to change
+│   ├── BodyError                   the body of a request
+│   ├── PromptTooLong               a prompt that leaves no room for output
+│   ├── SettingError                a setting that is out of bounds, or contradicts another one
 │   ├── ModelError                  a model file that cannot be used
 │   │   └── IndivisibleModelError   its layers cannot be split between ranks
 │   ├── MemoryNeededError           a machine has less memory than its ranks need
-│   └── LaunchError                 ranks, hosts or mpirun do not fit the settings
-│       ├── StartError              mpirun did not get the ranks to start
-│       │   └── HostError           it did not start on one of the machines, or lost one
+│   └── LaunchError                 ranks, hosts or mpirun do not match the settings
+│       ├── StartError              mpirun could not start the ranks
+│       │   └── HostError           mpirun did not start on a machine, or lost it
 │       └── MpiError                this rank cannot connect to the others
-└── RunError                        the input was right, but something broke
-    ├── Interrupted                 exit code 130: Ctrl-C came before there was a result
-    ├── QueueFull                   too many requests wait already
-    ├── RankError                   another rank broke
-    │   └── SilentRankError         another rank sends nothing any more: stopped, or cut off
-    └── Terminated                  this process received SIGTERM, which mpirun sends when a rank is gone
+└── RunError                        the input was right, but something failed
+    ├── Interrupted                 exit code 130: Ctrl-C before the first result
+    ├── QueueFull                   too many requests are waiting
+    ├── RankError                   another rank failed
+    │   └── SilentRankError         another rank sends nothing: it is stopped, or cut off
+    └── Terminated                  this process received SIGTERM, which mpirun sends if a rank is gone
 """
 
 from __future__ import annotations
@@ -32,32 +32,28 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Setting:
-    """The name of a setting within a message: a field of a config record; those of DraftConfig as `draft.threads`."""
+    """The name of a setting in a message: a field of a config record, or `draft.threads` for those of DraftConfig."""
 
     name: str
-
-    def renamed(self, names: Mapping[str, str]) -> Setting:
-        """Under the name that it has in `names`, if it has one there."""
-        return Setting(names.get(self.name, self.name))
 
 
 @dataclass(frozen=True, init=False)
 class Wording:
-    """A message for the user. Settings in it are data, so each front end writes them as its users know them."""
+    """A message for the user. Its settings are data, so each front end can show the names that its users know."""
 
     parts: tuple[str | Setting, ...]
 
     def __init__(self, *parts: str | Setting | Wording | GgpipeError) -> None:
-        """`parts`: one after the other; of an error, its message."""
+        """`parts`: to be joined. For errors, their messages."""
         object.__setattr__(self, "parts", tuple(_flat(parts)))
 
     def spelled(self, spell: Callable[[str], str]) -> str:
-        """As text. `spell` says how a setting is written."""
+        """The message as text. `spell`: returns what to write for a setting."""
         return "".join(spell(part.name) if isinstance(part, Setting) else part for part in self.parts)
 
     def renamed(self, names: Mapping[str, str]) -> Wording:
-        """The same with other names of settings."""
-        return Wording(*(part.renamed(names) if isinstance(part, Setting) else part for part in self.parts))
+        """The message with other names for settings."""
+        return Wording(*(Setting(names.get(p.name, p.name)) if isinstance(p, Setting) else p for p in self.parts))
 
     def __str__(self) -> str:
         return self.spelled("`{}`".format)
@@ -70,18 +66,18 @@ def _flat(parts: tuple[str | Setting | Wording | GgpipeError, ...]) -> Iterator[
 
 
 class GgpipeError(Exception):
-    """Base of all; `str()` is one line for the user, with settings in backticks."""
+    """Base class. `str()` is one line for the user, with settings in backticks."""
 
     exit_code = 1
     is_reported = False
-    """It was shown to the user."""
+    """Whether the user has seen it."""
 
     def __init__(self, *parts: str | Setting | Wording | GgpipeError) -> None:
-        """`parts`: of the message, see `Wording`."""
-        self.wording = Wording(*parts)  # `args` stay those of the class that is made: copies are made with them
+        """`parts`: the message, see `Wording`."""
+        self.wording = Wording(*parts)  # `args` remain the arguments of the subclass, from which copies are made
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same error with other names of settings."""
+        """The error with other names for settings."""
         own = type(self).__new__(type(self), *self.args)
         own.__dict__.update(self.__dict__)
         own.wording = self.wording.renamed(names)
@@ -93,44 +89,44 @@ class GgpipeError(Exception):
 
 
 class UsageError(GgpipeError):
-    """The input is wrong."""
+    """Wrong input."""
 
     exit_code = 2
 
 
 class SettingError(UsageError):
-    """A setting that is out of bounds, or that contradicts another one."""
+    """A setting that is out of bounds, or contradicts another one."""
 
     def __init__(self, field: str, problem: str | Wording, advice: str | Wording = "") -> None:
-        """`field`: as the name of a `Setting`. `problem` follows it in the message, and `advice` says what to do."""
+        """`field`: name of the `Setting`. `problem`: follows it in the message. `advice`: what to do."""
         super().__init__(Setting(field), " ", problem, *((": ", advice) if advice else ()))
         self.field = field
         self.problem = problem
         self.advice = advice
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same error with other names of settings."""
+        """The error with other names for settings."""
         own = super().renamed(names)
         own.field = names.get(self.field, self.field)
         return own
 
 
 class BodyError(UsageError):
-    """A request's body, over HTTP or in a file of prompts. The message has names of its fields."""
+    """The body of a request, over HTTP or in a file of prompts. The message names its fields."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        """`param`: the field that is wrong, `messages[0].content`."""
+        """`param`: the wrong field, such as `messages[0].content`."""
         super().__init__(message)
         self.param = param
 
 
 class PromptTooLong(UsageError):
-    """A prompt that leaves no room for an answer."""
+    """A prompt that leaves no room for output."""
 
     def __init__(self, n_prompt: int, n_ctx: int) -> None:
-        """Tokens of the prompt, and of the context."""
+        """`n_prompt` and `n_ctx`: length of the prompt and of the context, in tokens."""
         super().__init__(
-            f"the prompt has {n_prompt} tokens and the context {n_ctx}: raise ",
+            f"the prompt has {n_prompt} tokens, but the context only {n_ctx}: raise ",
             Setting("n_ctx"),
             " above the prompt's length",
         )
@@ -139,11 +135,11 @@ class PromptTooLong(UsageError):
 
 
 class ModelError(UsageError):
-    """A model file that cannot be used: missing, damaged, of an unsupported kind, not the same everywhere."""
+    """A model file that cannot be used: missing, damaged, unsupported, or different between machines."""
 
 
 class IndivisibleModelError(ModelError):
-    """A model whose layers cannot be split between ranks: a layer needs more than the output of the layer before it."""
+    """A model whose layers cannot be split between ranks: they need more than the output of the previous layer."""
 
 
 class MemoryNeededError(UsageError):
@@ -151,47 +147,47 @@ class MemoryNeededError(UsageError):
 
 
 class LaunchError(UsageError):
-    """The number or kind of ranks, their hosts or their mpirun do not fit the settings."""
+    """Ranks, hosts or mpirun do not match the settings."""
 
 
 class StartError(LaunchError):
-    """mpirun could not be started, ended, or took too long, before the first rank was connected with the front end."""
+    """mpirun could not be started, ended, or took too long, before the first rank had connected to the front end."""
 
 
 class HostError(StartError):
-    """mpirun did not start on one of the machines, or lost one, before the first rank was connected."""
+    """mpirun did not start on a machine, or lost it, before the first rank had connected to the front end."""
 
     def __init__(self, message: str, report: str = "") -> None:
-        """`report`: mpirun's own, of several lines."""
+        """`report`: lines that mpirun has printed."""
         super().__init__(message)
         self.report = report
 
 
 class MpiError(LaunchError):
-    """This rank cannot connect to the others, so they do not learn of the error."""
+    """This rank cannot connect to the others, and cannot tell them of the error."""
 
 
 class RunError(GgpipeError):
-    """Something broke while running."""
+    """Something failed while running."""
 
 
 class Interrupted(RunError):
-    """The user wanted an end before there was a result."""
+    """The user stopped the command before the first result."""
 
     exit_code = 130
 
 
 class QueueFull(RunError):
-    """Too many requests wait already: a later one may be taken."""
+    """Too many requests are waiting. A later one may be accepted."""
 
 
 class RankError(RunError):
-    """Another rank broke."""
+    """Another rank failed."""
 
 
 class SilentRankError(RankError):
-    """Another rank sends nothing any more: its process is stopped, or its machine is cut off from the network."""
+    """Another rank sends nothing: its process is stopped, or its machine is cut off from the network."""
 
 
 class Terminated(RunError):
-    """This process received SIGTERM, which mpirun sends when a rank is gone."""
+    """This process received SIGTERM, which mpirun sends if a rank is gone."""

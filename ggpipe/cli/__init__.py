@@ -1,4 +1,4 @@
-"""The command line. Importing it, and `--help`, start no MPI and load no libllama."""
+"""The command line. Neither importing it nor `--help` starts MPI or loads libllama."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0, 1 when something broke, 2 when what was asked for is wrong, with one line."""
+    """Run a command and exit: 0, 1 after a failure, 2 after a user's mistake (with a one-line message)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until a command listens, Ctrl-C ends the process: a KeyboardInterrupt would be lost in the import machinery.
+        # Until a command handles Ctrl-C, let it end the process: the import machinery would lose a KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    # Not os._exit: MPICH takes leave of its launcher only when the process ends in the ordinary way.
+    # Not os._exit: MPICH disconnects from its launcher only if the process exits normally.
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; returns its exit code, errors reported."""
+    """Run a command, report errors, and return the exit code."""
     try:
-        from ggpipe.cli import app  # loaded when Ctrl-C is taken care of
+        from ggpipe.cli import app  # imported once Ctrl-C is handled
 
         return app.run(arguments)
     except KeyboardInterrupt:

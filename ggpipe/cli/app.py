@@ -1,4 +1,4 @@
-"""The program: reads a command line and runs its command, whose module is loaded then, and no other one."""
+"""The program: parses a command line and runs its command. Only the module of that command is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ggpipe.options.table import OPTIONS
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line. Returns its exit code; errors are reported."""
+    """Run a command line, report errors, and return the exit code."""
     error: GgpipeError
     name_variables({})
     try:
@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str]) -> int:
         variables = read_variables(command, OPTIONS, os.environ, warn)
         options = parse(command, OPTIONS, arguments[1:], variables, name_variables)
     except HelpWanted:
-        from ggpipe.cli.help import show_help  # typer is for nothing but help
+        from ggpipe.cli.help import show_help  # Rich is slow to import
 
         show_help(COMMANDS, OPTIONS, command)
         return 0 if arguments else UsageError.exit_code
@@ -66,6 +66,6 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _call(command: Command, options: Options) -> int:
-    """A command's module has one public function, `run`."""
+    """Run a command: its module has one public function, `run`."""
     code: int = importlib.import_module(f"ggpipe.cli.commands.{command.name}").run(options)
     return code

@@ -1,4 +1,4 @@
-"""Command lines as llama.cpp's and PipeInfer's users write them, read in one pass: from words to options."""
+"""Parses command lines, as users of llama.cpp and PipeInfer write them, into options."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ggpipe.cli.variables import SWITCHES, settled
 from ggpipe.errors import SettingError, UsageError
 from ggpipe.options.option import Command, Option, Options
 
-_BARE = {  # options that may stand without a value: the value that this means, and those it can take
+_BARE = {  # options whose value is optional: the value to assume, and the possible values
     "numa": ("distribute", ("distribute", "isolate", "numactl")),
     "flash_attn": ("on", ("on", "off", "auto", *SWITCHES)),
     "color": ("on", ("on", "off", "auto")),
 }
 _SAME = {"--log-jsonl": "--log-format=json", "-co": "--color"}
-"""Options of llama.cpp that have another name here."""
+"""llama.cpp's flags that have other names here."""
 _HELP = ("-h", "--help")
 _WORD = re.compile("-[A-Za-z][A-Za-z-]+")
-"""Not a short flag and its value: `-xyz` is no -x."""
+"""A flag of several letters: `-xyz` is not `-x` with a value."""
 _KINDS = {int: "a whole number", float: "a number"}
 
 
 class HelpWanted(Exception):
-    """The user asks for the command's help."""
+    """The user asks for a help page."""
 
 
 def named_command(commands: Sequence[Command], arguments: Sequence[str]) -> Command | None:
-    """The command that a command line begins with; None where it asks for the program's help or version.
+    """The command that a command line starts with, or None if it asks for the program's help or version.
 
-    Raises UsageError where it begins with something else.
+    Raises UsageError if it starts with something else.
     """
     first = arguments[0] if arguments else _HELP[0]
     if first in (*_HELP, "--version"):
@@ -51,11 +51,11 @@ def parse(
     variables: Mapping[str, Any] | None = None,
     on_variables: Callable[[Mapping[str, str]], None] = lambda _: None,
 ) -> Options:
-    """The options of a command. `arguments`: without its name. `variables`: values that environment variables give, by
-    the options' names; `on_variables` is told which of them count, before any error that names one.
+    """Parse the arguments that follow a command's name.
 
-    Raises UsageError that says what to write instead, SettingError for a text that is no value of its option, and
-    HelpWanted.
+    `variables` has values from environment variables, by option name. `on_variables` gets the names of those that
+    apply, before an error can mention one. Raises UsageError with advice, SettingError for a value that its option
+    cannot take, and HelpWanted.
     """
     rows = command.options(table)
     words = _Words(rows)
@@ -68,30 +68,30 @@ def parse(
         if row.name in command.required and row not in (*given, *from_variables):
             raise advice.missing(row)
     values = {row: given.get(row, command.default_of(row)) for row in rows}
-    values |= {row: _converted(row, (variables or {})[row.name]) for row in from_variables}
-    values, counting = settled(command, values, from_variables, list(given))
-    on_variables(counting)
-    return Options(command, values)
+    values |= {row: (variables or {})[row.name] for row in from_variables}
+    values, applied = settled(command, values, from_variables, list(given))
+    on_variables(applied)
+    return Options(command, {row: _converted(row, value) for row, value in values.items()})
 
 
 @dataclass
 class _Words:
-    """What the words of a command line say."""
+    """Collects options from the words of a command line."""
 
     rows: Sequence[Option]
     given: dict[Option, Any] = field(default_factory=dict)
-    """A value for each option that has one; the last one, or a list."""
+    """The value of each option that was given: the last one, or a list of all."""
     stray: list[advice.Stray] = field(default_factory=list)
-    """Words that belong to no option."""
+    """Words that do not belong to an option."""
 
     def __post_init__(self) -> None:
         self._flags = {flag: (row, is_on) for row in self.rows for flag, is_on in _flags(row)}
         self._positional = [row for row in self.rows if not row.flags]
         self._last: Option | None = None
-        """The option whose value came last, if nothing but words without a flag came since."""
+        """The option whose value was read last, unless a flag has followed."""
 
     def read(self, arguments: Sequence[str]) -> None:
-        """Read all of them. Raises UsageError, SettingError and HelpWanted."""
+        """Read all words. Raises UsageError, SettingError and HelpWanted."""
         at = 0
         while at < len(arguments):
             argument = arguments[at]
@@ -112,7 +112,8 @@ class _Words:
                 short = self._flags.get(argument[:2])
                 if short is None or short[0].reads is bool or argument[1] == "-" or _WORD.fullmatch(name):
                     self._last = None
-                    advice.check_foreign(name, self._flags)
+                    n_values = advice.check_foreign(name, self._flags)
+                    at += 0 if equals else n_values
                     continue
                 name, equals, value = argument[:2], "=", argument[2:]
             row, is_on = self._flags[name]
@@ -127,7 +128,7 @@ class _Words:
             self._give(row, SWITCHES.get(value, value) if row.name == "flash_attn" else value)
 
     def _value_of(self, row: Option, flag: str, following: Sequence[str]) -> tuple[str, int]:
-        """An option's value, and how many of the following words it takes. Raises UsageError where there is none."""
+        """An option's value, and how many of the following words it uses. Raises UsageError if the value is missing."""
         if row.name in _BARE:
             meaning, values = _BARE[row.name]
             word = following[0] if following else "-"
@@ -138,7 +139,7 @@ class _Words:
         return following[0], 1
 
     def _word(self, word: str) -> None:
-        """A word without a flag."""
+        """Read a word that is neither a flag nor its value."""
         row = next((row for row in self._positional if row not in self.given), None)
         if row is not None:
             self.given[row] = _converted(row, word)
@@ -154,13 +155,13 @@ class _Words:
 
 
 def _flags(row: Option) -> list[tuple[str, bool]]:
-    """A row's flags, each with the value that it gives to a switch."""
+    """A row's flags. For switches, each with the value that it sets."""
     texts = [text.split("/") for text in row.flags]
     return [(flag.strip(), i == 0) for text in texts for i, flag in enumerate(text) if flag.strip()]
 
 
 def _converted(row: Option, value: Any) -> Any:
-    """As the option reads it. Raises SettingError."""
+    """The value in the type that the option reads. Raises SettingError."""
     if isinstance(value, list):
         return [_one(row, get_args(row.reads)[0], text) for text in value]
     return _one(row, row.reads, value)

@@ -1,4 +1,4 @@
-"""A command's ranks: start them when nobody did, and run one."""
+"""Runs a command on its ranks: starts them, or is one of those that the user has started."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ USER = UserContact(show=show, report=report, leave=leave)
 
 NO_RESTART = Wording(
     Setting("restart"),
-    " does nothing here: ggpipe starts only ranks again that it has started itself, with ",
+    " has no effect here: ggpipe restarts only ranks that it has started itself, with ",
     Setting("layer_split"),
 )
 
 FrontEndMain = Callable[[StartedRanks], int]
-"""What a command does with its ranks; returns the exit code."""
+"""What a command does with its ranks. Returns the exit code."""
 
 
 def run_command(
@@ -53,11 +53,13 @@ def run_command(
 ) -> int:
     """Run a command on the ranks that the config names, and return the exit code.
 
-    They are started where nobody did, and started again as often as the options allow. `front_end` runs in this
-    process, if this is the one that the user has started, or the first rank under the user's own mpirun. `prepare` is
-    called before ranks are started, for mistakes that only the front end can find. `ctrl_c_ends`: what the front end
-    ends early after Ctrl-C has the exit code for that. `demo`: as of `RankSetup`. Raises UsageError for a hostfile
-    without shares, LaunchError when there is no mpirun or no such hostfile, and what `check_model_files` raises.
+    ggpipe starts the ranks unless the user has, and restarts them as often as the options allow. `front_end` runs in
+    the process that the user has started or, under the user's own mpirun, in the first rank. `prepare` is called before
+    ranks are started, to find the user's mistakes. `ctrl_c_ends`: return the exit code for Ctrl-C if that has stopped
+    the front end early. `demo`: see `RankSetup`.
+
+    Raises UsageError for a hostfile without shares, LaunchError if there is no mpirun or no such hostfile, and
+    ModelError for model files that cannot be opened.
     """
     if not environment.is_rank() and not environment.is_served():
         prepare()
@@ -66,13 +68,7 @@ def run_command(
             check_model_files(config, options[RankSettings].hostfile)
             settings = RankSetup(config=config, verbose=options[LogSettings].verbose, demo=demo)
             job = Job(settings, n_ranks, options[RankSettings].hostfile)
-            with _signals() as signals:
-
-                def follow(own: Supervisor) -> None:
-                    signals.follow(own.stop, own.fail, lambda: own.stopping)
-
-                with supervised(job, options[RankSettings].restart, USER, follow) as ranks:
-                    return _exit_code(front_end(ranks), signals, ctrl_c_ends)
+            return _run_jobs([job], options, lambda ranks: front_end(next(ranks)), ctrl_c_ends)
     if options[RankSettings].restart and options.is_given("restart") and environment.has_user():
         warn(NO_RESTART)
 
@@ -85,7 +81,7 @@ def run_command(
 
 
 def check_model_files(config: EngineConfig, hostfile: Path | None) -> None:
-    """Check that the model files can be opened, where all ranks are on this machine. Raises ModelError."""
+    """Check that the model files can be opened, if all ranks are on this machine. Raises ModelError."""
     if hostfile is not None or allocated_hosts():
         return
     for model in (config.model, *(draft.model for draft in config.drafts)):
@@ -98,38 +94,48 @@ def run_side_by_side(
 ) -> int:
     """Run a command on the ranks of several layouts, and return the exit code.
 
-    `layouts`: the config and options for the ranks of each. `front_end` gets the ranks of each
-    in turn; they are started when it asks for them. All end with it. Raises as `run_command` does, and UsageError
-    where the user has started ranks.
+    `layouts`: the config and the options of each. `front_end` gets the ranks of each layout in turn, which are started
+    when it asks for them. All of them stop when it returns. Raises the errors of `run_command`, and SettingError under
+    the user's own mpirun.
     """
     if environment.is_rank():
         raise SettingError(
-            "layouts", "names several, of which ggpipe starts the ranks itself", "leave out mpirun or srun"
+            "layouts", "names several, whose ranks ggpipe must start itself", "do not use mpirun or srun"
         )
-    n_ranks = [ranks_to_start(config, options[RankSettings].hostfile) or 1 for config, options in layouts]
+    jobs = []
+    for config, options in layouts:
+        hostfile = options[RankSettings].hostfile
+        settings = RankSetup(config=config, verbose=options[LogSettings].verbose)
+        jobs.append(Job(settings, ranks_to_start(config, hostfile) or 1, hostfile))
+    return _run_jobs(jobs, layouts[0][1], front_end)
+
+
+def _run_jobs(
+    jobs: Sequence[Job], options: Options, front_end: Callable[[Iterator[StartedRanks]], int], ctrl_c_ends: bool = True
+) -> int:
+    """Start the ranks of each job when `front_end` asks for them, and return the exit code."""
+    supervisors: list[Supervisor] = []
+
+    def stop() -> None:
+        for supervisor in supervisors:
+            supervisor.stop()
+
+    def fail(error: Callable[[], GgpipeError]) -> None:
+        for supervisor in supervisors:
+            supervisor.fail(error)
+
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_signals())
-        supervisors: list[Supervisor] = []
-
-        def stop() -> None:
-            for supervisor in supervisors:
-                supervisor.stop()
-
-        def fail(error: Callable[[], GgpipeError]) -> None:
-            for supervisor in supervisors:
-                supervisor.fail(error)
 
         def follow(supervisor: Supervisor) -> None:
             supervisors.append(supervisor)
             signals.follow(stop, fail, lambda: any(supervisor.stopping for supervisor in supervisors))
 
         def started() -> Iterator[StartedRanks]:
-            for (config, options), n in zip(layouts, n_ranks, strict=True):
-                settings = RankSetup(config=config, verbose=options[LogSettings].verbose)
-                job = Job(settings, n, options[RankSettings].hostfile)
+            for job in jobs:
                 yield stack.enter_context(supervised(job, options[RankSettings].restart, USER, follow))
 
-        return _exit_code(front_end(started()), signals)
+        return _exit_code(front_end(started()), signals, ctrl_c_ends)
 
 
 def run_profile(
@@ -139,12 +145,12 @@ def run_profile(
     check: Callable[[int], None] = lambda _: None,
     on_line: Callable[[], None] = lambda: None,
 ) -> Profile | None:
-    """Have `n_ranks` ranks measure themselves, as `settings.profile` says; where they were started already, be one.
+    """Let `n_ranks` ranks measure what `settings.profile` says or, if they were already started, be one of them.
 
-    `check` gets the number of ranks before they measure, and may raise; `on_line` is called in the front end before it
-    shows a line, and may raise.
+    `check` gets the number of ranks before they measure. `on_line` is called in the front end before it shows a line.
+    Both may raise.
 
-    Returns the profile in the process that is the front end, else None. When it returns there, no rank is left.
+    Returns the profile in the front end, and None in other processes. When it returns, the ranks have exited.
     """
     config, work = settings.config, settings.profile
     assert work is not None
@@ -154,7 +160,7 @@ def run_profile(
         with _signals() as signals, started(job, config.pipeline.rank_timeout_s, signals.attend, USER) as ranks:
             signals.follow(ranks.stop, ranks.fail, lambda: ranks.stopping)
             return ranks.profile()
-    from ggpipe.engine.process import run_alike  # the process that starts the ranks needs none of these
+    from ggpipe.engine.process import run_alike  # the process that starts the ranks does not need these
     from ggpipe.llama import libllama
     from ggpipe.profiling.profile import profile_ranks
 
@@ -178,19 +184,19 @@ def run_profile(
 
 
 def _exit_code(code: int, signals: Signals, ctrl_c_ends: bool = True) -> int:
-    """A front end's, unless Ctrl-C ended early what would have ended well."""
+    """The front end's exit code, unless Ctrl-C has stopped it early."""
     return INTERRUPTED if code == 0 and ctrl_c_ends and signals.is_interrupted else code
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Signals]:
-    """This process looks after Ctrl-C and SIGTERM."""
+    """Handle Ctrl-C and SIGTERM in this process."""
     signals = Signals(0)
     signals.connected(None)
     try:
         yield signals
     finally:
-        signals.leave()  # a third Ctrl-C changes nothing
+        signals.leave()  # ignore a third Ctrl-C
         signals.restore()
 
 
@@ -202,8 +208,8 @@ def run_this_rank(
     signals: Signals | None = None,
     ctrl_c_ends: bool = True,
 ) -> int:
-    """Be one of the ranks; `head` is what the first one does, and gives the exit code. `signals`: those of a server.
-    `ctrl_c_ends`: as for `run_command`, for a rank that no launcher started, which would take the code for a crash."""
+    """Be one of the ranks, and return the exit code. `head`: what the first rank does. `signals`: those of a server.
+    `ctrl_c_ends`: see `run_command`; ignored under a launcher, which would mistake that exit code for a crash."""
     from ggpipe.engine.process import run_rank
     from ggpipe.llama import libllama  # the process that starts the ranks does not need it
 

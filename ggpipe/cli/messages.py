@@ -1,4 +1,4 @@
-"""What the command line prints on stderr, with flags for the names of settings in messages; and the end of stdout."""
+"""Messages on stderr, in which settings are called by their flags; and flushing stdout at the end."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from ggpipe.launch.environment import is_served, rank_in_environment
 from ggpipe.options.table import OPTIONS
 
 SPELLINGS = {row.name: row.spelling for row in reversed(OPTIONS)}
-"""How the command line calls a setting, by the name that messages have for it."""
+"""Flag of each setting, by the name that messages use for the setting."""
 
 _variables: Mapping[str, str] = {}
-"""Environment variables that values came from, by the names of the settings: messages name them instead of flags."""
+"""Environment variable of each setting whose value comes from one: messages name it instead of the flag."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def name_variables(variables: Mapping[str, str]) -> None:
-    """From now on messages name these environment variables, by the names of the settings that they gave values to."""
+    """Make messages name these environment variables (by setting) instead of flags."""
     global _variables
     _variables = dict(variables)
 
 
 def in_flags(message: str | Wording | GgpipeError) -> str:
-    """A message as text, with flags in the place of settings: -c/--ctx-size for `n_ctx`, or the environment variable
-    that its value came from."""
+    """The message as text, with -c/--ctx-size for `n_ctx`, or with the environment variable that set it."""
     return Wording(message).spelled(lambda name: _variables.get(name) or SPELLINGS.get(name) or f"`{name}`")
 
 
 def show(message: str | Wording) -> None:
-    """Print a message of the library, or of a command, as one line, whatever the names of files in it are."""
+    """Print a message as one line, even if it contains file names with control characters."""
     line = _CONTROL.sub(lambda match: repr(match[0])[1:-1], in_flags(message))
     print(f"ggpipe: {line}", file=sys.stderr)
 
@@ -46,14 +45,14 @@ def warn(message: str | Wording) -> None:
 
 
 def print_past_mpirun(error: GgpipeError) -> None:
-    """To be called before anything is printed after an error: mpirun passes nothing on while it ends its ranks."""
+    """Call this before printing anything after an error: mpirun forwards no output while it terminates its ranks."""
     if isinstance(error, Terminated) and (stderr := open_launcher_stderr()) is not None:
         sys.stderr = stderr
 
 
 def report(error: GgpipeError) -> None:
-    """Print an error as one line, once; on the first rank only, unless that one is silent. Where a front end is served,
-    it gets the error."""
+    """Print an error as one line, once, and on the first rank only, unless that rank is silent. A rank that ggpipe has
+    started sends the error to its front end instead."""
     if error.is_reported or (rank_in_environment() not in (None, 0) and not isinstance(error, SilentRankError)):
         return
     error.is_reported = True
@@ -66,16 +65,17 @@ def report(error: GgpipeError) -> None:
 
 
 def reach_front_end(error: GgpipeError) -> bool:
-    """Have the front end that this rank is to serve report why the rank cannot start; False where there is none."""
+    """Tell the front end why this rank cannot start. Returns False if ggpipe has not started this rank."""
     if not is_served():
         return False
-    from ggpipe.channel import link  # other processes report without it
+    from ggpipe.channel import link  # slow to import, and only ranks need it
 
     return link.report(error)
 
 
 def flush_stdout() -> int:
-    """Exit code 1 when what was printed cannot be written; then it is dropped, or Python would fail with it at exit."""
+    """Flush stdout, and return the exit code: 1 if that fails. The output is then dropped, so that Python does not try
+    again at exit."""
     try:
         sys.stdout.flush()
         return 0

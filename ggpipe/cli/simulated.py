@@ -1,4 +1,4 @@
-"""What simulations of `simulate` and `plan` are about: shapes of models, and the text."""
+"""What `simulate` and `plan` simulate: shapes of models, prompts and outputs, and traffic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AGREEMENT = 0.7
 
 
 def shapes_of(options: Options) -> tuple[ModelShape | None, ModelShape | None]:
-    """The shapes of the target and of the draft, from the headers of their files; None where no file is named."""
+    """The shapes of the target and the draft model, from the headers of their files; None without a file."""
     models, context = options[ModelSettings], options[ContextConfig]
     return _shape(models.target, context), _shape(models.the_draft, context)
 
@@ -30,7 +30,7 @@ def shapes_of(options: Options) -> tuple[ModelShape | None, ModelShape | None]:
 def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:
     if path is None:
         return None
-    from ggpipe.llama import libllama  # only for model files: a cluster file alone needs no libllama
+    from ggpipe.llama import libllama  # only model files need libllama
     from ggpipe.llama.gguf import ModelFile
     from ggpipe.llama.model_shape import shape_of
 
@@ -40,7 +40,7 @@ def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:
 
 
 def text_of(text: SimulatedText) -> SyntheticText | Recording:
-    """The text to generate. Raises UsageError for settings that contradict each other, or a bad recording."""
+    """The tokens to simulate. Raises UsageError for settings that contradict each other, and for a bad recording."""
     if text.recording is None:
         agreement = _AGREEMENT if text.acceptance is None else text.acceptance
         return SyntheticText(
@@ -48,13 +48,13 @@ def text_of(text: SimulatedText) -> SyntheticText | Recording:
         )
     if text.acceptance is not None:
         raise UsageError(
-            "a recording has its own acceptance: leave out ", Setting("recording"), " or ", Setting("acceptance")
+            "the acceptance of a recording is fixed: omit ", Setting("recording"), " or ", Setting("acceptance")
         )
     return recording.read(text.recording)
 
 
 def traffic_of(given: SimulatedTraffic, seed: int) -> Traffic | None:
-    """The requests that share the pipeline; None for one. Raises UsageError as `Traffic` and `read_arrivals`."""
+    """The requests that share the pipeline; None for a single one. Raises UsageError."""
     if not given.is_given:
         return None
     return Traffic(

@@ -1,4 +1,4 @@
-"""What the user sees: the live view on the terminal while ranks work, and the numbers afterwards.
+"""What the user sees on the terminal and in files of results.
 
-`live` draws while a request runs, `tables` shows and writes results, `figures` draws plots and timelines.
+`live` draws while a request runs, `tables` prints and writes results, `figures` draws plots and timelines.
 """

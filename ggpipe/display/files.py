@@ -1,16 +1,26 @@
-"""Write files; one-line errors where that fails."""
+"""Write files, with one-line errors if that fails."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from ggpipe.errors import UsageError
 
 
-def check_writable(path: Path) -> None:
-    """Check, before a long run, that a file can be written. Raises UsageError when it cannot."""
+def check_writable(*paths: Path | None) -> None:
+    """Check, before a long run, that files can be written. Raises UsageError if one cannot."""
+    for path in paths:
+        if path is not None:
+            _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
     try:
         if path.is_dir():
             raise UsageError(f"cannot write to {path}: it is a directory")
@@ -19,7 +29,7 @@ def check_writable(path: Path) -> None:
         elif path.parent.is_dir():
             ok = os.access(path.parent, os.W_OK | os.X_OK)
         else:
-            raise UsageError(f"cannot write to {path}: there is no directory {path.parent}")
+            raise UsageError(f"cannot write to {path}: no directory {path.parent}")
     except OSError as e:
         raise _cannot_write(path, e) from e
     if not ok:
@@ -27,7 +37,7 @@ def check_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder before a long run. Raises UsageError when that fails, or it cannot be written to."""
+    """Make a folder before a long run. Raises UsageError if that fails, or if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -37,7 +47,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, mode: Literal["w", "a"] = "w") -> None:
-    """Write the file, or append to it. Raises UsageError when it cannot be written."""
+    """Write or append to a file. Raises UsageError if that fails."""
     try:
         with path.open(mode, encoding="utf-8") as file:
             file.write(text)
@@ -45,8 +55,20 @@ def write_text(path: Path, text: str, mode: Literal["w", "a"] = "w") -> None:
         raise _cannot_write(path, e) from e
 
 
+def write_json(path: Path, value: object, indent: int = 1) -> None:
+    """Write a file of JSON; values that JSON does not have become strings. Raises UsageError if that fails."""
+    write_text(path, json.dumps(value, indent=indent, default=str) + "\n")
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Rows as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write the file. Raises UsageError when it cannot be written."""
+    """Write a file. Raises UsageError if that fails."""
     try:
         path.write_bytes(data)
     except OSError as e:

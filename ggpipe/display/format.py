@@ -8,7 +8,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def harmless(text: str) -> str:
-    """The text without control codes: controls other than newline and tab become pictures (␛)."""
+    """The text with symbols (␛) instead of control characters, except for newline and tab."""
     return _CONTROL.sub(_picture, text)
 
 
@@ -17,8 +17,10 @@ def _picture(match: re.Match[str]) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
-def human_bytes(n_bytes: float) -> str:
-    """Decimal units, as files and networks are measured: `812 B`, `16.4 kB`, `38.2 GB`."""
+def human_bytes(n_bytes: float | None) -> str:
+    """Decimal units, as for files and networks: `812 B`, `16.4 kB`, `38.2 GB`; `-` for None."""
+    if n_bytes is None:
+        return "-"
     if n_bytes < 1000:
         return f"{n_bytes:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
@@ -42,13 +44,13 @@ def human_seconds(seconds: float | None) -> str:
 
 
 def human_rate(per_s: float | None) -> str:
-    """Tokens a second: `4.31 t/s`; `-` for None."""
+    """Tokens per second: `4.31 t/s`; `-` for None."""
     return "-" if per_s is None else f"{three_digits(per_s)} t/s"
 
 
-def percent(share: float) -> str:
-    """`82 %` of 0.82."""
-    return f"{share * 100:.0f} %"
+def percent(share: float | None) -> str:
+    """`82 %` for 0.82; `-` for None."""
+    return "-" if share is None else f"{share * 100:.0f} %"
 
 
 def counted(n: int, what: str) -> str:
@@ -56,6 +58,8 @@ def counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def three_digits(value: float) -> str:
-    """`1.25`, `31.2`, `312`."""
+def three_digits(value: float | None) -> str:
+    """`1.25`, `31.2`, `312`; `-` for None."""
+    if value is None:
+        return "-"
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

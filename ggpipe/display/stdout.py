@@ -1,4 +1,4 @@
-"""Results on stdout: a text as it comes, and whole pages, in colour on a terminal."""
+"""Results on stdout: output as it comes, and whole pages, in colour on a terminal."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ggpipe.display.live.terminal import open_terminal
+from ggpipe.display.tables.columns import LOG_WIDTH
 from ggpipe.errors import RunError
 from ggpipe.launch.environment import is_rank
 
-_LOG_WIDTH = 120
 _POLL_MS = 100
-_READS_AGAIN_S = 1.0  # how long a reader that does not read is waited for once the user wants an end
+_READS_AGAIN_S = 1.0  # time for a reader that has stopped reading to continue, once the user wants to stop
 
 
 class Stdout:
-    """A text's way to its reader, around the stream's own buffer.
+    """Writes output without the stream's own buffer.
 
-    A pipe is written to when it has room: in a write that blocks, a process is deaf to signals.
+    Pipes are written to only when they have room, since signals are not handled during a blocking write.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
-        self._is_terminal = stream.isatty() and not is_rank()  # a user's mpirun gives its first rank one
+        self._is_terminal = (
+            stream.isatty() and not is_rank()
+        )  # under a user's mpirun, the first rank's stdout is one, too
         self._is_in_line = False
         self._fd: int | None = None
-        with contextlib.suppress(OSError):  # not a file of the system
+        with contextlib.suppress(OSError):  # not backed by a file descriptor
             self._fd = stream.fileno()
         self._encoder = codecs.getincrementalencoder(stream.encoding or "utf-8")(errors="replace")
 
     def write(self, text: str, stopping: Callable[[], bool] = lambda: False) -> bool:
-        """Write it all; False when there is no reader any more.
+        """Write all of it. Returns False if the reader has left.
 
-        A reader that does not read is waited for until `stopping` says that the user wants an end, and a little longer.
-        Raises RunError when the text cannot be written.
+        If the reader does not read, this waits until shortly after `stopping` says that the user wants to stop. Raises
+        RunError if the text cannot be written.
         """
         self._is_in_line = not text.endswith("\n") if text else self._is_in_line
         try:
@@ -56,7 +58,7 @@ class Stdout:
         return self._stream is not None
 
     def end_line(self) -> None:
-        """On a terminal, have what follows begin in a line of its own."""
+        """On a terminal, make sure that what follows starts on a new line."""
         if self._is_terminal and self._is_in_line:
             self.write("\n")
 
@@ -74,7 +76,7 @@ class Stdout:
 
 
 def _has_room(fd: int, stopping: Callable[[], bool]) -> bool:
-    """Wait until a pipe takes PIPE_BUF bytes without blocking; anything else that can be written to takes some."""
+    """Wait until a pipe takes PIPE_BUF bytes without blocking (other files: some bytes). False after the deadline."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     deadline: float | None = None
@@ -87,7 +89,7 @@ def _has_room(fd: int, stopping: Callable[[], bool]) -> bool:
 
 
 def page_console() -> Console:
-    """The console that a page is laid out for."""
+    """The console for which to lay out a page."""
     if not is_rank():
         if sys.stdout.isatty():
             return Console(highlight=False)
@@ -96,13 +98,13 @@ def page_console() -> Console:
         if terminal is not None and terminal.stdout_shared:
             terminal.measure()
             return terminal.console
-    return Console(file=io.StringIO(), width=_LOG_WIDTH, color_system=None, force_terminal=False, highlight=False)
+    return Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None, force_terminal=False, highlight=False)
 
 
 def print_page(console: Console, *parts: RenderableType) -> None:
-    """Print on stdout what was made for this console; only `Text` that is longer than a line goes on beyond its end.
+    """Print a page that was made for this console on stdout. Long lines of `Text` are not wrapped.
 
-    Raises RunError when it cannot be written.
+    Raises RunError if it cannot be written.
     """
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text), highlight=False)

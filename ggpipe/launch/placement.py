@@ -1,4 +1,4 @@
-"""Which rank is on which machine, and what is left of that when machines are away."""
+"""Which rank is on which machine, also after machines have become unreachable."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ggpipe.errors import LaunchError, Setting
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """All ranks, the target's first: their machines, and what they have of the models and the cores."""
+    """All ranks, the target's first: their machines, layers and threads."""
 
     hosts: tuple[str, ...]
-    """The machine of each rank."""
+    """Machine of each rank."""
     splits: LayerSplits | None
-    """How the layers are divided; None: all ranks are the target's, or what a plan makes them."""
+    """How the layers are divided. None: all ranks are the target's, or as planned."""
     threads: tuple[int, ...] = (-1,)
-    """One value for all ranks, or one for each."""
+    """One value for all ranks, or one per rank."""
     threads_batch: tuple[int, ...] = (-1,)
     tensor_split: tuple[float, ...] = ()
-    """In which proportions the ranks of a group divide each tensor, in groups of as many ranks."""
+    """Proportions in which the ranks of a group divide each tensor, for groups of that many ranks."""
 
     @classmethod
     def on(
@@ -34,19 +34,19 @@ class Placement:
         threads_batch: tuple[int, ...] = (-1,),
         tensor_split: tuple[float, ...] = (),
     ) -> Placement:
-        """Ranks on the machines of a hostfile, in its order (see `hosts_of`). Further ranks begin with the first
-        again."""
+        """Ranks on the machines of a hostfile, in its order (see `hosts_of`). Once all slots are used, the first one
+        is used again, and so on."""
         n_ranks = len(slots) if splits is None else n_ranks_of(splits)
         hosts = tuple(slots[rank % len(slots)] for rank in range(n_ranks))
         return cls(hosts=hosts, splits=splits, threads=threads, threads_batch=threads_batch, tensor_split=tensor_split)
 
     @property
     def n_target(self) -> int:
-        """Ranks of the target."""
+        """Number of ranks of the target."""
         return len(self.hosts) if self.splits is None else n_ranks_of(self.splits[:1])
 
     def changes_since(self, before: Placement) -> str:
-        """For the user: what is on other machines now."""
+        """For the user: what is on different machines now."""
         if len(self.hosts) == len(before.hosts):
             new = [host for host, old in zip(self.hosts, before.hosts, strict=True) if host != old]
             return f"instead, ranks are on {listed(list(dict.fromkeys(new)))}"
@@ -67,18 +67,17 @@ class Placement:
 
     @property
     def _draft_hosts(self) -> list[tuple[str, ...]]:
-        """The machines of each draft model that the split names."""
+        """The machines of each draft model that has ranks in the split."""
         n_ranks = [split.n_ranks if split is not None else 0 for split in (self.splits or ())[1:]]
         return [self.hosts[ranks.start : ranks.stop] for ranks in _stages(n_ranks, self.n_target)]
 
     def without(self, away: Collection[str], spare: Sequence[str] = ()) -> Placement:
-        """Ranks on the machines that are left.
+        """The placement on the remaining machines.
 
-        A rank on a machine that is away goes to one of `spare`, as long as there are any. Else the others get its
-        layers, in proportion to their shares; layers of a draft go to other ranks of that draft. A group goes on with
-        fewer ranks, and each keeps its part of the model in proportion to the others'. A draft that loses all of its
-        ranks has none, and without a rank of the target those of drafts get the target's layers.
-        Raises LaunchError when no machine is left.
+        A rank on an unreachable machine moves to one of `spare` while there are any. Otherwise, the other ranks of its
+        model get its layers, in proportion to their shares. A group continues with fewer ranks, whose parts keep their
+        proportions. A draft model that loses all its ranks is left without ranks. If the target loses all its ranks,
+        those of the draft models get its layers. Raises LaunchError if no machine is left.
         """
         free = [host for host in spare if host not in away and host not in self.hosts]
         hosts = [free.pop(0) if host in away and free else host for host in self.hosts]
@@ -109,8 +108,8 @@ class Placement:
         return (self._among(ranks, _of_target(self.splits).filled, 0), *left)
 
     def _among(self, ranks: Sequence[int], before: LayerSplit | None, first: int) -> LayerSplit | None:
-        """What is left of a model's stages, which begin with rank `first`, on those ranks of theirs that are among
-        `ranks`; None: nothing."""
+        """The split of a model after its ranks, which start with `first`, are reduced to those in `ranks`. None if none
+        is left."""
         if before is None:
             return None
         kept_shares, kept_sizes = [], []
@@ -137,7 +136,7 @@ def _stages(sizes: Sequence[int], first: int = 0) -> list[range]:
 
 
 def _scaled(shares: Sequence[float]) -> tuple[float, ...]:
-    """The same proportions, adding up to 1."""
+    """The same proportions, scaled to add up to 1."""
     total = sum(shares)
     return tuple(share / total for share in shares) if total else (1.0,) * len(shares)
 

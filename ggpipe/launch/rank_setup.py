@@ -1,4 +1,4 @@
-"""What the front end tells the ranks that it starts: all of their settings, in an environment variable."""
+"""The settings of ranks, which the front end passes to them in an environment variable."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ VARIABLE = "GGPIPE_RANK_SETUP"
 
 @dataclass(frozen=True)
 class ProfileWork:
-    """Measure these ranks, instead of loading models to serve requests."""
+    """What to measure, instead of serving requests."""
 
     layers: tuple[int, int] | None = None
-    """The first layer, and the one after the last; None: some of them."""
+    """The first layer, and the one after the last. None: some of them."""
     seconds: float = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """All that a rank needs to know before it is connected with the others; the same for all ranks."""
+    """All settings of a rank; they are the same for all ranks."""
 
     config: EngineConfig
     verbose: bool = False
-    """libllama's messages are shown."""
+    """Show libllama's log messages."""
     profile: ProfileWork | None = None
     demo: Literal["tiny", "inflated"] | None = None
-    """The models are the bundled pair, which each machine finds, or makes, where it has it."""
+    """Use the bundled models, which each machine finds or makes in its own folders."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variable that a rank reads."""
+        """The variable for a rank to read."""
         return {VARIABLE: base64.b64encode(msgspec.msgpack.encode(self, enc_hook=_encoded)).decode()}
 
 
 def own_setup() -> RankSetup:
-    """This rank's, which the front end has given. Raises LaunchError for what another version of ggpipe wrote."""
+    """The settings that the front end has passed to this rank. Raises LaunchError if they come from another version."""
     try:
         data = base64.b64decode(os.environ[VARIABLE], validate=True)
         return msgspec.msgpack.decode(data, type=RankSetup, dec_hook=_decoded)
     except (KeyError, ValueError, msgspec.MsgspecError) as e:
-        raise LaunchError(f"a rank cannot read its settings ({e}): install the same ggpipe everywhere") from e
+        raise LaunchError(
+            f"a rank cannot read its settings ({e}): install the same version of ggpipe on all machines"
+        ) from e
 
 
 def _encoded(value: object) -> bytes:
     if isinstance(value, Path):
-        return os.fsencode(value)  # which need not be UTF-8
+        return os.fsencode(value)  # may not be UTF-8
     raise NotImplementedError(type(value).__name__)
 
 

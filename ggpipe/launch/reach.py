@@ -1,4 +1,4 @@
-"""Which machines the launcher reaches now."""
+"""Finds out which machines mpirun can reach now."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from ggpipe.launch.hostfile import write_hostfile
 from ggpipe.launch.mpirun import find_mpirun, is_open_mpi, kill_session, mpirun_command
 
 _LIMIT_S = 10.0
-_TIMES = 4.0  # as long as the slowest machine that was reached: all of them may be busy
+_TIMES = 4.0  # times the slowest machine that was reached: all of them may be busy
 _MOST_S = 30.0
 _TICK_S = 0.05
 _MARK = b"reached"
 
 
 def unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
-    """The machines on which mpirun starts no process within ten seconds, or within a multiple of what others take.
+    """The machines on which mpirun starts no process within ten seconds, or within a multiple of the others' time.
 
-    All are tried at the same time. A process has started when what it prints arrives: mpirun itself may never end
-    (seen in Slurm jobs, where several run at a time). `attend` is called while it waits, and may raise to give up.
-    Raises LaunchError when there is no mpirun, StartError when it cannot be started.
+    All machines are tried at the same time. A process has started when its output arrives: mpirun itself may never exit
+    (seen in Slurm jobs, with several at a time). `attend` is called while waiting, and may raise to give up.
+    Raises LaunchError if there is no mpirun, StartError if it cannot be started.
     """
     try:
         return _unreachable(hosts, attend)
-    except OSError as e:  # no room for files, no more processes
-        raise StartError(f"mpirun cannot be started to look for machines: {e}") from e
+    except OSError as e:  # no space for files, or too many processes
+        raise StartError(f"cannot start mpirun to look for machines: {e}") from e
 
 
 def _unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]:
     mpirun, printed = find_mpirun(), dict.fromkeys(hosts, b"")
     for_hydra = not is_open_mpi(mpirun)
-    with _folder() as folder, contextlib.ExitStack() as stack:
+    files = tempfile.TemporaryDirectory(prefix="ggpipe-", ignore_cleanup_errors=True)  # mpirun's, which it may leave
+    with files as folder, contextlib.ExitStack() as stack:
         waiting = stack.enter_context(selectors.DefaultSelector())
         for i, host in enumerate(printed):
             own = Path(folder, str(i))
@@ -70,12 +71,7 @@ def _unreachable(hosts: Collection[str], attend: Callable[[], None]) -> set[str]
     return {host for host, text in printed.items() if _MARK not in text}
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """For files of all these mpiruns, which leave theirs when they are killed."""
-    return tempfile.TemporaryDirectory(prefix="ggpipe-", ignore_cleanup_errors=True)
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill it with its remote shells."""
+    """Kill mpirun and its remote shells."""
     kill_session(process.pid)
     process.wait()

@@ -1,11 +1,11 @@
-"""The machines of a Slurm job, as its environment names them.
+"""The machines of a Slurm job, according to its environment variables.
 
-| variable | what it says |
+| variable | contents |
 |---|---|
-| SLURM_JOB_NODELIST, SLURM_STEP_NODELIST | the machines of a job and of a step (`node[1-3,07],gpu1`) |
-| SLURM_TASKS_PER_NODE, SLURM_STEP_TASKS_PER_NODE | the tasks of each (`2(x3),1`), or its cores |
-| SLURM_NTASKS, SLURM_NTASKS_PER_NODE | only there when the user asked for tasks |
-| SLURMD_NODENAME | this machine; only there in the job's processes, not where `salloc` was called |
+| SLURM_JOB_NODELIST, SLURM_STEP_NODELIST | machines of a job, and of a step (`node[1-3,07],gpu1`) |
+| SLURM_TASKS_PER_NODE, SLURM_STEP_TASKS_PER_NODE | tasks per machine (`2(x3),1`), or cores |
+| SLURM_NTASKS, SLURM_NTASKS_PER_NODE | set only if the user has asked for tasks |
+| SLURMD_NODENAME | this machine; set only in the job's processes, not where `salloc` was called |
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import re
 
 _ASKED = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
 _FIRST_STEP_OF_SLURM = 0xFFFFFFF0
-"""Slurm's own steps have higher numbers: batch scripts, and the shells of `salloc`, which are for the whole job."""
+"""Slurm's own steps, whose ids start here, concern the whole job: batch scripts, and the shells of `salloc`."""
 _NODE = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def allocated_hosts() -> list[str]:
-    """The machine of each rank that the Slurm job has room for: of each task, or of each machine where the user asked
-    for no tasks. Empty outside of a job, and where this machine is all of it."""
+    """Machine of each task of the Slurm job, or each machine once if the user has not asked for tasks. Empty outside of
+    a job, and if this machine is the only one."""
     if os.environ.get("SLURM_JOB_NODELIST") == os.environ.get("SLURMD_NODENAME"):
         return []
     step = os.environ.get("SLURM_STEP_ID", "")
@@ -36,17 +36,17 @@ def allocated_hosts() -> list[str]:
 
 
 def hosts_in(nodelist: str) -> list[str]:
-    """The machines of a list as Slurm writes it: `node[1-3,07],gpu1`; as `scontrol show hostnames` has them."""
+    """The machines of a Slurm list such as `node[1-3,07],gpu1`, as `scontrol show hostnames` would print them."""
     return [host for node in _NODE.findall(nodelist) for host in _expanded(node)]
 
 
 def tasks_in(text: str) -> list[int]:
-    """The tasks on each machine: `2(x3),1` is 2, 2, 2, 1."""
+    """Tasks on each machine: 2, 2, 2, 1 for `2(x3),1`."""
     return [int(tasks) for tasks, times in _TASKS.findall(text) for _ in range(int(times or 1))]
 
 
 def _expanded(node: str) -> list[str]:
-    parts = re.split(r"\[([^\]]*)\]", node)  # what is in brackets has odd indices
+    parts = re.split(r"\[([^\]]*)\]", node)  # bracketed parts have odd indices
     choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 

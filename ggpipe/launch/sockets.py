@@ -1,8 +1,8 @@
-"""The sockets of this machine, each with memory of its own, and which rank runs on which.
+"""The sockets of this machine, and which rank runs on which.
 
-A rank takes its socket itself, by its threads' affinity, so every MPI and every mpirun gives the same. Linux puts
-memory where the thread runs that touches it first. So all that a rank reads or allocates after it has taken its socket
-is there, as long as there is room.
+A rank binds its threads to its socket itself, so all MPIs and mpiruns behave the same. Linux places memory close to the
+thread that touches it first, so everything that a rank allocates after it was bound is in its socket's memory, as long
+as there is room.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Cpus = frozenset[int]
 
 
 def sockets(sysfs: Path) -> tuple[Cpus, ...]:
-    """The CPUs of each socket that has memory of its own, by their first CPU. A single one, which may be empty, where
-    the kernel names no second: sockets whose memory is one node, as in many virtual machines, count as one."""
+    """The CPUs of each socket with its own memory, ordered by their first CPU. Sockets that share a memory node, as in
+    many virtual machines, count as one. If there is only one, its CPUs may be empty."""
     system, of_package = sysfs / "devices/system", dict[str, Cpus]()
     try:
         for node in _numbers((system / "node/has_memory").read_text()):
@@ -29,23 +29,24 @@ def sockets(sysfs: Path) -> tuple[Cpus, ...]:
                 return (frozenset(),)
             for package in packages:
                 of_package[package] = of_package.get(package, frozenset()) | cpus
-    except (OSError, ValueError):  # no NUMA in this kernel, or not shown to this process
+    except (OSError, ValueError):  # the kernel has no NUMA, or hides it from this process
         return (frozenset(),)
     return tuple(sorted(of_package.values(), key=min)) or (frozenset(),)
 
 
 def free_sockets(allowed: Collection[int], sysfs: Path) -> int:
-    """How many sockets ranks can have each to themselves; 1 where this process was bound already. `allowed`: the CPUs
-    that it may run on."""
+    """Number of sockets that ranks can be bound to; 1 if this process is already bound. `allowed`: the CPUs that it may
+    run on."""
     own = sockets(sysfs)
     return len(own) if all(cpus <= set(allowed) for cpus in own) else 1
 
 
 def cpus_of(number: int, n_ranks: int, allowed: Collection[int], sysfs: Path) -> Cpus | None:
-    """The CPUs for one of `n_ranks` ranks of this machine, counted from 0; None: those that it has.
+    """The CPUs for one of the `n_ranks` ranks of this machine, counted from 0; None: do not bind it.
 
-    Ranks divide the sockets evenly, the first ones on the first socket; where they cannot, no rank is bound. Nor is one
-    that its launcher or the user has bound already: `allowed`, the CPUs that it may run on, are fewer than there are.
+    The same number of ranks run on each socket, the first ones on the first socket. If that is impossible, no rank is
+    bound. Neither is a rank that its launcher or the user has already bound, so that `allowed`, the CPUs that it may
+    run on, are not all.
     """
     n_sockets = free_sockets(allowed, sysfs)
     if n_sockets == 1 or not 0 <= number < n_ranks or n_ranks % n_sockets:
@@ -54,18 +55,18 @@ def cpus_of(number: int, n_ranks: int, allowed: Collection[int], sysfs: Path) ->
 
 
 def bind(cpus: Cpus) -> None:
-    """Let all threads of this process, and those that they start, run on these CPUs alone."""
+    """Restrict all threads of this process, and those that they start, to these CPUs."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has exited
             os.sched_setaffinity(int(thread), cpus)
 
 
 def sharing(own: Collection[int], all_ranks: Sequence[Collection[int]]) -> float:
-    """How many ranks share the CPUs `own`, that rank included. A rank that may also run elsewhere counts in part."""
+    """How many ranks share the CPUs `own`, including their own rank. A rank that may run elsewhere counts partly."""
     return sum(len(set(own) & set(other)) / len(other) for other in all_ranks)
 
 
 def _numbers(text: str) -> Cpus:
-    """`0-3,8` as the kernel writes it. Raises ValueError."""
+    """Parse a list of the kernel, such as `0-3,8`. Raises ValueError."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return frozenset(n for first, _, last in ranges for n in range(int(first), int(last or first) + 1))

@@ -1,1 +1,1 @@
-"""All options of all front ends, and the settings and configs that they make."""
+"""The options of all front ends, and the settings and configs that are made from them."""

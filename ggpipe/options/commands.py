@@ -1,4 +1,4 @@
-"""All commands: which records of settings each has, and its help."""
+"""All commands: their help, and the records of settings that each has options for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ggpipe.options.server import ServerConfig
 
 _WEIGHTS = (settings.ModelSettings, settings.LoadSettings, ModelConfig, settings.LoraSettings)
 _COMPUTING = (ContextConfig, PipelineConfig, settings.RankSettings, DraftConfig, settings.LogSettings)
+_PLANNED = frozenset({"layer_split", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire"})
 _OF_REASONING = frozenset({"reasoning_budget", "reasoning_budget_message"})
 
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="generate",
-        help="""Continue a prompt with a model whose layers are spread over ranks.
+        help="""Generate text from a prompt, on one rank or many.
 
-        Works under mpirun or srun, alone with --mpi-layer-split (mpirun is started for you), and on one rank without
-        MPI. The text goes to stdout, everything else to stderr.
+        With --mpi-layer-split, ggpipe starts the ranks itself. It also works under mpirun or srun, and without MPI on
+        one rank. The output goes to stdout, everything else to stderr.
         """,
         records=(
             *_WEIGHTS,
@@ -36,6 +37,7 @@ COMMANDS: tuple[Command, ...] = (
             SpeculationConfig,
             SamplingConfig,
             Constraint,
+            settings.DisplaySettings,
             settings.GenerateOutput,
         ),
         required=frozenset({"model"}),
@@ -43,11 +45,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="chat",
-        help="""Talk with a model whose layers are spread over ranks.
+        help="""Chat with a model in the terminal.
 
-        Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With -p or -f, the first question is asked
-        already. Without a terminal on stdin, what comes from there is one question (behind that of -p), whose answer
-        goes to stdout. Ranks that die are started again, three times in ten minutes, and the answer goes on.
+        Ctrl-C stops an answer, Ctrl-D quits, /help lists the commands. -p or -f asks the first question. If stdin is
+        not a terminal, ggpipe reads a single question from it (and appends it to that of -p), and writes the answer to
+        stdout. Ranks that die are restarted up to three times in ten minutes, and the answer continues.
         """,
         records=(
             *_WEIGHTS,
@@ -56,6 +58,7 @@ COMMANDS: tuple[Command, ...] = (
             ChatSettings,
             SpeculationConfig,
             SamplingConfig,
+            settings.DisplaySettings,
             settings.ChatOutput,
         ),
         leave_out=frozenset({"single_turn"}),
@@ -67,9 +70,9 @@ COMMANDS: tuple[Command, ...] = (
         name="batch",
         help="""Answer a file of prompts, several at a time.
 
-        An interrupted job goes on when it is started again with the same OUT. A prompt that cannot be answered has an
-        error there; the others are answered, and the exit code is 1. Settings in a prompt's own body come before those
-        of the command line.
+        To resume an interrupted job, start it again with the same OUT. A prompt that cannot be answered gets an error
+        in OUT; the others are still answered, and the exit code is 1. Settings in a prompt's own body take precedence
+        over the command line.
         """,
         records=(
             *_WEIGHTS,
@@ -81,6 +84,7 @@ COMMANDS: tuple[Command, ...] = (
             SamplingConfig,
             Constraint,
             settings.EmbeddingSettings,
+            settings.DisplaySettings,
             settings.BatchSettings,
         ),
         leave_out=frozenset({"prompt", "file", "escape", "slot_save_path"}),
@@ -89,10 +93,10 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="record",
-        help="""Record a draft model's candidates for each token of the target's text, for `ggpipe simulate`.
+        help="""Record a draft model's candidates for each token of the target's output, for `ggpipe simulate`.
 
-        The target alone writes the text, on as many ranks as --mpi-layer-split names. The draft reads it in the first
-        rank.
+        The target generates the output without a draft, on the ranks of --mpi-layer-split. Then the draft model reads
+        it on the first rank.
         """,
         records=(*_WEIGHTS, *_COMPUTING, settings.PromptSettings, SamplingConfig, settings.RecordSettings),
         leave_out=frozenset({"file", *_OF_REASONING}),
@@ -101,10 +105,10 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="simulate",
-        help="""Simulate `generate` on a cluster: the same scheduler and draft logic, on virtual time.
+        help="""Simulate `generate` on a cluster: the same scheduler and drafters, on virtual time.
 
-        Without --mode all three modes are simulated. Models come from the cluster file, or with -m and -md from the
-        headers of GGUF files.
+        Without --mode, all three modes are simulated. The models are those of the cluster file, or of the GGUF files
+        named by -m and -md, of which only the headers are read.
         """,
         records=(
             settings.ClusterSettings,
@@ -144,53 +148,32 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="plan",
-        help="""Find the fastest way to run a model on a cluster: layers of each machine, place of the draft, flags.
+        help="""Find the fastest way to run a model on a cluster: layers per machine, place of the draft model, flags.
 
-        Without CLUSTER the machines of --hostfile, or this one, are measured first. Memory comes from the model's
-        header, speeds from short simulations. The last line is a command to paste.
+        Without CLUSTER, ggpipe first measures the machines of --hostfile, or this one. Memory is calculated from the
+        model's header, speed is predicted by short simulations. The last line of the output is a command to copy.
         """,
         records=(settings.ClusterSettings, *_WEIGHTS, *_COMPUTING, settings.SimulatedText, settings.PlanSettings),
-        leave_out=frozenset(
-            {
-                "layer_split",
-                "n_predict",
-                "seed",
-                "draft.threads_batch",
-                "restart",
-                "check_memory",
-                "tensor_split",
-                "tensor_wire",
-            }
-        ),
+        leave_out=_PLANNED | {"n_predict", "seed"},
     ),
     Command(
         name="profile",
         help="""Measure how fast ranks compute a model's layers, their memory, and the links between them.
 
-        Under mpirun or srun on all ranks at once; else it starts them: those of --hostfile, or -r ranks on this
-        machine. A table goes to stderr. Without --layers a quarter of the layers is measured, or as many as the time
-        allows. With -md each rank also measures all of the draft, with the same threads.
+        Under mpirun or srun, all ranks are measured. Otherwise ggpipe starts them: those of --hostfile, or -r ranks on
+        this machine. A table goes to stderr. With -md, each rank also measures the whole draft model, with the same
+        threads.
         """,
         records=(*_WEIGHTS, *_COMPUTING, settings.ProfileSettings),
-        leave_out=frozenset(
-            {
-                "layer_split",
-                "draft.threads",
-                "draft.threads_batch",
-                "restart",
-                "check_memory",
-                "tensor_split",
-                "tensor_wire",
-            }
-        ),
+        leave_out=_PLANNED | {"draft.threads"},
         required=frozenset({"model"}),
     ),
     Command(
         name="bench",
-        help="""Measure all modes side by side: they take turns in one job, with the same prompts and the same seed.
+        help="""Compare the speed of all modes. They take turns in one job, with the same prompts and the same seed.
 
-        Models are loaded once. Each mode warms up, then the rounds follow. Ctrl-C ends the bench and shows the results
-        so far. With several --mpi-layer-split, layouts are compared in the fastest mode, or in those of --modes.
+        Models are loaded once. Each mode warms up before the first round. Ctrl-C ends the benchmark and shows the
+        results so far. Several --mpi-layer-split compare layouts, in the fastest mode or in those of --modes.
         """,
         records=(
             *_WEIGHTS,
@@ -198,6 +181,7 @@ COMMANDS: tuple[Command, ...] = (
             settings.PromptSettings,
             SpeculationConfig,
             SamplingConfig,
+            settings.DisplaySettings,
             settings.BenchSettings,
         ),
         leave_out=frozenset({"prompt", "file", "mode", "ignore_eos", "restart", "layer_split", "stop", *_OF_REASONING}),
@@ -208,9 +192,9 @@ COMMANDS: tuple[Command, ...] = (
         name="demo",
         help="""Watch a bundled model write a tale: two ranks hold its layers, a third runs the draft model.
 
-        A part of the tale is written a second time without the draft model, to compare the speeds. The first demo
-        inflates the bundled models to the cost of large ones, with zeros: 447 MB in the cache folder, of which 33 MB
-        take space on the disk. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, other tale.
+        Part of the tale is then written again without the draft model, to compare the speeds. The first demo inflates
+        the bundled models with zeros, to the cost of large ones: 447 MB in the cache folder, of which 33 MB take up
+        disk space. `ggpipe demo -n 400 -s 7 --temp 0.8` writes a longer, different tale.
         """,
         records=(
             settings.LoadSettings,
@@ -219,6 +203,7 @@ COMMANDS: tuple[Command, ...] = (
             settings.PromptSettings,
             SpeculationConfig,
             SamplingConfig,
+            settings.DisplaySettings,
             settings.GenerateOutput,
             settings.DemoSettings,
         ),
@@ -234,12 +219,12 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="serve",
-        help="""Serve OpenAI's API and llama-server's over HTTP, several requests at a time.
+        help="""Serve OpenAI's and llama-server's APIs over HTTP, for several requests at a time.
 
-        The ranks are started here, and started again when they die (--restart): streams go on where they were. Under
-        mpirun or srun this process is one of the ranks, and the first one answers. The port answers at once, /health
-        with 503 until the model is loaded. Sampling flags are for requests that do not say otherwise. SIGTERM ends it
-        when the running requests are answered.
+        ggpipe starts the ranks, and restarts those that die (--restart); streams continue where they stopped. Under
+        mpirun or srun, this process is one of the ranks, and the first one serves. The port is open at once; /health
+        returns 503 until the model is loaded. Sampling flags are the defaults for requests that don't set them.
+        SIGTERM stops the server once the running requests are answered.
         """,
         records=(
             *_WEIGHTS,
@@ -258,12 +243,14 @@ COMMANDS: tuple[Command, ...] = (
         reads_variables=True,
         defaults={"restart": 10, "warmup": True},
     ),
-    Command(name="rank", help="Be a rank that a front end started, with the settings that it gives.", hidden=True),
+    Command(
+        name="rank", help="Run as a rank that a front end has started, with the settings that it passes.", hidden=True
+    ),
 )
 
 ENGINE = Command(
     name="engine",
-    help="What a Python program gives an engine, and a server its ranks.",
+    help="Settings that a Python program passes to an engine, and a server to its ranks.",
     records=(
         *_WEIGHTS,
         *_COMPUTING,
@@ -278,4 +265,4 @@ ENGINE = Command(
     required=frozenset({"model"}),
     defaults={"n_requests": 4},
 )
-"""No command of the program."""
+"""Not a command of the program."""

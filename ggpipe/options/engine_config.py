@@ -1,4 +1,4 @@
-"""From the options of a command line to the engine's config.
+"""Makes the engine's config from the options of a command line.
 
 All functions raise SettingError or UsageError for settings that contradict each other.
 """
@@ -23,16 +23,18 @@ from ggpipe.options.settings import LoadSettings, LoraSettings, ModelSettings, P
 
 
 def engine_config(options: Options) -> EngineConfig:
-    """All that a session is opened with. What a command has no options for has its default.
+    """The engine's config. Settings for which the command has no options get their defaults.
 
-    Most commands have no use for what earlier requests of the same job computed, and `bench` must not.
+    Without an option for it, the prompt cache is off: few commands need it, and `bench` must not use it.
     """
     speculation, given = speculation_config(options), options[RankSettings].layer_split
     n_drafters = _n_drafters(options, speculation)
     serving = {"cache_prompt": False, "n_requests": 1, **options.fields(EngineConfig)}
     n_requests = serving["n_requests"]
     drafts = draft_configs(options, _sequences(speculation.sequences, n_requests), speculation.branches)
-    n_paths = speculation.sequences + n_drafters - 1 if n_drafters else 1  # others may name another token each
+    n_paths = (
+        speculation.sequences + n_drafters - 1 if n_drafters else 1
+    )  # each further drafter may propose a different token
     n_branches = speculation.branches if n_drafters else 0
     context = replace(options[ContextConfig], n_seq=_sequences(n_paths, n_requests), n_branches=n_branches)
     pipeline = replace(options[PipelineConfig], auto=given == "auto")
@@ -43,21 +45,20 @@ def engine_config(options: Options) -> EngineConfig:
 
 
 def _sequences(n_each: int, n_requests: int) -> int:
-    """Sequence ids of a context. Raises SettingError."""
+    """Number of sequence ids of a context. Raises SettingError."""
     check_range("n_requests", n_requests, 1, MAX_SEQUENCES)
     return max(min(n_each * n_requests, MAX_SEQUENCES), n_requests)
 
 
 def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
-    """How many drafters draft for a request. Raises UsageError where there is none for what is asked, or a draft model
-    without need."""
+    """Number of drafters per request. Raises UsageError if one is missing, or if a draft model has no use."""
     names, n_models = speculation.drafters, len(options[ModelSettings].drafts)
     if given_mode(options) in ("async", "speculative"):
         if names == ():
             raise SettingError(
                 "mode",
-                Wording(f"{speculation.mode} needs a drafter, and ", Setting("spec_type"), " is none"),
-                "name one there",
+                Wording(f"{speculation.mode} needs a drafter, but ", Setting("spec_type"), " is none"),
+                "name one",
             )
         if names is None:
             check_draft(options, Wording(Setting("mode"), f" {speculation.mode}"))
@@ -68,14 +69,14 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
         elif n_models and names:
             raise SettingError(
                 "draft.model",
-                Wording("has nothing to do with ", Setting("spec_type"), f" {','.join(names)}"),
-                "leave it out, or add draft there",
+                Wording("is not used with ", Setting("spec_type"), f" {','.join(names)}"),
+                "omit it, or add draft to the list",
             )
     return len(registry.chosen(names, n_models))
 
 
 def check_draft(options: Options, what: str | Wording) -> None:
-    """Raises UsageError when there is no draft model, which `what` needs."""
+    """Raises UsageError if there is no draft model. `what`: what needs one."""
     if not options[ModelSettings].drafts:
         raise UsageError(what, " needs a draft model: name one with ", Setting("draft.model"))
 
@@ -91,9 +92,9 @@ def model_config(options: Options) -> ModelConfig:
 
 
 def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tuple[DraftConfig, ...]:
-    """The draft models, those with ranks first.
+    """The draft models, those with ranks of their own first.
 
-    They are loaded as the target is. Their contexts are as large, but positions, kernels and metadata are their own.
+    They are loaded like the target, with contexts of the same size. RoPE settings, kernels and metadata are their own.
     """
     paths, target, given = options[ModelSettings].drafts, options[ContextConfig], options[RankSettings].layer_split
     splits = given[1:] if given is not None and given != "auto" else ()
@@ -101,10 +102,10 @@ def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tupl
         raise SettingError(
             "layer_split",
             Wording(f"has ranks for {len(splits)} draft models, but ", Setting("draft.model"), f" names {len(paths)}"),
-            "name each of them",
+            "name each draft model",
         )
     if splits:
-        check_draft(options, "a split with ranks behind the /")
+        check_draft(options, "a split with ranks after the /")
     fields = {name: value for name, value in options.fields(ModelConfig).items() if name in ("repack", "numa")}
     mode = options[LoadSettings].mode
     context = ContextConfig(
@@ -123,18 +124,18 @@ def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tupl
 
 
 def draft_threads(options: Options) -> int:
-    """Threads of the draft, for a command that need not have one; -1 where none are given."""
+    """Number of threads for a draft model, even if there is none; -1 if not given."""
     return DraftConfig(model=ModelConfig(path=Path()), **options.fields(DraftConfig)).threads
 
 
 def given_mode(options: Options) -> Mode | None:
-    """The mode that the user named."""
+    """The mode that the user chose, or None."""
     mode: Mode | None = options.fields(SpeculationConfig).get("mode")
     return mode
 
 
 def speculation_config(options: Options) -> SpeculationConfig:
-    """How the draft model drafts."""
+    """How to draft."""
     fields = options.fields(SpeculationConfig)
     if "n_min" in fields and "n_draft" in fields:
         fields["n_min"] = min(fields["n_min"], fields["n_draft"])
@@ -145,15 +146,17 @@ def speculation_config(options: Options) -> SpeculationConfig:
 
 
 def warnings_of(options: Options) -> list[Wording]:
-    """Settings that are not used as they were given."""
+    """Warnings about settings that are changed."""
     if _drafts_chains(options) and options[ModelSettings].drafts and options[SpeculationConfig].n_parallel > 1:
         return [
-            Wording(Setting("exact"), " without flash attention drafts chains: ", Setting("n_parallel"), " 1 is used")
+            Wording(
+                Setting("exact"), " without flash attention drafts only chains: using ", Setting("n_parallel"), " 1"
+            )
         ]
     return []
 
 
 def _drafts_chains(options: Options) -> bool:
-    """Without flash attention the KV cells of a branch change the bits of others."""
+    """Whether branches are impossible: without flash attention, their KV cells change the bits of other rows."""
     context = options[ContextConfig]
     return context.exact and context.flash_attn == "off"

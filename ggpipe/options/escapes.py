@@ -1,25 +1,17 @@
-"""Escape sequences in texts that users give."""
+"""Escape sequences in text that users give."""
 
 from __future__ import annotations
 
+import re
+
+_ESCAPE = re.compile(rb"""\\(?:x([0-9a-fA-F]{2})|([nrt'"\\]))""")
+_MEANING = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
 
 def unescape(text: str) -> str:
-    r"""Process `\n \r \t \' \" \\` and `\xHH` (a byte) as llama.cpp's -e does; other backslashes stay."""
-    plain = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
-    data, at = bytearray(), 0
-    while at < len(text):
-        c, following = text[at], text[at + 1 : at + 2]
-        if c == "\\" and following in plain and following:
-            data += plain[following].encode()
-            at += 2
-        elif c == "\\" and following == "x" and _is_byte(text[at + 2 : at + 4]):
-            data.append(int(text[at + 2 : at + 4], 16))
-            at += 4
-        else:
-            data += c.encode("utf-8", "surrogateescape")
-            at += 1
-    return data.decode("utf-8", "surrogateescape")
+    r"""Replace `\n \r \t \' \" \\` and `\xHH` (a byte), as llama.cpp's -e does. Other backslashes stay."""
 
+    def meaning(match: re.Match[bytes]) -> bytes:
+        return bytes.fromhex(match[1].decode()) if match[1] else _MEANING.get(match[2], match[2])
 
-def _is_byte(digits: str) -> bool:
-    return len(digits) == 2 and all(d in "0123456789abcdefABCDEF" for d in digits)
+    return _ESCAPE.sub(meaning, text.encode("utf-8", "surrogateescape")).decode("utf-8", "surrogateescape")

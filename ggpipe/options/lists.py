@@ -1,11 +1,14 @@
-"""Values of options that are lists."""
+"""Parsers for options whose values are lists."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ggpipe.config.layer_split import LayerSplits, parse_layer_split
+
+T = TypeVar("T")
 
 
 def layer_split(text: str) -> LayerSplits | Literal["auto"]:
@@ -14,28 +17,29 @@ def layer_split(text: str) -> LayerSplits | Literal["auto"]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """A list of numbers, for all ranks or for each of them. Raises ValueError with what to write instead."""
-    try:
-        return tuple(int(value) for value in text.replace("/", ",").split(","))
-    except ValueError:
-        raise ValueError("give one number, or one per rank, as in 6,32,20") from None
+    """Whole numbers: one for all ranks, or one per rank. Raises ValueError that says what to write instead."""
+    return _values(text, int, "give one number, or one per rank, as in 6,32,20")
 
 
 def weights(text: str) -> tuple[float, ...]:
-    """A list of proportions. Raises ValueError with what to write instead."""
+    """Proportions. Raises ValueError that says what to write instead."""
+    return _values(text, float, "give one number per rank of a group, as in 3,1")
+
+
+def _values(text: str, kind: Callable[[str], T], advice: str) -> tuple[T, ...]:
     try:
-        return tuple(float(value) for value in text.replace("/", ",").split(","))
+        return tuple(kind(value) for value in text.replace("/", ",").split(","))
     except ValueError:
-        raise ValueError("give one number per rank of a group, as in 3,1") from None
+        raise ValueError(advice) from None
 
 
 def words(text: str) -> tuple[str, ...]:
-    """A list of words; one that is named twice counts once."""
+    """Words, without repetitions."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
 def layers(text: str) -> tuple[int, int]:
-    """`A-B` or `A`, as the first layer and the one after the last. Raises ValueError with what to write instead."""
+    """`A-B` or `A`: the first layer, and the one after the last. Raises ValueError that says what to write instead."""
     first, _, last = text.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and int(last or first) >= int(first)) or text[-1:] == "-":
         raise ValueError("write the first and the last layer, as in 4-7, or one layer")
@@ -43,15 +47,9 @@ def layers(text: str) -> tuple[int, int]:
 
 
 def scaled_loras(texts: list[str]) -> tuple[tuple[Path, float], ...]:
-    """`FILE:SCALE`, each. Raises ValueError with what to write instead."""
-    return tuple(_scaled_lora(text) for text in texts)
-
-
-def _scaled_lora(text: str) -> tuple[Path, float]:
-    path, colon, scale = text.rpartition(":")
+    """Values of the form `FILE:SCALE`. Raises ValueError that says what to write instead."""
+    pairs = [text.rpartition(":") for text in texts]
     try:
-        if colon:
-            return Path(path), float(scale)
+        return tuple((Path(path), float(scale if colon else "")) for path, colon, scale in pairs)
     except ValueError:
-        pass
-    raise ValueError("write FILE:SCALE") from None
+        raise ValueError("write FILE:SCALE") from None

@@ -1,4 +1,4 @@
-"""Sampling settings as a command line writes them."""
+"""Sampling settings of a command line."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from ggpipe.options.option import Options
 from ggpipe.options.settings import PromptSettings
 
 SamplingOf = Callable[[SamplingConfig], SamplingConfig]
-"""How tokens are drawn, by what is to be taken where nothing is given (`EngineClient.sampling`)."""
+"""Sampling settings, given the model's own (`EngineClient.sampling`) for those that the user did not set."""
 _BIAS = re.compile(r"(?P<token>\d+)(?P<bias>[+-].+)")
 
 
 def sampling_config(options: Options, of_model: SamplingConfig | None = None) -> SamplingConfig:
-    """How tokens are drawn. `of_model`: for what is not given. Raises SettingError."""
+    """The sampling settings. `of_model`: for those that were not given. Raises SettingError."""
     fields = options.fields(SamplingConfig)
-    for name in ("dry_sequence_breakers", "stop"):
+    for name in ("dry_sequence_breakers", "stop", "reasoning_budget_message"):
         if name in fields and options[PromptSettings].escape:
-            fields[name] = tuple(unescape(text) for text in fields[name])
-    if "reasoning_budget_message" in fields and options[PromptSettings].escape:
-        fields["reasoning_budget_message"] = unescape(fields["reasoning_budget_message"])
+            given = fields[name]
+            fields[name] = unescape(given) if isinstance(given, str) else tuple(map(unescape, given))
     return replace(of_model or SamplingConfig(), **fields, grammar=options[Constraint].gbnf())
 
 
 def samplers(text: str) -> tuple[str, ...]:
-    """Names between semicolons or commas. Raises SettingError."""
+    """Names separated by semicolons or commas. Raises SettingError."""
     return samplers_by_name(name.strip() for name in re.split("[;,]", text) if name.strip())
 
 
 def breakers(texts: list[str]) -> tuple[str, ...] | None:
-    """Texts as they are given; `none` forgets those before it. None where there are none."""
+    """The strings given, after the last `none`. None if none were given."""
     last = max((i for i, text in enumerate(texts) if text == "none"), default=-1)
     return tuple(texts[last + 1 :]) if texts else None
 
 
 def logit_bias(texts: list[str]) -> tuple[tuple[int, float], ...]:
-    """`15043+1`, `15043-inf`. Raises ValueError with what to write instead."""
+    """`15043+1`, `15043-inf`. Raises ValueError that says what to write instead."""
     return tuple(_bias(text) for text in texts)
 
 
@@ -50,4 +49,4 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(match["token"]), float(match["bias"])  # type: ignore[index]
     except (TypeError, ValueError):
-        raise ValueError("write a token's number and a bias with its sign, as in 15043+1 or 15043-inf") from None
+        raise ValueError("write a token id and a signed bias, as in 15043+1 or 15043-inf") from None

@@ -281,7 +281,7 @@ def test_a_prompt_that_is_refused(connected: Connected) -> None:
         engine = ranks.load()
         with pytest.raises(UsageError, match="the prompt is empty"):
             list(engine.stream(asked((), GREEDY)))
-        with pytest.raises(UsageError, match="has 5000 tokens and the context 4096"):
+        with pytest.raises(UsageError, match="has 5000 tokens, but the context only 4096"):
             list(engine.stream(asked((5,) * 5000, GREEDY)))
         assert text(engine, "The wolf", 3) == expected("The wolf", 3)
 

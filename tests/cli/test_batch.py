@@ -52,7 +52,7 @@ def test_each_prompt_is_answered_once(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.process.send_signal(signal.SIGINT)
     code, error = job.ends()
-    assert (code, "the same command goes on with them" in error) == (130, True), error
+    assert (code, "Run the same command again to continue" in error) == (130, True), error
     first = answers(job.out)
     assert 2 <= len(first) < N_PROMPTS
 
@@ -77,7 +77,7 @@ def test_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("The king\n")
     again = ("batch", tmp_path / "in", "-o", tmp_path / "out", "-m", TARGET, "-t", 1, "-n", 2)
     assert ggpipe(*again).stderr.startswith("ggpipe: 1 prompt answered, 2 tokens in ")
-    assert ggpipe(*again).stderr == "ggpipe: 1 of 1 prompts are answered already\n"
+    assert ggpipe(*again).stderr == "ggpipe: 1 of 1 prompts are already answered\n"
 
 
 def test_a_bad_line_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_bad_line_does_not_stop_the_others(tmp_path: Path) -> None:
         "batch", tmp_path / "in.jsonl", "-o", tmp_path / "out", "-m", TARGET, "-t", 1, "-c", 512, "--pooling", "last"
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
-    assert "3 of 7 prompts have an error instead of an answer" in done.stderr
+    assert "3 of 7 prompts got an error instead of an answer" in done.stderr
     found = {entry["custom_id"]: entry for entry in answers(tmp_path / "out")}
     assert found["good"]["response"]["body"]["usage"]["completion_tokens"] == 3  # type: ignore[index]
     choices = found["several"]["response"]["body"]["choices"]  # type: ignore[index]

@@ -73,7 +73,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def saved(terminal: Terminal, path: Path) -> list[dict[str, str]]:
-    terminal.asks(f"/save {path}", "written to")
+    terminal.asks(f"/save {path}", "saved .* to")
     messages: list[dict[str, str]] = json.loads(path.read_text())["messages"]
     return messages
 
@@ -95,13 +95,13 @@ def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
     assert edited[:3] == messages[:3]
     assert [len(edited), edited[3]["content"]] == [5, "And then? More."]
 
-    terminal.asks("/clear", "a new conversation")
+    terminal.asks("/clear", "new conversation")
     terminal.asks("/system", "instructions: Tell tales.")
     terminal.asks("/system What is `n_ctx`?", r"instructions: What is `n_ctx`\?")  # no flag, as in messages of ours
     terminal.asks("/system -", "the model has no instructions")
     terminal.asks("two\\" + ENTER + "lines", "length reached")
     assert saved(terminal, tmp_path / "other.json")[0] == {"role": "user", "content": "two\nlines"}
-    terminal.asks(f"/load {file}", "5 messages read")
+    terminal.asks(f"/load {file}", "loaded 5 messages")
     terminal.asks("/stats", r"1 question so far|2 questions so far")
     terminal.presses(CTRL_D)
     assert terminal.ends() == 0
@@ -109,19 +109,19 @@ def test_a_conversation(terminal: Terminal, tmp_path: Path) -> None:
 
 
 def test_mistakes(terminal: Terminal, tmp_path: Path) -> None:
-    terminal.asks("/nonsense", "there is no /nonsense: /help lists the commands")
-    terminal.asks("/regen", "there is no question yet")
+    terminal.asks("/nonsense", "no such command: /nonsense")
+    terminal.asks("/regen", "there is no question to answer again")
     terminal.asks("/load /none", r"(?<!: )cannot read /none: No such file")
     terminal.asks("/save", "/save needs a file")
     long = tmp_path / "long.txt"
     long.write_text("word " * 1000)
-    terminal.asks(f"/read {long}", "5000 characters go in front of the next question")
-    terminal.asks("What?", r"the conversation has \d+ tokens and the context 512: /clear begins")
+    terminal.asks(f"/read {long}", "added 5000 characters to the next question")
+    terminal.asks("What?", r"the conversation has \d+ tokens, but the context only 512: start a new")
     terminal.presses(CTRL_C)  # the question is in the line again
     terminal.asks("Once", "length reached")
     assert [message["role"] for message in saved(terminal, tmp_path / "a")] == ["system", "user", "assistant"]
     terminal.types(CTRL_C)
-    terminal.shows("Ctrl-C again, or Ctrl-D, leaves")
+    terminal.shows("press Ctrl-C again, or Ctrl-D, to quit")
     terminal.types(CTRL_C)
     assert terminal.ends() == 0
 
@@ -174,4 +174,4 @@ def test_a_question_from_a_pipe() -> None:
 def test_nothing_is_asked() -> None:
     result = piped("", *SHORT)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("ggpipe: error: stdin is no terminal, and nothing comes from it")
+    assert result.stderr.startswith("ggpipe: error: stdin is neither a terminal nor")

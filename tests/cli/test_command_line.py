@@ -40,6 +40,7 @@ LINES = {  # as users write it, and spelled out
     "--cancel --no-cancel": "--no-cancel",
     "-p -hf --temp -inf": "--prompt=-hf --temp=-inf",
     "-no-cnv -p -no-cnv --jinja": "--prompt=-no-cnv",
+    "--threads-http 8 --threads-http=4 --embeddings": "",
 }
 
 

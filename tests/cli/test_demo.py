@@ -44,7 +44,7 @@ def test_the_inflated_models_write_the_same_text(text: str, tmp_path: Path) -> N
     first = ggpipe("demo", "-n", N, XDG_CACHE_HOME=str(tmp_path))
     assert (first.returncode, first.stdout) == (0, text), first.stderr
     assert first.stderr.startswith(
-        "ggpipe: Inflating the bundled models, once (447 MB)\nA tale by the bundled models, inf"
+        "ggpipe: Inflating the bundled models (once) (447 MB)\nA tale by the bundled models, inf"
     )
     assert re.search(SPEEDS.format(n=N), first.stderr)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "ggpipe" / "models").iterdir()}
@@ -125,7 +125,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     assert code == 0
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn).replace("\r", "")
     parts = (
-        "Inflating the bundled models, once ━",
+        "Inflating the bundled models (once) ━",
         "447.0/447.0 MB",
         "A tale by the bundled models, inflated with zeros",
         "Green: draft tokens that the target model accepted.",

@@ -18,9 +18,10 @@ from ggpipe.options.table import OPTIONS
     [
         ("-ngl 99", "-ngl: ggpipe runs on CPUs only"),
         ("--rpc=a:1", "--rpc: .* use --mpi-layer-split and --hostfile"),
-        ("-hf a/b", "-hf: ggpipe downloads nothing: name a file with -m/--model"),
-        ("-cnv", "-cnv: `ggpipe chat` is a conversation"),
-        ("-mli", "-mli: `ggpipe chat`"),
+        ("-hf a/b", "-hf: ggpipe does not download models: name a file with -m/--model"),
+        ("-cnv", "-cnv: omit this flag: `ggpipe chat` starts a conversation"),
+        ("-mli", "-mli: omit this flag: `ggpipe chat`"),
+        ("--no-jinja", "--no-jinja: ggpipe always reads chat templates as Jinja"),
         ("--keep 4", "--keep: .* raise -c/--ctx-size"),
         ("-xyz", "no such option: -xyz"),
         ("--nope", "no such option: --nope"),

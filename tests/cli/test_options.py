@@ -152,7 +152,8 @@ def test_a_model_may_be_required_or_not() -> None:
 
 VALUES = (
     "3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg", "none", "f16",
-    "distribute", "yarn", "overconfident", "3-4", "{}", "top_k", "kt", "5+1",
+    "distribute", "yarn", "overconfident", "3-4", "{}", "top_k", "kt", "5+1", "json", "auto",
+    "openai", "best-first",
 )  # fmt: skip
 
 
@@ -244,7 +245,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: given("-n -2")[PromptSettings], "`n_predict` must be -1 .*, got -2"),
         (lambda: given("-s -2")[SamplingConfig], "`seed` must be -1 .*, got -2"),
         (lambda: engine_config.engine_config(given("--mode async")), "name one with `draft.model`"),
-        (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks behind the / needs a draft model"),
+        (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks after the / needs a draft model"),
         (
             lambda: given("--spec-type a"),
             "`spec_type` a: name one or more of draft, ngram, separated",
@@ -254,7 +255,7 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
             "`spec_type` draft needs a draft model",
         ),
         (lambda: engine_config.engine_config(given("--spec-type none --mode async")), "`spec_type` is none: name one"),
-        (lambda: engine_config.engine_config(given("--spec-type ngram -md d")), "`draft.model` has nothing to do with"),
+        (lambda: engine_config.engine_config(given("--spec-type ngram -md d")), "`draft.model` is not used with"),
         (lambda: given("-tb a"), "`threads_batch` a: give one number"),
         (lambda: given("--lora-scaled a"), "`lora_scaled` a: write FILE:SCALE"),
         (lambda: given("--lora-scaled a:b"), "`lora_scaled` a:b: write FILE:SCALE"),
@@ -265,9 +266,9 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: options("-m m --rounds 0", "bench")[BenchSettings], "`rounds` must be 1 or more, got 0"),
         (lambda: options("-m m --modes async,x", "bench")[BenchSettings], "`modes` must be iterative, .*, got x"),
         (lambda: options("-m m --layers 5-3", "profile"), "`layers` 5-3: write the first and the last layer"),
-        (lambda: options("-m m --seconds nan", "profile")[ProfileSettings], "`seconds` must be a time above 0"),
-        (lambda: options("-r 0", "plan")[PlanSettings], "`n_ranks` must be a number of ranks, 1 or more, got 0"),
-        (lambda: options("office -n 0", "simulate")[SimulatedText], "`n_predict` must be 1 or more, or -1"),
+        (lambda: options("-m m --seconds nan", "profile")[ProfileSettings], "`seconds` must be positive"),
+        (lambda: options("-r 0", "plan")[PlanSettings], "`n_ranks` must be 1 or more, got 0"),
+        (lambda: options("office -n 0", "simulate")[SimulatedText], "`n_predict` must be -1 .*, 1 or more, got 0"),
     ],
 )
 def test_bad_values_are_refused(make: Callable[[], object], message: str) -> None:
@@ -298,7 +299,7 @@ def test_sequences_are_those_of_the_branches() -> None:
     assert (config.context.n_seq, config.drafts[0].context.n_seq) == (2, 1)
     assert engine_config.speculation_config(exact).n_parallel == 1
     assert [in_flags(w) for w in engine_config.warnings_of(exact)] == [
-        "--exact without flash attention drafts chains: -np/--parallel 1 is used"
+        "--exact without flash attention drafts only chains: using -np/--parallel 1"
     ]
     assert engine_config.warnings_of(given("-np 4 --exact -fa off")) == []
     assert engine_config.warnings_of(given("-md d.gguf --exact -fa off")) == []
@@ -335,7 +336,7 @@ def test_draft_models_with_ranks_come_first() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--mpi-layer-split 0.5,0.5/1", "a split with ranks behind the / needs a draft model: .*"),
+        ("--mpi-layer-split 0.5,0.5/1", "a split with ranks after the / needs a draft model: .*"),
         (
             "-md a.gguf --mpi-layer-split 0.5/1/1",
             "`layer_split` has ranks for 2 draft models, but `draft.model` names 1: .*",
@@ -396,7 +397,7 @@ def test_a_json_schema_becomes_a_grammar(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("-j {} --grammar root::=.", "give one of `grammar`"),
+        ("-j {} --grammar root::=.", "give either `grammar` or `json_schema`, not both"),
         ("--grammar-file /nowhere", "`grammar_file` /nowhere: cannot read it"),
         ("--grammar root::=a", "there is no rule 'a'"),
         ('-j {"not":{}}', "`json_schema` has 'not'"),

@@ -64,9 +64,9 @@ def test_stop_strings() -> None:
     [
         (lambda: config("--samplers", "top_k;x"), "`samplers` has no x: choose from penalties, dry, "),
         (lambda: config("--sampling-seq", "kz"), "`sampling_seq` has no z: choose from e .penalties., "),
-        (lambda: config("-l", "a+1"), "`logit_bias` a.1: write a token's number and a bias with its sign"),
-        (lambda: config("-l", "5"), "`logit_bias` 5: write a token's number and a bias with its sign"),
-        (lambda: config("-l", "5+x"), "`logit_bias` 5.x: write a token's number and a bias with its sign"),
+        (lambda: config("-l", "a+1"), "`logit_bias` a.1: write a token id and a signed bias"),
+        (lambda: config("-l", "5"), "`logit_bias` 5: write a token id and a signed bias"),
+        (lambda: config("-l", "5+x"), "`logit_bias` 5.x: write a token id and a signed bias"),
         (lambda: config("-l", "5+inf"), "`logit_bias` must be token ids .*, got 5 and inf"),
         (lambda: config("-r", ""), "`stop` must be strings in UTF-8 that are not empty, got ''"),
         (lambda: config("-r", "a\udcff"), "`stop` must be strings in UTF-8 that are not empty, got 'a.+dcff'"),

@@ -73,7 +73,7 @@ def test_modes_side_by_side(simulate) -> None:  # type: ignore[no-untyped-def]
     assert head.splitlines() == [
         "4 nodes of 16 cores and one for the draft, Gigabit Ethernet",
         "target 70B Q4_K_M (80 layers) on 4 ranks; draft 1B Q4_K_M (16 layers) on 1 rank",
-        "prompt of 8 tokens, text of 12, agreement 70 %, calibrated",
+        "prompt of 8 tokens, output of 12, agreement 70 %, calibrated",
     ]
     assert table.splitlines()[0].split() == MODES
     rows = rows_of(out)
@@ -120,7 +120,7 @@ def test_users(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def
 
 def test_requests_at_a_rate_and_from_a_file(simulate, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     once = ("nodes4-gigabit", *SHORT, "--mode", "iterative")
-    assert "0.5 requests a second, 5 requests, 4 at a time" in simulate(*once, "--rate", 0.5, "--requests", 5)
+    assert "0.5 requests per second, 5 requests, 4 at a time" in simulate(*once, "--rate", 0.5, "--requests", 5)
     assert "\n5 requests, 2 at a time" in simulate(*once, "--requests", 5, "--concurrent", 2)
     path = tmp_path / "arrivals.csv"
     path.write_text("0,8,12\n1.5,20,4\n")
@@ -159,13 +159,13 @@ def test_shapes_from_models_and_a_recording(simulate) -> None:  # type: ignore[n
     models = ("-m", TARGET, "-md", DRAFT)
     out = simulate("two-cores", *models, "--recording", BUNDLED, "-n", 16)
     assert "target tales-target (8 layers) on 2 ranks; draft tales-draft (2 layers) on 1 rank" in out
-    assert re.search(r"3 recorded prompts, texts of 16 \+ 16 \+ 16 tokens, agreement \d\d %", out)
-    assert "texts of 256 + " in simulate("two-cores", *models, "--recording", BUNDLED, "--mode", "iterative")
+    assert re.search(r"3 recorded prompts, outputs of 16 \+ 16 \+ 16 tokens, agreement \d\d %", out)
+    assert "outputs of 256 + " in simulate("two-cores", *models, "--recording", BUNDLED, "--mode", "iterative")
 
 
 def test_a_profile_as_the_cluster(simulate, refuse, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     write(tmp_path / "measured.json", measured())
-    assert "describes no target model: name one with -m" in refuse(tmp_path / "measured.json")
+    assert "does not describe a target model: name one with -m" in refuse(tmp_path / "measured.json")
     out = simulate(tmp_path / "measured.json", "-m", TARGET, "-md", DRAFT, *SHORT)
     assert out.startswith("measured\ntarget tales-target (8 layers) on 2 ranks; draft tales-draft (2 layers) inside")
 
@@ -177,7 +177,7 @@ def test_without_a_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert run(["simulate", str(own), *SHORT]) == 0
     out, err = capsys.readouterr()
     assert out.split("\n\n", 1)[1].splitlines()[0].split() == ["iterative"]
-    assert err == "ggpipe: no draft model, so only iterative is simulated: name one with -md/--model-draft\n"
+    assert err == "ggpipe: simulating only iterative, without a draft model: name one with -md/--model-draft\n"
     assert run(["simulate", str(own), "--mode", "async"]) == 2
     assert "--mode async needs a draft model: name one with -md" in capsys.readouterr().err
     assert run(["simulate", str(own), "--sweep", "draft=1..2"]) == 2
@@ -246,19 +246,19 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
         (("nothing",), "cluster file nothing does not exist; clusters that come with ggpipe are"),
         (("office", "--mode", "fast"), "--mode must be iterative, speculative or async, got fast"),
         (("office", "-m", "nothing.gguf"), "cannot open model file nothing.gguf"),
-        (("office", "-n", "0"), "-n/--predict must be 1 or more, or -1"),
-        (("office", "-n", "-2"), "-n/--predict must be 1 or more, or -1"),
+        (("office", "-n", "0"), "-n/--predict must be -1 (the default) or a number of tokens, 1 or more"),
+        (("office", "-n", "-2"), "-n/--predict must be -1 (the default) or a number of tokens, 1 or more"),
         (("office", "--prompt-tokens", "0"), "--prompt-tokens must be 1 or more, got 0"),
         (("c" * 300,), "File name too long"),
         (("office", "--acceptance", "2"), "--acceptance must be a share between 0 and 1, got 2"),
-        (("office", "--confidence", "some"), "--confidence must be calibrated, overconfident or underconfident"),
+        (("office", "--confidence", "some"), "--confidence must be calibrated, overconfident, underconfident or n"),
         (("office", "--recording", "nothing.json"), "cannot read the recording nothing.json"),
-        (("office", "--recording", BUNDLED, "--acceptance", "0.5"), "leave out --recording or --acceptance"),
+        (("office", "--recording", BUNDLED, "--acceptance", "0.5"), "omit --recording or --acceptance"),
         (("office", "--recording", BUNDLED, "--sweep", "acceptance=0..1"), "a recording has its own acceptance"),
         (("office", "-c", "100"), "a context of 100 tokens cannot hold 384"),
         (("office", "-c", "-1"), "-c/--ctx-size must be 0 (the model's own) or"),
         (("office", "-ub", "0"), "-ub/--ubatch-size must be a number of tokens"),
-        (("office", "-t", "1,2"), "-t/--threads has 2 values for 6 ranks: give one for all, or one per rank"),
+        (("office", "-t", "1,2"), "-t/--threads has 2 values for 6 ranks: give one value, or one per rank"),
         (("office", "-t", "x"), "-t/--threads x: give one number"),
         (("office", "-t", "0"), "-t/--threads must be -1"),
         (("office", "-td", "0"), "-td/--threads-draft must be -1"),
@@ -266,7 +266,7 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
         (("office", "--mpi-layer-split", "0.5,0.5"), "names 2 ranks, and the cluster has 6"),
         (("office", "--mpi-layer-split", "x"), "--mpi-layer-split x: give one share"),
         (("nodes4-100g", "--mpi-layer-split", "0.5*2,0.5*4"), "names 6 ranks, and the cluster has 5"),
-        (("nodes4-100g", "-ts", "3,1"), "-ts/--tensor-split has 2 numbers, but no group has 2 ranks"),
+        (("nodes4-100g", "-ts", "3,1"), "-ts/--tensor-split has 2 values, but no group has 2 ranks"),
         (("nodes4-100g", "--sweep", "group=3"), "group must divide the target's 4 ranks"),
         (("office", "--mpi-layer-split", "0.9,0.025,0.025,0.025,0.001/1.0"), "would get no layer"),
         (("nodes4-gigabit", "-c", "1000000"), "node1 has 64 GB of memory, and its ranks need"),
@@ -278,20 +278,20 @@ def test_plots_of_sweeps(simulate, sweeps: tuple[str, ...], tmp_path: Path) -> N
         (("office", "--sweep", "pa=0.5..2"), "-pa/--p-accept must be a probability from 0 to 1"),
         (("office", "--sweep", "draft=1..2", "--mode", "iterative"), "makes no difference without draft tokens"),
         (("two-cores", "--sweep", "gbit=1..2"), "gbit is that of the network between nodes"),
-        (("office", "--sweep", "draft=1", "--trace", "/tmp/x.json"), "--trace is of one simulation"),
+        (("office", "--sweep", "draft=1", "--trace", "/tmp/x.json"), "--trace needs a single simulation"),
         (("office", "--plot", "/tmp/x.txt"), "cannot draw /tmp/x.txt"),
-        (("office", "--csv", "/nowhere/x.csv"), "there is no directory /nowhere"),
+        (("office", "--csv", "/nowhere/x.csv"), "no directory /nowhere"),
         (("office", "--sweep", "np=1", "--sweep", "pa=0", "--sweep", "ps=0", "--plot", "/tmp/x.svg"),
-         "--plot draws sweeps of one or two names, not of 3"),
+         "--plot can show one or two swept names, not 3"),
         (("office", "--users", "0"), "--users must be a number from 1 to 256, got 0"),
         (("office", "--users", "2", "--rate", "1"), "--users and --rate both say when requests arrive"),
-        (("office", "--concurrent", "2"), "--concurrent is for several requests: name --users, --rate"),
+        (("office", "--concurrent", "2"), "--concurrent needs several requests: give --users or --rate"),
         (("office", "--arrivals", "none"), "cannot read the arrivals none"),
-        (("office", "--users", "2", "--trace", "x.json"), "--trace is of one request"),
-        (("office", "--users", "2", "--plot", "x.svg"), "--plot draws one request or a sweep"),
+        (("office", "--users", "2", "--trace", "x.json"), "--trace needs a single request"),
+        (("office", "--users", "2", "--plot", "x.svg"), "--plot needs a single request, or a sweep"),
         (("office", "--users", "2", "--sweep", "rate=1,2"), "--users and --rate both say"),
-        (("office", "--sweep", "users=1,2", "--requests-csv", "x"), "--requests-csv is for several requests"),
-        (("office", "--users", "2", "--sweep", "np=1,2", "--requests-csv", "x"), "--requests-csv is of one simulation"),
+        (("office", "--sweep", "users=1,2", "--requests-csv", "x"), "--requests-csv needs several"),
+        (("office", "--users", "2", "--sweep", "np=1,2", "--requests-csv", "x"), "--requests-csv needs a single"),
     ],
 )  # fmt: skip
 def test_mistakes(refuse, arguments: tuple[object, ...], words: str) -> None:  # type: ignore[no-untyped-def]

@@ -99,14 +99,14 @@ def test_other_templates(chat: Path, tmp_path: Path) -> None:
 
 
 BAD = {
-    "-sys x": "-sys/--system-prompt is for a user's message: add -st/--single-turn",
-    "-st --chat-template llama9": "--chat-template must be chatml or a template in the Jinja language",
+    "-sys x": "-sys/--system-prompt needs a user message as the prompt: add -st/--single-turn",
+    "-st --chat-template llama9": "--chat-template must be chatml or a Jinja template",
     "-st --chat-template-kwargs 3": (
-        '--chat-template-kwargs 3: give an object in JSON, as in {"enable_thinking": false}'
+        '--chat-template-kwargs 3: write a JSON object, such as {"enable_thinking": false}'
     ),
     "-st --chat-template-file /none": "--chat-template-file /none: cannot read it: No such file or directory",
     "-st --chat-template chatml --chat-template-file x": (
-        "give one chat template: a text with --chat-template, or a file"
+        "give either --chat-template or --chat-template-file, not both"
     ),
 }
 

@@ -80,7 +80,7 @@ def test_a_template_is_for_conversations(line: Line) -> None:
         ("LLAMA_ARG_PORT", "x", "LLAMA_ARG_PORT must be a whole number, got x"),
         ("LLAMA_ARG_PORT", "99999", "LLAMA_ARG_PORT must be .*got 99999"),
         ("LLAMA_ARG_ENDPOINT_METRICS", "maybe", "LLAMA_ARG_ENDPOINT_METRICS must be on or off .*got maybe"),
-        ("LLAMA_ARG_THREADS", "two", "LLAMA_ARG_THREADS two: give a number"),
+        ("LLAMA_ARG_THREADS", "two", "LLAMA_ARG_THREADS two: give one number"),
         ("LLAMA_ARG_CTX_SIZE", "-5", "LLAMA_ARG_CTX_SIZE must be .*got -5"),
     ],
 )
@@ -101,7 +101,7 @@ def test_ranks_do_not_read_them(
     monkeypatch.setenv("PMIX_RANK", "0")
     options = line("serve -m m", **variables)  # the user's own mpirun
     assert (options[ContextConfig].n_ctx, options[ServerConfig].keys()) == (ContextConfig().n_ctx, ("k",))
-    assert capsys.readouterr().err.startswith("ggpipe: warning: LLAMA_ARG_CTX_SIZE: not read under mpirun")
+    assert capsys.readouterr().err.startswith("ggpipe: warning: ignoring LLAMA_ARG_CTX_SIZE: under mpirun")
     monkeypatch.setenv("PMIX_RANK", "1")
     assert line("serve -m m")[ServerConfig].api_key is None
     monkeypatch.setenv("PMIX_RANK", "0")

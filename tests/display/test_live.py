@@ -42,7 +42,7 @@ def test_screen_holds_exactly_prompt_and_text(width: int, height: int) -> None:
     rig.display.request(RequestStats(n_prompt=3, arrived=rig.now))
     rig.display.prompt(prompt)
     for i in range(0, len(text), 7):
-        rig.display.text(text[i : i + 7], "green" if i % 2 else None)
+        rig.display.text(text[i : i + 7], origin_style(bool(i % 2)))
         rig.frame()
     rig.display.stop()
     assert rig.screen.text == prompt + text + "\n"

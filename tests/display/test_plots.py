@@ -40,7 +40,7 @@ def draw_lines(path: Path) -> None:
 
 def draw_many_lines(path: Path) -> None:
     """More than there is room for labels beside each other."""
-    plots.lines(path, list(range(1, 40)), {f"line {i}": [1.0 + i] * 39 for i in range(20)}, log_y=True)
+    plots.lines(path, list(range(1, 40)), {f"line {i}": [1.0 + i] * 39 for i in range(20)})
 
 
 def draw_heat(path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_users_matplotlibrc_changes_nothing(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["speed", "speed.gif", "speed.svg.txt"])
 def test_another_ending_is_one_line(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"ends in \.png, \.svg or \.pdf$"):
+    with pytest.raises(UsageError, match=r"must end in \.png, \.svg or \.pdf$"):
         draw_bars(tmp_path / name)
     assert not list(tmp_path.iterdir())
 

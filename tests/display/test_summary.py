@@ -88,8 +88,8 @@ def test_wasted_is_cancelled_runs_and_the_share_of_rejected_rows() -> None:
 
 def test_summary_of_nothing() -> None:
     out = io.StringIO()
-    Console(file=out, width=100).print(summary.summary_table(RequestStats(arrived=5.0), two_ranks(), 5.0))
-    Console(file=out, width=100).print(summary.summary_table(RequestStats(), [], 5.0))
+    Console(file=out, width=100).print(summary.summary_table(RequestStats(arrived=5.0), two_ranks(), 5.0, 100))
+    Console(file=out, width=100).print(summary.summary_table(RequestStats(), [], 5.0, 100))
     assert "ITL p50   -" in out.getvalue()
 
 
@@ -138,7 +138,8 @@ def test_json_has_everything(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     ranks = two_ranks()
     ranks[1].load_s = 3.0
-    summary.write_json(path, finished_request(), ranks, {"model": Path("m.gguf"), "seed": "ours wins"})
+    extra = {"model": Path("m.gguf"), "seed": "ours wins"}
+    files.write_json(path, summary.request_object(finished_request(), ranks, extra))
     read = json.loads(path.read_text())
     assert read["model"] == "m.gguf"
     assert (read["seed"], read["finish"], read["n_prompt_tokens"], read["n_generated_tokens"]) == (
@@ -168,7 +169,7 @@ def test_json_has_everything(tmp_path: Path) -> None:
         "wasted_s": 0.0,
         "sent_bytes": 98400,
     }
-    summary.write_json(path, RequestStats(), [], None)
+    files.write_json(path, summary.request_object(RequestStats(), [], None))
     assert json.loads(path.read_text())["ttft_s"] is None
 
 
@@ -176,7 +177,7 @@ def test_json_has_everything_of_speculation(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     stats = speculated_request()
     stats.counters.by_lead = {2: [1, 0], 1: [4, 2]}
-    summary.write_json(path, stats, speculating_ranks())
+    files.write_json(path, summary.request_object(stats, speculating_ranks()))
     read = json.loads(path.read_text())
     assert read["mode"] == "async"
     assert [tuple(entry.values()) for entry in read["by_lead"]] == [(1, 4, 2), (2, 1, 0)]
@@ -189,7 +190,7 @@ def test_json_has_everything_of_speculation(tmp_path: Path) -> None:
     assert [(r["rank"], r["draft"]) for r in read["ranks"]] == [(0, False), (1, False), (0, True)]
     assert [r["wasted_s"] for r in read["ranks"]] == pytest.approx([0.07, 0.025, 0.02])
     assert [r["idle_s"] for r in read["ranks"]] == pytest.approx([0.6, 0.679, 0.93])
-    summary.write_json(path, finished_request(), speculating_ranks())
+    files.write_json(path, summary.request_object(finished_request(), speculating_ranks()))
     read = json.loads(path.read_text())
     assert (read["mode"], read["drafted_tokens"], read["acceptance"]) == ("iterative", 0, None)
 
@@ -205,4 +206,4 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         summary.append_csv(missing, finished_request())
     with pytest.raises(UsageError, match="No such file"):
-        summary.write_json(missing, finished_request(), [], {})
+        files.write_json(missing, {})

@@ -153,4 +153,3 @@ def test_a_terminal_that_goes_away_is_no_error(monkeypatch: pytest.MonkeyPatch) 
         display.text("more\n")
         display.stop()
         assert display.error is None
-    terminal.close()

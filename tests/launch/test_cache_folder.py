@@ -29,7 +29,7 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(UsageError, match="set XDG_CACHE_HOME to a folder"):
+    with pytest.raises(UsageError, match="set XDG_CACHE_HOME to an absolute path"):
         cache_folder("models")
 
 

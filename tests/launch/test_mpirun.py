@@ -83,7 +83,7 @@ def test_a_folder_without_room_is_named(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     user = UserContact(show=lambda _: None, report=lambda _: None)
     with (
-        pytest.raises(StartError, match=f"{tmp_path} has .* MB left for its files: make room, or set TMPDIR"),
+        pytest.raises(StartError, match=f"{tmp_path} has only .* MB left for its files: free some space"),
         started(Ranks(SETTINGS, 2, None), 0, lambda: None, user),
     ):
         pass
@@ -97,7 +97,7 @@ def test_no_files_are_left_to_start_ranks_with(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(subprocess, "Popen", fails)
-    with pytest.raises(StartError, match="ranks cannot be started: "):
+    with pytest.raises(StartError, match="cannot start ranks: "):
         mpirun.RankProcesses(1, None, {})
     assert not list(tmp_path.iterdir())
 

@@ -277,7 +277,7 @@ def test_a_draft_goes_to_the_head_or_is_left_out(hostfile: Path, monkeypatch: py
     inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1", "d.gguf")
     assert (inside.hosts, without.hosts) == (("a", "b"), ("a", "b"))
     assert inside.line == "c cannot be reached: the draft model is now on a"
-    assert without.line == "going on without the draft model"
+    assert without.line == "continuing without the draft model"
     assert (split_of(inside), split_of(without)) == ("0.5,0.5/ d", "0.5,0.5")
 
 
@@ -285,7 +285,7 @@ def test_one_of_several_drafts_loses_its_machine(hostfile: Path, monkeypatch: py
     hostfile.write_text("a\nb\nc\nd\n")
     inside, without = again(hostfile, {"c"}, monkeypatch, "0.5,0.5/1/1", "x.gguf", "y.gguf")
     assert split_of(inside) == "0.5,0.5/1.0/ y x"
-    assert (without.line, without.hosts) == ("going on without x.gguf", ("a", "b", "d"))
+    assert (without.line, without.hosts) == ("continuing without x.gguf", ("a", "b", "d"))
     assert split_of(without) == "0.5,0.5/1.0 y"
 
 

@@ -207,10 +207,10 @@ def test_wasted_is_what_stages_decoded_for_nothing() -> None:
 def test_texts_are_compared_with_the_same_rounds() -> None:
     runs = [measured(mode, i, 0.1, (i, 2, 3)) for i in (1, 2) for mode in ("iterative", "async", "single")]
     text = rendered(runs, ["iterative", "async", "single"])
-    assert text.endswith("Medians [quartiles] of 2 rounds, 1 prompt, 3 tokens each. All texts are the same.")
+    assert text.endswith("Medians [quartiles] of 2 rounds, 1 prompt, 3 tokens each. All outputs are the same.")
     runs[-1] = measured("single", 2, 0.1, (9, 9))
     text = rendered(runs, ["iterative", "async", "single"])
-    assert "1 of 4 texts differ from iterative's" in text
+    assert "1 of 4 outputs differ from iterative's" in text
     assert "texts" not in rendered(runs[:1], ["iterative"])
 
 

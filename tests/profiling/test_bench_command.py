@@ -33,7 +33,7 @@ def test_a_bench_over_mpi(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == list(MODES)
-    assert lines[-1] == "Medians [quartiles] of 1 round, 2 prompts, 8 tokens each. All texts are the same."
+    assert lines[-1] == "Medians [quartiles] of 1 round, 2 prompts, 8 tokens each. All outputs are the same."
     assert [line.split()[1] for line in result.stderr.splitlines()] == ["chat", "long"], "left out"
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + 8
     read = json.loads((tmp_path / "r.json").read_text())
@@ -92,7 +92,7 @@ def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
     finally:
         os.close(terminal)
     assert process.returncode == 130, shown
-    assert b"stopped; these are the results so far:" in b"".join(shown)
+    assert b"stopped. Results so far:" in b"".join(shown)
     assert b"Medians [quartiles] of" in out
     assert len((tmp_path / marker).read_text().splitlines()) >= 1 + 2 * len(MODES)
     assert not processes_with(marker)
@@ -140,10 +140,10 @@ def test_a_model_that_cannot_roll_back_is_not_speculated_for(tmp_path: Path) -> 
         (("--csv", "/nowhere/runs.csv"), ("/nowhere",)),
         (("--mpi-layer-split", "0.5,0.5/1.0"), ("-md",)),
         (("--mode", "async"), ("--mode",)),
-        ((*LAYOUT, "1.0", *LAYOUT, "1.0/1.0"), ("a split with ranks behind the /", "-md")),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0/1.0"), ("a split with ranks after the /", "-md")),
         ((*LAYOUT, "1.0", *LAYOUT, "0.05,0.05,0.9"), ("layout 0.05,0.05,0.9: rank 1 would get no layer",)),
         ((*LAYOUT, "1.0", *LAYOUT, "1.0"), ("--mpi-layer-split names 1.0 twice",)),
-        ((*LAYOUT, "1.0", *LAYOUT, "1.0*2", "--modes", "single"), ("--modes single is not for several",)),
+        ((*LAYOUT, "1.0", *LAYOUT, "1.0*2", "--modes", "single"), ("--modes single cannot be compared with layouts",)),
     ],
 )  # fmt: skip
 def test_flags_that_make_no_sense(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

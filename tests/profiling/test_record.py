@@ -199,7 +199,7 @@ def test_a_pair_that_cannot_roll_back(tmp_path: Path) -> None:
         (PAIR, ("give one prompt",)),
         ((*PAIR, "-p", "x", "--candidates", "1"), ("--candidates must be a number from 2 to 100, got 1",)),
         ((*PAIR, "-p", "x", "-n", "0"), ("-n", "1 or more")),
-        ((*PAIR, "-p", "x", "--mpi-layer-split", "0.5,0.5/1.0"), ("leave out the /",)),
+        ((*PAIR, "-p", "x", "--mpi-layer-split", "0.5,0.5/1.0"), ("omit the /",)),
         ((*PAIR, "-p", "x", "-f", "nowhere.txt"), ("nowhere.txt",)),
         ((*PAIR, "-p", "x", "-o", "/nowhere/r.json"), ("/nowhere/r.json",)),
     ],

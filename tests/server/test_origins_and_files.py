@@ -11,7 +11,6 @@ from unittest.mock import MagicMock
 import pytest
 from starlette.testclient import TestClient
 from support.commands import TARGET
-from support.in_process import ggpipe
 from support.servers import Serving, server
 
 from ggpipe.errors import SettingError, UsageError
@@ -159,7 +158,7 @@ def test_no_page() -> None:
     [
         ({"cors_origins": ("example.org",)}, "cors_origins"), ({"cors_origins": ("https://a.org/",)}, "cors_origins"),
         ({"static_path": Path("/nowhere")}, "static_path"), ({"api_prefix": "llm"}, "api_prefix"),
-        ({"api_prefix": "/llm/"}, "api_prefix"), ({"api_prefix": "/a?b"}, "api_prefix"), ({"jinja": False}, "jinja"),
+        ({"api_prefix": "/llm/"}, "api_prefix"), ({"api_prefix": "/a?b"}, "api_prefix"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(fields: dict[str, object], named: str) -> None:
@@ -170,12 +169,6 @@ def test_settings_that_cannot_be(fields: dict[str, object], named: str) -> None:
 def test_a_folder_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="`static_path`"):
         ServerConfig(static_path=tmp_path, webui=False)
-
-
-def test_templates_are_always_jinja() -> None:
-    refused = ggpipe("serve", "-m", TARGET, "--no-jinja")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr.startswith("ggpipe: error: --jinja ")
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +185,6 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def test_a_prefix_of_all_paths_and_what_is_behind_it(serving: Serving) -> None:
-    assert "warning: --threads-http is not used" in "".join(serving.lines)
     serving.wait_for(lambda: f"ready: {serving.url}/llm/v1" in "".join(serving.lines))
     assert serving.ask("GET", "/llm/")[1] == "<p>own page"
     moved, _, headers = serving.ask("GET", "/llm")

@@ -6,7 +6,7 @@ import collections
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,23 +26,23 @@ from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.terminal import open_terminal
-from ggpipe.display.progress import BatchProgress
+from ggpipe.display.progress import CountProgress
 from ggpipe.errors import RunError, Setting, UsageError, Wording
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import BatchSettings, EmbeddingSettings, ModelSettings, PromptSettings
+from ggpipe.options.settings import BatchSettings, DisplaySettings, EmbeddingSettings, ModelSettings, PromptSettings
 from ggpipe.text.embeddings import chosen, normalized
 
 
 def run(options: Options) -> int:
-    """Load, answer what is not answered yet, and write it; or be one of the ranks. The exit code."""
+    """Answer the prompts that are not answered yet, or be one of the ranks. Returns the exit code."""
     config, own = engine_config(options), options[BatchSettings]
 
     @functools.cache
     def results() -> Results:
-        options[ChatSettings].conversation("")  # mistakes in its settings are found before anything is read
+        options[ChatSettings].conversation("")  # to find mistakes in its settings first
         sampling_config(options)
         tasks = read_tasks(own.input, own.format, options[ChatSettings].conversation)
         model = options[ModelSettings].target
@@ -57,79 +57,77 @@ def run(options: Options) -> int:
 
 @dataclass(kw_only=True)
 class _Flight:
-    """A task whose texts are being written, or embeddings made."""
+    """A task that is being answered."""
 
     task: Task
     texts: list[TaskOutput | None]
-    """Those that have ended; None for the others."""
+    """Outputs, or embeddings; None for those that are not finished."""
     error: str = ""
-    """Why one of them could not be written."""
-
-
-@dataclass
-class _Tally:
-    """What this job has done."""
-
-    n_tokens: int = 0
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, of all requests together."""
-        return self.n_tokens / max(time.monotonic() - self.began, 1e-9)
+    """Why one of them failed."""
 
 
 class _Work:
-    """The tasks, from the file of prompts to the file of answers."""
+    """Answers all tasks."""
 
     def __init__(self, ranks: StartedRanks, results: Results, config: EngineConfig, options: Options) -> None:
         self._ranks, self._results = ranks, results
-        self._n_at_a_time = 2 * config.n_requests  # some wait in the head, so that it is never idle
+        self._n_at_a_time = 2 * config.n_requests  # some wait in the head, to keep it busy
         self._sampling: SamplingOf = functools.partial(sampling_config, options)
         self._speculation: SpeculationConfig = speculation_config(options)
         self._chat = options[ChatSettings]
         self._n_predict = options[PromptSettings].n_predict
-        self._color = options[BatchSettings].color
+        self._color = options[DisplaySettings].color
         self._embedding = options[EmbeddingSettings]
         self._left = collections.deque(results.left)
         self._asks: collections.deque[tuple[_Flight, int, RequestSpec]] = collections.deque()
-        """Requests of tasks in flight that are not submitted yet, with the places of what comes of them."""
+        """Requests that were not submitted yet, each with its task and the index of its output."""
         self._places: dict[int, tuple[_Flight, int, ClientRequest]] = {}
-        """Those that are submitted, by their ids."""
+        """Requests in flight, by id."""
         self._is_stopped = False
+        self._n_tokens = 0
+        self._started_at = time.monotonic()
 
     def run(self, warnings: list[Wording]) -> int:
-        """The exit code. Raises what loading and serving raise; what is answered by then is written."""
-        results, n_before, tally = self._results, self._results.n_answered, _Tally()
+        """Answer all tasks, and return the exit code. After an error, the answers so far are written."""
+        results, n_before = self._results, self._results.n_answered
         n_all = n_before + len(self._left)
         if n_before:
-            show(f"{n_before} of {n_all} prompts are answered already")
-        with BatchProgress(open_terminal(self._color), n_all) as progress:
-            while self._left and self._left[0].body is None:  # they come first: they have no key
+            show(f"{n_before} of {n_all} prompts are already answered")
+        with CountProgress(open_terminal(self._color), n_all) as progress:
+            while self._left and self._left[0].body is None:  # invalid tasks come first
                 self._fail(self._left.popleft())
             if self._left:
+                progress.show(n_before, "loading")
                 engine = self._ranks.load()
                 for warning in (*warnings, *engine.warnings):
                     warn(warning)
-                tally = _Tally()
-                self._serve(engine, lambda: progress.show(results.n_answered + results.n_failed, tally.rate), tally)
-        seconds = time.monotonic() - tally.began
+                self._started_at = time.monotonic()
+
+                def on_change() -> None:
+                    progress.show(results.n_answered + results.n_failed, human_rate(self._rate))
+
+                self._serve(engine, on_change)
+        seconds = time.monotonic() - self._started_at
         n_new = results.n_answered - n_before
         if n_before < n_all:
             show(
-                f"{counted(n_new, 'prompt')} answered, {counted(tally.n_tokens, 'token')} in {human_seconds(seconds)}"
-                + (f", {human_rate(tally.rate)}" if tally.n_tokens else "")
+                f"{counted(n_new, 'prompt')} answered, {counted(self._n_tokens, 'token')} in {human_seconds(seconds)}"
+                + (f", {human_rate(self._rate)}" if self._n_tokens else "")
             )
         if self._left or self._places or self._is_stopped:
             n_left = n_all - results.n_answered - results.n_failed
-            show(f"interrupted, {n_left} of {n_all} prompts are left: the same command goes on with them")
+            show(f"interrupted: {n_left} of {n_all} prompts are left. Run the same command again to continue")
             return INTERRUPTED
         if results.n_failed:
-            show(f"{results.n_failed} of {n_all} prompts have an error instead of an answer")
+            show(f"{results.n_failed} of {n_all} prompts got an error instead of an answer")
             return RunError.exit_code
         return 0
 
-    def _serve(self, engine: EngineClient, on_change: Callable[[], None], tally: _Tally) -> None:
+    @property
+    def _rate(self) -> float:
+        return self._n_tokens / max(time.monotonic() - self._started_at, 1e-9)
+
+    def _serve(self, engine: EngineClient, on_change: Callable[[], None]) -> None:
         while ((self._left or self._asks) and not self._is_stopped) or self._places:
             self._is_stopped = self._is_stopped or self._ranks.is_ending()
             while (self._left or self._asks) and not self._is_stopped and len(self._places) < self._n_at_a_time:
@@ -142,13 +140,13 @@ class _Work:
             for event in engine.step():
                 match event:
                     case TokenReady():
-                        tally.n_tokens += 1
+                        self._n_tokens += 1
                     case RequestEnded() | RequestRefused():
                         self._end(*self._places.pop(event.request))
             on_change()
 
     def _begin(self, engine: EngineClient, task: Task) -> None:
-        """Make requests of a task. One that is wrong becomes an error."""
+        """Make the requests of a task. Mistakes become errors in the output."""
         try:
             match task.body:
                 case None:
@@ -171,7 +169,7 @@ class _Work:
         pooling = chosen(self._embedding.pooling, engine.model.pooling)
         if pooling == "none":
             raise UsageError(
-                "a vector for each token has no place here: set ", Setting("pooling"), " to mean, cls or last"
+                "the output has no room for a vector per token: set ", Setting("pooling"), " to mean, cls or last"
             )
         return [RequestSpec(prompt=as_prompt(one), pooling=pooling) for one in body.prompts]
 

@@ -1,9 +1,10 @@
-"""`ggpipe bench`: the modes of `generate`, one process alone, and layouts, measured side by side."""
+"""`ggpipe bench`: compares modes, a single process, and layouts."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.files import check_writable, make_folder
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.terminal import Terminal, open_terminal
-from ggpipe.display.progress import BenchProgress
+from ggpipe.display.progress import CountProgress
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.bench import (
     append_bench_csv,
@@ -41,6 +42,7 @@ from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
 from ggpipe.options.settings import (
     BenchSettings,
+    DisplaySettings,
     LogSettings,
     PromptSettings,
     RankSettings,
@@ -61,16 +63,17 @@ from ggpipe.stats.summary import BenchRun
 
 
 def run(options: Options) -> int:
-    """Start the ranks, or be one of them; the exit code."""
+    """Start the ranks, or be one of them. Returns the exit code."""
     prompt, settings = options[PromptSettings], options[BenchSettings]
-    layouts = {text: _with_layout(options, text) for text in settings.layouts} or {"": options}
+    splits = {text: replace(options[RankSettings], layer_split=lists.layer_split(text)) for text in settings.layouts}
+    layouts = {text: options.having(split) for text, split in splits.items()} or {"": options}
     configs = {text: engine_config(own) for text, own in layouts.items()}
     config = next(iter(configs.values()))
     for mode in settings.modes:
         if mode in SPECULATIVE_MODES:
             check_draft(options, Wording(Setting("modes"), f" {mode}"))
     if prompt.n_predict < 2:
-        raise SettingError("n_predict", f"must be 2 or more to measure a speed, got {prompt.n_predict}")
+        raise SettingError("n_predict", f"must be 2 or more, got {prompt.n_predict}")
     if settings.plots is not None:
         check_plottable(Path(f"speed.{settings.plot_format}"))
     texts = functools.cache(lambda: _texts(settings.files, prompt))
@@ -89,7 +92,7 @@ def run(options: Options) -> int:
             speculation=speculation_config(options),
         )
         libllama.set_log_level(log_level)  # for a model in this process
-        return _bench(ranks, spec, settings, warnings_of(options), functools.partial(sampling_config, options))
+        return _bench(ranks, spec, options, functools.partial(sampling_config, options))
 
     if len(layouts) == 1:
         only = next(iter(layouts.values()))
@@ -103,18 +106,14 @@ def run(options: Options) -> int:
     return run_side_by_side(list(zip(configs.values(), layouts.values(), strict=True)), front_end)
 
 
-def _with_layout(options: Options, layout: str) -> Options:
-    return options.having(replace(options[RankSettings], layer_split=lists.layer_split(layout)))
-
-
 def _texts(files: Sequence[Path], prompt: PromptSettings) -> dict[str, str]:
     if not files:
         package = Path(__file__).parents[2]
-        folders = (package / "prompts", package.parent / "prompts")  # an installed package's, or a checkout's
+        folders = (package / "prompts", package.parent / "prompts")  # of an installed package, or of a checkout
         found = next((paths for folder in folders if (paths := list(folder.glob("*.txt")))), [])
         files = sorted(found, key=lambda path: path.stat().st_size)
         if not files:
-            raise UsageError("this installation has no bundled prompts: name some with ", Setting("files"))
+            raise UsageError("this installation has no bundled prompts: name files with ", Setting("files"))
     names = [path.stem for path in files]
     unique = [path.stem if names.count(path.stem) == 1 else str(path) for path in files]
     return {name: replace(prompt, file=path).read() for name, path in zip(unique, files, strict=True)}
@@ -123,21 +122,19 @@ def _texts(files: Sequence[Path], prompt: PromptSettings) -> dict[str, str]:
 def _bench(
     ranks: Iterable[StartedRanks],
     spec: BenchSpec,
-    settings: BenchSettings,
-    warnings: Sequence[Wording],
+    options: Options,
     sampling: SamplingOf,
 ) -> int:
-    for path in (settings.csv, settings.json):
-        if path is not None:
-            check_writable(path)
+    settings = options[BenchSettings]
+    check_writable(settings.csv, settings.json)
     for folder in (settings.plots, settings.trace):
         if folder is not None:
             make_folder(folder)
-    terminal = open_terminal(settings.color)
+    terminal = open_terminal(options[DisplaySettings].color)
     runs: list[BenchRun] = []
     failure: GgpipeError | None = None
     with contextlib.ExitStack() as stack:
-        for warning in warnings:
+        for warning in warnings_of(options):
             warn(warning)
         engines = {}
         all_ranks = []
@@ -157,13 +154,13 @@ def _bench(
         except GgpipeError as e:
             if not runs:
                 raise
-            failure = e  # what was measured stays, and is summed up
+            failure = e  # show what was measured
             print_past_mpirun(e)
         if failure is None and (settings.trace is not None or settings.plots is not None):
             for engine in engines.values():
                 engine.align_clocks()
     if not runs:
-        raise Interrupted("stopped before anything was measured")
+        raise Interrupted("stopped before the first result")
     try:
         stdout = Stdout(sys.stdout)
         print_bench(terminal, lambda text: stdout.write(text, all_ranks[0].is_ending), runs, work.cases)
@@ -176,14 +173,9 @@ def _bench(
 
 
 def _load(ranks: StartedRanks, terminal: Terminal | None) -> EngineClient:
-    display = LiveDisplay(terminal, ranks.ranks) if terminal is not None else None
-    try:
-        if display:
-            display.loading()
+    with LiveDisplay(terminal, ranks.ranks) as display:
+        display.loading()
         return ranks.load()
-    finally:
-        if display:
-            display.stop()
 
 
 def _measure(
@@ -194,22 +186,23 @@ def _measure(
     csv: Path | None,
     runs: list[BenchRun],
 ) -> None:
-    """Fills `runs`, and the file."""
+    """Measure, adding to `runs` and to the CSV file."""
     n_turns = len(turns(list(work.prompts), work.modes, work.rounds, work.layouts))
     if csv is not None:
         begin_bench_csv(csv, len(engines) > 1)
-    with BenchProgress(terminal, n_turns) as progress:
+    n_done = itertools.count()
+    with CountProgress(terminal, n_turns, refreshes=False) as progress:  # drawing would slow down what is measured
 
         def on_turn(turn: BenchTurn) -> None:
             when = f"round {turn.round} of {work.rounds}" if turn.round else "warm-up"
-            progress.turn(f"{when}, {turn.prompt}, {turn.case}")
+            progress.show(next(n_done), f"{when}, {turn.prompt}, {turn.case}")
 
         for run in measure(engines, single, work, on_turn):
             runs.append(run)
             if csv is not None:
                 append_bench_csv(csv, run)
     if runs and len(runs) < n_turns - len(work.cases):
-        show("stopped; these are the results so far:")
+        show("stopped. Results so far:")
 
 
 def _write_files(spec: BenchSpec, settings: BenchSettings, runs: Sequence[BenchRun], cases: Sequence[str]) -> None:

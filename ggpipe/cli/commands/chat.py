@@ -1,61 +1,43 @@
-"""`ggpipe chat`: a conversation in the terminal; without a terminal, one question and its answer."""
+"""`ggpipe chat`: a conversation in the terminal or, without a terminal, a single question."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ggpipe.channel.client import EngineClient, StartedRanks
+from ggpipe.channel.client import StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import warn
 from ggpipe.cli.talk.answer import Answerer, ModelReply
-from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.prompt import Conversation
 from ggpipe.display.live.live import LiveDisplay
-from ggpipe.display.live.terminal import Terminal, open_terminal, unechoed
+from ggpipe.display.live.terminal import open_terminal, unechoed
 from ggpipe.display.stdout import Stdout
-from ggpipe.errors import Setting, UsageError, Wording
+from ggpipe.errors import Setting, UsageError
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
-from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import ChatOutput, PromptSettings
+from ggpipe.options.sampling import sampling_config
+from ggpipe.options.settings import ChatOutput, DisplaySettings, PromptSettings
 
 
 def run(options: Options) -> int:
-    """Talk, or answer what comes from stdin; or be one of the ranks. The exit code."""
+    """Chat, answer a question from stdin, or be one of the ranks. Returns the exit code."""
     config = replace(engine_config(options), cache_prompt=True)
-    task = functools.cache(lambda: _task_of(options))
+    question = functools.cache(lambda: _question(options))
 
     def front_end(ranks: StartedRanks) -> int:
-        _serve(ranks, task(), options[ChatOutput], warnings_of(options))
+        _chat(ranks, options, question())
         return 0
 
     with unechoed():
-        return run_command(config, options, front_end, prepare=task, ctrl_c_ends=not sys.stdin.isatty())
+        return run_command(config, options, front_end, prepare=question, ctrl_c_ends=not sys.stdin.isatty())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What is asked for."""
-
-    question: str | None
-    """The first one."""
-    is_only_one: bool
-    """There is nobody who could ask another one."""
-    settings: Conversation
-    """Without messages."""
-    system: str | None
-    sampling: SamplingOf
-    n_predict: int
-    speculation: SpeculationConfig
-
-
-def _task_of(options: Options) -> _Task:
-    """Raises UsageError and SettingError."""
-    chat = ChatSettings(**{**options.fields(ChatSettings), "single_turn": True})
+def _question(options: Options) -> str | None:
+    """The first question, or the only one if stdin is not a terminal. Raises UsageError for all mistakes in options."""
+    _settings(options).of_messages([])
+    sampling_config(options)
     prompt, is_only_one = options[PromptSettings], not sys.stdin.isatty()
     parts = [prompt.read()] if prompt.text is not None or prompt.file is not None else []
     if is_only_one:
@@ -63,42 +45,38 @@ def _task_of(options: Options) -> _Task:
     question = "\n\n".join(part for part in parts if part)
     if is_only_one and not question:
         raise UsageError(
-            "stdin is no terminal, and nothing comes from it: write a question to it, or give a ", Setting("prompt")
+            "stdin is neither a terminal nor contains a question: write one to it, or use ", Setting("prompt")
         )
-    sampling_config(options)  # which raises now what it would raise later
-    return _Task(
-        question=question or None,
-        is_only_one=is_only_one,
-        settings=chat.of_messages([]),
-        system=chat.system,
-        sampling=functools.partial(sampling_config, options),
-        n_predict=prompt.n_predict,
-        speculation=speculation_config(options),
-    )
+    return question or None
 
 
-def _serve(ranks: StartedRanks, task: _Task, output: ChatOutput, warnings: Sequence[Wording]) -> None:
-    terminal = open_terminal(output.color)
-    engine = _loaded(ranks, terminal)
-    for warning in (*warnings, *engine.warnings):
-        warn(warning)
-    sampling = task.sampling(engine.sampling)
-    stdout = None if terminal is not None and terminal.stdout_shared else Stdout(sys.stdout)
-    markdown = output.markdown and not task.is_only_one
-    answerer = Answerer(ranks, engine, terminal, stdout, markdown, task.n_predict, task.speculation)
-    if task.is_only_one:
-        said = [("system", task.system), ("user", task.question)]
-        messages = tuple({"role": role, "content": text} for role, text in said if text is not None)
-        answerer.answer(replace(task.settings, messages=messages), sampling, ModelReply())
-        return
-    from ggpipe.cli.talk.talk import Talk  # prompt_toolkit is for those who type
-
-    Talk(answerer, terminal, sampling, task.settings, task.system).run(task.question)
+def _settings(options: Options) -> ChatSettings:
+    return ChatSettings(**{**options.fields(ChatSettings), "single_turn": True})
 
 
-def _loaded(ranks: StartedRanks, terminal: Terminal | None) -> EngineClient:
-    if terminal is None:
-        return ranks.load()
+def _chat(ranks: StartedRanks, options: Options, question: str | None) -> None:
+    terminal = open_terminal(options[DisplaySettings].color)
     with LiveDisplay(terminal, ranks.ranks) as display:
         display.loading()
-        return ranks.load()
+        engine = ranks.load()
+    for warning in (*warnings_of(options), *engine.warnings):
+        warn(warning)
+    settings, sampling, is_only_one = (
+        _settings(options),
+        sampling_config(options, engine.sampling),
+        not sys.stdin.isatty(),
+    )
+    stdout = None if terminal is not None and terminal.stdout_shared else Stdout(sys.stdout)
+    markdown = options[ChatOutput].markdown and not is_only_one
+    n_predict, speculation = options[PromptSettings].n_predict, speculation_config(options)
+    answerer = Answerer(ranks, engine, terminal, stdout, markdown, n_predict, speculation)
+    if is_only_one:
+        said = [("system", settings.system), ("user", question)]
+        conversation = settings.of_messages(
+            [{"role": role, "content": text} for role, text in said if text is not None]
+        )
+        answerer.answer(conversation, sampling, ModelReply())
+        return
+    from ggpipe.cli.talk.talk import Talk  # needs prompt_toolkit
+
+    Talk(answerer, terminal, sampling, settings.of_messages([]), settings.system).run(question)

@@ -1,4 +1,4 @@
-"""`ggpipe generate`: continue a prompt."""
+"""`ggpipe generate`: generate text from a prompt."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+from rich.style import Style
+
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import print_past_mpirun, show, warn
-from ggpipe.config.sampling import SamplingConfig
-from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.core.prompt import RequestPrompt, as_prompt
+from ggpipe.core.prompt import as_prompt
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.figures.trace import write_trace
-from ggpipe.display.files import check_writable
+from ggpipe.display.files import check_writable, write_json
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
-from ggpipe.display.tables.summary import append_csv, print_summary, write_json
+from ggpipe.display.tables.summary import append_csv, print_summary, request_object
 from ggpipe.errors import GgpipeError, RunError, Setting, Wording
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.engine_config import engine_config, speculation_config, warnings_of
 from ggpipe.options.option import Options
 from ggpipe.options.sampling import SamplingOf, sampling_config
-from ggpipe.options.settings import GenerateOutput, PromptSettings
+from ggpipe.options.settings import Color, DisplaySettings, GenerateOutput, PromptSettings
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.chat.reasoning import Piece, ReasoningParser
 
 
 def run(options: Options) -> int:
-    """Load, answer, and show it; or be one of the ranks. The exit code."""
+    """Load the models and generate, or be one of the ranks. Returns the exit code."""
     config, output = engine_config(options), options[GenerateOutput]
     request = functools.cache(lambda: request_of(options))
 
     def front_end(ranks: StartedRanks) -> int:
-        answer(ranks, request(), output, warnings_of(options))
+        answer(ranks, request(), output, options[DisplaySettings].color, warnings_of(options))
         return 0
 
     return run_command(config, options, front_end, prepare=request)
@@ -47,99 +48,77 @@ def run(options: Options) -> int:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt to continue, and how."""
+    """A prompt, and how to continue it."""
 
     text: str
-    """The prompt, or the user's message in the conversation."""
-    prompt: RequestPrompt
+    """The prompt, or the user message of the conversation."""
+    spec: RequestSpec
+    """The request, except for its sampling settings."""
     sampling: SamplingOf
-    n_predict: int
-    speculation: SpeculationConfig
-
-    def spec(self, usual: SamplingConfig) -> RequestSpec:
-        """For the engine. `usual`: the sampling settings that the model's file recommends."""
-        return RequestSpec(
-            prompt=self.prompt,
-            sampling=self.sampling(usual),
-            n_predict=self.n_predict,
-            speculation=self.speculation,
-        )
-
-
-@dataclass(frozen=True)
-class ServedRequest:
-    """A request that was served."""
-
-    engine: EngineClient
-    stats: RequestStats
 
 
 def request_of(options: Options) -> GenerateRequest:
     """The request that a command line describes. Raises UsageError and SettingError."""
     prompt = options[PromptSettings]
-    text, speculation = prompt.read(), speculation_config(options)
-    sampling_config(options)  # which raises now what it would raise later
-    sampling = functools.partial(sampling_config, options)
-    own = options[ChatSettings].conversation(text)
-    return GenerateRequest(text, as_prompt(text if own is None else own), sampling, prompt.n_predict, speculation)
+    text = prompt.read()
+    sampling_config(options)  # to find mistakes now
+    own = as_prompt(options[ChatSettings].conversation(text) or text)
+    spec = RequestSpec(prompt=own, n_predict=prompt.n_predict, speculation=speculation_config(options))
+    return GenerateRequest(text, spec, functools.partial(sampling_config, options))
 
 
 def answer(
-    ranks: StartedRanks, request: GenerateRequest, output: GenerateOutput, warnings: Sequence[Wording]
-) -> ServedRequest:
-    """Load the models, serve one request, show its text and its figures, and write the files.
+    ranks: StartedRanks, request: GenerateRequest, output: GenerateOutput, color: Color, warnings: Sequence[Wording]
+) -> tuple[EngineClient, RequestStats]:
+    """Load the models, serve one request, show its output and its figures, and write the files.
 
-    Raises what `StartedRanks.load` and `EngineClient.generate` raise, and RunError when stdout cannot be written; the
-    text up to then is shown and summed up.
+    Raises the errors of `StartedRanks.load` and `EngineClient.generate`, and RunError if stdout cannot be written. The
+    output so far is shown nevertheless, with its figures.
     """
-    for path in (output.csv, output.json, output.trace):
-        if path is not None:
-            check_writable(path)
-    terminal = open_terminal(output.color)
+    check_writable(output.csv, output.json, output.trace)
+    terminal = open_terminal(color)
     stdout = None if terminal is not None and terminal.stdout_shared else Stdout(sys.stdout)
     stats = RequestStats()
     failure: GgpipeError | None = None
-    display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading) if terminal is not None else None
+    display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading)
 
     def write(text: str) -> None:
         nonlocal stdout, failure
         try:
             if stdout is not None and not stdout.write(text, ranks.is_ending):
-                ranks.stop()  # the reader has enough
+                ranks.stop()  # the reader has left
         except RunError as e:
             stdout, failure = None, e
             ranks.stop()
 
-    def show_pieces(pieces: Iterable[Piece], style: str | None = None) -> None:
+    def show_pieces(pieces: Iterable[Piece], style: Style | None = None) -> None:
         for piece in pieces:
-            if display and piece.is_reasoning:
+            if piece.is_reasoning:
                 display.aside(piece.text)
-            elif display:
+            else:
                 display.text(piece.text, style)
 
     try:
-        if display:
-            display.loading()
+        display.loading()
         engine = ranks.load()
         for warning in (*warnings, *engine.warnings):
             warn(warning)
-        begun = engine.begin(request.spec(engine.sampling), stats)
-        marks = begun.answer_format
+        started = engine.begin(structs.replace(request.spec, sampling=request.sampling(engine.sampling)), stats)
+        marks = started.answer_format
         parser = ReasoningParser(marks.reasoning) if marks is not None else None
-        if display:
-            display.request(stats)
-            if output.display_prompt:
-                display.prompt(request.text)
-        for token in engine.tokens(begun):
+        display.request(stats)
+        if output.display_prompt:
+            display.prompt(request.text)
+        for token in engine.tokens(started):
             write(token.text)
             style = origin_style(token.drafted)
             if marks is None or parser is None:
                 show_pieces([Piece(token.text, False)], style)
             else:
                 show_pieces(parser.feed(marks.text_of(token.id, token.text)), style)
-        write(begun.rest)
-        show_pieces([Piece(begun.rest, False)] if parser is None else [*parser.feed(begun.rest), *parser.finish()])
-        for line in begun.ended.not_saved if begun.ended is not None else ():
+        write(started.rest)
+        show_pieces([Piece(started.rest, False)] if parser is None else [*parser.feed(started.rest), *parser.finish()])
+        for line in started.ended.not_saved if started.ended is not None else ():
             warn(line)
         engine.measure()
         if output.trace is not None:
@@ -147,11 +126,10 @@ def answer(
     except GgpipeError as e:
         if not stats.token_times:
             raise
-        failure = e  # what was generated stays, and is summed up
+        failure = e  # show what was generated, and its figures
         print_past_mpirun(e)
     finally:
-        if display:
-            display.stop()
+        display.stop()
     now = time.monotonic()
     if stdout is not None and failure is None:
         stdout.end_line()
@@ -159,13 +137,13 @@ def answer(
     if output.csv is not None:
         append_csv(output.csv, stats)
     if output.json is not None:
-        write_json(output.json, stats, ranks.ranks, {})
+        write_json(output.json, request_object(stats, ranks.ranks), indent=2)
     if output.trace is not None:
         write_trace(output.trace, stats, ranks.ranks)
     if stats.finish is Finish.CONTEXT_FULL:
-        show(Wording(f"the context of {engine.n_ctx} tokens is full; raise ", Setting("n_ctx"), " for a longer text"))
+        show(Wording(f"the context of {engine.n_ctx} tokens is full: raise ", Setting("n_ctx"), " for longer outputs"))
     if stats.finish is Finish.NO_TOKEN:
-        show(Wording("the text ends where no token of the model's vocabulary fits ", Setting("grammar")))
+        show(Wording("the output ends here: no token of the model's vocabulary matches ", Setting("grammar")))
     if failure is not None:
         raise failure
-    return ServedRequest(engine, stats)
+    return engine, stats

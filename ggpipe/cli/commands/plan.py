@@ -1,4 +1,4 @@
-"""`ggpipe plan`: the split, the threads and the flags that a cluster should run a model with."""
+"""`ggpipe plan`: the best split, threads and flags for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ from ggpipe.planning.planner import PlanRequest, make_plan
 from ggpipe.sim.arrivals import Traffic
 from ggpipe.sim.simulator import Sizes
 
-_N_CTX = 4096  # where neither the user nor a model file gives a context size
+_N_CTX = 4096  # if neither the user nor a model file gives a context size
 
 
 def run(options: Options) -> int:
-    """Plan from a cluster file, or from what the ranks measure; the exit code."""
+    """Plan with a cluster file, or with measurements of the ranks. Returns the exit code."""
     request = _Request(options)
     cluster, hostfile = options[ClusterSettings].path, options[RankSettings].hostfile
     if cluster is not None:
         if hostfile is not None:
-            raise UsageError("give a cluster file, or ", Setting("hostfile"), " to measure its machines: not both")
+            raise UsageError(
+                "give either a cluster file, or machines to measure with ", Setting("hostfile"), ", not both"
+            )
         request.show(read_cluster(cluster), [])
         return 0
     if options[ModelSettings].target is None:
@@ -56,37 +58,32 @@ def run(options: Options) -> int:
 
 
 class _Request:
-    """What the user wants to have planned."""
+    """What to plan."""
 
     def __init__(self, options: Options) -> None:
-        """Raises UsageError for mistakes, before anything is measured."""
+        """Raises UsageError for mistakes, before any measurement."""
         self.options = options
         self.settings, self.models, self.context = options[PlanSettings], options[ModelSettings], options[ContextConfig]
         self.text = text_of(options[SimulatedText])
         threads = options[PipelineConfig].threads
         if len(threads) > 1:
             raise SettingError(
-                "threads", f"must be one number for all ranks here, got {len(threads)}", "plan finds the rest"
+                "threads", f"must be a single number for all ranks, got {len(threads)}", "plan chooses the rest"
             )
         self._threads, self._draft_threads = threads[0], draft_threads(options)
         if self.settings.users is not None:
             Traffic(users=self.settings.users)
-        if self.settings.json is not None:
-            check_writable(self.settings.json)
+        check_writable(self.settings.json)
 
     def show(self, spec: ClusterSpec, hosts: list[str]) -> None:
-        """Plan, and print. `hosts`: as the hostfile calls the machines of the cluster's ranks."""
+        """Plan, and print the plan. `hosts`: machines of the cluster's ranks, as named in the hostfile."""
         target, draft = self._shapes(spec)
         n_ctx = self.context.n_ctx or (0 if target.n_ctx else _N_CTX)
         users = self.settings.users
         if users is not None and (needed := tokens_of_users(users, self.text)) > (n_ctx or target.n_ctx):
             raise UsageError(
-                f"a context of {n_ctx or target.n_ctx} tokens cannot hold the {needed} of {users} users: raise ",
-                Setting("n_ctx"),
-                ", or lower ",
-                Setting("users"),
-                " or ",
-                Setting("prompt_tokens"),
+                f"{users} users need {needed} tokens, more than the context of {n_ctx or target.n_ctx}: raise ",
+                *(Setting("n_ctx"), ", or lower ", Setting("users"), " or ", Setting("prompt_tokens")),
             )
         loras = self.options[LoraSettings]
         constraints = Constraints(
@@ -113,7 +110,7 @@ class _Request:
         own, draft = shapes_of(self.options)
         target = own or spec.target
         if target is None:
-            raise UsageError("the cluster file describes no target model: name one with ", Setting("model"))
+            raise UsageError("the cluster file does not describe a target model: name one with ", Setting("model"))
         if draft is None and own is None:
             draft = spec.draft
         if draft is None and self.settings.mode in ("speculative", "async"):
@@ -137,7 +134,7 @@ class _Request:
 
 
 def _measure(request: _Request) -> int:
-    """Profile the ranks, on which this command line runs as well, and plan from that on the first one."""
+    """Profile the ranks, and use the profile to plan on the first one."""
     options, settings, hostfile = request.options, request.settings, request.options[RankSettings].hostfile
     hosts = slots_of(hostfile) if has_user() else []
     config = engine_config(options)
@@ -147,14 +144,14 @@ def _measure(request: _Request) -> int:
     def check(n_ranks: int) -> None:
         if settings.n_ranks is not None and settings.n_ranks > n_ranks:
             raise LaunchError(
-                Setting("n_ranks"), f" is {settings.n_ranks}, but {n_ranks} ranks were started: give no more"
+                Setting("n_ranks"), f" is {settings.n_ranks}, but {n_ranks} ranks were started: lower it, or omit it"
             )
 
     n_ranks = len(hosts) or settings.n_ranks or 1
     work = ProfileWork(None, settings.seconds)
     of_ranks = RankSetup(config=config, verbose=options[LogSettings].verbose, profile=work)
     measured = run_profile(of_ranks, n_ranks, hostfile, check)
-    if measured is not None:  # the ranks have left, and nobody waits while it plans
+    if measured is not None:  # the ranks have exited: they need not wait for the plan
         names = list(dict.fromkeys(rank.host for rank in measured.ranks))
         request.show(spec_from_profile(measured, ", ".join(names)), hosts)
     return 0

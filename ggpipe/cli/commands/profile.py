@@ -1,18 +1,17 @@
-"""`ggpipe profile`: what the machines of a cluster can do, for the simulator and the planner."""
+"""`ggpipe profile`: measures the machines of a cluster, for the simulator and the planner."""
 
 from __future__ import annotations
 
-import io
+import functools
 import sys
 from pathlib import Path
-
-from rich.console import Console
 
 from ggpipe.cli.launching import run_profile
 from ggpipe.cluster.profile import Profile, as_text, write
 from ggpipe.display.files import check_writable
 from ggpipe.display.live.terminal import open_terminal
 from ggpipe.display.stdout import Stdout
+from ggpipe.display.tables.columns import print_below
 from ggpipe.display.tables.profile import profile_table
 from ggpipe.errors import LaunchError, Setting
 from ggpipe.launch.environment import is_rank
@@ -27,12 +26,11 @@ from ggpipe.options.settings import (
     RankSettings,
 )
 
-_LOG_WIDTH = 120
 _STDOUT = Path("-")
 
 
 def run(options: Options) -> int:
-    """Start the ranks, or be one of them; the exit code."""
+    """Start the ranks, or be one of them. Returns the exit code."""
     settings, hostfile = options[ProfileSettings], options[RankSettings].hostfile
     options[ModelSettings].check_one_draft()
     config, output, wanted = engine_config(options), settings.output, settings.n_ranks
@@ -42,19 +40,19 @@ def run(options: Options) -> int:
     def check(n_ranks: int) -> None:
         if wanted is not None and wanted != n_ranks:
             raise LaunchError(
-                Setting("n_ranks"), f" is {wanted}, but {n_ranks} ranks were started: leave it out, or set it to that"
+                Setting("n_ranks"), f" is {wanted}, but {n_ranks} ranks were started: omit it, or set it to {n_ranks}"
             )
 
     def on_line() -> None:
         if output is not None and output != _STDOUT:
-            check_writable(output)  # here the other ranks learn of a refusal
+            check_writable(output)  # here, the other ranks learn of an error
 
     n_ranks = wanted or (1 if is_rank() else len(slots_of(hostfile)) or 1)
     work = ProfileWork(settings.layers, settings.seconds)
     of_ranks = RankSetup(config=config, verbose=options[LogSettings].verbose, profile=work)
     measured = run_profile(of_ranks, n_ranks, hostfile, check, on_line)
     if measured is not None:
-        _show(measured)
+        print_below(open_terminal(), functools.partial(profile_table, measured))
         _write(measured, output)
     return 0
 
@@ -64,17 +62,3 @@ def _write(measured: Profile, output: Path | None) -> None:
         Stdout(sys.stdout).write(as_text(measured))
     elif output is not None:
         write(output, measured)
-
-
-def _show(measured: Profile) -> None:
-    terminal = open_terminal()
-    if terminal is not None:
-        terminal.measure()
-        terminal.console.print(profile_table(measured, terminal.console.width))
-        terminal.close()
-        return
-    plain = io.StringIO()
-    Console(file=plain, width=_LOG_WIDTH, color_system=None, force_terminal=False, markup=False).print(
-        profile_table(measured, _LOG_WIDTH)
-    )
-    print("\n".join(line.rstrip() for line in plain.getvalue().splitlines()), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`ggpipe rank`: a rank that a front end started."""
+"""`ggpipe rank`: a rank that a front end has started."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def run(_: Options) -> int:
-    """Serve the front end, or measure for it. The exit code."""
+    """Serve the front end, or measure for it. Returns the exit code."""
     if not environment.is_served():
-        raise UsageError("`ggpipe rank` is started by other commands and by Python programs; use `ggpipe generate`")
+        raise UsageError("`ggpipe rank` is only for ranks that ggpipe starts itself: use `ggpipe generate`")
     settings = own_setup()
     if settings.profile is not None:
         run_profile(settings, 1, None)
@@ -37,4 +37,4 @@ def _with_bundled(config: EngineConfig, kind: Literal["tiny", "inflated"]) -> En
 
 
 def _no_head(_: Head) -> int:
-    raise AssertionError("the front end is at the other end of the channel")
+    raise AssertionError("the front end is another process")

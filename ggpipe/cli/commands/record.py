@@ -1,4 +1,4 @@
-"""`ggpipe record`: a draft model's candidates for each token of the target's text, for simulations."""
+"""`ggpipe record`: a draft model's candidates for each token of the target's output, for simulations."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from ggpipe.profiling.record import RecordSpec, WrittenText, check_pair, record_
 
 
 def run(options: Options) -> int:
-    """Start the ranks, or be one of them; the exit code."""
+    """Start the ranks, or be one of them. Returns the exit code."""
     config, prompt, settings = engine_config(options), options[PromptSettings], options[RecordSettings]
     if options[ModelSettings].the_draft is None:
         raise UsageError("record needs a draft model: name one with ", Setting("draft.model"))
     (draft,) = config.drafts
     if draft.layer_split is not None:
-        raise UsageError("record runs the draft inside the first rank: leave out the / of ", Setting("layer_split"))
+        raise UsageError("record runs the draft model inside the first rank: omit the / in ", Setting("layer_split"))
     if prompt.n_predict == 0:
-        raise SettingError("n_predict", "must be 1 or more, or -1 (all that fits), got 0")
+        raise SettingError("n_predict", "must be -1 (no limit) or a number of tokens, 1 or more, got 0")
     prompts = [replace(prompt, file=file, text=None) for file in settings.files]
     if prompt.text is not None or not prompts:
         prompts.append(prompt)
@@ -76,19 +76,12 @@ def _record(ranks: StartedRanks, spec: RecordSpec, sampling: SamplingOf, output:
 def _write_texts(
     ranks: StartedRanks, spec: RecordSpec, sampling: SamplingOf
 ) -> tuple[RecordSpec, list[WrittenText], int]:
-    """Load, and have the target write, on the live display. Returns how they were drawn, the texts, their seed."""
-    terminal = open_terminal("auto")
-    display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading) if terminal is not None else None
-    try:
-        if display is not None:
-            display.loading()
+    """Load the models and let the target generate, on the live display. Returns the spec with the sampling settings
+    used, the outputs, and their seed."""
+    with LiveDisplay(open_terminal("auto"), ranks.ranks, lambda: ranks.is_loading) as display:
+        display.loading()
         engine = ranks.load()
         for warning in engine.warnings:
             warn(warning)
         spec = replace(spec, sampling=sampling(engine.sampling))
-        if display is not None:
-            return spec, *write_texts(engine, spec, display.request, display.text, warn)
-        return spec, *write_texts(engine, spec, warn=warn)
-    finally:
-        if display is not None:
-            display.stop()
+        return spec, *write_texts(engine, spec, display.request, display.text, warn)

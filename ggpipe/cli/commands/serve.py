@@ -1,4 +1,4 @@
-"""`ggpipe serve`: OpenAI's API over HTTP."""
+"""`ggpipe serve`: OpenAI's and llama-server's APIs over HTTP."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from ggpipe.engine.head import Head
 
 _NAMES = {"n_requests": "n_slots", "n_parallel": "n_branches"}
-"""Settings of the ranks that have another name here."""
-_ENDS_S = 10.0  # beyond the time that running requests have
+"""Settings of the ranks that have other names in this command."""
+_ENDS_S = 10.0  # in addition to the time for running requests
 
 
 def run(options: Options, on_start: Callable[[EngineThread], None] = lambda _: None) -> int:
-    """Serve until it is ended; or be one of the ranks. `on_start` gets the engine, which loads. The exit code."""
+    """Serve until stopped, or be one of the ranks. `on_start` gets the engine while it loads. Returns the exit code."""
     of_engine = options.of(ENGINE, OPTIONS, _NAMES)
     try:
         config, speculation = engine_config(of_engine), speculation_config(of_engine)
     except GgpipeError as e:
         raise e.renamed(_NAMES) from None
-    sampling_config(options, SamplingConfig())  # mistakes show at once
+    sampling_config(options, SamplingConfig())  # to find mistakes now
     if not environment.is_rank():
         return _serve(options, config, speculation, of_engine, on_start)
     given = _GivenRanks(config, options)
@@ -55,11 +55,11 @@ def run(options: Options, on_start: Callable[[EngineThread], None] = lambda _: N
             e.is_reported = e.is_reported or given.has_reported
             raise
         error = e
-    return given.run(functools.partial(_refuse, error))  # so that the other ranks leave
+    return given.run(functools.partial(_refuse, error))  # so that the other ranks exit
 
 
 class _GivenRanks:
-    """Ranks that the user has started with mpirun or srun, of which this process is one."""
+    """This process as one of the ranks that the user has started with mpirun or srun."""
 
     def __init__(self, config: EngineConfig, options: Options) -> None:
         timeout_s = options[ServerConfig].timeout_s
@@ -69,13 +69,13 @@ class _GivenRanks:
         self._verbose = options[LogSettings].verbose
 
     def run(self, head: Callable[[Head], int]) -> int:
-        """Be a rank; as `first_rank` of EngineThread."""
+        """Be a rank. Suitable as `first_rank` of EngineThread."""
 
         def reporting(own: Head) -> int:
             try:
                 return head(own)
             except GgpipeError as e:
-                self._report(e)  # before the ranks leave, for which mpirun may give no time
+                self._report(e)  # before the ranks exit: mpirun may leave no time afterwards
                 raise
 
         self.has_begun = True
@@ -94,21 +94,21 @@ def _serve(
     on_start: Callable[[EngineThread], None],
     given: _GivenRanks | None = None,
 ) -> int:
-    """`given`: this process is the first of these."""
+    """`given`: the ranks of which this process is the first, if the user has started them."""
     try:
         from ggpipe.server import backend, log, process
         from ggpipe.server.endpoints.shared import Serving
         from ggpipe.server.saved_slots import check_folder
     except ModuleNotFoundError as e:
-        raise UsageError(f"`ggpipe serve` needs {e.name}: install ggpipe with the extra `server`") from e
+        raise UsageError(f"`ggpipe serve` needs {e.name}: run pip install 'ggpipe[server]'") from e
     server, prompt = options[ServerConfig], options[PromptSettings]
     if server.keep_slots and config.slot_save_path is None:
-        raise SettingError("keep_slots", "needs a folder", Wording("name one with ", Setting("slot_save_path")))
+        raise SettingError("keep_slots", "needs a folder", Wording("name it with ", Setting("slot_save_path")))
     if config.slot_save_path is not None:
         check_folder(config.slot_save_path)
     usual = functools.partial(sampling_config, options)
     path = options[ModelSettings].target
-    assert path is not None  # it is required
+    assert path is not None  # a required option
     serving = Serving(
         config=server,
         chat=_chat(options),
@@ -128,8 +128,6 @@ def _serve(
 
     for warning in warnings_of(of_engine):
         say(Wording("warning: ", warning))
-    if options.is_given("n_http_threads"):
-        say(Wording("warning: ", Setting("n_http_threads"), " is not used: one event loop answers all clients"))
     if given is None:
         check_model_files(config, options[RankSettings].hostfile)
     listener = process.listen(server)
@@ -152,7 +150,7 @@ def _serve(
     except GgpipeError as e:
         log.note_end(in_flags(Wording("error: ", e)))
         raise
-    say("ended")
+    say("stopped")
     return 0
 
 
@@ -166,5 +164,5 @@ def _refuse(error: GgpipeError, _: Head) -> int:
 
 def _chat(options: Options) -> ChatSettings:
     chat = ChatSettings(single_turn=True, **options.fields(ChatSettings))
-    chat.of_messages([])  # reads the template
+    chat.of_messages([])  # checks the template
     return chat

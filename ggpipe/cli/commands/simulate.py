@@ -1,4 +1,4 @@
-"""`ggpipe simulate`: the modes of `generate` on a virtual cluster."""
+"""`ggpipe simulate`: `generate` on a virtual cluster."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ggpipe.display.tables.simulation import (
     plot_simulation,
     print_simulation,
     write_csv,
-    write_json,
     write_requests_csv,
+    write_results,
 )
 from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.engine_config import (
@@ -50,7 +50,7 @@ _N_TEXT = 256
 
 
 def run(options: Options) -> int:
-    """Simulate, print and write; the exit code."""
+    """Simulate, print and write the results, and return the exit code."""
     settings = options[SimulateSettings]
     axes = [parse_axis(text) for text in settings.sweep]
     traffic = traffic_of(options[SimulatedTraffic], options[SimulatedText].seed)
@@ -70,29 +70,25 @@ def run(options: Options) -> int:
 
 
 def _check_files(settings: SimulateSettings, requests_csv: Path | None, n_axes: int, is_shared: bool) -> None:
-    for path in (settings.csv, settings.json, settings.plot, settings.trace, requests_csv):
-        if path is not None:
-            check_writable(path)
+    check_writable(settings.csv, settings.json, settings.plot, settings.trace, requests_csv)
     if settings.plot is not None:
         check_plottable(settings.plot)
         if n_axes > 2:
             raise SettingError(
                 "plot",
-                f"draws sweeps of one or two names, not of {n_axes}",
+                f"can show one or two swept names, not {n_axes}",
                 Wording("write a ", Setting("csv"), " instead"),
             )
         if is_shared and not n_axes:
             raise SettingError(
-                "plot",
-                "draws one request or a sweep",
-                Wording("leave it out, or add ", Setting("sweep"), " users=1..8"),
+                "plot", "needs a single request, or a sweep", Wording("add ", Setting("sweep"), " users=1..8")
             )
     if settings.trace is not None and is_shared:
-        raise SettingError("trace", "is of one request", "leave it out, or simulate one request")
-    if requests_csv is not None and n_axes:
-        raise SettingError("requests_csv", "is of one simulation", Wording("leave out ", Setting("sweep")))
-    if settings.trace is not None and n_axes:
-        raise SettingError("trace", "is of one simulation", Wording("leave out ", Setting("sweep")))
+        raise SettingError("trace", "needs a single request", "omit it, or simulate one request")
+    if n_axes:
+        for name, path in (("requests_csv", requests_csv), ("trace", settings.trace)):
+            if path is not None:
+                raise SettingError(name, "needs a single simulation", Wording("omit ", Setting("sweep")))
 
 
 def _spec(options: Options) -> SimulationSpec:
@@ -100,13 +96,13 @@ def _spec(options: Options) -> SimulationSpec:
     assert path is not None
     cluster, given, context = read_cluster(path), options[RankSettings].layer_split, options[ContextConfig]
     if given == "auto":
-        raise SettingError("layer_split", "auto is for real ranks", "name shares, or use ggpipe plan")
+        raise SettingError("layer_split", "auto cannot be simulated", "give shares, or use `ggpipe plan`")
     if given is not None:
         cluster = with_splits(cluster, given)
     target, draft = shapes_of(options)
     target, draft = target or cluster.target, draft or cluster.draft
     if target is None:
-        raise UsageError(f"{path} describes no target model: name one with ", Setting("model"))
+        raise UsageError(f"{path} does not describe a target model: name one with ", Setting("model"))
     placement = placement_of(cluster, target, draft)
     pipeline = options[PipelineConfig]
     placement = _with_threads(cluster, placement, pipeline, draft_threads(options))
@@ -129,11 +125,11 @@ def _spec(options: Options) -> SimulationSpec:
 def _with_threads(
     cluster: ClusterSpec, placement: VirtualPlacement, given: PipelineConfig, draft: int
 ) -> VirtualPlacement:
-    """With the threads that were given; -1 is the cluster's number, or the cores."""
+    """The placement with the threads that were given; -1: as in the cluster file, or all cores."""
     n_ranks, n_target = len(placement.node_of), len(placement.target_on)
     if len(given.threads) not in (1, n_ranks):
         raise SettingError(
-            "threads", f"has {len(given.threads)} values for {n_ranks} ranks", "give one for all, or one per rank"
+            "threads", f"has {len(given.threads)} values for {n_ranks} ranks", "give one value, or one per rank"
         )
     own = [given.threads_of(rank, threads_of(cluster, placement, rank))[0] for rank in range(n_ranks)]
     if draft > 0:
@@ -142,21 +138,21 @@ def _with_threads(
 
 
 def _check_tensor_split(placement: VirtualPlacement) -> None:
-    """Raises SettingError for proportions that no group has."""
+    """Raises SettingError for proportions that do not apply to any group."""
     n = len(placement.tensor_split)
     if n and n not in placement.group_sizes:
         raise SettingError(
-            "tensor_split", f"has {n} numbers, but no group has {n} ranks", "give one number per rank of a group"
+            "tensor_split", f"has {n} values, but no group has {n} ranks", "give one value per rank of a group"
         )
 
 
 def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
-    """The modes that are shown; sweeps, plots and traces are about the last one."""
+    """The modes to simulate. Sweeps, plots and traces show details of the last one."""
     mode = given_mode(options)
     if spec.draft is None and not registry.chosen(spec.speculation.drafters, 0):
         if mode in ("speculative", "async"):
             check_draft(options, Wording(Setting("mode"), f" {mode}"))
-        show(Wording("no draft model, so only iterative is simulated: name one with ", Setting("draft.model")))
+        show(Wording("simulating only iterative, without a draft model: name one with ", Setting("draft.model")))
         return ["iterative"]
     return [mode] if mode else list(get_args(Mode))
 
@@ -167,7 +163,7 @@ def _write(
     if settings.csv is not None:
         write_csv(settings.csv, found)
     if settings.json is not None:
-        write_json(settings.json, spec, found)
+        write_results(settings.json, spec, found)
     if settings.plot is not None:
         plot_simulation(settings.plot, spec, found, modes)
     if settings.trace is not None:

@@ -1,10 +1,10 @@
-"""One answer: a conversation goes to the engine, and what the model writes is shown as it comes."""
+"""Generates an answer: sends a conversation to the engine, and shows the answer as it comes."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from rich.style import Style
 
 from ggpipe.channel.client import EngineClient, StartedRanks
 from ggpipe.cli.messages import warn
@@ -27,14 +27,14 @@ from ggpipe.text.chat.reasoning import Piece, ReasoningParser
 
 @dataclass(kw_only=True)
 class ModelReply:
-    """What the model has written."""
+    """The model's answer."""
 
     text: str = ""
     reasoning: str = ""
     stats: RequestStats = field(default_factory=RequestStats)
 
     def add(self, piece: Piece) -> None:
-        """What comes next."""
+        """Append a piece."""
         if piece.is_reasoning:
             self.reasoning += piece.text
         else:
@@ -42,11 +42,11 @@ class ModelReply:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing has come."""
+        """Whether nothing was generated."""
         return not (self.text or self.reasoning)
 
     def line(self) -> str:
-        """Its figures in one line."""
+        """The answer's figures, as one line."""
         stats = self.stats
         cached = stats.counters.cached_tokens
         prompt = f"prompt {stats.n_prompt}" + (f", {cached} cached" if cached else "")
@@ -59,7 +59,7 @@ class ModelReply:
 
 
 class Answerer:
-    """Has conversations answered, one at a time. Belongs to the main thread."""
+    """Generates answers, one at a time. Belongs to the main thread."""
 
     def __init__(
         self,
@@ -71,22 +71,19 @@ class Answerer:
         n_predict: int,
         speculation: SpeculationConfig,
     ) -> None:
-        """`stdout`: where answers go besides the terminal, without reasoning and as they are. `markdown`: they are
-        laid out on the terminal."""
+        """`stdout`: where to write answers in addition to the terminal, unformatted and without reasoning. `markdown`:
+        format them on the terminal."""
         self.ranks, self.engine = ranks, engine
         self._stdout = stdout
         self._n_predict, self._speculation = n_predict, speculation
-        self._display: LiveDisplay | None = None
-        if terminal is not None:
-            console = terminal.console
-            stream = (lambda: MarkdownStream(console)) if markdown else TextStream
-            self._display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading, stream=stream)
+        stream = (lambda: MarkdownStream(terminal.console)) if markdown and terminal is not None else TextStream
+        self._display = LiveDisplay(terminal, ranks.ranks, lambda: ranks.is_loading, stream=stream)
 
     def answer(self, conversation: Conversation, sampling: SamplingConfig, reply: ModelReply) -> None:
-        """Fill in the reply. Raises UsageError where the model cannot take the conversation, RunError when ranks break
-        or stdout cannot be written; the reply has what came before."""
+        """Generate the reply, and add to `reply` as it comes. Raises UsageError if the conversation is too long or
+        invalid, and RunError if ranks fail or stdout cannot be written."""
         engine = self.engine
-        self.ranks.stopping = False  # a Ctrl-C that came after the last answer
+        self.ranks.stopping = False  # forget a Ctrl-C after the last answer
         spec = RequestSpec(
             prompt=conversation, sampling=sampling, n_predict=self._n_predict, speculation=self._speculation
         )
@@ -94,15 +91,15 @@ class Answerer:
             request = engine.begin(spec, reply.stats)
         except PromptTooLong as e:
             raise UsageError(
-                f"the conversation has {e.n_prompt} tokens and the context {e.n_ctx}: /clear begins a new one, "
-                "/save keeps this one, and ",
+                f"the conversation has {e.n_prompt} tokens, but the context only {e.n_ctx}: start a new conversation "
+                "with /clear (/save keeps this one), or raise ",
                 Setting("n_ctx"),
-                " makes room for longer ones",
             ) from e
         marks = request.answer_format
         assert marks is not None  # it is a conversation
         parser = ReasoningParser(marks.reasoning)
-        with self._shown(reply):
+        with self._display as display:
+            display.request(reply.stats)
             for token in engine.tokens(request):
                 for piece in parser.feed(marks.text_of(token.id, token.text)):
                     self._write(piece, reply, origin_style(token.drafted))
@@ -113,33 +110,20 @@ class Answerer:
         if reply.stats.finish is Finish.CONTEXT_FULL:
             warn(
                 Wording(
-                    f"the context of {engine.n_ctx} tokens is full, and the answer is cut off: /clear begins a new "
-                    "conversation, /save keeps this one, and ",
+                    f"the context of {engine.n_ctx} tokens is full, so the answer is cut off: start a new conversation "
+                    "with /clear (/save keeps this one), or raise ",
                     Setting("n_ctx"),
-                    " makes room for longer ones",
                 )
             )
 
-    def _write(self, piece: Piece, reply: ModelReply, style: str | None) -> None:
+    def _write(self, piece: Piece, reply: ModelReply, style: Style | None) -> None:
         reply.add(piece)
-        if self._display is not None:
-            if piece.is_reasoning:
-                self._display.aside(piece.text)
-            else:
-                self._display.text(piece.text, style)
-        if not piece.is_reasoning:
+        if piece.is_reasoning:
+            self._display.aside(piece.text)
+        else:
+            self._display.text(piece.text, style)
             self._to_stdout(piece.text)
 
     def _to_stdout(self, text: str) -> None:
         if self._stdout is not None and not self._stdout.write(text, self.ranks.is_ending):
-            self.ranks.stop()  # the reader has enough
-
-    @contextlib.contextmanager
-    def _shown(self, reply: ModelReply) -> Iterator[None]:
-        if self._display is not None:
-            self._display.request(reply.stats)
-        try:
-            yield
-        finally:
-            if self._display is not None:
-                self._display.stop()
+            self.ranks.stop()  # the reader has left

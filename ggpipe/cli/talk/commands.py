@@ -1,4 +1,4 @@
-"""Commands of a conversation: lines that begin with a slash."""
+"""Commands within a conversation: lines that start with a slash."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ class SlashCommand:
     name: str
     help: str
     argument: str = ""
-    """What it is called in the help."""
-    needs_argument: bool = False
+    """Name of the argument in the help, in brackets if it is optional."""
 
     @property
     def takes_file(self) -> bool:
-        """The argument is a file's name."""
+        """Whether the argument is a file name."""
         return self.argument == "FILE"
 
 
 COMMANDS = (
     SlashCommand("/help", "list the commands"),
-    SlashCommand("/regen", "answer the last question anew"),
-    SlashCommand("/edit", "change the last question, and have it answered anew"),
-    SlashCommand("/clear", "begin a new conversation, with the same instructions"),
-    SlashCommand("/system", "show or give instructions to the model; - removes them", "[TEXT]"),
-    SlashCommand("/read", "put a file's text in front of the next question", "FILE", needs_argument=True),
-    SlashCommand("/save", "write the conversation to a file", "FILE", needs_argument=True),
-    SlashCommand("/load", "go on with the conversation of a file", "FILE", needs_argument=True),
+    SlashCommand("/regen", "answer the last question again"),
+    SlashCommand("/edit", "change the last question, and answer it again"),
+    SlashCommand("/clear", "start a new conversation, with the same instructions"),
+    SlashCommand("/system", "show or set the model's instructions (- removes them)", "[TEXT]"),
+    SlashCommand("/read", "put the contents of a file before the next question", "FILE"),
+    SlashCommand("/save", "save the conversation to a file", "FILE"),
+    SlashCommand("/load", "continue the conversation in a file", "FILE"),
     SlashCommand("/stats", "show the figures of the last answer"),
-    SlashCommand("/quit", "leave"),
+    SlashCommand("/quit", "quit"),
 )
 _ALIASES = {"/exit": "/quit", "/?": "/help"}
 
 
 def command_in(line: str) -> tuple[str, str] | None:
-    """The command's name and its argument; None: the line is a question.
+    """The command's name and its argument, or None if the line is a question.
 
-    Raises UsageError where there is no such command, or its argument is missing or not wanted.
+    Raises UsageError for unknown commands, and for missing or unexpected arguments.
     """
     if not line.startswith("/"):
         return None
@@ -49,9 +48,9 @@ def command_in(line: str) -> tuple[str, str] | None:
     name, argument = _ALIASES.get(name.strip(), name.strip()), argument.strip()
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
-        raise UsageError(f"there is no {name}: /help lists the commands; a blank in front makes a question of it")
-    if command.needs_argument and not argument:
+        raise UsageError(f"no such command: {name} (see /help; to send it as a question, put a space before it)")
+    if command.argument and command.argument[0] != "[" and not argument:
         raise UsageError(f"{name} needs a {command.argument.lower()}: {name} {command.argument}")
     if argument and not command.argument:
-        raise UsageError(f"{name} stands alone; a blank in front makes a question of it")
+        raise UsageError(f"{name} takes no argument (to send it as a question, put a space before it)")
     return name, argument

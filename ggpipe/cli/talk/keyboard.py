@@ -1,13 +1,13 @@
-"""The line that the user types, with the keys of a shell, while something else goes on.
+"""Reads the user's input, with the keys of a shell, while other work continues.
 
-| key                         | what it does                                       |
-|-----------------------------|----------------------------------------------------|
-| Enter                       | sends; behind a backslash, it begins a new line    |
-| Alt-Enter, Ctrl-J           | begins a new line                                  |
-| up, down, Ctrl-R            | earlier lines                                      |
-| Tab                         | completes commands and names of files              |
-| Ctrl-C                      | drops the line; KeyboardInterrupt where it is empty|
-| Ctrl-D                      | EOFError where the line is empty                   |
+| key               | action                                                    |
+|-------------------|-----------------------------------------------------------|
+| Enter             | send; after a backslash, start a new line                 |
+| Alt-Enter, Ctrl-J | start a new line                                          |
+| up, down, Ctrl-R  | previous inputs                                           |
+| Tab               | complete commands and file names                          |
+| Ctrl-C            | discard the input, or KeyboardInterrupt if there is none  |
+| Ctrl-D            | EOFError if there is no input                             |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keyboard:
     """Belongs to the main thread. stdin must be a terminal."""
 
     def __init__(self, history: Path | None) -> None:
-        """`history`: a file for all lines; None: they are not kept."""
+        """`history`: file for previous inputs, or None."""
         self._output = create_output(always_prefer_tty=True)
         self._session: PromptSession[str] = PromptSession(
             [("class:prompt", PROMPT)],
@@ -56,10 +56,10 @@ class Keyboard:
         )
 
     def ask(self, attend: Callable[[], None], default: str = "", hint: str = "") -> str:
-        """A line, which may have several rows. `attend` is called over and over meanwhile; what it raises ends it.
+        """Read an input, of one line or more. Meanwhile, `attend` is called repeatedly; its exceptions are raised.
 
-        `default` stands there already; `hint` is shown while the line is empty. What others print goes above. Raises
-        EOFError and KeyboardInterrupt, see above.
+        `default`: initial text. `hint`: shown while there is no input. Output on stderr is printed above. Raises
+        EOFError and KeyboardInterrupt, see the module's docstring.
         """
         typed: Future[str] = Future()
 
@@ -97,7 +97,7 @@ class Keyboard:
     def _leave(self) -> None:
         app = self._session.app
         if app.loop is not None and app.is_running:
-            with contextlib.suppress(Exception):  # it is leaving by itself
+            with contextlib.suppress(Exception):  # it is already exiting
                 app.loop.call_soon_threadsafe(lambda: app.exit(exception=EOFError()))
 
     def _is_command(self) -> bool:
@@ -134,22 +134,22 @@ def _keys() -> KeyBindings:
 
 
 class _Above(io.TextIOBase):
-    """A stream whose lines go somewhere else, each as a whole."""
+    """A stream that passes on complete lines."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
-        self._begun = ""
+        self._started = ""
 
     def write(self, text: str) -> int:
-        """Show all lines that are whole now."""
-        lines, end, self._begun = (self._begun + text).rpartition("\n")
+        """Pass on all lines that are complete."""
+        lines, end, self._started = (self._started + text).rpartition("\n")
         if end:
             self._show(lines + end)
         return len(text)
 
 
 class _Completer(Completer):
-    """Commands, and the files that they take."""
+    """Completes commands and file names."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -167,7 +167,7 @@ class _Completer(Completer):
 
 
 class _FileHistory(FileHistory):
-    """A file that cannot be read or written keeps nobody from talking."""
+    """A history that ignores errors of its file."""
 
     def load_history_strings(self) -> Iterable[str]:
         try:
@@ -184,6 +184,6 @@ def _history(path: Path | None) -> History:
     if path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600))  # nobody else's business
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600))  # private
             return _FileHistory(str(path))
     return InMemoryHistory()

@@ -1,14 +1,12 @@
-"""A conversation: the user's lines, commands among them, and the model's answers."""
+"""A conversation: the user's questions and commands, and the model's answers."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
 from rich.text import Text
 
 from ggpipe.cli.messages import in_flags
@@ -29,6 +27,11 @@ from ggpipe.text.chat.transcript import Transcript
 _HINT = "Ask something; /help lists the commands"
 _IDLE_S = 0.1
 _SEEDS = 2**32 - 1
+_KEYS = {
+    "Alt-Enter": "start a new line, as does a backslash at the end of a line",
+    "Ctrl-C": "stop an answer, and keep what was generated",
+    "Ctrl-D": "quit",
+}
 
 
 class Talk:
@@ -42,7 +45,7 @@ class Talk:
         settings: Conversation,
         system: str | None,
     ) -> None:
-        """`settings`: a conversation without messages, with what each one has besides them."""
+        """`settings`: a conversation without messages, with all other settings."""
         self._answerer = answerer
         self._terminal = terminal
         self._sampling = sampling
@@ -50,29 +53,18 @@ class Talk:
         self._transcript = Transcript(system)
         self._keyboard = Keyboard(_file("history"))
         self._typed = ""
-        """What stands in the next line already."""
+        """Initial text of the next input."""
         self._is_edited = False
-        """The next line is there instead of the last question."""
+        """The next input replaces the last question."""
         self._attached = ""
-        """In front of the next question."""
+        """Contents of files, to put before the next question."""
         self._n_regenerated = 0
         self._last: ModelReply | None = None
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self._help(),
-            "/regen": lambda _: self._regenerate(),
-            "/edit": lambda _: self._edit(),
-            "/clear": lambda _: self._clear(),
-            "/system": self._system,
-            "/read": self._read,
-            "/save": self._save,
-            "/load": self._load,
-            "/stats": lambda _: self._stats(),
-        }
 
     def run(self, first: str | None) -> None:
-        """Talk until the user leaves. `first`: a question that was asked already.
+        """Talk until the user quits. `first`: the first question, if it is known.
 
-        Raises what ends the engine; the conversation is kept in a file then.
+        Errors that stop the engine are raised, after the conversation has been saved to a file.
         """
         try:
             if first is not None:
@@ -87,17 +79,17 @@ class Talk:
                         return
                     else:
                         self._is_edited = False
-                        self._commands[command[0]](command[1])
+                        getattr(self, f"_{command[0][1:]}")(command[1])  # see COMMANDS
                 except UsageError as e:
                     self._say(in_flags(e), style="red")
         except GgpipeError:
             self._keep()
             raise
 
-    # Lines
+    # Input
 
     def _line(self) -> str | None:
-        """The next one that is not empty; None: the user leaves."""
+        """The next input that is not empty, or None if the user quits."""
         engine, is_interrupted = self._answerer.engine, False
         while True:
             typed, self._typed = self._typed, ""
@@ -111,7 +103,7 @@ class Talk:
                 if is_interrupted:
                     return None
                 is_interrupted, self._is_edited = True, False
-                self._say("Ctrl-C again, or Ctrl-D, leaves")
+                self._say("press Ctrl-C again, or Ctrl-D, to quit")
                 continue
             is_interrupted = False
             if line.strip():
@@ -119,7 +111,7 @@ class Talk:
             self._is_edited = False
 
     def _say(self, text: str, style: str = "dim") -> None:
-        """A line that is no part of the conversation."""
+        """Print text that is not part of the conversation."""
         text = harmless(text)
         if self._terminal is None:
             print(text)
@@ -138,7 +130,7 @@ class Talk:
         self._answer()
 
     def _answer(self) -> None:
-        """Have the last question answered. One that cannot be goes back into the user's line."""
+        """Answer the last question. If that is impossible, it becomes the initial text of the next input."""
         transcript, reply = self._transcript, ModelReply()
         seed, n = self._sampling.seed, self._n_regenerated
         sampling = replace(self._sampling, seed=(seed + n) % _SEEDS) if seed >= 0 else self._sampling
@@ -163,40 +155,27 @@ class Talk:
 
     # Commands
 
-    def _help(self) -> None:
-        table = Table.grid(padding=(0, 3, 0, 0))
-        for command in COMMANDS:
-            table.add_row(Text(f"{command.name} {command.argument}"), Text(command.help, style="dim"))
-        keys = (
-            ("Alt-Enter", "begin a new line, as a backslash at a line's end does"),
-            ("Ctrl-C", "stop an answer; what was written stays"),
-            ("Ctrl-D", "leave"),
-        )
-        for key, help in keys:
-            table.add_row(Text(key), Text(help, style="dim"))
-        if self._terminal is None:
-            for command in COMMANDS:
-                print(f"{command.name} {command.argument}: {command.help}")
-        else:
-            self._terminal.measure()
-            self._terminal.console.print(table)
+    def _help(self, _: str) -> None:
+        lines = {f"{command.name} {command.argument}": command.help for command in COMMANDS} | _KEYS
+        width = max(map(len, lines))
+        self._say("\n".join(f"{name:{width}}  {help}" for name, help in lines.items()))
 
-    def _regenerate(self) -> None:
+    def _regen(self, _: str) -> None:
         if self._transcript.question is None:
-            raise UsageError("there is no question yet that could be answered anew")
+            raise UsageError("there is no question to answer again")
         self._transcript.take_back_answer()
         self._n_regenerated += 1
         self._answer()
 
-    def _edit(self) -> None:
+    def _edit(self, _: str) -> None:
         if self._transcript.question is None:
-            raise UsageError("there is no question yet that could be changed")
+            raise UsageError("there is no question to change")
         self._typed, self._is_edited = self._transcript.question, True
 
-    def _clear(self) -> None:
+    def _clear(self, _: str) -> None:
         self._transcript.clear()
         self._attached = ""
-        self._say("a new conversation" + (", with the same instructions" if self._transcript.system else ""))
+        self._say("new conversation" + (", with the same instructions" if self._transcript.system else ""))
 
     def _system(self, text: str) -> None:
         if text:
@@ -207,11 +186,11 @@ class Talk:
     def _read(self, name: str) -> None:
         text = _contents(name)
         self._attached += f"--- File: {name} ---\n{text}" + ("" if text.endswith("\n") else "\n")
-        self._say(f"{counted(len(text), 'character')} go in front of the next question")
+        self._say(f"added {counted(len(text), 'character')} to the next question")
 
     def _save(self, name: str) -> None:
         write_text(Path(name).expanduser(), self._transcript.to_json())
-        self._say(f"{counted(len(self._transcript.messages), 'message')} written to {name}")
+        self._say(f"saved {counted(len(self._transcript.messages), 'message')} to {name}")
 
     def _load(self, name: str) -> None:
         text = _contents(name)
@@ -221,11 +200,11 @@ class Talk:
             raise UsageError(f"{name}: {e}") from e
         messages = self._transcript.messages
         self._attached = ""
-        self._say(f"{counted(len(messages), 'message')} read from {name}")
+        self._say(f"loaded {counted(len(messages), 'message')} from {name}")
         if messages and messages[-1]["role"] == "user":
-            self._say("the last one is a question: /regen has it answered")
+            self._say("the last message is a question: /regen answers it")
 
-    def _stats(self) -> None:
+    def _stats(self, _: str) -> None:
         if self._last is None:
             raise UsageError("there is no answer yet")
         engine, stats = self._answerer.engine, self._last.stats
@@ -236,14 +215,14 @@ class Talk:
         self._say(f"\n{asked} so far; {used} of {engine.n_ctx} tokens of the context are used")
 
     def _keep(self) -> None:
-        """The engine is lost; the conversation is not."""
+        """Save the conversation before the error that has stopped the engine is raised."""
         path = _file("last.json")
         if path is None or not self._transcript.n_questions:
             return
         with contextlib.suppress(OSError):
             with whole_file(path) as file:
                 file.write_text(self._transcript.to_json(), "utf-8")
-            self._say(f"the conversation is kept: /load {path}")
+            self._say(f"the conversation was saved: /load {path}")
 
 
 def _contents(name: str) -> str:
@@ -255,7 +234,7 @@ def _contents(name: str) -> str:
 
 
 def _file(name: str) -> Path | None:
-    """One that is kept for all conversations; None where there is no folder for it."""
+    """A file that all conversations share, or None if there is no folder for it."""
     try:
         return cache_folder("chat") / name
     except UsageError:

@@ -1,8 +1,7 @@
-"""Write figures to files: formats, style, colours.
+"""Writes figures to files: formats, style, colours.
 
-matplotlib is an extra, imported only where something is drawn. A file's ending is its format: .png, .svg or .pdf.
-The same numbers give the same file, byte for byte (with the same matplotlib). Colour-blind people can tell the colours
-apart.
+matplotlib is an extra, imported only for drawing. The file's suffix is its format: .png, .svg or .pdf. The same data
+give the same file, byte for byte (with the same matplotlib). The colours are suitable for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe a
 _CYCLE = (BLUE, ORANGE, GREEN, "#CC79A7", RED, "#56B4E9", "#222222", "#A6761D")
 _MODES = {"single": "#BFBFBF", "iterative": "#7F7F7F", "speculative": ORANGE, "async": BLUE}
 
-_ENDINGS: dict[str, dict[str, Any]] = {  # metadata with the date and the program that wrote a file
+_ENDINGS: dict[str, dict[str, Any]] = {  # without the date and the program that wrote the file
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-_STYLE: Any = {  # Any: its names are literals to mypy
+_STYLE: Any = {  # Any: mypy wants literal names
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -57,20 +56,21 @@ _STYLE: Any = {  # Any: its names are literals to mypy
 
 
 def check_plottable(path: Path) -> None:
-    """Check, before a long run, that a figure can be drawn. Raises UsageError for another ending, or no matplotlib."""
+    """Check, before a long run, that a figure can be drawn. Raises UsageError for other suffixes or
+    without matplotlib."""
     if path.suffix.lower() not in _ENDINGS:
-        raise UsageError(f"cannot draw {path}: a figure's name ends in .png, .svg or .pdf")
+        raise UsageError(f"cannot draw {path}: the name must end in .png, .svg or .pdf")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise UsageError("plots need matplotlib: pip install 'ggpipe[plots]'") from None
+        raise UsageError("plots need matplotlib: run pip install 'ggpipe[plots]'") from None
 
 
 @contextlib.contextmanager
 def figure(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
-    """An empty figure of this size in inches, in our style; written when the block ends."""
+    """An empty figure of this size in inches, in our style. It is written at the end of the block."""
     check_plottable(path)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its caches
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs its caching
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -86,7 +86,7 @@ def figure(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
 
 
 def short(value: float) -> str:
-    """Three digits: `0.012`, `1.25`, `31.2`, `312`, `4810`."""
+    """Three significant digits: `0.012`, `1.25`, `31.2`, `312`, `4810`."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = 2 - math.floor(math.log10(abs(value)))
@@ -94,7 +94,7 @@ def short(value: float) -> str:
 
 
 def colours_of(names: Collection[str]) -> dict[str, str]:
-    """Modes have the same colour in every figure."""
+    """A colour for each name. Modes have the same colours in all figures."""
     known = {name: _MODES[name] for name in names if name in _MODES}
     free = itertools.cycle([colour for colour in _CYCLE if colour not in known.values()])
     return {name: known.get(name) or next(free) for name in names}

@@ -1,6 +1,6 @@
-"""Plots: bars, lines, a heat map, a request's timeline, the acceptance rate.
+"""Plots: bars, lines, heat maps, timelines of requests, acceptance rates.
 
-All functions write one file, and raise UsageError when that cannot be done, see `canvas.check_plottable`.
+Each function writes one file, and raises UsageError if that fails, see `canvas.check_plottable`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Value = float | tuple[float, float, float] | None
-"""A number, or (lower quartile, median, upper quartile), or nothing."""
+"""A number, (lower quartile, median, upper quartile), or None."""
 
 _MARKERS = "os^Dvp*X"
 
@@ -36,10 +36,9 @@ def bars(
     title: str = "",
     unit: str = "",
 ) -> None:
-    """For each group a bar of each series, its value above it, quartiles as whiskers.
+    """A bar per group and series, with its value above it and quartiles as whiskers.
 
-    `series`: name -> one value for each group. Raises UsageError as `check_plottable`, and when the file cannot be
-    written; so do all functions below.
+    `series`: one value per group, by name.
     """
     alone = len(groups) == 1
     n_bars = len(groups) * len(series)
@@ -85,12 +84,10 @@ def lines(
     x_label: str = "",
     unit: str = "",
     log_x: bool = False,
-    log_y: bool = False,
     bounds: Collection[str] = (),
-    from_zero: bool = True,
     top: float | None = None,
 ) -> None:
-    """Each series over `x`, its name at its right end, quartiles as a band. `bounds`: series drawn dashed, unmarked."""
+    """A line per series, with its name at the right end and quartiles as a band. `bounds`: series to draw dashed."""
     with figure(path, 6.6, 3.9) as canvas:
         axes = canvas.add_subplot()
         colours = colours_of([name for name in series if name not in bounds])
@@ -109,7 +106,7 @@ def lines(
             if low != high:
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
             ends.append((at[-1], middle[-1], name, colour))
-        _scale(axes, x, log_x, log_y, from_zero)
+        _scale(axes, x, log_x)
         if top is not None:
             axes.set_ylim(top=top)
         axes.grid(True, axis="y")
@@ -129,7 +126,7 @@ def heat(
     x_label: str = "",
     y_label: str = "",
 ) -> None:
-    """A cell for each pair, `values[row of y][column of x]`, its value in it; the best has a frame."""
+    """A cell per pair of values, `values[row of y][column of x]`. The highest one has a frame."""
     with figure(path, max(4.0, 0.62 * len(x) + 1.6), max(2.4, 0.42 * len(y) + 1.4)) as canvas:
         axes = canvas.add_subplot()
         known = [(value, row, column) for row, line in enumerate(values) for column, value in enumerate(line)]
@@ -163,11 +160,11 @@ def occupancy_timeline(
     title: str = "",
     window_s: tuple[float, float] | None = None,
 ) -> None:
-    """A timeline of each rank's runs below the tokens; each lane shows its busy share.
+    """A timeline of tokens and of each rank's runs, with the share of time that the rank was busy.
 
-    A run's bar is coloured by its rows: a quarter of it is orange where a quarter of them were rejected. `ranks`:
-    who they are, and how their clocks differ from the head's. `window_s`: from, to, in seconds since the request
-    arrived; without, all of it.
+    A run's bar is coloured by its rows: if a quarter of them were rejected, a quarter of the bar is orange. `ranks`:
+    their names, and their clocks' offsets from the head's. `window_s`: start and end, in seconds since the request
+    arrived. None: all of it.
     """
     lanes = taking_part(stats, ranks)
     end_s = stats.ended - stats.arrived if stats.ended is not None else _last_s(stats)
@@ -198,10 +195,10 @@ def occupancy_timeline(
 def acceptance_by_position(
     path: Path, by_lead: Mapping[str, Mapping[int, Sequence[int]]], *, title: str = "", least: int = 10
 ) -> None:
-    """Acceptance rate, by how far ahead of the last accepted token a draft token was submitted.
+    """Acceptance rate by how far ahead of the last accepted token a draft token was submitted.
 
-    `by_lead`: for each series `Counters.by_lead`, [submitted, accepted] by tokens ahead; the band is where the true
-    share lies with a chance of 95 %. Distances with fewer than `least` draft tokens are left out.
+    `by_lead`: `Counters.by_lead` of each series, [submitted, accepted] by tokens ahead. The band is the 95 % confidence
+    interval. Distances with fewer than `least` draft tokens are omitted.
     """
     known = {name: {lead: n for lead, n in of.items() if n[0] >= least} for name, of in by_lead.items()}
     leads = sorted({lead for of in known.values() for lead in of})
@@ -214,11 +211,11 @@ def acceptance_by_position(
 
 
 _Piece = tuple[float, float, float, bool, bool]
-"""Start and duration in s, share of rejected rows, cancelled, draft."""
+"""Start and duration in s, share of rejected rows, whether cancelled, whether a draft's."""
 
 
 def _pieces(stats: RequestStats, rank: RankStats) -> list[_Piece]:
-    """A rank's work, in the order in which its runs ended."""
+    """A rank's work, in the order of the runs' ends."""
     pieces = []
     for run in stats.draft_runs if rank.draft else stats.runs:
         if run.model != rank.model:
@@ -233,7 +230,7 @@ def _pieces(stats: RequestStats, rank: RankStats) -> list[_Piece]:
 
 
 def _bars(pieces: Sequence[_Piece]) -> dict[tuple[str, float, float], list[tuple[float, float]]]:
-    """Starts and durations in s; by colour, upper and lower edge (0 to 1, downwards)."""
+    """Starts and durations in s, by colour, upper edge and lower edge (0 to 1, downwards)."""
     spans: dict[tuple[str, float, float], list[tuple[float, float]]] = collections.defaultdict(list)
     for at, duration, rejected, cancelled, draft in pieces:
         if cancelled:
@@ -270,7 +267,7 @@ def _key(canvas: Figure, stats: RequestStats) -> None:
 
 
 def _wilson(n: int, hits: int) -> tuple[float, float, float]:
-    """The share of hits, between the ends of its 95 % interval (Wilson's score)."""
+    """The share of hits, and the ends of its 95 % confidence interval (Wilson score)."""
     z = 1.96
     share, scale = hits / n, 1 + z * z / n
     middle = (share + z * z / (2 * n)) / scale
@@ -286,35 +283,32 @@ def _tick(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _scale(axes: Axes, x: Sequence[float], log_x: bool, log_y: bool, from_zero: bool) -> None:
+def _scale(axes: Axes, x: Sequence[float], log_x: bool) -> None:
     if log_x:
         axes.set_xscale("log")
         axes.minorticks_off()
-    if log_y:
-        axes.set_yscale("log")
-    elif from_zero:
-        axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
     if len(x) <= 12:
         axes.set_xticks(list(x), [_tick(value) for value in x])
 
 
 _End = tuple[float, float, str, str]
-"""The end of a line: x, y, its name, its colour."""
+"""The end of a line: x, y, name, colour."""
 
 
 def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:
-    """Names beside the lines' ends; at the right edge they are pushed apart where they would overlap."""
+    """Put names next to the ends of lines. At the right edge, they are moved apart if they would overlap."""
     edge = max((x for x, *_ in ends), default=0.0)
     for x, y, name, colour in ends:
         if x < edge:
             axes.annotate(name, (x, y), (7, 4), textcoords="offset points", color=colour)
     to_axes = axes.transData + axes.transAxes.inverted()
     wanted = sorted((float(to_axes.transform((x, y))[1]), name, colour) for x, y, name, colour in ends if x == edge)
-    gap = 0.065  # of the height: a line of text
+    gap = 0.065  # height of a line of text, as a share of the axes
     places: list[float] = []
     for place, _, _ in wanted:
         places.append(max(place, places[-1] + gap) if places else place)
-    if places and places[-1] > 1:  # no room above: down again
+    if places and places[-1] > 1:  # no room above: move them down
         places[-1] = 1.0
         for i in range(len(places) - 2, -1, -1):
             places[i] = min(places[i], places[i + 1] - gap)

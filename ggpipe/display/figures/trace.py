@@ -1,16 +1,16 @@
-"""A request's timeline, for ui.perfetto.dev and chrome://tracing (the Trace Event Format, as a JSON object).
+"""Writes a request's timeline for ui.perfetto.dev and chrome://tracing (Trace Event Format, as a JSON object).
 
-| ph       | what it is                                                                                |
-|----------|-------------------------------------------------------------------------------------------|
-| X        | a rank's work on a run ("run", "draft run"), inside it the decode; the waits between runs |
-| b, e     | "send": from the end of a run in one stage to its start in the next                       |
-| s, f     | the same as an arrow                                                                      |
-| i        | a token of the answer: an accepted draft token, or the target's own                       |
-| C        | runs in flight                                                                            |
-| M        | the names of ranks and of their tracks                                                    |
+| ph       | meaning                                                                                     |
+|----------|---------------------------------------------------------------------------------------------|
+| X        | a rank's work on a run ("run", "draft run") with the decode inside; also waits between runs |
+| b, e     | "send": from the end of a run in one stage to its start in the next                         |
+| s, f     | the same, as an arrow                                                                       |
+| i        | an output token: an accepted draft token, or one of the target's own                        |
+| C        | runs in flight                                                                              |
+| M        | names of ranks and of their tracks                                                          |
 
-A process (`pid`) is a rank, a thread (`tid`) one of its tracks. Times are whole µs since the request arrived, by the
-head's clock: what is rounded once stays in order, and the slices of a track have to nest exactly.
+A process (`pid`) is a rank, and a thread (`tid`) is one of its tracks. Times are whole µs since the request arrived, by
+the head's clock. They are rounded only once: the slices of a track must nest exactly.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from ggpipe.transport.base import HEAD
 TraceEvent = dict[str, Any]
 
 
-_MODELS, _TOKENS = 1, 99  # tracks of a rank: one for each model, in the order of their ids
+_MODELS, _TOKENS = 1, 99  # tracks of a rank: one per model, by id
 _CANCELLED, _WAITING, _DRAFTED = "terrible", "grey", "good"  # names that chrome://tracing has colours for
 
 
 def write_trace(path: Path, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
-    """Write the request's timeline. `ranks`: their names, and how their clocks differ from the head's.
+    """Write the request's timeline. `ranks`: their names, and their clocks' offsets from the head's.
 
-    Raises UsageError when the file cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     write_text(path, json.dumps(trace(stats, ranks), separators=(",", ":")) + "\n")
 
 
 def trace(stats: RequestStats, ranks: Sequence[RankStats]) -> dict[str, Any]:
-    """The timeline as an object: `traceEvents`, names first, then by time."""
+    """The timeline as an object. `traceEvents` has names first, then events by time."""
     target, draft = _slices(stats.runs, stats, ranks), _slices(stats.draft_runs, stats, ranks)
     followers = {part(rank) for rank, number in zip(ranks, parts_of(ranks), strict=True) if number > 0}
     target_hops, draft_hops = _hops(target, followers), _hops(draft, followers)
@@ -58,7 +58,7 @@ def trace(stats: RequestStats, ranks: Sequence[RankStats]) -> dict[str, Any]:
         *_tokens(stats),
         *_in_flight(target_hops),
     ]
-    events.sort(key=lambda event: event["ts"])  # stable: what encloses stays in front of what it encloses
+    events.sort(key=lambda event: event["ts"])  # stable: enclosing slices stay before enclosed ones
     at_work = {piece.part for run in (*target, *draft) for piece in run}
     return {
         "traceEvents": [*_names(stats, ranks, at_work), *events],
@@ -74,7 +74,7 @@ def trace(stats: RequestStats, ranks: Sequence[RankStats]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slice:
-    """A rank's time on a run, µs."""
+    """A rank's time on a run, in µs."""
 
     run: RunRecord
     span: Span
@@ -95,12 +95,12 @@ class _Slice:
 
 
 def _track(rank: int, kind: int) -> TraceEvent:
-    """Viewers expect a `tid` to be there once, and take the thread that has its process's `pid` for the main one."""
+    """A track. Viewers expect each `tid` only once, and treat a thread whose `tid` is the `pid` as the main one."""
     return {"pid": rank, "tid": 100 * rank + kind}
 
 
 def _slices(runs: Sequence[RunRecord], stats: RequestStats, ranks: Sequence[RankStats]) -> list[list[_Slice]]:
-    """Each run's slices, stage by stage. A rank does one thing at a time for a model, also after rounding."""
+    """Each run's slices, stage by stage. A rank's slices for a model do not overlap, even after rounding."""
     offsets = {part(rank): rank.clock_offset_s for rank in ranks}
     starts = [
         (span.start_s + offsets.get((span.rank, run.model), 0.0) - stats.arrived, i, place)
@@ -120,7 +120,7 @@ def _slices(runs: Sequence[RunRecord], stats: RequestStats, ranks: Sequence[Rank
 
 
 def _hops(runs: Iterable[Sequence[_Slice]], followers: Set[RankWork]) -> list[list[_Slice]]:
-    """The slices of the ranks that send runs on: without those of the other parts of groups."""
+    """The slices of ranks that forward runs: without those of the other parts of groups."""
     return [[piece for piece in run if piece.part not in followers] for run in runs]
 
 
@@ -141,7 +141,7 @@ def _work(piece: _Slice) -> Iterator[TraceEvent]:
     }
     yield outer
     decode = min(_us(span.compute_s), piece.end - piece.start)
-    if decode > 0:  # its start is not measured: taking the run up takes least of all
+    if decode > 0:  # its start is not measured, but there is little before it
         yield {**outer, "name": "decode", "dur": decode, "cat": outer["cat"].replace("run", "decode"), "args": {}}
 
 
@@ -168,7 +168,7 @@ def _sends(runs: Iterable[Sequence[_Slice]]) -> Iterator[TraceEvent]:
         args = {"run": source.run.id, "sent_bytes": source.span.sent_bytes, "to_rank": target.span.rank}
         yield {**source.track, **common, "ph": "b", "ts": source.end, "cat": "send", "args": args}
         yield {**source.track, **common, "ph": "e", "ts": arrived, "cat": "send"}
-        inside = max(source.end - 1, source.start)  # an arrow belongs to the slice that it begins in
+        inside = max(source.end - 1, source.start)  # an arrow belongs to the slice in which it starts
         yield {**source.track, **common, "ph": "s", "ts": inside, "cat": "flow"}
         yield {**target.track, **common, "ph": "f", "bp": "e", "ts": max(target.start, inside), "cat": "flow"}
 
@@ -205,7 +205,7 @@ def _in_flight(runs: Iterable[Sequence[_Slice]]) -> Iterator[TraceEvent]:
 
 
 def _names(stats: RequestStats, ranks: Sequence[RankStats], at_work: Set[RankWork]) -> Iterator[TraceEvent]:
-    """Names of all ranks, and of the tracks that are used."""
+    """Names of all ranks, and of the tracks in use."""
     parts = {
         **{(rank, model): RankStats(rank=rank, model=model) for rank, model in at_work},
         **{part(rank): rank for rank in ranks},

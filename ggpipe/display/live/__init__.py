@@ -1,1 +1,1 @@
-"""What is shown while a request runs."""
+"""The display while a request runs."""

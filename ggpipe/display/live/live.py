@@ -1,9 +1,9 @@
 """The live display: loading bars, then streamed text with a panel below it.
 
-A thread of its own draws, ten frames a second; `text` only hands text over, so a slow or a stopped terminal
-never holds up the pipeline. Lines that are complete are printed once, above the live region, as they are:
-the terminal wraps them and its scrollback holds the exact text. The region, which is erased and drawn again
-with each frame, holds the unfinished line's last rows and the panel.
+A separate thread draws ten frames per second. `text` only queues the text, so a slow or stopped terminal never delays
+the pipeline. Complete lines are printed once, above the live region, without wrapping: the terminal wraps them, and its
+scrollback has the exact text. The region, which each frame erases and draws again, has the last rows of the unfinished
+line, and the panel.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.control import Control
-from rich.errors import StyleSyntaxError
 from rich.live import Live
-from rich.segment import ControlType, Segment
+from rich.segment import ControlType, Segment, Segments
 from rich.style import Style
 
 from ggpipe.display.live.panel import DIM, PanelSize, generating_panel, loading_panel
@@ -31,29 +30,29 @@ from ggpipe.stats.occupancy import Occupancy
 from ggpipe.stats.records import RankStats, RequestStats
 
 _FRAME_S = 0.1
-_LOADING_SHOWN_AFTER_S = 0.3  # a load that is shorter is not shown
-_PANEL_SHARE = 0.6  # the panel's largest share of the screen's height
+_LOADING_SHOWN_AFTER_S = 0.3  # shorter loading is not shown
+_PANEL_SHARE = 0.6  # maximum share of the screen's height
 
 
 class LiveDisplay:
-    """What a terminal shows of a session: `loading`; for each request `request`, `prompt`, `text`..., `stop`.
+    """Shows a session on a terminal: `loading`, then for each request `request`, `prompt`, `text`..., `stop`.
 
-    The numbers are read at each frame from `ranks` (the session's totals) and the request's stats, which
-    others update; `clock` is the one that those were written by. While `is_loading()` the request waits for
-    ranks that are loaded again, and their progress is shown below the text. All methods but `stop` return at once, and
-    none raises because of what is drawn: when drawing fails, the text goes on without a panel.
+    Each frame reads the figures from `ranks` (the session's totals) and from the request's stats, which others update
+    by the same `clock`. While `is_loading()`, the request waits for restarted ranks, whose progress is shown below the
+    text. All methods except `stop` return at once, and drawing errors are not raised: the text then continues without
+    a panel.
     """
 
     def __init__(
         self,
-        terminal: Terminal,
+        terminal: Terminal | None,
         ranks: Sequence[RankStats],
         is_loading: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         stream: Callable[[], TextStream] = TextStream,
     ) -> None:
-        """`stream`: makes what the text of a request is shown by."""
-        self._terminal = terminal
+        """Without a terminal, nothing is shown. `stream`: makes the text stream of each request."""
+        self._given_terminal = terminal
         self._ranks = ranks
         self._is_loading = is_loading
         self._clock = clock
@@ -68,7 +67,7 @@ class LiveDisplay:
         self._stopping = threading.Event()
         self._started = 0.0
         self.error: Exception | None = None
-        """Why drawing has stopped, if it has."""
+        """Why drawing has failed, if it has."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,33 +77,40 @@ class LiveDisplay:
     ) -> None:
         self.stop()
 
+    @property
+    def _terminal(self) -> Terminal:
+        assert self._given_terminal is not None  # or nothing would be drawn
+        return self._given_terminal
+
     def loading(self) -> None:
-        """Show the progress of the ranks' loading, until `request` or `stop`."""
+        """Show how far the ranks have loaded, until `request` or `stop`."""
         self._start()
 
     def request(self, stats: RequestStats) -> None:
-        """Show a request from now on; `stats` is updated by others."""
+        """Show a request from now on. Others update `stats`."""
         self._occupancy = Occupancy()
         self._request = stats
         self._start()
 
     def prompt(self, text: str) -> None:
-        """Show the prompt, dim, in front of the answer."""
-        self._any_text = True
-        self._stream.feed(text, DIM)
+        """Show the prompt, dim, before the output."""
+        self._feed(text, DIM)
 
-    def text(self, piece: str, style: str | None = None) -> None:
-        """Append to the answer. `style`: a Rich style for the origin of the piece, see `origin_style`."""
-        self._any_text = True
-        self._stream.feed(piece, _style(style))
+    def text(self, piece: str, style: Style | None = None) -> None:
+        """Append output. `style`: for the origin of the piece, see `origin_style`."""
+        self._feed(piece, style)
 
     def aside(self, piece: str) -> None:
-        """Append text that is no part of the answer: as it is, and dim."""
-        self._any_text = True
-        self._stream.feed(piece, DIM, plain=True)
+        """Append text that is not part of the output, unformatted and dim."""
+        self._feed(piece, DIM, plain=True)
+
+    def _feed(self, text: str, style: Style | None, plain: bool = False) -> None:
+        if self._given_terminal is not None:
+            self._any_text = True
+            self._stream.feed(text, style, plain)
 
     def stop(self) -> None:
-        """End the live region. The prompt and the text stay on the screen, then a newline."""
+        """Remove the live region. The prompt and the output stay on the screen, followed by a newline."""
         if self._thread is None:
             return
         self._stopping.set()
@@ -116,7 +122,7 @@ class LiveDisplay:
         self._stream, self._region, self._request, self._any_text = self._new_stream(), _Region(), None, False
 
     def _start(self) -> None:
-        if self._thread is not None:
+        if self._thread is not None or self._given_terminal is None:
             return
         self._stopping.clear()
         self._started = self._clock()
@@ -133,7 +139,7 @@ class LiveDisplay:
                 return
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run an action that draws; if one fails, now or before, only the text is written."""
+        """Run an action that draws. Once one has failed, write only the text."""
         if self.error is None:
             try:
                 action()
@@ -152,7 +158,7 @@ class LiveDisplay:
             self._terminal.console.file.flush()
 
     def _open(self) -> None:
-        stray = self._terminal.own_stderr  # other output on stderr goes above the region
+        stray = self._terminal.own_stderr  # print other output on stderr above the region
         self._live = Live(
             self._region,
             console=self._terminal.console,
@@ -170,7 +176,7 @@ class LiveDisplay:
             return
         self._terminal.measure()
         self._stream.take()
-        with self._terminal.console as console:  # all of it in one write
+        with self._terminal.console as console:  # a single write
             self._close_up(console)
             self._region.rows = self._rows(now, console)
             self._region.width = console.width
@@ -203,31 +209,21 @@ class LiveDisplay:
         return [*self._stream.rows(width, height - 1 - len(panel)), *panel]
 
     def _print(self, console: Console) -> None:
-        """Print complete lines above the region, if there are any, and draw the region."""
+        """Print complete lines, if any, above the region, and draw the region."""
         assert self._live is not None
         if self._stream.complete:
-            console.print(_Exactly(self._stream.complete), soft_wrap=True, end="")
+            console.print(Segments(self._stream.complete), soft_wrap=True, end="")
             self._stream.complete = []
         else:
             self._live.refresh()
 
     def _close_up(self, console: Console) -> None:
-        """After the terminal got narrower: erase rows that it wrapped, which take more rows than Rich erases."""
+        """Once the terminal has become narrower, erase the additional rows that wrapping has added, unknown to Rich."""
         if console.width >= self._region.width or not self._terminal.reflows:
             return
         cells = (Segment.get_line_length(row) for row in self._region.rows)
         added = sum((n - 1) // console.width for n in cells if n)
         console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * added))
-
-
-class _Exactly:
-    """Segments as they are."""
-
-    def __init__(self, segments: Iterable[Segment]) -> None:
-        self._segments = segments
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self._segments
 
 
 class _Region:
@@ -236,17 +232,10 @@ class _Region:
     def __init__(self) -> None:
         self.rows: list[ScreenRow] = []
         self.width = 0
-        """The screen's when they were drawn."""
+        """Width of the screen when they were drawn."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for i, row in enumerate(self.rows):
             if i:
                 yield Segment.line()
             yield from row
-
-
-def _style(name: str | None) -> Style | None:
-    try:
-        return Style.parse(name) if name else None
-    except StyleSyntaxError:
-        return None

@@ -1,7 +1,7 @@
-"""Streamed text in Markdown: each block is laid out as soon as it is whole, and stays as it is then.
+"""Streamed Markdown. Each block is formatted as soon as it is complete, and never changes afterwards.
 
-What follows a block cannot change it, so the terminal's scrollback holds the text as it is meant to be read. Until a
-block is whole, its lines are shown as they come.
+Later text cannot change a complete block, so the terminal's scrollback has the formatted text. The lines of an
+incomplete block are shown as they come.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ggpipe.display.format import harmless
 from ggpipe.display.live.stream import ScreenRow, TextStream, wrapped
 
 _MOST_COLUMNS = 100
-"""Of laid-out text: longer lines are hard to read."""
+"""Maximum width of formatted text: longer lines are hard to read."""
 
 
 class MarkdownStream(TextStream):
-    """As `TextStream`; text that is fed as it is (`plain`) is no Markdown, and stands in paragraphs of its own."""
+    """A `TextStream` that formats Markdown. `plain` text is not formatted, and forms separate paragraphs."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
-        self._parser = MarkdownIt().enable("strikethrough").enable("table")  # as rich.markdown has it
+        self._parser = MarkdownIt().enable("strikethrough").enable("table")  # as in rich.markdown
         self._lines: list[ScreenRow] = [[]]
-        """Of the block that is not whole, or of plain text the unfinished one."""
+        """Lines of the incomplete block, or the unfinished line of plain text."""
         self._n_parsed = 0
-        """Whole lines among them that were looked at."""
+        """How many complete lines of them were parsed."""
         self._is_plain = False
         self._is_any_printed = False
         self._is_ended = False
@@ -72,20 +72,20 @@ class MarkdownStream(TextStream):
         return list(rows)[-n_rows:]
 
     def _print_plain(self, n_lines: int) -> None:
-        """Of the first lines, as they are."""
+        """Print the first lines, unformatted."""
         done, self._lines = self._lines[:n_lines], self._lines[n_lines:]
         for line in done:
             self.complete += [*line, Segment("\n")]
             self._is_any_printed = self._is_any_printed or bool(_text(line))
 
     def _print_blocks(self) -> None:
-        """All but the last one: it may go on."""
+        """Print all blocks except the last, which may continue."""
         whole = [_text(line) for line in self._lines[:-1]]
         *_, last = self._lay_out(whole)
         self._lines, self._n_parsed = self._lines[last:], len(whole) - last
 
     def _close(self) -> None:
-        """Nothing belongs to what has come so far any more."""
+        """Print what is left: no further text belongs to it."""
         if self._is_plain:
             self._print_plain(len(self._lines) if _text(self._lines[-1]) else 0)
         else:
@@ -93,7 +93,7 @@ class MarkdownStream(TextStream):
         self._lines, self._n_parsed = [[]], 0
 
     def _lay_out(self, lines: list[str], all_blocks: bool = False) -> list[int]:
-        """Print all blocks but the last one, or all. Returns where blocks begin; at least one number."""
+        """Format and print all blocks, or all except the last. Returns the first line of each, at least [0]."""
         tokens = self._parser.parse("\n".join(lines))
         begins = [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
         ends = [*begins[1:], len(lines)] if all_blocks else begins[1:]
@@ -106,7 +106,7 @@ class MarkdownStream(TextStream):
         return begins or [0]
 
     def _laid_out(self, text: str) -> list[ScreenRow]:
-        """A block's rows, without the empty ones around it."""
+        """A block's rows, without empty ones at the start and the end."""
         options = self._console.options.update(width=min(self._console.width, _MOST_COLUMNS))
         shown = _Markdown(text)
         rows = [_trimmed(row) for row in self._console.render_lines(shown, options, pad=False)]
@@ -115,7 +115,7 @@ class MarkdownStream(TextStream):
 
 
 class _Heading(Heading):
-    """On the left, as all text."""
+    """A heading that is not centred."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = self.text.copy()
@@ -130,12 +130,12 @@ class _Markdown(Markdown):
         super().__init__(text, code_theme="ansi_dark", hyperlinks=False)
         for token in self.parsed:
             for inner in token.children or ():
-                if inner.type == "softbreak":  # models end lines where they mean it
+                if inner.type == "softbreak":  # models mean their line breaks
                     inner.type = "hardbreak"
 
 
 def _trimmed(row: ScreenRow) -> ScreenRow:
-    """Without blanks at the end: they would be copied with the text."""
+    """The row without trailing spaces, which would be copied with the text."""
     row = [*row]
     while row:
         text, style, _ = row.pop()

@@ -1,4 +1,4 @@
-"""A panel below a cell of a Jupyter notebook, as HTML that changes. It needs no widgets."""
+"""A panel below a cell of a Jupyter notebook: HTML that is updated, without widgets."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _PRE = '<pre style="margin: 0; line-height: normal; overflow-x: auto; white-spac
 
 
 def in_notebook() -> bool:
-    """This process is the kernel of a notebook."""
+    """Whether this process is the kernel of a notebook."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookPanel:
-    """An output of the cell that is being run. Any thread may change it, also when the cell has ended."""
+    """An output of the running cell. Any thread may change it, even after the cell has ended."""
 
     def __init__(self) -> None:
-        ipython: Any = importlib.import_module("IPython.display")  # the kernel has it
+        ipython: Any = importlib.import_module("IPython.display")  # installed with the kernel
         self._html = ipython.HTML
         self._handle = ipython.display(ipython.HTML(""), display_id=True)
 
     def show(self, rows: Sequence[ScreenRow]) -> None:
-        """Show these rows instead."""
+        """Replace the rows that are shown."""
         self._handle.update(self._html(html_of(rows) if rows else ""))
 
 

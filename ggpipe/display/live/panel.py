@@ -1,7 +1,7 @@
-"""The live region's rows below the text: one for each rank, a line of numbers, and one more with a draft.
+"""The panel below the output: a row per rank, a line of figures, and another line if there is a draft model.
 
-Built from segments by hand, without Rich's tables: a frame is drawn ten times a second in the process that
-schedules, and has to be cheap. Whatever the screen has no room for is left out, the least needed first.
+It is made of segments instead of Rich tables, which are slower: the process that schedules draws ten frames per second.
+If the screen is too small, the least important parts are omitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOADING = Style(color="cyan")
 _DONE = Style(color="green")
 _BUSY = Style(color="cyan")
 _PHASE = Style(color="cyan", bold=True)
-_DRAFTED = "green"
+_DRAFTED = Style(color="green")
 
 _GAP = "  "
 _MIN_BAR, _MAX_BAR = 10, 40
@@ -34,10 +34,10 @@ _ITL_TOKENS = 32
 
 @dataclass(frozen=True)
 class PanelSize:
-    """The room for the panel."""
+    """Space for the panel."""
 
     width: int
-    """Cells in a row; rows are shorter, so that the cursor never waits at the right edge."""
+    """Cells in a row. Rows are shorter, so that the cursor never stays at the right edge."""
     height: int
     """Number of rows."""
     ascii_only: bool = False
@@ -46,7 +46,7 @@ class PanelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankLine:
-    """The contents of a rank's row. `share` is drawn as a bar."""
+    """Contents of a rank's row. `share` is drawn as a bar."""
 
     stats: RankStats
     share: float
@@ -55,13 +55,13 @@ class _RankLine:
     note: str = ""
 
 
-def origin_style(drafted: bool) -> str | None:
-    """The style of a token's text: an accepted draft token, or the target's own."""
+def origin_style(drafted: bool) -> Style | None:
+    """Style of a token, by its origin: an accepted draft token, or one of the target's own."""
     return _DRAFTED if drafted else None
 
 
 def loading_panel(ranks: Sequence[RankStats], space: PanelSize) -> list[ScreenRow]:
-    """The progress of each rank's loading."""
+    """How far each rank has loaded."""
     total, loaded = sum(r.load_bytes for r in ranks), sum(r.loaded_bytes for r in ranks)
     lines = []
     for r in ranks:
@@ -77,7 +77,7 @@ def loading_panel(ranks: Sequence[RankStats], space: PanelSize) -> list[ScreenRo
 def generating_panel(
     ranks: Sequence[RankStats], busy: Sequence[float], request: RequestStats, now: float, space: PanelSize
 ) -> list[ScreenRow]:
-    """How busy each rank is, and the request's numbers."""
+    """How busy each rank is, and the request's figures."""
     lines = [
         _RankLine(stats=r, share=share, style=_BUSY, note=percent(share)) for r, share in zip(ranks, busy, strict=True)
     ]
@@ -92,7 +92,7 @@ def _panel(
     space: PanelSize,
     more: Sequence[ScreenRow] = (),
 ) -> list[ScreenRow]:
-    """`more` is at the bottom, and is left out before the ranks share one row."""
+    """The panel's rows. `more` is at the bottom; it is omitted before the ranks are merged into one row."""
     full = [*above, *_rank_rows(lines, space), *below]
     for rows in ([*full, *more], full):
         if len(rows) <= space.height:
@@ -162,7 +162,7 @@ def _bar(share: float, width: int, style: Style, ascii_only: bool) -> ScreenRow:
 
 
 def _compact(lines: list[_RankLine], space: PanelSize) -> ScreenRow:
-    """All ranks in one row, a column's height for each share."""
+    """All ranks in one row, with a column whose height shows each share."""
     levels = "0123456789" if space.ascii_only else "▁▂▃▄▅▆▇█"
     row: ScreenRow = []
     for label, draft in (("ranks", False), ("draft", True)):
@@ -194,14 +194,13 @@ def _status(request: RequestStats, now: float, space: PanelSize) -> ScreenRow:
 
 def _speculation(request: RequestStats, space: PanelSize) -> ScreenRow:
     counters = request.counters
-    acceptance = counters.acceptance
     cancelled = f"{counted(counters.cancelled_runs, 'run')}, {counted(counters.cancelled_tokens, 'token')}"
     fields: list[tuple[str, str, Style | None]] = [
         ("", request.speculation.mode, _PHASE),
         ("", f"{request.n_in_flight:>2} in flight", None),
-        ("acceptance ", f"{'-' if acceptance is None else percent(acceptance):>5}", None),
+        ("acceptance ", f"{percent(counters.acceptance):>5}", None),
         ("cancelled ", cancelled, None),
-        ("text: ", "drafted", Style.parse(_DRAFTED)),
+        ("text: ", "drafted", _DRAFTED),
         ("", "own", None),
     ]
     priority = (2, 1, 3, 4, 5, 0) if space.colours else (2, 1, 3, 0)
@@ -209,7 +208,7 @@ def _speculation(request: RequestStats, space: PanelSize) -> ScreenRow:
 
 
 def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[int], space: PanelSize) -> ScreenRow:
-    """(label, value, style) items in one row; items that do not fit are left out, the last of `priority` first."""
+    """A row of (label, value, style). Items that do not fit are omitted, from the end of `priority`."""
     room = space.width - 1
     shown: set[int] = set()
     for i in priority:
@@ -227,7 +226,7 @@ def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[
 
 
 def _short(host: str) -> str:
-    """A host's name without its domain."""
+    """The host name without its domain."""
     name = host if host.replace(".", "").isdigit() else host.partition(".")[0]
     return name[:_MAX_HOST]
 

@@ -1,4 +1,4 @@
-"""The streamed text: its complete lines, and the rows of its unfinished line."""
+"""Streamed text: its complete lines, and the rows of its unfinished line."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ ScreenRow = list[Segment]
 
 _TAB = 8
 _KEPT_ROWS = 200
-_WIDENS = "\ufe0f"  # wants the character before it two cells wide; not all terminals obey
+_WIDENS = "\ufe0f"  # makes the character before it two cells wide, but not on all terminals
 
 
 class TextStream:
-    """Takes text from any thread (`feed`); everything else is for the one thread that draws."""
+    """Any thread may call `feed` and `end`; everything else belongs to the thread that draws."""
 
     def __init__(self) -> None:
         self._fed: collections.deque[tuple[str, Style | None, bool]] = collections.deque()
         self.complete: list[Segment] = []
-        """Lines with their ends that have not been printed yet; the printer empties it."""
+        """Complete lines, with their newlines, that were not printed yet. The printer clears the list."""
         self.line: list[Segment] = []
         """The unfinished line after the complete ones."""
         self._wrap = _Wrap(80)
         self._was_plain = False
 
     def feed(self, text: str, style: Style | None = None, plain: bool = False) -> None:
-        """Append text. Never waits. `plain`: it stands apart from what follows, and is shown as it is, also where
-        other text is laid out."""
+        """Append text, without waiting. `plain`: separate it from other text, and do not format it."""
         self._fed.append((text, style, plain))
 
     def end(self) -> None:
-        """Nothing follows. Never waits."""
+        """Complete the text, without waiting."""
         self.feed("\n")
 
     def take(self) -> None:
-        """Divide the text that was fed into complete lines and the unfinished one."""
+        """Divide the text fed so far into complete lines and the unfinished one."""
         while self._fed:
             text, style, is_plain = self._fed.popleft()
             if text.strip():
@@ -56,7 +55,7 @@ class TextStream:
                 self._wrap.add(rest, style)
 
     def rest(self) -> list[Segment]:
-        """The text that has not been printed, complete or not."""
+        """All text that was not printed yet."""
         return [*self.complete, *self.line]
 
     def rows(self, width: int, n_rows: int) -> list[ScreenRow]:
@@ -77,9 +76,9 @@ def wrapped(line: ScreenRow, width: int) -> list[ScreenRow]:
 
 
 class _Wrap:
-    """One line, broken where a terminal breaks it: after any character, at the right edge.
+    """One line, wrapped as a terminal does it: at the right edge, after any character.
 
-    Widths that terminals disagree on (joined emoji) count in full: a row may end early, it never runs over.
+    If terminals disagree on a width (joined emoji), the larger one counts: a row may end early, but is never too long.
     """
 
     def __init__(self, width: int) -> None:
@@ -88,12 +87,12 @@ class _Wrap:
         self._column = 0
 
     def add(self, text: str, style: Style | None) -> None:
-        """Append text without line ends. Tabs become blanks, up to the right edge as on a terminal."""
+        """Append text without newlines. Tabs become spaces, up to the right edge as on a terminal."""
         for i, part in enumerate(text.split("\t")):
             if i:
-                blanks = max(min(_TAB - self._column % _TAB, self.width - self._column), 0)
-                self._append(" " * blanks, style)
-                self._column += blanks
+                spaces = max(min(_TAB - self._column % _TAB, self.width - self._column), 0)
+                self._append(" " * spaces, style)
+                self._column += spaces
             start = 0
             for end, cells in self._breaks(part):
                 self._append(part[start:end], style)
@@ -103,7 +102,7 @@ class _Wrap:
                 start = end
 
     def _breaks(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where rows end in the text, and at its own end: (index, cells since the one before)."""
+        """The ends of rows within the text, and its own end: (index, cells since the end before)."""
         room = max(self.width - self._column, 0)
         if text.isascii():
             end = 0

@@ -1,12 +1,12 @@
-"""Where to draw: the user's terminal, also from the first rank of a user's mpirun, whose stderr is a pipe to mpirun.
+"""The terminal to draw on. The first rank under a user's mpirun finds it, too, though its stderr is a pipe to mpirun.
 
-| who started us      | the terminal is                                                               |
-|---------------------|-------------------------------------------------------------------------------|
-| the user            | stderr, when it is one                                                        |
-| the user's mpirun   | mpirun's own stderr, when it is one: mpirun is among our ancestors (/proc)    |
-| anyone, --color on  | stderr, whatever it is                                                        |
+| started by          | terminal                                                                 |
+|---------------------|--------------------------------------------------------------------------|
+| the user            | stderr, if it is one                                                     |
+| the user's mpirun   | mpirun's own stderr, if it is one (found in /proc, among the ancestors)  |
+| anyone, --color on  | stderr, whatever it is                                                   |
 
-A rank's own stdout does not show that: Open MPI puts a pseudo terminal there even when the answer goes to a file.
+A rank's own stdout is no help: Open MPI makes it a pseudo terminal even if the output goes to a file.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import sys
 import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Literal, TextIO, cast
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 
 from ggpipe.launch.environment import is_rank
-
-Color = Literal["auto", "on", "off"]
+from ggpipe.options.settings import Color
 
 _LAUNCHERS = ("prterun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prun")
 _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # "synchronized output"; ignored where unknown
@@ -32,22 +31,20 @@ _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # "synchronized output"
 
 @dataclass(frozen=True, kw_only=True)
 class Terminal:
-    """Where the live display is drawn."""
+    """A terminal, as the live display needs it."""
 
     console: Console
     stdout_shared: bool
-    """The program's standard output shows up here too: text goes through the display alone."""
+    """stdout is shown here as well, so the output is written through the display only."""
     fd: int | None = None
-    """The file that is asked for the terminal's size. None: the size does not change."""
+    """File descriptor for reading the size. None: the size does not change."""
     own_stderr: bool = False
-    """The terminal is this process's stderr: other output there must go around the live region."""
+    """The terminal is this process's stderr, so other output there must not disturb the live region."""
     reflows: bool = True
-    """The terminal wraps long rows when it gets narrower. Most do; xterm, screen and the Linux console cut them."""
-    device: TextIO | None = None
-    """The file that `close` closes."""
+    """The terminal wraps long rows when it becomes narrower. Most do; xterm, screen and the Linux console cut them."""
 
     def measure(self) -> None:
-        """Read the terminal's present size."""
+        """Read the terminal's current size."""
         if self.fd is None:
             return
         try:
@@ -57,28 +54,22 @@ class Terminal:
         if columns > 0 and lines > 0:
             self.console.size = (columns, lines)
 
-    def close(self) -> None:
-        """Close the device. stderr stays open."""
-        if self.device is not None:
-            with contextlib.suppress(OSError):
-                self.device.close()
-
 
 def open_terminal(color: Color = "auto") -> Terminal | None:
-    """The terminal to draw on; None: write no control codes at all.
+    """The terminal to draw on, or None if no control codes may be written.
 
-    `off` draws without colours, as does NO_COLOR unless `color` is `on`. A dumb terminal is none, unless
+    `off` draws without colours, and so does NO_COLOR unless `color` is `on`. A dumb terminal does not count unless
     `color` is `on`.
     """
     colourless = color == "off" or (color == "auto" and bool(os.environ.get("NO_COLOR")))
-    if color != "on" and _dumb():
+    if color != "on" and os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         return None
     if _is_terminal(sys.stderr):
         return _on_stream(sys.stderr, _is_terminal(sys.stdout), colourless)
     launcher = launcher_process()
     device, shared = "", _same_file("/dev/fd/1", "/dev/fd/2")
     if launcher is not None:
-        device = f"/proc/{launcher}/fd/2"  # opens what mpirun has there, whatever its name
+        device = f"/proc/{launcher}/fd/2"  # opens the same file, whatever its name
         shared = _same_file(f"/proc/{launcher}/fd/1", device)
     terminal = _on_device(device, shared, colourless)
     if terminal is None and color == "on":
@@ -87,7 +78,7 @@ def open_terminal(color: Color = "auto") -> Terminal | None:
 
 
 def open_launcher_stderr() -> TextIO | None:
-    """Stderr of the mpirun above us on this machine, when that is a pipe or a terminal; else None."""
+    """stderr of the mpirun that started us, if it is on this machine and a pipe or a terminal; else None."""
     launcher = launcher_process()
     if launcher is not None:
         with contextlib.suppress(OSError):
@@ -101,8 +92,8 @@ def open_launcher_stderr() -> TextIO | None:
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
-    """What is typed does not show up among what is written. Who reads a line later gets it, Enter included, and Ctrl-C
-    works as always. Does nothing where stdin is no terminal."""
+    """Turn off the echo of typed characters. They can still be read later, including Enter, and Ctrl-C works as usual.
+    Does nothing if stdin is not a terminal."""
     try:
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
@@ -119,7 +110,7 @@ def unechoed() -> Iterator[None]:
 
 
 class _Console(Console):
-    """Draws on the terminal that it is given; whether it should is decided above."""
+    """Always draws: `open_terminal` has already decided whether to."""
 
     @property
     def is_dumb_terminal(self) -> bool:
@@ -127,7 +118,7 @@ class _Console(Console):
 
 
 class _Sink:
-    """The part of a file that Rich uses. A terminal may go away: that ends the drawing, and nothing else."""
+    """The part of a file that Rich uses. If the terminal disappears, only the drawing stops."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -145,7 +136,7 @@ class _Sink:
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Rich takes it for a terminal."""
+        """True, for Rich."""
         return True
 
 
@@ -163,7 +154,7 @@ def _on_device(path: str, shared: bool, colourless: bool) -> Terminal | None:
     if not path:
         return None
     try:
-        if not stat.S_ISCHR(os.stat(path).st_mode):  # to open a FIFO without a reader would wait for one
+        if not stat.S_ISCHR(os.stat(path).st_mode):  # opening a FIFO would wait for a reader
             return None
         fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -172,9 +163,7 @@ def _on_device(path: str, shared: bool, colourless: bool) -> Terminal | None:
         os.close(fd)
         return None
     device = os.fdopen(fd, "w", encoding="utf-8", errors="replace")
-    terminal = Terminal(
-        console=_console(device, colourless), stdout_shared=shared, fd=fd, reflows=_reflows(), device=device
-    )
+    terminal = Terminal(console=_console(device, colourless), stdout_shared=shared, fd=fd, reflows=_reflows())
     terminal.measure()
     return terminal
 
@@ -201,10 +190,6 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
-def _dumb() -> bool:
-    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-
-
 def _reflows() -> bool:
     term = os.environ.get("TERM", "")
     inner_cuts = term.startswith(("linux", "screen")) and "TMUX" not in os.environ
@@ -219,7 +204,7 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def launcher_process() -> int | None:
-    """The process id of the mpirun above us; None when there is none, or on another machine."""
+    """Process id of the mpirun that started us; None without one, or if it is on another machine."""
     if not is_rank():
         return None
     process = os.getppid()

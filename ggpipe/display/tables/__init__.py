@@ -1,1 +1,1 @@
-"""Results as tables and files, one module for each command."""
+"""Results as tables and files, with one module per command."""

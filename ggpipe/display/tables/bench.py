@@ -1,26 +1,23 @@
-"""Show and write a bench: medians with their spread, cases side by side; tables, CSV, JSON, plots and timelines."""
+"""Prints and writes the results of `bench`: medians and quartiles, as tables, CSV, JSON, plots and timelines."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from ggpipe.display.figures import plots
 from ggpipe.display.figures.trace import write_trace
-from ggpipe.display.files import write_text
+from ggpipe.display.files import csv_text, write_json, write_text
 from ggpipe.display.format import counted, harmless, human_rate, human_seconds, percent, three_digits
 from ggpipe.display.live.terminal import Terminal
-from ggpipe.display.tables.columns import Column, columns_table
+from ggpipe.display.tables.columns import Column, columns_table, plain_text, print_below
 from ggpipe.display.tables.summary import csv_numbers, request_object
 from ggpipe.stats.records import Spread
 from ggpipe.stats.summary import BenchRun, BenchSummary, base_case, median_run, summarise
@@ -28,28 +25,26 @@ from ggpipe.stats.summary import BenchRun, BenchSummary, base_case, median_run, 
 CSV_COLUMNS = ("prefill_tokens_per_s", "decode_tokens_per_s", "itl_s", "ttft_s", "mode", "round", "prompt")
 """The first four are PipeInfer's columns, in its order."""
 
-_SHOWN_TOKENS = 40  # in the timeline: more would be too fine to see
+_SHOWN_TOKENS = 40  # in the timeline, for legibility
 _GAP = 2
-_LOG_WIDTH = 120
 
 
 def print_bench(
     terminal: Terminal | None, write: Callable[[str], object], runs: Sequence[BenchRun], cases: Sequence[str]
 ) -> None:
-    """Print the tables: on the terminal where stdout shows up there too, else `write` them as plain text."""
+    """Print the tables on the terminal if stdout is shown there as well, or else `write` them as plain text."""
+
+    def tables(width: int) -> Group:
+        return bench_tables(runs, cases, width)
+
     if terminal is not None and terminal.stdout_shared:
-        terminal.measure()
-        terminal.console.print(bench_tables(runs, cases, terminal.console.width))
-        return
-    plain = io.StringIO()
-    Console(file=plain, width=_LOG_WIDTH, color_system=None, force_terminal=False, markup=False).print(
-        bench_tables(runs, cases, _LOG_WIDTH)
-    )
-    write("\n".join(line.rstrip() for line in plain.getvalue().splitlines()) + "\n")
+        print_below(terminal, tables)
+    else:
+        write(plain_text(tables))
 
 
 def bench_tables(runs: Sequence[BenchRun], cases: Sequence[str], width: int) -> Group:
-    """All cases side by side; below, the speed after each prompt, and a line on the texts."""
+    """All cases in one table, then the speed for each prompt, and a line on whether the outputs are the same."""
     summaries = summarise(runs, cases)
     base = base_case(cases)
     parts: list[RenderableType] = []
@@ -64,30 +59,24 @@ def bench_tables(runs: Sequence[BenchRun], cases: Sequence[str], width: int) -> 
 
 
 def begin_bench_csv(path: Path, compares_layouts: bool = False) -> None:
-    """Write a new file with the columns' names. Raises UsageError when it cannot be written."""
-    write_text(path, _line((*CSV_COLUMNS, "layout") if compares_layouts else CSV_COLUMNS))
+    """Write a new file with the names of the columns. Raises UsageError if that fails."""
+    write_text(path, csv_text([(*CSV_COLUMNS, "layout") if compares_layouts else CSV_COLUMNS]))
 
 
 def append_bench_csv(path: Path, run: BenchRun) -> None:
-    """Append a run's line as soon as the run is over, so that a long bench that breaks keeps what it measured.
+    """Append the line of a run that has just ended, so that a benchmark that fails keeps its results so far.
 
-    Raises UsageError when the file cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     layout = [run.layout] if run.layout else []
-    write_text(path, _line([*csv_numbers(run.stats), run.mode, run.round, run.prompt, *layout]), "a")
-
-
-def _line(cells: Iterable[object]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
+    write_text(path, csv_text([[*csv_numbers(run.stats), run.mode, run.round, run.prompt, *layout]]), "a")
 
 
 def write_bench_json(path: Path, runs: Sequence[BenchRun], cases: Sequence[str], extra: Mapping[str, Any]) -> None:
-    """Write one object: `extra`, `summary` with an object for each case, `runs` with each run as in `generate --json`.
+    """Write one object: `extra`, `summary` with an object per case, and `runs` with each run as in `generate --json`.
 
-    Spreads are objects with `low`, `middle` and `high`: quartiles and median. Raises UsageError when the file cannot be
-    written.
+    Spreads are objects with `low`, `middle` and `high`: the quartiles and the median. Raises UsageError if the file
+    cannot be written.
     """
     summaries = [_summary_object(summary) for summary in summarise(runs, cases)]
     objects = [
@@ -99,12 +88,11 @@ def write_bench_json(path: Path, runs: Sequence[BenchRun], cases: Sequence[str],
         }
         for run in runs
     ]
-    everything = {**extra, "summary": summaries, "runs": objects}
-    write_text(path, json.dumps(everything, indent=2, default=str) + "\n")
+    write_json(path, {**extra, "summary": summaries, "runs": objects}, indent=2)
 
 
 def write_plots(folder: Path, ending: str, runs: Sequence[BenchRun], cases: Sequence[str]) -> list[Path]:
-    """Plot t/s, TTFT and ITL as bars, the median run's timeline, and acceptance by position. Returns the files."""
+    """Plot speed, TTFT and ITL, the timeline of the median run, and acceptance by position. Returns the files."""
     prompts = list(dict.fromkeys(run.prompt for run in runs))
     of = {
         prompt: {s.case: s for s in summarise([run for run in runs if run.prompt == prompt], cases)}
@@ -140,7 +128,7 @@ def write_plots(folder: Path, ending: str, runs: Sequence[BenchRun], cases: Sequ
 
 
 def write_traces(folder: Path, runs: Sequence[BenchRun], cases: Sequence[str]) -> list[Path]:
-    """Write each case's median run as a timeline for Perfetto. Returns the files."""
+    """Write the timeline of each case's median run, for Perfetto. Returns the files."""
     written = []
     for case in cases:
         run = median_run(runs, case)
@@ -167,10 +155,10 @@ def _columns(summaries: Sequence[BenchSummary], base: str) -> list[Column]:
         *column("TTFT", [human_seconds(s.ttft_s.middle if s.ttft_s else None) for s in summaries], 1),
         *column("ITL p50", [human_seconds(s.pooled.itl_p50_s) for s in summaries], 3),
         *column("ITL p99", [human_seconds(s.pooled.itl_p99_s) for s in summaries], 4),
-        *column("accepted", [_share(s.pooled.acceptance) for s in summaries], 1),
-        *column("cancelled", [_share(s.pooled.cancelled) for s in summaries], 5),
-        *column("wasted", [_share(s.pooled.wasted) for s in summaries], 2),
-        *column("occupied", [_share(s.pooled.occupancy) for s in summaries], 2),
+        *column("accepted", [percent(s.pooled.acceptance) for s in summaries], 1),
+        *column("cancelled", [percent(s.pooled.cancelled) for s in summaries], 5),
+        *column("wasted", [percent(s.pooled.wasted) for s in summaries], 2),
+        *column("occupied", [percent(s.pooled.occupancy) for s in summaries], 2),
     ]
 
 
@@ -205,8 +193,10 @@ def _verdict(runs: Sequence[BenchRun], summaries: Sequence[BenchSummary], base: 
     if not others:
         return first
     if n_differ == 0:
-        return f"{first} All texts are the same."
-    return f"{first} {n_differ} of {counted(others, 'text')} differ from {base}'s: two tokens nearly tied, see --exact."
+        return f"{first} All outputs are the same."
+    return (
+        f"{first} {n_differ} of {counted(others, 'output')} differ from {base}'s (two tokens nearly tied, see --exact)."
+    )
 
 
 def _spread(spread: Spread | None) -> str:
@@ -216,15 +206,11 @@ def _spread(spread: Spread | None) -> str:
 
 
 def _middle(spread: Spread | None) -> str:
-    return "-" if spread is None else three_digits(spread.middle)
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else percent(share)
+    return three_digits(spread.middle if spread else None)
 
 
 def _summary_object(summary: BenchSummary) -> dict[str, Any]:
-    """The pooled numbers, and the spread of those that have one."""
+    """The pooled figures, and the spread of those that have one."""
     spreads = {
         "tokens_per_s": summary.tokens_per_s,
         "prefill_tokens_per_s": summary.prefill_tokens_per_s,

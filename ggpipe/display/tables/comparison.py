@@ -1,4 +1,4 @@
-"""What a draft model gains: the speed of a text with it, and the speed of the same text without it."""
+"""The gain from a draft model: the speed of the same output with and without it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ggpipe.stats.records import RankStats, RequestStats
 
 
 def comparison(ranks: Sequence[RankStats], drafted: RequestStats, alone: RequestStats) -> list[str]:
-    """Sentences: which rank does what, both speeds, and their ratio. Empty when a text is too short for a speed.
+    """Sentences on what each rank does, both speeds, and their ratio. Empty if an output is too short to have a speed.
 
-    `ranks`: as `Session.ranks`. `drafted`: the request with draft tokens; `alone`: the one without.
+    `drafted`: the request with draft tokens. `alone`: the one without.
     """
     fast, slow = drafted.decode_tps, alone.decode_tps
     if fast is None or slow is None:
@@ -28,7 +28,7 @@ def comparison(ranks: Sequence[RankStats], drafted: RequestStats, alone: Request
 
 
 def print_sentences(terminal: Terminal | None, sentences: Sequence[str], style: str | None = None) -> None:
-    """Print lines below what is there: on the terminal, in a Rich style, or on stderr when there is none."""
+    """Print lines on the terminal, in a Rich style, or on stderr if there is no terminal."""
     if terminal is not None:
         terminal.measure()
         for sentence in sentences:

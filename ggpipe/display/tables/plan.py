@@ -1,9 +1,8 @@
-"""A plan as a page: ranks with their memory, speeds by mode, and the command line to paste; and as JSON."""
+"""A plan as a page (ranks and their memory, speed by mode, the command to copy) and as JSON."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.layer_split import text_of
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.layout import layer_range
-from ggpipe.display.files import write_text
+from ggpipe.display.files import write_json
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
@@ -32,21 +31,21 @@ from ggpipe.sim.virtual_cluster import VirtualPlacement
 _GAP = 2
 _HOSTS = Path("hosts")
 _MOST_NAMES = 4
-_MUCH_SOONER = 0.8  # a TTFT that is worth a word
-_LINK_BYTES = 32 << 10  # what links are compared by: a row of a model of 8,192 numbers
+_MUCH_SOONER = 0.8  # ratio of TTFTs that is worth mentioning
+_LINK_BYTES = 32 << 10  # message size for comparing links: a row of 8,192 floats
 _FLAGS = (("--draft", "n_draft"), ("-pa", "p_accept"), ("-np", "n_parallel"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
-    """The parts of the command line that are known before there is a plan."""
+    """The parts of the command that are known before planning."""
 
     model: Path
     draft: Path
     extras: Sequence[str]
-    """Flags that the user gave."""
+    """The user's own flags."""
     hosts: Sequence[str]
-    """The machine of each rank that was measured, as the hostfile calls it."""
+    """Machine of each measured rank, as named in the hostfile."""
     hostfile: Path | None
 
 
@@ -78,7 +77,7 @@ def print_plan(
 
 
 def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tuple[str, Path | None, list[str]]:
-    """The command, the hostfile that it names, and the lines to save in it where they are not there yet."""
+    """The command, the hostfile that it names, and the lines to save in a hostfile that does not exist yet."""
     hostfile, hosts = _hosts(spec, plan, command)
     words = ["ggpipe", "generate", "-m", str(command.model)]
     if plan.best.mode != "iterative":
@@ -96,7 +95,7 @@ def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tup
 
 
 def threads_flags(placement: VirtualPlacement) -> list[str]:
-    """-t, and -td where a draft inside the head has other threads."""
+    """-t, and -td if a draft model inside the head has a different number of threads."""
     threads = placement.threads
     words = ["-t", ",".join(map(str, threads if len(set(threads)) > 1 else threads[:1]))]
     if placement.draft_threads is not None and placement.draft_threads != threads[0]:
@@ -105,7 +104,7 @@ def threads_flags(placement: VirtualPlacement) -> list[str]:
 
 
 def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> None:
-    """Write a plan as JSON. Raises UsageError when the file cannot be written."""
+    """Write a plan as JSON. Raises UsageError if the file cannot be written."""
     line, _, hosts = command_line(spec, plan, command)
     placement = plan.placement
     content = {
@@ -135,7 +134,7 @@ def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateComma
         "simulations": plan.n_simulations,
         **({"users": plan.users} if plan.users is not None else {}),
     }
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_json(path, content)
 
 
 def _alternative_object(plan: Plan) -> dict[str, Any] | None:
@@ -157,7 +156,7 @@ def _heading(
         request = f"prompt of {counted(tokens.n_prompt, 'token')}"
         request += f", agreement {percent(tokens.agreement)}" if draft is not None else ""
     if plan.users is not None:
-        request += f"; {counted(plan.users, 'user')} at the same time, by their tokens per second in total"
+        request += f"; {counted(plan.users, 'user')} at the same time, compared by total tokens per second"
     request += f"; the best of {counted(plan.n_simulations, 'simulation')}"
     styles = ("bold", "dim", "dim")
     return Group(
@@ -222,7 +221,7 @@ def _modes_table(plan: Plan, width: int) -> RenderableType:
 
 
 def _reasons(spec: ClusterSpec, plan: Plan) -> list[str]:
-    """A line on why there are groups, or none."""
+    """Lines on why groups, or stages, are better."""
     if plan.alternative is None:
         return []
     other, slower = plan.alternative
@@ -237,18 +236,18 @@ def _reasons(spec: ClusterSpec, plan: Plan) -> list[str]:
 
 
 def _wire_line(plan: Plan, unit: str) -> list[str]:
-    """What 16-bit sums gain, and what they do to the text."""
+    """What 16-bit sums gain, and how they affect the output."""
     if plan.with_floats is None:
         return []
     return [
-        f"--tensor-wire f16 sends sums as 16-bit floats: without it {three_digits(plan.with_floats.tokens_per_s)} "
+        f"--tensor-wire f16 sends sums as 16-bit floats. Without it: {three_digits(plan.with_floats.tokens_per_s)} "
         f"{unit}, TTFT {human_seconds(plan.with_floats.ttft_s)}",
-        "(they are rounded, so near-ties can be decided differently)",
+        "(rounding may occasionally change the choice between two almost equally likely tokens)",
     ]
 
 
 def stages_text(placement: VirtualPlacement) -> str:
-    """How the target's ranks are stages: `4 stages`, `2 groups of 2`, `1 rank`, `3 stages of 2, 1 and 1 ranks`."""
+    """The target's stages: `4 stages`, `2 groups of 2`, `1 rank`, `3 stages of 2, 1 and 1 ranks`."""
     assert placement.layout is not None
     sizes = [len(stage.ranks) for stage in placement.layout.stages]
     if set(sizes) == {1}:
@@ -271,7 +270,7 @@ def _link_text(spec: ClusterSpec, plan: Plan) -> str:
 
 
 def _remarks(spec: ClusterSpec, plan: Plan) -> list[str]:
-    """Lines on modes that would be faster with other ranks."""
+    """Lines on modes that would be faster on other ranks."""
     lines = []
     for mode, (placement, prediction) in plan.elsewhere.items():
         machines = [spec.nodes[node].name for node in dict.fromkeys(placement.node_of)]
@@ -295,7 +294,7 @@ def _speculation_flags(prediction: Prediction, with_mode: bool = True) -> list[s
 
 
 def _hosts(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tuple[Path | None, list[str]]:
-    """The hostfile, where one is needed; its lines, where it is a new one."""
+    """The hostfile, if one is needed, and its lines, if it is a new one."""
     if command.hostfile is None:
         if len(spec.nodes) == 1:
             return None, []

@@ -20,7 +20,7 @@ _ROWS = (1, 8, 32)
 
 
 def profile_table(profile: Profile, width: int) -> Group:
-    """Tables of a profile; columns that do not fit into `width` cells are left out."""
+    """Tables of a profile. Columns that do not fit into `width` cells are omitted."""
     parts: list[Table | Padding] = [_ranks_table(profile, width)]
     if profile.links:
         parts.append(Padding(_links_table(profile, width), (1, 0, 0, 0)))
@@ -30,7 +30,7 @@ def profile_table(profile: Profile, width: int) -> Group:
 
 
 def _ranks_table(profile: Profile, width: int) -> Table:
-    """A line for each rank alone and, where there are several, one for it together with the others."""
+    """A line per rank, measured alone; with several ranks, a second line for all of them at the same time."""
     ranks, shared = profile.ranks, len(profile.ranks) > 1
 
     def lines(alone: Iterable[str], together: Iterable[str] | None = None) -> list[str]:

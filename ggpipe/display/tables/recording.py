@@ -1,4 +1,4 @@
-"""Show a recording in a few lines: agreement by prompt and by confidence."""
+"""Shows a recording: agreement by prompt and by confidence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BINS = 5
 
 
 def recording_text(recording: Recording) -> str:
-    """A line for each prompt, then agreement by confidence."""
+    """A line per prompt, then agreement by confidence."""
     width = max(len(name) for name in ("confidence", *(recorded.name for recorded in recording.prompts)))
     lines = [
         f"{recorded.name:{width}}  {len(recorded.text)} tokens  agreement {_mean(recorded.agrees)}  "
@@ -33,4 +33,4 @@ def recording_text(recording: Recording) -> str:
 
 
 def _mean(values: Sequence[float]) -> str:
-    return percent(sum(values) / len(values)) if values else "-"
+    return percent(sum(values) / len(values) if values else None)

@@ -1,10 +1,7 @@
-"""Show and write simulations: modes side by side, sweeps as tables, CSV, JSON, plots and timelines."""
+"""Prints and writes the results of `simulate`: modes and sweeps as tables, CSV, JSON and plots."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +14,7 @@ from rich.text import Text
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config.speculation import Mode
-from ggpipe.display.files import write_text
+from ggpipe.display.files import csv_text, write_json, write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_seconds, percent, three_digits
 from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
@@ -35,9 +32,9 @@ _TOKENS_SHOWN = 32  # in the timeline of one simulation
 
 
 def print_simulation(spec: SimulationSpec, found: Sequence[Combination], modes: Sequence[Mode]) -> None:
-    """Print on stdout what was simulated, then the modes side by side or, for a sweep, a row for each combination.
+    """Print what was simulated, then a column per mode or, for a sweep, a row per combination of values.
 
-    A sweep's table shows the speed of each of `modes`, and more of the last one.
+    The table of a sweep shows the speed of all `modes`, and other figures of the last one.
     """
     heading = _heading(spec, found[0].values)
     if found[0].values:
@@ -47,23 +44,19 @@ def print_simulation(spec: SimulationSpec, found: Sequence[Combination], modes: 
 
 
 def write_csv(path: Path, found: Sequence[Combination]) -> None:
-    """Write a row for each combination and mode. Raises UsageError when the file cannot be written."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    """Write a row per combination and mode. Raises UsageError if the file cannot be written."""
     first = next(iter(found[0].by_mode.values()))
-    writer.writerow([*found[0].values, "mode", *_numbers(first)])
+    rows = [[*found[0].values, "mode", *_numbers(first)]]
     for each in found:
         for mode, own in each.by_mode.items():
-            writer.writerow([*map(_exact, each.values.values()), mode, *map(_exact, _numbers(own).values())])
-    write_text(path, text.getvalue())
+            rows.append([*map(_exact, each.values.values()), mode, *map(_exact, _numbers(own).values())])
+    write_text(path, csv_text(rows))
 
 
 def write_requests_csv(path: Path, only: Combination) -> None:
-    """Write a row for each mode and request. Raises UsageError when the file cannot be written."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    """Write a row per mode and request. Raises UsageError if the file cannot be written."""
     names = ("arrived_s", "queue_s", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p99_s", "tokens_per_s", "ended_s")
-    writer.writerow(["mode", "request", "n_prompt_tokens", "n_generated_tokens", *names])
+    rows: list[list[object]] = [["mode", "request", "n_prompt_tokens", "n_generated_tokens", *names]]
     for mode, own in only.by_mode.items():
         for number, stats in enumerate(own.requests, 1):
             itl_s = stats.itl_s
@@ -71,14 +64,14 @@ def write_requests_csv(path: Path, only: Combination) -> None:
                 stats.arrived, stats.queue_s, stats.ttft_s, sum(itl_s) / len(itl_s) if itl_s else None,
                 percentile(itl_s, 0.5), percentile(itl_s, 0.99), stats.decode_tps, stats.ended,
             )  # fmt: skip
-            writer.writerow([mode, number, stats.n_prompt, stats.n_generated, *map(_exact, values)])
-    write_text(path, text.getvalue())
+            rows.append([mode, number, stats.n_prompt, stats.n_generated, *map(_exact, values)])
+    write_text(path, csv_text(rows))
 
 
-def write_json(path: Path, spec: SimulationSpec, found: Sequence[Combination]) -> None:
-    """Write what was simulated, the numbers of each combination and mode and, without a sweep, each request's.
+def write_results(path: Path, spec: SimulationSpec, found: Sequence[Combination]) -> None:
+    """Write what was simulated, the figures of each combination and mode and, without a sweep, those of each request.
 
-    Raises UsageError when the file cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     results = []
     for each in found:
@@ -90,20 +83,20 @@ def write_json(path: Path, spec: SimulationSpec, found: Sequence[Combination]) -
                     _request(request, i if shared else None) for i, request in enumerate(own.requests, 1)
                 ]
             results.append(result)
-    write_text(path, json.dumps({**_facts(spec), "results": results}, indent=1) + "\n")
+    write_json(path, {**_facts(spec), "results": results})
 
 
 def _request(stats: RequestStats, number: int | None) -> dict[str, Any]:
-    """`number`: of several requests that share the pipeline, from 1 on."""
+    """`number`: of one of several requests that share the pipeline, from 1."""
     extra = None if number is None else {"request": number, "arrived_s": stats.arrived, "queue_s": stats.queue_s}
     return request_object(stats, stats.ranks, extra)
 
 
 def plot_simulation(path: Path, spec: SimulationSpec, found: Sequence[Combination], modes: Sequence[Mode]) -> None:
-    """Plot the ranks' timeline in the last of `modes` or, for a sweep of one name, speed over it, a line for each
-    mode; for a sweep of two names speed in the last mode, a cell for each pair of values.
+    """Plot the timeline of the last of `modes`; for a sweep of one name, the speed of each mode; for a sweep of two
+    names, the speed of the last mode as a heat map.
 
-    Raises UsageError when the file cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     from ggpipe.display.figures.plots import Value, heat, lines, occupancy_timeline
 
@@ -127,7 +120,7 @@ def plot_simulation(path: Path, spec: SimulationSpec, found: Sequence[Combinatio
 
 
 def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
-    """What is simulated, without what is swept."""
+    """What is simulated, except for the values that are swept."""
     n_target, n_draft = len(spec.placement.target_on), len(spec.placement.draft_on)
     models = f"target {_model(spec.target)} on {counted(n_target, 'rank')}"
     if spec.draft is not None:
@@ -137,12 +130,12 @@ def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
     if isinstance(tokens, Recording):
         request.append(counted(len(tokens.prompts), "recorded prompt"))
         lengths = [len(recorded.text) if n_predict < 0 else n_predict for recorded in tokens.prompts]
-        request.append(f"texts of {' + '.join(map(str, lengths))} tokens")
+        request.append(f"outputs of {' + '.join(map(str, lengths))} tokens")
         request.append(f"agreement {percent(tokens.agreement)}")
     else:
         if "prompt-tokens" not in swept:
             request.append(f"prompt of {counted(tokens.n_prompt, 'token')}")
-        request.append(f"text of {n_predict}")
+        request.append(f"output of {n_predict}")
         if "acceptance" not in swept:
             request.append(f"agreement {percent(tokens.agreement)}, {tokens.confidence}")
     lines = [spec.cluster.title, models, ", ".join(request)]
@@ -156,7 +149,7 @@ def _traffic(traffic: Traffic, swept: Collection[str]) -> str:
     if traffic.users is not None and "users" not in swept:
         words.append(counted(traffic.users, "user"))
     if traffic.rate is not None and "rate" not in swept:
-        words.append(f"{traffic.rate:g} requests a second")
+        words.append(f"{traffic.rate:g} requests per second")
     if not set(swept).intersection(("users", "rate")):
         words.append(counted(len(traffic.arrivals()), "request"))
         if "concurrent" not in swept:
@@ -169,7 +162,7 @@ def _model(shape: ModelShape) -> str:
 
 
 def _facts(spec: SimulationSpec) -> dict[str, object]:
-    """What was simulated, for the JSON file."""
+    """What was simulated, for JSON."""
     tokens = spec.tokens
     return {
         "cluster": spec.cluster.title,
@@ -183,7 +176,7 @@ def _facts(spec: SimulationSpec) -> dict[str, object]:
 
 
 def _print_modes(heading: Sequence[str], only: Combination, ranks_of: Mode | None) -> None:
-    """`ranks_of`: the mode whose ranks are shown, in its first request."""
+    """`ranks_of`: the mode for whose first request to show the ranks."""
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     table.add_column("", style="dim", no_wrap=True)
     for mode in only.by_mode:
@@ -214,7 +207,7 @@ def _print_sweep(heading: Sequence[str], found: Sequence[Combination], modes: Se
     best = max(found, key=lambda each: _speed(each, main) or 0.0)
     columns = [Column(name, [_short(each.values[name]) for each in found], 0) for name in found[0].values]
     for mode in modes:
-        speeds = [_rate(_speed(each, mode)) for each in found]
+        speeds = [three_digits(_speed(each, mode)) for each in found]
         columns.append(Column(f"{mode} {speed}" if len(modes) > 1 else speed, speeds, 0 if mode == main else 1))
     for name, need in needs.items():
         cells = [rows[name](each.by_mode[main]) for each in found]
@@ -235,36 +228,24 @@ def _numbers(result: ModeResult) -> dict[str, Any]:
     return {**asdict(result.summary), **(asdict(result.traffic) if result.traffic else {}), "gain": result.gain}
 
 
-def _rate(per_s: float | None) -> str:
-    return "-" if per_s is None else three_digits(per_s)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else percent(share)
-
-
-def _bytes(n_bytes: float | None) -> str:
-    return "-" if n_bytes is None else human_bytes(n_bytes)
-
-
 def _two_digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
 _ROWS: dict[str, Callable[[ModeResult], str]] = {
-    "t/s": lambda own: _rate(own.summary.tokens_per_s),
+    "t/s": lambda own: three_digits(own.summary.tokens_per_s),
     "x iterative": lambda own: _two_digits(own.gain),
     "TTFT": lambda own: human_seconds(own.summary.ttft_s),
     "ITL mean": lambda own: human_seconds(own.summary.itl_mean_s),
     "ITL p99": lambda own: human_seconds(own.summary.itl_p99_s),
-    "accepted": lambda own: _percent(own.summary.acceptance),
+    "accepted": lambda own: percent(own.summary.acceptance),
     "per run": lambda own: _two_digits(own.summary.accepted_per_run),
     "cancelled runs": lambda own: "-" if own.summary.cancelled_runs is None else f"{own.summary.cancelled_runs}",
-    "occupied": lambda own: _percent(own.summary.occupancy),
-    "wasted": lambda own: _percent(own.summary.wasted),
-    "draft occupied": lambda own: _percent(own.summary.draft_occupancy),
-    "draft paused": lambda own: _percent(own.summary.draft_paused),
-    "sent/token": lambda own: _bytes(own.summary.sent_bytes_per_token),
+    "occupied": lambda own: percent(own.summary.occupancy),
+    "wasted": lambda own: percent(own.summary.wasted),
+    "draft occupied": lambda own: percent(own.summary.draft_occupancy),
+    "draft paused": lambda own: percent(own.summary.draft_paused),
+    "sent/token": lambda own: human_bytes(own.summary.sent_bytes_per_token),
 }
 
 
@@ -273,10 +254,10 @@ def _of_traffic(cell: Callable[[TrafficSummary], str]) -> Callable[[ModeResult],
 
 
 _TRAFFIC_ROWS: dict[str, Callable[[ModeResult], str]] = {
-    "total t/s": lambda own: _rate(own.tokens_per_s),
+    "total t/s": lambda own: three_digits(own.tokens_per_s),
     "x iterative": lambda own: _two_digits(own.gain),
-    "t/s each": lambda own: _rate(own.summary.tokens_per_s),
-    "requests/s": _of_traffic(lambda own: _rate(own.requests_per_s)),
+    "t/s each": lambda own: three_digits(own.summary.tokens_per_s),
+    "requests/s": _of_traffic(lambda own: three_digits(own.requests_per_s)),
     "TTFT p50": _of_traffic(lambda own: human_seconds(own.ttft_p50_s)),
     "TTFT p90": _of_traffic(lambda own: human_seconds(own.ttft_p90_s)),
     "TTFT p99": _of_traffic(lambda own: human_seconds(own.ttft_p99_s)),
@@ -287,9 +268,9 @@ _TRAFFIC_ROWS: dict[str, Callable[[ModeResult], str]] = {
     "queued p90": _of_traffic(lambda own: human_seconds(own.queue_p90_s)),
     "queued p99": _of_traffic(lambda own: human_seconds(own.queue_p99_s)),
     "accepted": _ROWS["accepted"],
-    "occupied": _of_traffic(lambda own: _percent(own.occupancy)),
+    "occupied": _of_traffic(lambda own: percent(own.occupancy)),
     "wasted": _ROWS["wasted"],
-    "draft occupied": _of_traffic(lambda own: _percent(own.draft_occupancy)),
+    "draft occupied": _of_traffic(lambda own: percent(own.draft_occupancy)),
     "draft paused": _ROWS["draft paused"],
     "sent/token": _ROWS["sent/token"],
 }

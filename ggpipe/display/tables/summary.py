@@ -1,16 +1,13 @@
-"""Show and write the numbers of a finished request: a table, PipeInfer's line of CSV, and all of it as JSON."""
+"""Prints and writes the figures of a finished request: as a table, as PipeInfer's CSV, and as JSON."""
 
 from __future__ import annotations
 
-import io
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 
@@ -19,20 +16,20 @@ from ggpipe.core.drafters import registry
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.terminal import Terminal
-from ggpipe.display.tables.columns import Column, columns_table
+from ggpipe.display.tables.columns import Column, columns_table, print_below
 from ggpipe.stats.activity import layer_texts, part, parts_of, speculates, taking_part, wasted_s, with_work
 from ggpipe.stats.records import RankStats, RequestStats, percentile
 
-_LOG_WIDTH = 100
 _GAP = 3
+_LOG_WIDTH = 100
 _BY_KEY = ("rejected_rows", "by_lead", "by_drafter", "paused_tokens")  # counters that are tables
 
 
-def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int = _LOG_WIDTH) -> Group:
-    """The request's numbers and, below them, each rank's.
+def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int) -> Group:
+    """The request's figures and, below them, those of each rank.
 
-    Who a rank is, its loading and its memory come from `ranks`, its work from `stats.ranks` (this request's)
-    when that is filled in. `width`, in cells: columns that do not fit are left out.
+    A rank's identity, loading and memory come from `ranks`; its work comes from `stats.ranks` if that is filled in.
+    `width`: in cells. Columns that do not fit are omitted.
     """
     ranks = taking_part(stats, ranks)
     parts: list[Table | Padding] = [_request_table(stats, ranks, width)]
@@ -42,49 +39,30 @@ def summary_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, w
 
 
 def print_summary(terminal: Terminal | None, stats: RequestStats, ranks: Sequence[RankStats], now: float) -> None:
-    """Print the table below the answer: on the terminal, or as plain text on stderr when there is none."""
+    """Print the table below the output: on the terminal, or as plain text on stderr if there is none."""
     if terminal is not None:
-        terminal.measure()
-        console = terminal.console
-        console.print()
-        console.print(summary_table(stats, ranks, now, console.width))
-        return
-    plain = io.StringIO()
-    Console(file=plain, width=_LOG_WIDTH, color_system=None, force_terminal=False, markup=False).print(
-        summary_table(stats, ranks, now)
-    )
-    print("\n".join(line.rstrip() for line in plain.getvalue().splitlines()), file=sys.stderr)
+        terminal.console.print()
+    print_below(terminal, lambda width: summary_table(stats, ranks, now, width), _LOG_WIDTH)
 
 
 def append_csv(path: Path, stats: RequestStats) -> None:
-    """Append PipeInfer's line: prefill tokens/s, decode tokens/s, mean ITL in s, TTFT in s; `nan` for none.
+    """Append PipeInfer's line: prefill tokens/s, decode tokens/s, mean ITL in s, TTFT in s; `nan` for unknown figures.
 
-    Raises UsageError when the file cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     write_text(path, ",".join(csv_numbers(stats)) + "\n", "a")
 
 
 def csv_numbers(stats: RequestStats) -> list[str]:
-    """PipeInfer's four numbers."""
+    """PipeInfer's four figures."""
     numbers = (stats.prefill_tps, stats.decode_tps, _mean(stats.itl_s), stats.ttft_s)
     return ["nan" if n is None else f"{n:.6g}" for n in numbers]
-
-
-def write_json(
-    path: Path, stats: RequestStats, ranks: Sequence[RankStats], extra: Mapping[str, Any] | None = None
-) -> None:
-    """Write all measurements as one JSON object; null where a number is not known.
-
-    `extra` is merged in at the top, below our own keys. What JSON does not know becomes a string.
-    Raises UsageError when the file cannot be written.
-    """
-    write_text(path, json.dumps(request_object(stats, ranks, extra), indent=2, default=str) + "\n")
 
 
 def request_object(
     stats: RequestStats, ranks: Sequence[RankStats], extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """All measurements, as `write_json` writes them."""
+    """All measurements as a JSON object, with null for unknown figures. `extra`: further keys, placed first."""
     itl_s = stats.itl_s
     counters = asdict(stats.counters)
     wasted = wasted_s(stats)
@@ -126,7 +104,7 @@ def request_object(
 
 
 def _group_objects(ranks: Sequence[RankStats]) -> list[dict[str, int]]:
-    """Each rank's part of its group; nothing where no ranks form one."""
+    """The number of each rank's part of its group. Empty objects without groups."""
     numbers = parts_of(ranks)
     return [{"part": number} if any(numbers) else {} for number in numbers]
 
@@ -183,13 +161,13 @@ def _prompt(stats: RequestStats) -> str:
 
 
 def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
-    """Width, in cells, of a table with this number of pairs in a row."""
+    """Width of a table with `n_pairs` names and values per row, in cells."""
     columns = [cells[i::n_pairs] for i in range(n_pairs)]
     return sum(max(a for a, _ in c) + max(b for _, b in c) for c in columns) + (2 * n_pairs - 1) * _GAP
 
 
 def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int, int]]:
-    """Name of each drafter, its judged and right tokens, and the tokens that came while it paused."""
+    """Name of each drafter, its judged and right tokens, and the tokens generated while it was paused."""
     labels = registry.labels(max((rank.model for rank in ranks), default=TARGET))
     judged, paused = stats.counters.by_drafter, stats.counters.paused_tokens
     known = sorted({*judged, *paused})
@@ -207,7 +185,7 @@ def _speculation_items(stats: RequestStats, ranks: Sequence[RankStats]) -> list[
         ("accepted", counted(counters.accepted_tokens, "token")),
         ("per run", "-" if per_run is None else f"{per_run:.2f} tokens"),
         ("submitted", counted(counters.speculative_runs, "run")),
-        ("acceptance", "-" if acceptance is None else percent(acceptance)),
+        ("acceptance", percent(acceptance)),
         ("cancelled", counted(counters.cancelled_tokens, "token")),
         ("verified", counted(counters.verified_runs, "run")),
         ("cancelled", counted(counters.cancelled_runs, "run")),
@@ -217,7 +195,7 @@ def _speculation_items(stats: RequestStats, ranks: Sequence[RankStats]) -> list[
 
 
 def ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, width: int) -> Table:
-    """A line for each rank, or part of a group."""
+    """A table with a line per rank."""
     elapsed_s = max(stats.elapsed_s(now), 0.0)
     both = with_work(stats, ranks)
     wasted = wasted_s(stats)
@@ -230,10 +208,10 @@ def ranks_table(stats: RequestStats, ranks: Sequence[RankStats], now: float, wid
         Column("busy", [human_seconds(w.busy_s) for _, w in both], 3),
         Column("idle", [human_seconds(max(elapsed_s - w.busy_s, 0.0)) for _, w in both], 4),
         Column("wasted", [human_seconds(wasted.get(part(r), 0.0)) for r in ranks], 1),
-        Column("occupied", [percent(min(w.busy_s / elapsed_s, 1.0)) if elapsed_s else "-" for _, w in both], 0),
-        Column("sent/run", [human_bytes(w.sent_bytes / w.runs) if w.runs else "-" for _, w in both], 8),
+        Column("occupied", [percent(min(w.busy_s / elapsed_s, 1.0) if elapsed_s else None) for _, w in both], 0),
+        Column("sent/run", [human_bytes(w.sent_bytes / w.runs if w.runs else None) for _, w in both], 8),
         Column("sent", [human_bytes(w.sent_bytes) for _, w in both], 6),
-        Column("memory", [human_bytes(r.resident_bytes) if r.resident_bytes else "-" for r in ranks], 2),
+        Column("memory", [human_bytes(r.resident_bytes or None) for r in ranks], 2),
     ]
     if not speculates(stats):
         columns = [column for column in columns if column.title != "wasted"]
@@ -246,7 +224,7 @@ def _threads(rank: RankStats) -> str:
 
 
 def _load_s(ranks: Sequence[RankStats]) -> float | None:
-    """Ranks load at the same time: the slowest counts."""
+    """Time until the slowest rank has loaded; they load at the same time."""
     return max((r.load_s for r in ranks), default=None)
 
 
