@@ -1,4 +1,4 @@
-"""The pages of --help, which typer draws from the rows of the options table (`options/table.py`)."""
+"""The pages of --help, which typer draws from the options table (`options/table.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def show_help(commands: Sequence[Command], table: Sequence[Option], command: Com
         add_completion=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Run one large GGUF model over several CPU-only machines, and get a single answer fast.",
+        help="Run one large GGUF model on several CPU-only machines. `ggpipe COMMAND --help` lists a command's options.",
     )
 
     @app.callback()
