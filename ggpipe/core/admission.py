@@ -108,13 +108,14 @@ class Admission:
 
     def extended(self, state: RequestState) -> int:
         """The cells that it is promised; more than before where it nears them, has no limit, and there are any."""
-        if state.request.n_predict < 0 and state.tree.root.pos + _MORE_CELLS > state.reserve:
+        if state.n_predict < 0 and state.tree.root.pos + _MORE_CELLS > state.reserve:
             state.reserve += min(self.spare_cells + state.n_cells - state.n_reserved, _MORE_CELLS)
         return state.reserve
 
     def make_room(self) -> None:
         """Requests take the cells of kept prefixes when they need them."""
-        self._prefixes.shrink(self._limits.n_ctx - self._n_used)
+        if len(self._prefixes):
+            self._prefixes.shrink(self._limits.n_ctx - self._n_used)
 
     @property
     def spare_cells(self) -> int:

@@ -84,6 +84,8 @@ class InFlight(Generic[Owner]):
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
         self._runs: dict[int, RunInFlight[Owner]] = {}
         self._of: dict[Owner, dict[int, RunPart[Owner]]] = {}
+        self._latest_text: dict[Owner, int] = {}
+        """By owner: the latest run with rows that are no nodes."""
 
     @property
     def has_prompt_rows(self) -> bool:
@@ -116,8 +118,11 @@ class InFlight(Generic[Owner]):
         for part in parts:
             own_parts = self._of.setdefault(part.owner, {})
             part.run, part.n_live = self.next_run, len(part.rows)
-            part.after = next((before.run for before in reversed(own_parts.values()) if before.n_prompt_rows), -1)
+            before = self._latest_text.get(part.owner, -1)
+            part.after = before if before in own_parts else -1
             own_parts[part.run] = part
+            if part.n_prompt_rows:
+                self._latest_text[part.owner] = part.run
         self.n_computed += 1
         run = self._enter(parts, logits_requests, now, kept_from=kept_from)
         return SubmitRun(run)
@@ -167,6 +172,7 @@ class InFlight(Generic[Owner]):
             del own_parts[result.run]
             if not own_parts:
                 del self._of[part.owner]
+                self._latest_text.pop(part.owner, None)
         self.n_computed -= bool(ended.parts) and not ended.cancelled
         takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_prompt_rows, *part.nodes)]
         for row in result.rows:

@@ -153,12 +153,12 @@ class RunResult:
     @property
     def slowest_s(self) -> float:
         """Seconds of decoding in the slowest stage."""
-        return max((span.compute_s for span in self.spans), default=0.0)
+        return max([span.compute_s for span in self.spans], default=0.0)
 
     @property
     def total_s(self) -> float:
         """Seconds that all stages together were busy with it."""
-        return sum(span.busy_s for span in self.spans)
+        return sum([span.busy_s for span in self.spans])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,10 @@ class SequenceState(abc.ABC):
     reserve: int
     """Cells that it may take up, those of its prefix included."""
     phase: Phase = Phase.PREFILL
+    is_open: bool = True
+    """It goes on."""
+    has_rows: bool = True
+    """Rows of it may go into the pipeline."""
     n_past: int = 0
     """Prompt tokens that are submitted, or were in the prefix cache."""
     counters: Counters = field(default_factory=Counters)
@@ -81,31 +85,23 @@ class SequenceState(abc.ABC):
     """Some of its rows are kept (`LogitsRequest.keeps`): what it wants may have changed since they were submitted."""
     is_saved: bool = False
     """All that is to be saved of its prompt is."""
+    tree: Tree = field(init=False)
+    """Its draft tokens."""
+
+    def __post_init__(self) -> None:
+        self.tree = self.prefix.tree
 
     def enter(self, phase: Phase) -> None:
         """Go on to another phase."""
         assert phase in _NEXT[self.phase], f"from {self.phase} to {phase}"
         self.phase = phase
-
-    @property
-    def tree(self) -> Tree:
-        """Its draft tokens."""
-        return self.prefix.tree
-
-    @property
-    def is_open(self) -> bool:
-        """It goes on."""
-        return self.phase not in (Phase.ENDING, Phase.ENDED)
+        self.is_open = phase not in (Phase.ENDING, Phase.ENDED)
+        self.has_rows = self.is_open and phase is not Phase.TRANSFER
 
     @property
     @abc.abstractmethod
     def over(self) -> Finished | PrefixDone:
         """What is said when it has ended."""
-
-    @property
-    def has_rows(self) -> bool:
-        """Rows of it may go into the pipeline."""
-        return self.is_open and self.phase is not Phase.TRANSFER
 
     @property
     def saves_prompt(self) -> bool:
@@ -148,8 +144,8 @@ class SequenceState(abc.ABC):
     @property
     def oldest_run(self) -> int | None:
         """The first of the runs that carry its root and what hangs on it; None: none does."""
-        nodes = (self.tree.root, *self.tree.root.below())
-        return min((node.run for node in nodes if node.submitted), default=None)
+        root = self.tree.root  # what hangs on it is never submitted before it
+        return root.run if root.submitted else None
 
     @property
     def n_used(self) -> int:
@@ -225,6 +221,15 @@ class RequestState(SequenceState):
     drafted_at: float = 0.0
     """When drafters sent draft tokens last."""
     draft_check: DraftCheck | None = None
+    n_predict: int = field(init=False)
+    """Tokens to generate at most; -1: until the text ends or the context is full."""
+    is_async: bool = field(init=False)
+    """Its draft tokens need not wait for its accepted ones."""
+
+    def __post_init__(self) -> None:
+        SequenceState.__post_init__(self)
+        self.n_predict = self.request.n_predict
+        self.is_async = self.request.speculation.mode == "async"
 
     @property
     def over(self) -> Finished:
@@ -246,12 +251,7 @@ class RequestState(SequenceState):
     @property
     def decodes(self) -> bool:
         """Its prompt is submitted, and its output continues."""
-        return self.phase in (Phase.DECODING, Phase.FETCHING) and self.request.n_predict != 0
-
-    @property
-    def is_async(self) -> bool:
-        """Its draft tokens need not wait for its accepted ones."""
-        return self.request.speculation.mode == "async"
+        return self.phase in (Phase.DECODING, Phase.FETCHING) and self.n_predict != 0
 
     @property
     def overlaps(self) -> bool:
@@ -296,7 +296,7 @@ class RequestState(SequenceState):
         return BeginDrafting(
             request=request.id,
             prompt=request.prompt,
-            n_left=(self.reserve if request.n_predict >= 0 else n_ctx) - len(request.prompt),
+            n_left=(self.reserve if self.n_predict >= 0 else n_ctx) - len(request.prompt),
             look_ahead=look_ahead,
             ends=request.ends,
             banned=request.banned,
@@ -306,17 +306,17 @@ class RequestState(SequenceState):
         )
 
     @property
-    def n_depths(self) -> int:
-        """How far below the root a draft token is of use."""
-        depths = self.reserve - 1 - self.tree.root.pos
-        if self.request.n_predict >= 0:  # the last token of the text is sampled from the row before it
-            depths = min(depths, self.request.n_predict - self.epoch - 1)
-        return depths
+    def deepest(self) -> int:
+        """Position of the deepest draft token that is of use."""
+        deepest = self.reserve - 1
+        if self.n_predict >= 0:  # the last token of the text is sampled from the row before it
+            deepest = min(deepest, len(self.prompt) + self.n_predict - 2)
+        return deepest
 
     def draft_tokens(self) -> Iterator[Node]:
         """Draft tokens that are worth a row, the most probable path first, so parents before their children."""
-        last = self.tree.root.pos + self.n_depths
-        return (node for node in self.tree.best_first() if node.pos <= last)
+        deepest = self.deepest
+        return (node for node in self.tree.best_first() if node.pos <= deepest)
 
     def accept(self, token: int) -> list[Node]:
         """The target's next token is known: it becomes the root. Returns the nodes that died of it."""

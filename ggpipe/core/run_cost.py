@@ -152,7 +152,7 @@ class RunCost:
         as much more for each row as the longest did beyond the shortest, or `_UNTRIED` where there is one length."""
         at = bisect.bisect_left(self._tried, n)
         shorter = self._tried[at - 1] if at > 0 else 1
-        known_s = self._seconds.get(shorter, self._one)
+        known_s = self._seconds[shorter] if at > 0 else self._one
         at = bisect.bisect_right(self._tried, n, at)
         if at < len(self._tried):
             longer = self._tried[at]

@@ -285,10 +285,10 @@ class Scheduler:
     def _submit(self, schedule: Sequence[ScheduledRows], actions: list[SchedulerAction]) -> bool:
         """A run of these rows. False when there is nothing to submit."""
         for scheduled in schedule:
-            state, prompt = scheduled.state, scheduled.state.prompt[:-1]
-            if scheduled.n_prompt and state.saves_prompt and state.n_past == len(prompt):
+            state = scheduled.state
+            if scheduled.n_prompt and state.saves_prompt and state.n_past == len(state.prompt) - 1:
                 state.is_saved = True
-                self._save(state, prompt, actions)
+                self._save(state, state.prompt[:-1], actions)
         logits_requests: dict[LogitsRequest, int] = {}
         parts = [part for scheduled in schedule if (part := self._part(scheduled, logits_requests)) is not None]
         if not parts:
@@ -371,7 +371,7 @@ class Scheduler:
             return
         if state.embeds:
             actions.append(Embed(state.id, (root.logits,)))
-        if state.request.n_predict == 0:
+        if state.n_predict == 0:
             self._end(state, Finish.LENGTH, actions)
             return
         state.enter(Phase.SAMPLING)
@@ -406,7 +406,7 @@ class Scheduler:
         actions.append(Emit(event.request, event.token, root.submitted))
         if event.stop:
             self._end(state, Finish.STOP_STRING, actions)
-        elif state.epoch == state.request.n_predict:
+        elif state.epoch == state.n_predict:
             self._end(state, Finish.LENGTH, actions)
         elif root.pos >= self._admission.extended(state):
             self._end(state, Finish.CONTEXT_FULL, actions)

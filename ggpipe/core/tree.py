@@ -16,18 +16,19 @@ The target's scheduler and the draft model keep one each: for both, `root` is th
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ggpipe.core.messages import KvKind, KvOp, RowLogits
 
 _LEAST = 1e-30  # a probability that counts as none, but has a logarithm
+_LOG_PATH, _POS = operator.attrgetter("log_path"), operator.attrgetter("pos")
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A drafter named a token: under its own number, with its own probability of the token after its parent."""
 
     drafter: int
@@ -52,6 +53,8 @@ class Node:
     """By token."""
     seqs: set[int] = field(default_factory=set)
     """Ids whose path goes through it; empty until it is submitted."""
+    tip_of: int | None = None
+    """The id whose path ends here: the next node after this one takes it."""
     run: int = -1
     """The run that carries it; -1 before it is submitted."""
     depth: int = 0
@@ -137,8 +140,13 @@ class Tree:
         self.root = Node(token=token, pos=pos)
         self._tips: dict[int, Node] = {self.seq: self.root}
         """By id: the deepest node of its path that is in a run."""
-        self._open: dict[Node, None] = {}
-        """Draft tokens that are in no run yet, and whose parent is in one or is the root."""
+        self.root.tip_of = self.seq
+        self._waiting: list[Node] = []
+        """Draft tokens that are in no run yet, parents before children."""
+        self._is_sorted = True
+        """`_waiting` is best-first."""
+        self.n_nodes = 0
+        """Draft tokens below the root."""
         self.n_submitted = 0
         """Live nodes below the root that are in a run, or were: each holds a cell."""
 
@@ -150,31 +158,36 @@ class Tree:
             if probability > node.probability:
                 node.probability = probability
                 _update_log_paths((node, *node.below()))
+                self._is_sorted = False
             return node
         node = Node(token=token, pos=parent.pos + 1, parent=parent, proposals=[proposal], probability=probability)
         _update_log_paths((node,))
         parent.children[token] = node
-        if parent is self.root or parent.submitted:
-            self._open[node] = None
+        self._waiting.append(node)
+        self._is_sorted = False
+        self.n_nodes += 1
         return node
 
     def reevaluate(self, probability: Callable[[Node], float]) -> None:
         """Judge all draft tokens again: `probability` says how probable each is after its parent."""
-        nodes = list(self.root.below())
-        for node in nodes:
-            node.probability = probability(node)
-        _update_log_paths(nodes)
+        parents = [self.root]
+        while parents:
+            parent = parents.pop()
+            for node in parent.children.values():
+                node.probability = probability(node)
+                node.log_path = parent.log_path + math.log(max(node.probability, _LEAST))
+                if node.children:
+                    parents.append(node)
+        self._is_sorted = False
 
-    def best_first(self) -> Iterator[Node]:
-        """Draft tokens that are in no run yet, the most probable path first, so parents before their children."""
-        order = itertools.count()
-        heap = [(-node.log_path, node.pos, next(order), node) for node in self._open]
-        heapq.heapify(heap)
-        while heap:
-            *_, node = heapq.heappop(heap)
-            yield node
-            for child in node.children.values():
-                heapq.heappush(heap, (-child.log_path, child.pos, next(order), child))
+    def best_first(self) -> Sequence[Node]:
+        """Draft tokens that are in no run yet, the most probable path first, so parents before their children; of equal
+        ones, the shallower first. It holds until the tree changes."""
+        if not self._is_sorted:
+            self._waiting.sort(key=_POS)
+            self._waiting.sort(key=_LOG_PATH, reverse=True)
+            self._is_sorted = True
+        return self._waiting
 
     def place(self, nodes: Iterable[Node], run: int, most: int) -> list[Node]:
         """Give up to `most` nodes their ids and put them into a run; parents come first or are submitted already.
@@ -191,30 +204,27 @@ class Tree:
             elif not parent.submitted or not self._branch(parent, node, run):
                 continue
             node.run, node.depth = run, node.pos - self.root.pos
-            self._open.pop(node, None)
-            self._open.update(dict.fromkeys(node.children.values()))
-            for seq in node.seqs:
-                self._tips[seq] = node
             self.n_submitted += node is not self.root
             placed.append(node)
+        if placed:
+            self._waiting = [node for node in self._waiting if node.run < 0]
         return placed
 
     def _branch(self, parent: Node, node: Node, run: int) -> bool:
-        for seq in parent.seqs:
-            if self._tips[seq] is parent:
-                node.seqs = {seq}
-                return True
-        if len(self._ids) <= self._ids.reserved:
-            return False
-        new = self._ids.take()
-        source, upto, ancestor = min(parent.seqs), node.pos, node.parent
-        while ancestor is not None:
-            ancestor.seqs.add(new)
-            if ancestor.run == run:
-                upto = ancestor.pos
-            ancestor = ancestor.parent
-        self._ops.append(KvOp(KvKind.CP, source, new, 0, upto))
-        node.seqs = {new}
+        """Give a node the id whose path ends at its parent, or a new one. False where none is free."""
+        if (seq := parent.tip_of) is None:
+            if len(self._ids) <= self._ids.reserved:
+                return False
+            seq = self._ids.take()
+            source, upto, ancestor = min(parent.seqs), node.pos, node.parent
+            while ancestor is not None:
+                ancestor.seqs.add(seq)
+                if ancestor.run == run:
+                    upto = ancestor.pos
+                ancestor = ancestor.parent
+            self._ops.append(KvOp(KvKind.CP, source, seq, 0, upto))
+        parent.tip_of, node.tip_of = None, seq
+        node.seqs, self._tips[seq] = {seq}, node
         return True
 
     def advance(self, token: int) -> list[Node]:
@@ -224,13 +234,14 @@ class Tree:
         dead = list(old.below())
         for node in dead:
             node.dead = True
-            self._open.pop(node, None)
-        self._open.pop(child, None)
-        self._open.update(dict.fromkeys(node for node in child.children.values() if not node.submitted))
-        self.n_submitted -= sum(node.submitted for node in dead) + child.submitted
+            node.children.clear()  # no circles are left, which only the garbage collector would free
+            self.n_submitted -= node.submitted
+        self.n_submitted -= child.submitted
+        self.n_nodes -= len(dead) + (child.parent is old)
+        self._waiting = [node for node in self._waiting if not node.dead and node is not child]
         self._keep(child.seqs, child.pos)
         if not child.submitted:
-            self._tips[self.seq] = child
+            self._tips[self.seq], child.tip_of = child, self.seq
         old.children, child.parent = {}, None
         self.root = child
         return dead
@@ -254,17 +265,18 @@ class Tree:
         """The request is over: everything dies. With `keep`, the id of the text becomes the caller's."""
         for node in (self.root, *self.root.below()):
             node.dead = True
-        self._open.clear()
+            node.children.clear()
+        self._waiting = []
         for seq in list(self._tips):
             if not keep or seq != self.seq:
                 self._free(seq)
         self._ids.reserved += 1
-        self.n_submitted = 0
+        self.n_submitted = self.n_nodes = 0
 
     def validate(self) -> frozenset[int]:
         """Check what must hold of an open tree; returns its ids. Raises AssertionError."""
-        submitted = 0
-        for node in (self.root, *self.root.below()):
+        nodes, n_submitted = list(self.root.below()), 0
+        for node in (self.root, *nodes):
             assert not node.dead, f"{node.token} at {node.pos} is dead and in the tree"
             for token, child in node.children.items():
                 assert (child.token, child.pos, child.parent) == (token, node.pos + 1, node)
@@ -273,14 +285,17 @@ class Tree:
                 assert child.proposals, "a draft token that nobody named"
                 assert child.log_path <= node.log_path + 1e-9
             assert bool(node.seqs) == node.submitted
-            submitted += node is not self.root and node.submitted
-        assert submitted == self.n_submitted
-        parents = [node for node in (self.root, *self.root.below()) if node is self.root or node.submitted]
-        waiting = {child for node in parents for child in node.children.values() if not child.submitted}
-        assert set(self._open) == waiting
+            n_submitted += node is not self.root and node.submitted
+        assert (len(nodes), n_submitted) == (self.n_nodes, self.n_submitted)
+        places = {node: n for n, node in enumerate(self._waiting)}
+        assert len(places) == len(self._waiting), "a draft token waits twice"
+        assert places.keys() == {node for node in nodes if not node.submitted}
+        for node, n in places.items():
+            assert node.parent not in places or places[node.parent] < n, "a child waits before its parent"
         assert self.seq in self._tips
         for seq, tip in self._tips.items():
             assert tip.within(self.root), f"the tip of id {seq} is not in the tree"
+            assert tip.tip_of == seq, "two ids have one tip"
             assert seq in tip.seqs or (seq == self.seq and tip is self.root)
             assert not any(seq in child.seqs for child in tip.children.values()), f"id {seq} goes on below its tip"
         return frozenset(self._tips)

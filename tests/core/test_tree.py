@@ -202,6 +202,25 @@ def test_draft_tokens_wait_in_the_order_of_their_paths() -> None:
     assert list(tree.best_first()) == [c]
 
 
+def test_of_equally_probable_paths_the_shallower_one_comes_first() -> None:
+    it = Grower()
+    root = it.tree.root
+    a, b = it.name(root, 1, 0.5), it.name(root, 2, 0.25)
+    c, d = it.name(a, 3, 0.5), it.name(a, 4, 1.0)
+    assert list(it.tree.best_first()) == [a, d, b, c]
+    assert it.tree.n_nodes == 4
+
+
+def test_what_dies_holds_no_circle_of_references() -> None:
+    it = Grower()
+    a, b, c = it.grow(it.tree.root, 1, 2, 3)
+    it.name(b, 4, 0.5)
+    it.place(a, b)
+    it.tree.advance(7)
+    assert not any(node.children for node in (a, b, c)), "only the garbage collector would free them"
+    assert it.tree.n_nodes == 0
+
+
 def test_a_token_that_several_drafters_name_is_as_probable_as_its_best_proposal() -> None:
     it = Grower()
     tree, root = it.tree, it.tree.root

@@ -16,7 +16,6 @@ the same state gives the same choice.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,13 +42,8 @@ class Choice:
     """When to choose again, by the clock of `PipelineState.now`; None: only an event changes the choice."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrontierToken:
-    """A draft token that may go in, with the probability of its path below the root."""
-
-    state: RequestState
-    node: Node
-    probability: float
+FrontierToken = tuple[RequestState, Node]
+"""A draft token that may go in, with its request."""
 
 
 def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
@@ -59,7 +53,8 @@ def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
         return Choice(wake_at=gathers_until)
     waiting = [state for state in states if state.phase is Phase.PREFILL]
     decoding = [state for state in states if isinstance(state, RequestState) and state.decodes]
-    ready = sorted((state for state in decoding if _is_ready(state)), key=lambda state: state.root_since)
+    ready = [state for state in decoding if not state.tree.root.submitted and _is_ready(state)]
+    ready.sort(key=lambda state: state.root_since)
     if waiting:
         schedule = prompts.schedule(pipeline, waiting, decoding, ready, pipeline.n_awaited_runs(states))
         return Choice(schedule if pipeline.limits.partial_prefixes else _unmixed(pipeline, schedule))
@@ -78,8 +73,8 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     if drafted is None:
         return Choice(_schedule(roots, (), 0))
     followed = [state for state in decoding if state in roots or (state.tree.root.submitted and state.is_async)]
-    found = list(itertools.islice(_best_first(pipeline, followed), pipeline.limits.n_rows - len(roots)))
-    probabilities = [one.probability for one in found]
+    found = _best_first(pipeline, followed, pipeline.limits.n_rows - len(roots))
+    probabilities = [_path_probability(one) for one in found]
     if not all(state.is_async for state in roots):  # there are no later runs for their draft tokens
         n = len(found) if len(decoding) == 1 else most_per_second(probabilities, pipeline.cost, len(roots))
     elif len(decoding) == 1:
@@ -109,7 +104,7 @@ def _draft_with_single_root(
     if first_s is None or next_s is None:
         first_s = next_s = math.inf
     cells = pipeline.spare_cells + state.n_cells - state.n_used
-    most = max(min(cells, speculation.most_drafted, pipeline.limits.n_rows - 1, state.n_depths), 0)
+    most = max(min(cells, speculation.most_drafted, pipeline.limits.n_rows - 1, state.deepest - state.tree.root.pos), 0)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, drafter.calibration, first_s, next_s)
 
 
@@ -128,12 +123,12 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     if pipeline.n_in_flight >= (pipeline.limits.n_in_flight if len(decoding) == 1 else pipeline.n_stages):
         return Choice()
     drafting = [state for state in decoding if state.is_async and pipeline.may_draft(state)]
-    found = list(itertools.islice(_best_first(pipeline, drafting), pipeline.limits.n_rows))
-    if not found:
+    if not any(_has_draft_tokens(pipeline, state) for state in drafting):
         return Choice()
-    if pipeline.now < pipeline.slot_at:
-        return Choice(wake_at=pipeline.slot_at)
-    n = most_per_second([one.probability for one in found], pipeline.cost)
+    if pipeline.now < (slot_at := pipeline.slot_at):
+        return Choice(wake_at=slot_at)
+    found = _best_first(pipeline, drafting, pipeline.limits.n_rows)
+    n = most_per_second(map(_path_probability, found), pipeline.cost)
     return Choice(_schedule((), found, n))
 
 
@@ -173,40 +168,64 @@ def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequenc
     return state.request.speculation.most_drafted * n_runs
 
 
-def _best_first(pipeline: PipelineState, states: Iterable[RequestState]) -> Iterator[FrontierToken]:
-    """Draft tokens of these requests that have room, the most probable path first, so parents before their children."""
+def _best_first(pipeline: PipelineState, states: Sequence[RequestState], most: int) -> Sequence[FrontierToken]:
+    """Draft tokens of these requests that have room, `most` of them at most, the most probable path first, so parents
+    before their children."""
+    found = [one for state in states for one in _found(state)]
+    if len(states) > 1:
+        found.sort(key=_path_probability, reverse=True)
     spare = pipeline.spare_cells
-    reserved = {state: max(state.n_cells - state.n_used, 0) for state in states}
-    for one in heapq.merge(*map(_found, reserved), key=lambda one: -one.probability):
-        if reserved[one.state] + spare:
-            spare -= not reserved[one.state]
-            reserved[one.state] = max(reserved[one.state] - 1, 0)
+    return found[:most] if spare >= len(found) else list(itertools.islice(_with_cells(found, spare), most))
+
+
+def _with_cells(found: Iterable[FrontierToken], spare: int) -> Iterator[FrontierToken]:
+    """Those of these draft tokens for which their request has reserved cells, or one of the `spare` ones is left."""
+    reserved: dict[RequestState, int] = {}
+    for one in found:
+        state, _ = one
+        own = reserved.get(state)
+        if own is None:
+            own = max(state.n_cells - state.n_used, 0)
+        if own + spare:
+            spare -= not own
             yield one
+        reserved[state] = max(own - 1, 0)
+
+
+def _has_draft_tokens(pipeline: PipelineState, state: RequestState) -> bool:
+    """`_best_first` would find some of this request."""
+    has_cells = pipeline.spare_cells > 0 or state.n_cells > state.n_used
+    return has_cells and next(state.draft_tokens(), None) is not None
 
 
 def _found(state: RequestState) -> Iterator[FrontierToken]:
     """As many draft tokens of one request as it may have in a run, the most probable path first."""
-    tree = state.tree
-    for node in itertools.islice(state.draft_tokens(), state.request.speculation.most_drafted):
-        yield FrontierToken(state, node, math.exp(node.log_path - tree.root.log_path))
+    most = state.request.speculation.most_drafted
+    return zip(itertools.repeat(state), itertools.islice(state.draft_tokens(), most), strict=False)
+
+
+def _path_probability(one: FrontierToken) -> float:
+    """Of a draft token's path below the root."""
+    state, node = one
+    return math.exp(node.log_path - state.tree.root.log_path)
 
 
 def _schedule(roots: Iterable[RequestState], found: Sequence[FrontierToken], n: int) -> list[ScheduledRows]:
     """These accepted tokens and the first `n` draft tokens. Further ones take the places of those that get no id."""
     schedule = {state: ScheduledRows(state, nodes=[state.tree.root], most=1) for state in roots}
-    for one in found[:n]:
-        scheduled = schedule.setdefault(one.state, ScheduledRows(one.state))
+    for state, _ in found[:n]:
+        scheduled = schedule.setdefault(state, ScheduledRows(state))
         scheduled.most += 1
-    for one in found:
-        if one.state in schedule:
-            schedule[one.state].nodes.append(one.node)
+    for state, node in found:
+        if state in schedule:
+            schedule[state].nodes.append(node)
     return list(schedule.values())
 
 
 def _is_ready(state: RequestState) -> bool:
-    """Its accepted token may go in: where drafting comes before each run, when that is done."""
-    drafts_first = state.request.speculation.mode == "speculative"
-    return not state.tree.root.submitted and (not drafts_first or state.drafters.all_complete)
+    """Its accepted token, which no run carries yet, may go in: where drafting comes before each run, when that is
+    done."""
+    return state.request.speculation.mode != "speculative" or state.drafters.all_complete
 
 
 def _unmixed(pipeline: PipelineState, schedule: Sequence[ScheduledRows]) -> Sequence[ScheduledRows]:

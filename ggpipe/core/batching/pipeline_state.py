@@ -35,6 +35,8 @@ class PipelineState:
 
     def __init__(self, limits: Limits, in_flight: InFlight[SequenceState]) -> None:
         self.limits = limits
+        self.n_stages = limits.n_stages
+        """Runs that are computed at the same time, one in each stage."""
         self.cost = RunCost()
         """What runs of this pipeline take."""
         self.now = 0.0
@@ -49,11 +51,6 @@ class PipelineState:
         """When the slowest stage is through with all that is submitted."""
         self._n_in_flight: collections.Counter[int] = collections.Counter()
         """Runs without parts of prompts, by their rows."""
-
-    @property
-    def n_stages(self) -> int:
-        """Runs that are computed at the same time, one in each stage."""
-        return self.limits.n_stages
 
     @property
     def n_in_flight(self) -> int:
@@ -116,9 +113,9 @@ class PipelineState:
         n_prompt_rows, n_rows = run.n_prompt_rows, len(run.run.rows)
         if not n_prompt_rows:
             self._n_in_flight[n_rows] -= 1
-        if run.cancelled or result.cancelled or result.slowest_s <= 0:
+        if run.cancelled or result.cancelled or (slowest_s := result.slowest_s) <= 0:
             return
         if n_prompt_rows:
-            self.cost.prompt_ended(n_rows - n_prompt_rows, n_prompt_rows, result.slowest_s)
+            self.cost.prompt_ended(n_rows - n_prompt_rows, n_prompt_rows, slowest_s)
         elif result.rows:
-            self.cost.ended(n_rows, result.slowest_s, result.total_s)
+            self.cost.ended(n_rows, slowest_s, result.total_s)

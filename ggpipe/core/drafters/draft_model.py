@@ -161,7 +161,7 @@ class DraftModel:
         waits = self._in_flight.n_computed > 0 and (
             any(self._in_flight.is_computed(part.run) for part in parts)
             or self._tokens_wait(state)
-            or bool(state.tips())
+            or any(True for _ in state.tips())
         )
         may_retry = state.may_retry and state.retry_at is None
         if not waits and may_retry and any(state.may_grow(node) for node in state.open):
@@ -293,8 +293,9 @@ class DraftModel:
             Row(token=self._readable(token), pos=at + i, seqs=own_seqs, request=request)
             for i, token in enumerate(tokens)
         ]
-        for node in nodes:
+        if nodes:
             logits_request = logits_requests.setdefault(self._logits_request(state), len(logits_requests))
+        for node in nodes:
             seqs = tuple(sorted(node.seqs))
             rows.append(
                 Row(

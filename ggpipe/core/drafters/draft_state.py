@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion
@@ -17,6 +19,7 @@ _LEAST_PATH = 1 / 500
 """Draft tokens of less probable paths only take energy, and cores from others."""
 _MOST_NODES = 256
 """Draft tokens below the root, at most."""
+_LOG_PATH = operator.attrgetter("log_path")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,6 +40,9 @@ class DraftState:
     """Accepted tokens."""
     open: dict[Node, Candidates] = field(default_factory=dict)
     """Nodes without children that were decoded, with their candidates."""
+    untried: list[Node] = field(default_factory=list)
+    """Open nodes that may have children in a tree that grows best-first. The others' paths are not probable enough, or
+    too long, below this root."""
     calibration: Calibration = field(default_factory=Calibration)
     """How often candidates turned out right, those included that did not become draft tokens."""
     next_number: int = ROOT + 1
@@ -52,11 +58,11 @@ class DraftState:
     """Tokens of the prompt that the prefix cache had."""
     is_saved: bool = False
     """Its `Save` is in the pipeline, or was."""
+    tree: Tree = field(init=False)
+    """Its draft tokens."""
 
-    @property
-    def tree(self) -> Tree:
-        """Its draft tokens."""
-        return self.prefix.tree
+    def __post_init__(self) -> None:
+        self.tree = self.prefix.tree
 
     @property
     def saves_prompt(self) -> bool:
@@ -98,9 +104,12 @@ class DraftState:
         """Children of this node would be of use now."""
         return node.pos < self.deepest and (self.overlaps or not self.micro_batch_is_full)
 
-    def tips(self) -> list[Node]:
+    def tips(self) -> Iterator[Node]:
         """Draft tokens to decode, the most probable path first."""
-        return [node for node in self.tree.best_first() if self.may_grow(node)]
+        if not self.overlaps and self.micro_batch_is_full:
+            return iter(())
+        deepest = self.deepest
+        return (node for node in self.tree.best_first() if node.pos < deepest)
 
     def path_probability(self, node: Node) -> float:
         """Of a node's path below the root."""
@@ -111,6 +120,7 @@ class DraftState:
         for node in nodes:
             if node.logits is not None and node.within(self.tree.root) and node.logits.ids:  # else all are banned
                 self.open[node] = candidates(node.logits)
+                self.untried.append(node)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """The text went on with these tokens, `epoch` so far. Returns the nodes that died of it."""
@@ -123,8 +133,9 @@ class DraftState:
                 self.n_decoded = len(self.tokens)
         root = self.tree.root
         self.open = {node: best for node, best in self.open.items() if node.within(root)}
+        self.untried = list(self.open)
         self.epoch, self.complete, self.retry_at = epoch, False, None
-        self.n_drafted = 0 if self.overlaps else sum(1 for _ in root.below())
+        self.n_drafted = 0 if self.overlaps else self.tree.n_nodes
         self.thresholds.accepted()
         return dead
 
@@ -147,36 +158,40 @@ class DraftState:
     def _grow_best_first(self) -> list[tuple[Expansion, ...]]:
         """Candidates become draft tokens whose whole path is probable enough, the most probable ones first."""
         full: list[tuple[Expansion, ...]] = []
-        speculation, root = self.begin.speculation, self.tree.root
-        room = _MOST_NODES - sum(1 for _ in root.below())
-        for node in sorted(self.open, key=lambda node: -node.log_path):
-            if not self.may_grow(node) or room <= 0:
+        most_drafted, deepest, room = self.begin.speculation.most_drafted, self.deepest, _MOST_NODES - self.tree.n_nodes
+        self.untried.sort(key=_LOG_PATH, reverse=True)
+        for node in self.untried:
+            if node.pos >= deepest:
                 continue
-            found, path = self.open[node], self.path_probability(node)
-            n, most = 0, min(len(found), room, speculation.most_drafted - self.n_drafted)
-            while n < most and self._is_worth(*found[n], path):
-                n += 1
-            if n == 0:
+            found = self.open[node]
+            probabilities = self._worth(node, found[: min(room, most_drafted - self.n_drafted)])
+            if not probabilities:
                 continue  # its path may become more probable as the root moves on
             del self.open[node]
-            room -= n
-            self._expand(node, found, n)
+            room -= len(probabilities)
+            self._expand(node, found, probabilities)
             if self.micro_batch_is_full:
                 full.append(tuple(self.held))
                 self.held, self.n_drafted = [], 0
+        self.untried.clear()
         return full
 
-    def _is_worth(self, token: int, prob: float, path: float) -> bool:
-        """A candidate becomes a draft token after a path of this probability."""
-        if token in self.begin.ends or prob < self.begin.speculation.p_accept:
-            return False
-        return path * self.calibration.probability(prob) >= _LEAST_PATH
+    def _worth(self, node: Node, found: Candidates) -> list[float]:
+        """The probabilities of those candidates that become draft tokens after this node: the first ones."""
+        path, ends, p_accept = self.path_probability(node), self.begin.ends, self.begin.speculation.p_accept
+        probabilities: list[float] = []
+        for token, prob in found:
+            probability = self.calibration.probability(prob)
+            if token in ends or prob < p_accept or path * probability < _LEAST_PATH:
+                break
+            probabilities.append(probability)
+        return probabilities
 
     def _grow_by_thresholds(self) -> list[tuple[Expansion, ...]]:
         full: list[tuple[Expansion, ...]] = []
         root = self.tree.root
         n_tips = sum(not node.children for node in (root, *root.below()))
-        for node in sorted(self.open, key=lambda node: -node.log_path):
+        for node in sorted(self.open, key=_LOG_PATH, reverse=True):
             found = self.open[node]
             best, prob = found[0]
             if not self.may_grow(node) or prob < self.thresholds.cutoff:
@@ -186,7 +201,7 @@ class DraftState:
                 continue
             n = self._n_children(found, n_tips)
             n_tips += n - 1
-            self._expand(node, found, n)
+            self._expand(node, found, [self.calibration.probability(prob) for _, prob in found[:n]])
             if self.overlaps and self.micro_batch_is_full:
                 full.append(tuple(self.held))
                 self.held = []
@@ -202,11 +217,13 @@ class DraftState:
             n += 1
         return n
 
-    def _expand(self, node: Node, found: Candidates, n: int) -> None:
-        for i, (token, prob) in enumerate(found[:n]):
-            self.tree.add(node, token, Proposal(0, self.next_number + i, prob), self.calibration.probability(prob))
+    def _expand(self, node: Node, found: Candidates, probabilities: Sequence[float]) -> None:
+        """The first candidates after a node become draft tokens, with these probabilities."""
+        n, first = len(probabilities), self.next_number
+        for number, (token, prob), probability in zip(itertools.count(first), found, probabilities, strict=False):
+            self.tree.add(node, token, Proposal(0, number, prob), probability)
         parent = ROOT if node is self.tree.root else node.proposals[0].number
-        self.held.append(Expansion(parent, self.next_number, n, found))
+        self.held.append(Expansion(parent, first, n, found))
         self.next_number += n
         self.n_drafted += n
 
@@ -214,4 +231,4 @@ class DraftState:
 def candidates(row: RowLogits) -> Candidates:
     """A row's best tokens with their probabilities, best first."""
     assert row.ids is not None
-    return tuple((token, math.exp(x - row.log_sum_exp)) for token, x in zip(row.ids, row.logits, strict=True))
+    return tuple(zip(row.ids, [math.exp(x - row.log_sum_exp) for x in row.logits], strict=True))
