@@ -19,7 +19,7 @@ def show_help(commands: Sequence[Command], table: Sequence[Option], command: Com
         add_completion=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Run one large GGUF model on several CPU-only machines. `ggpipe COMMAND --help` lists a command's options.",
+        help="Run one large GGUF model on several CPU-only machines. `ggpipe COMMAND --help` lists the options.",
     )
 
     @app.callback()
