@@ -192,7 +192,8 @@ class Supervisor:
         error.is_reported = True
         self._is_stopped, self._current = self.stopping, None
         self.ranks[:] = [
-            RankStats(rank=rank.rank, model=rank.model, host=rank.host, layers=rank.layers) for rank in self.ranks
+            RankStats(rank=rank.rank, model=rank.model, drafter=rank.drafter, host=rank.host, layers=rank.layers)
+            for rank in self.ranks
         ]
         context, self._context = self._context, ExitStack()
         with contextlib.suppress(GgpipeError):

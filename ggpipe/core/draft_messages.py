@@ -112,6 +112,8 @@ class Accepted:
     tokens: tuple[int, ...]
     look_ahead: int
     """Replaces the one of `BeginDrafting`."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """For each of the tokens, the target's run and row whose logits it was sampled from."""
 
 
 @dataclass(frozen=True, slots=True)

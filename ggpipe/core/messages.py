@@ -50,6 +50,17 @@ class LogitsRequest:
     """Further tokens whose logits are sent, after those of the n best; none of them is banned."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """A hidden state, by the row that it was computed for. States themselves stay where they are computed and read."""
+
+    run: int
+    row: int
+    """Number of the row in its run."""
+    is_target: bool = False
+    """A run of the target; else one of the pipeline that reads it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One token of a run."""
@@ -61,6 +72,8 @@ class Row:
     request: int
     logits_request: int = -1
     """Index of the row's `LogitsRequest` in the run's table; -1: nothing is wanted back."""
+    state: StateRef | None = None
+    """The state that a draft head reads with the token. It stays in one process: it does not travel with a run."""
 
 
 @dataclass(frozen=True, slots=True)

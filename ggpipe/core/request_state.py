@@ -213,6 +213,8 @@ class RequestState(SequenceState):
     """Why it ends; None before `Phase.ENDING`."""
     output: list[int] = field(default_factory=list)
     """Accepted tokens; their number is the epoch."""
+    sampled_from: list[tuple[int, int]] = field(default_factory=list)
+    """Of each accepted token, the run and row whose logits it was sampled from."""
     n_weighed: int = 0
     """Accepted tokens from whose pace it was learned which draft models pay."""
     drafters: RequestDrafters
@@ -321,6 +323,8 @@ class RequestState(SequenceState):
     def accept(self, token: int) -> list[Node]:
         """The target's next token is known: it becomes the root. Returns the nodes that died of it."""
         self.output.append(token)
+        if (logits := self.tree.root.logits) is not None:
+            self.sampled_from.append((self.tree.root.run, logits.row))
         self.drafters.judge(token, self.counters)
         dead = self.tree.advance(token)
         self.drafters.advanced(dead, self.epoch)

@@ -425,9 +425,10 @@ class Scheduler:
             if known.is_paused:
                 state.counters.paused(drafter)
             if known.is_steered:
-                tokens = tuple(state.output[known.n_told :])
+                tokens, rows = tuple(state.output[known.n_told :]), tuple(state.sampled_from[known.n_told :])
                 known.n_told, known.told_look_ahead = state.epoch, known.look_ahead
-                self._tell(state, drafter, Accepted(state.id, state.epoch, tokens, known.look_ahead), self._to_drafters)
+                accepted = Accepted(state.id, state.epoch, tokens, known.look_ahead, rows)
+                self._tell(state, drafter, accepted, self._to_drafters)
 
     def _weigh_drafters(self, state: RequestState) -> None:
         """Learn how fast tokens come with the draft models that draft now."""

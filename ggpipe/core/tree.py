@@ -227,10 +227,11 @@ class Tree:
         node.seqs, self._tips[seq] = {seq}, node
         return True
 
-    def advance(self, token: int) -> list[Node]:
-        """The token after the root is known: it becomes the root. Returns the nodes that died of it."""
+    def advance(self, token: int, afresh: bool = False) -> list[Node]:
+        """The token after the root is known: it becomes the root. Returns the nodes that died of it. `afresh`: these
+        are all nodes below the old root, and the token is computed again."""
         old = self.root
-        child = old.children.pop(token, None) or Node(token=token, pos=old.pos + 1)
+        child = (None if afresh else old.children.pop(token, None)) or Node(token=token, pos=old.pos + 1)
         dead = list(old.below())
         for node in dead:
             node.dead = True

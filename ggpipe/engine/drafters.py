@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
 from ggpipe.core.drafters import registry
-from ggpipe.core.drafters.base import Drafter, DraftEvent, TextDrafter, ToHead
+from ggpipe.core.drafters.base import Drafter, DraftEvent, ForgetStates, TextDrafter, ToHead
 from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord, RunResult
 from ggpipe.engine.pipeline import Pipeline
+from ggpipe.errors import Setting, SettingError, Wording
 from ggpipe.transport import codec
 from ggpipe.transport.base import Kind, Transport
 
@@ -20,16 +21,18 @@ from ggpipe.transport.base import Kind, Transport
 class Drafters:
     """Belongs to the main thread."""
 
-    def __init__(self, transport: Transport, n_models: int, started: Mapping[int, Layout], rolls_back: bool) -> None:
-        """`n_models`: draft models. `started`: those that draft, by their drafters' ids. `rolls_back`: the target can
-        take draft tokens back."""
+    def __init__(
+        self, transport: Transport, models: Sequence[str], started: Mapping[int, Layout], rolls_back: bool
+    ) -> None:
+        """`models`: the kinds of the draft models' drafters. `started`: those that draft, by their ids. `rolls_back`:
+        the target can take draft tokens back."""
         self._transport = transport
-        self._n_models = n_models
+        self._models_kinds = tuple(models)
         self._models = dict(started)
         self._rolls_back = rolls_back
         self.in_head: Mapping[int, TextDrafter] = {
             drafter: registry.WITHOUT_MODEL[kind](drafter)
-            for drafter, kind in enumerate(registry.kinds(n_models))
+            for drafter, kind in enumerate(registry.kinds(models))
             if kind in registry.WITHOUT_MODEL
         }
         """Those without a model: the scheduler asks them itself."""
@@ -43,8 +46,20 @@ class Drafters:
         """The ids of those that draft for a request."""
         if not self._rolls_back:
             return ()
-        named = registry.chosen(speculation.drafters, self._n_models)
+        named = registry.chosen(speculation.drafters, self._models_kinds)
         return tuple(drafter for drafter in named if drafter in self.in_head or drafter in self._models)
+
+    def check(self, speculation: SpeculationConfig) -> None:
+        """Raises SettingError where a request names a kind of draft model that there is none of."""
+        own = self._models_kinds
+        for name in speculation.drafters or ():
+            if own and name in registry.WITH_MODEL and name not in own:
+                what = {"draft": "a draft model", "eagle3": "an EAGLE-3 head"}
+                raise SettingError(
+                    "spec_type",
+                    Wording(f"{name} needs {what[name]}, and ", Setting("draft.model"), f" names {what[own[0]]}"),
+                    f"name {own[0]} there, or another file",
+                )
 
     def n_ranks(self, drafter: int) -> int:
         """Ranks that hold layers of this drafter's model."""
@@ -63,11 +78,14 @@ class DraftHead:
         pipeline: Pipeline,
         drafter: Drafter,
         send: Callable[[MicroBatch, Sequence[RunRecord]], None],
+        forget: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`send` brings draft tokens to the head, with the runs that ended since the last ones."""
+        """`send` brings draft tokens to the head, with the runs that ended since the last ones. `forget`: as
+        `TargetStates.forget`."""
         self._pipeline = pipeline
         self._drafter = drafter
         self._send = send
+        self._forget = forget
         self._records: list[RunRecord] = []
 
     def ended(self, result: RunResult) -> None:
@@ -87,6 +105,8 @@ class DraftHead:
                 case ToHead(micro_batch):
                     self._send(micro_batch, self._records)
                     self._records = []
+                case ForgetStates(before):
+                    self._forget(before)
 
     def wait_s(self) -> float | None:
         """Seconds until `tick` is due; None when it is not."""

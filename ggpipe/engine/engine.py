@@ -146,6 +146,7 @@ class EngineCore:
             ModelHeader(self._head.model_file).check_embedding(len(read.tokens), spec.pooling)
             iterative, saves = SpeculationConfig(mode="iterative"), "nothing"
             spec = msgspec.structs.replace(spec, n_predict=0, speculation=iterative, cache_prompt=False)
+        self._head.drafters.check(spec.speculation)
         possible = self._head.possible(spec.speculation)
         active = ActiveRequest(
             msgspec.structs.replace(spec, sampling=read.sampling, speculation=possible),

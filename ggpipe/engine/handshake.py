@@ -11,10 +11,13 @@ from ggpipe.cluster.memory import USABLE, memory_by_rank
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
+from ggpipe.core.drafters.base import HeadNeeds
 from ggpipe.core.layout import Layout
 from ggpipe.errors import IndivisibleModelError, LaunchError, MemoryNeededError, ModelError, Setting, Wording
 from ggpipe.llama import machine
+from ggpipe.llama.eagle3 import needs_of
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.layer_inputs import ARCHITECTURES
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.transport.base import Transport
@@ -34,6 +37,7 @@ def hello(transport: Transport, model_file: ModelFile, model: int) -> Hello:
         libllama=machine.libllama_version(),
         cpu_features=tuple(sorted(machine.cpu_features())),
         memory_bytes=machine.available_bytes(),
+        head_needs=needs_of(model_file),
     )
 
 
@@ -64,6 +68,52 @@ def compare(hellos: Sequence[Hello]) -> list[Wording]:
             line = f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): texts may differ"
             warnings.append(Wording(line))
     return warnings
+
+
+def check_heads(
+    hellos: Sequence[Hello],
+    config: EngineConfig,
+    model_file: ModelFile,
+    layout: Layout,
+    draft_layouts: Sequence[Layout],
+) -> Layout | None:
+    """Do EAGLE-3 heads fit the target? Returns where the head is; None where there is none. Raises ModelError.
+
+    `hellos`: as for `compare`. `draft_layouts`: of the config's draft models.
+    """
+    found: list[tuple[str, HeadNeeds, Layout]] = []
+    for draft, draft_layout in zip(config.drafts, draft_layouts, strict=True):
+        if (needs := hellos[draft_layout.head].head_needs) is not None:
+            found.append((draft.model.path.name, needs, draft_layout))
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(name for name, *_ in found)
+        raise ModelError(Setting("draft.model"), f" names several EAGLE-3 heads ({names}): give one")
+    name, needs, draft_layout = found[0]
+    architecture = model_file.architecture
+    width = model_file.metadata.get(f"{architecture}.embedding_length")
+    problem: str | Wording = ""
+    if architecture not in ARCHITECTURES:
+        problem = (
+            f"libllama does not hand out the hidden states of '{architecture}' models: take a draft model of the same "
+            "family instead"
+        )
+    elif needs.width != width:
+        problem = f"it is a head for models of width {needs.width}, and this one's is {width}: take a head made for it"
+    elif not all(0 <= layer < model_file.n_layer for layer in needs.layers):
+        layers = ", ".join(map(str, needs.layers))
+        problem = f"it reads the inputs of layers {layers}, and the model has {model_file.n_layer} layers"
+    elif not needs.has_embeddings or not needs.has_output:
+        what = "token embeddings" if not needs.has_embeddings else "output layer"
+        problem = f"it has no {what} of its own, and cannot read the model's: convert it with them"
+    elif layout.group_sizes or draft_layout.group_sizes:
+        problem = Wording(
+            "EAGLE-3 heads do not work with groups: give each rank its own share in ", Setting("layer_split")
+        )
+    if problem:
+        raise ModelError(Wording(Setting("draft.model"), f" {name} does not fit ", Setting("model"), ": "), problem)
+    return draft_layout
 
 
 def check_memory(

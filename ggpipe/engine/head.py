@@ -18,7 +18,7 @@ from ggpipe.engine.control_channel import ControlChannel, Received
 from ggpipe.engine.drafters import Drafters
 from ggpipe.engine.inner_draft import InnerDraft
 from ggpipe.engine.pipeline import Pipeline
-from ggpipe.engine.stage_thread import Fetched, Notice, Passed, ResultReady, Saved, StageFailed
+from ggpipe.engine.stage_thread import Fetched, InputsReady, Notice, Passed, ResultReady, Saved, StageFailed
 from ggpipe.errors import GgpipeError, RunError, SilentRankError, Terminated, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
@@ -100,6 +100,11 @@ class Head:
             case Message(kind=Kind.CONTROL):
                 return self.channel.read(event)
         return event
+
+    @property
+    def n_processes(self) -> int:
+        """Ranks that are processes of their own; those behind them are inside this one."""
+        return len(self._process_ranks) + 1
 
     def stop(self) -> None:
         """End loading, or the current request, soon; what is generated is kept. From any thread or a signal handler."""
@@ -237,6 +242,8 @@ class LoadedHead:
         match self.head.next(wait_s):
             case Received() as received:
                 return received
+            case Message(_, Kind.STATES, payload):  # for a draft head inside this process
+                self._pipeline.send_inputs(payload)
             case Message() as message:
                 return self._read(message)
             case ResultReady(result):
@@ -245,7 +252,7 @@ class LoadedHead:
                 return fetched
             case Saved(request, problem, n_bytes):
                 return Received(HEAD, PrefixSaved(request, problem, n_bytes))
-            case Passed() as outcome:
+            case Passed() | InputsReady() as outcome:
                 self._pipeline.deliver(outcome)
         return None
 

@@ -43,8 +43,12 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
     for rank, hello in enumerate(agreed.hellos):
         part = (layout, *draft_layouts)[hello.model]
         ranks[rank].host, ranks[rank].layers = hello.host, part.layers_of(rank)
+        ranks[rank].drafter = registry.kind_of(hello.architecture) if hello.model != TARGET else ""
         if rank != HEAD:
-            head.channel.send(rank, LoadLayers(part, agreed.warmup))
+            inputs = agreed.inputs if hello.model == TARGET else ()
+            # A head inside this process is known to no other one.
+            inputs_to = agreed.inputs_to if agreed.inputs_to < head.n_processes else HEAD
+            head.channel.send(rank, LoadLayers(part, agreed.warmup, inputs, inputs_to))
     with contextlib.ExitStack() as loaded:  # closed again when loading fails
         pipeline = loaded.enter_context(contextlib.closing(_target_pipeline(head, layout, agreed)))
         vocab = loaded.enter_context(contextlib.closing(Vocab(agreed.model_file, config.model)))
@@ -78,6 +82,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             agreed.warnings.append(
                 Wording(Setting("model"), " cannot roll back its KV state: running without speculation")
             )
+        kinds = [registry.kind_of(agreed.hellos[draft_layout.head].architecture) for draft_layout in draft_layouts]
         started: dict[int, Layout] = {}  # by drafter
         for drafter, (draft, draft_layout) in enumerate(zip(config.drafts, draft_layouts, strict=True)):
             outline, hello = outlines[draft_layout.head], agreed.hellos[draft_layout.head]
@@ -95,7 +100,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                 limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.sparsity)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
                 loaded_draft = DraftPipeline(limits=limits, vocabularies=vocabularies, restored=draft_restored)
-                head.channel.send(draft_layout.head, StartDraft(drafter, registry.kinds(1)[0], loaded_draft))
+                head.channel.send(draft_layout.head, StartDraft(drafter, kinds[drafter], loaded_draft))
                 started[drafter] = draft_layout
         limits = _limits(config.context, layout, context, n_requests, agreed.hellos[HEAD].sparsity)
         limits = replace(limits, prefill_slowdown=config.prefill_slowdown)
@@ -106,7 +111,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         return LoadedHead(
             head,
             pipeline,
-            Drafters(head.transport, len(draft_layouts), started, vocab.rolls_back),
+            Drafters(head.transport, kinds, started, vocab.rolls_back),
             agreed.model_file,
             vocab,
             limits,
@@ -131,6 +136,10 @@ class _Agreed:
     """The head's."""
     warmup: bool
     """As of `Stage`."""
+    inputs: tuple[int, ...]
+    """Layers of the target whose inputs an EAGLE-3 head reads."""
+    inputs_to: int
+    """The rank of that head."""
     warnings: list[Wording]
 
 
@@ -148,6 +157,8 @@ def _agree(head: Head) -> _Agreed:
         for first, draft in zip(heads, config.drafts, strict=True)
     ]
     layout = lay_out(model_file.n_layer, n_target, config.pipeline.layer_split, HEAD)
+    head_layout = handshake.check_heads(hellos, config, model_file, layout, draft_layouts)
+    needs = hellos[head_layout.head].head_needs if head_layout is not None else None
     warmup = config.warmup
     if config.pipeline.check_memory or warmup:
         try:
@@ -164,6 +175,8 @@ def _agree(head: Head) -> _Agreed:
         draft_layouts=draft_layouts,
         prompt_cache=prompt_cache,
         warmup=warmup,
+        inputs=needs.layers if needs is not None else (),
+        inputs_to=head_layout.head if head_layout is not None else HEAD,
         warnings=warnings,
     )
 
@@ -188,7 +201,15 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
         group = wiring.membership(head.config, transport, stage.ranks)
         files = wiring.prefix_files(head.config, transport, TARGET)
         load = wiring.stage_loader(
-            head.config, transport, agreed.model_file, stage.layers, TARGET, (cache, files), group, agreed.warmup
+            head.config,
+            transport,
+            agreed.model_file,
+            stage.layers,
+            TARGET,
+            (cache, files),
+            group,
+            agreed.warmup,
+            agreed.inputs,
         )
         send = deliver_here if transport.sends_from_any_thread else inbox.put
         poll_s = wiring.poll_s(head.config)
@@ -198,7 +219,8 @@ def _target_pipeline(head: Head, layout: Layout, agreed: _Agreed) -> Pipeline:
         inbox.relieved = thread.relief_s
         return thread
 
-    return Pipeline(transport, layout, HEAD, inbox.put, start if HEAD in layout.stage_ranks else None)
+    own = start if HEAD in layout.stage_ranks else None
+    return Pipeline(transport, layout, HEAD, inbox.put, own, agreed.inputs_to)
 
 
 def _in_turn(context: ContextConfig) -> Wording:

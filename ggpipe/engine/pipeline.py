@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Run
-from ggpipe.engine.stage_thread import Fetched, PartDone, Passed, ResultReady, RunNotice, StageThread
+from ggpipe.engine.stage_thread import Fetched, InputsReady, PartDone, Passed, ResultReady, RunNotice, StageThread
 from ggpipe.transport import codec
-from ggpipe.transport.base import HEAD, Kind, Transport
+from ggpipe.transport.base import HEAD, Kind, Payload, Transport
 
 
 class Pipeline:
@@ -21,16 +21,19 @@ class Pipeline:
         rank: int,
         ended: Callable[[ResultReady | Fetched], None],
         start: Callable[[Callable[[RunNotice], None]], StageThread] | None,
+        inputs_to: int = HEAD,
     ) -> None:
         """We are `rank` in it. `ended` takes the results of our own stage when it is the last one, in its thread, and
         rows that were fetched from it.
 
-        `start` makes the thread of our own stage, given `deliver`; None where we hold no layers.
+        `start` makes the thread of our own stage, given `deliver`; None where we hold no layers. `inputs_to`: the rank
+        that layers' inputs are sent to, where a draft head reads them.
         """
         self._transport = transport
         self.layout = layout
         self._rank = rank
         self._ended = ended
+        self._inputs_to = inputs_to
         self._receivers = layout.receivers_of(rank)
         self._own = start(self.deliver) if start is not None else None
 
@@ -78,8 +81,14 @@ class Pipeline:
             case Passed(message):
                 for rank in self._receivers:
                     self._transport.send(rank, Kind.RUN, message)
+            case InputsReady(message):
+                self.send_inputs(message)
             case PartDone(run, span):
                 self._transport.send(HEAD, Kind.PART_SPAN, codec.part_span_message(run, span))
+
+    def send_inputs(self, message: Payload) -> None:
+        """Send on layers' inputs, towards the draft head that reads them."""
+        self._transport.send(self._inputs_to, Kind.STATES, message)
 
     def close(self) -> None:
         """Free our own stage."""

@@ -71,6 +71,13 @@ class PartDone:
 
 
 @dataclass(frozen=True, slots=True)
+class InputsReady:
+    """Inputs of this stage's layers in a run that is computed, ready for a draft head."""
+
+    message: Payload
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A sequence of a request is on disk, or restored, or `problem` says why it is not."""
 
@@ -87,7 +94,7 @@ class StageFailed:
     error: GgpipeError
 
 
-RunNotice = Passed | ResultReady | PartDone | Fetched
+RunNotice = Passed | ResultReady | PartDone | Fetched | InputsReady
 Notice = Loading | Loaded | RunNotice | Saved | StageFailed
 
 
@@ -140,6 +147,8 @@ class StageThread:
         self._computing: int | None = None
         self._closing = False
         self._stage: Stage | None = None
+        self._inputs: InputsReady | None = None
+        """Of the run that was computed last, until it is delivered."""
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
         self._thread.start()
 
@@ -203,6 +212,9 @@ class StageThread:
                     self._deliver(outcome)
                     if isinstance(outcome, ResultReady) and outcome.result.rows:
                         self._keep(stage, job.run)
+                if self._inputs is not None:
+                    self._deliver(self._inputs)
+                    self._inputs = None
                 if save is not None:  # the next stages save theirs meanwhile
                     self._notify(self._save(stage, save))
             self._stage = None
@@ -282,6 +294,8 @@ class StageThread:
         self._last_run_s = outcome.compute_s
         if outcome.cancelled and not run.cancelled:
             run = replace(run, cancelled=True)
+        if outcome.layer_inputs:
+            self._inputs = InputsReady(codec.states_message(run, stage.tapped, outcome.layer_inputs))
         if self._group is not None and self._group.part > 0:
             return PartDone(run.id, self._span(start, outcome.compute_s, 0))
         if stage.is_last:

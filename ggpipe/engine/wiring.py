@@ -10,6 +10,7 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
 from ggpipe.core.layout import part_shares
 from ggpipe.llama import machine
+from ggpipe.llama.eagle3 import HeadStage, TargetStates
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import OnProgress
@@ -82,10 +83,11 @@ def stage_loader(
     files: Sequence[PromptCache | PrefixFiles | None] = (),
     group: Membership | None = None,
     warmup: bool = False,
+    inputs: Sequence[int] = (),
 ) -> Callable[[OnProgress], Stage]:
     """A function that makes this rank's stage of the model of this id, given a callback for its progress, and describes
     it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if there are
-    several. `warmup`: as of `Stage`."""
+    several. `warmup`, `inputs`: as of `Stage`."""
     threads, part = threads_of(config, transport, model), config.part_of(model)
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
@@ -105,10 +107,31 @@ def stage_loader(
             saves_states,
             group.join() if group is not None else None,
             warmup,
+            inputs,
         )
         for one in files:
             if one is not None:
                 one.describe(stage, model_file, part.model, part.context)
         return stage
+
+    return load
+
+
+def head_loader(
+    config: EngineConfig,
+    transport: Transport,
+    model_file: ModelFile,
+    model: int,
+    target_states: TargetStates,
+    warmup: bool = False,
+) -> Callable[[OnProgress], Stage]:
+    """As `stage_loader`, for an EAGLE-3 head, which reads `target_states`."""
+    part = config.part_of(model)
+
+    def load(progress: OnProgress) -> Stage:
+        if transport.ranks_on_host > config.n_draft_ranks:
+            machine.yield_to_others()
+        threads, n_prefixes = threads_of(config, transport, model), config.n_prefixes(part.context)
+        return HeadStage(model_file, part.model, part.context, threads, target_states, progress, n_prefixes, warmup)
 
     return load

@@ -10,6 +10,7 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import TARGET
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.drafters import registry
+from ggpipe.core.drafters.base import StatesArrived
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import RunRecord
 from ggpipe.engine import handshake, wiring
@@ -18,6 +19,7 @@ from ggpipe.engine.drafters import DraftHead
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import (
     Fetched,
+    InputsReady,
     Loaded,
     Loading,
     Notice,
@@ -31,11 +33,12 @@ from ggpipe.engine.stage_thread import (
 )
 from ggpipe.errors import GgpipeError, RunError
 from ggpipe.llama import machine
+from ggpipe.llama.eagle3 import TargetStates, needs_of
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.vocab import Vocab
 from ggpipe.transport import codec
-from ggpipe.transport.base import HEAD, Kind, Message, Transport
+from ggpipe.transport.base import HEAD, Kind, Message, Payload, Transport
 from ggpipe.transport.control import (
     AskClock,
     AskUsage,
@@ -67,6 +70,8 @@ class Worker:
         """Id of the model that this rank serves."""
         self._prompt_cache: PromptCache | None = None
         self._prefix_files: PrefixFiles | None = None
+        self._target_states: TargetStates | None = None
+        """What an EAGLE-3 head reads, on its rank."""
 
     def serve(self) -> int:
         """Returns the exit code that the head gave."""
@@ -78,8 +83,8 @@ class Worker:
             match self._channel.receive().message:
                 case Quit(exit_code):
                     return exit_code
-                case LoadLayers(layout, warmup):
-                    with contextlib.closing(self._load(layout, model_file, warmup)) as pipeline:
+                case LoadLayers(layout) as order:
+                    with contextlib.closing(self._load(layout, model_file, order)) as pipeline:
                         return self._serve(pipeline)
                 case message:
                     raise RunError(f"the head sent {type(message).__name__} instead of Load: use one ggpipe everywhere")
@@ -91,7 +96,7 @@ class Worker:
                     case Quit(exit_code):
                         return exit_code
 
-    def _load(self, layout: Layout, model_file: ModelFile, warmup: bool) -> Pipeline:
+    def _load(self, layout: Layout, model_file: ModelFile, order: LoadLayers) -> Pipeline:
         """Our place in the pipeline of the target, or of the draft; our stage begins to load, if we hold layers."""
         rank = self._transport.rank
         leads = self._model != TARGET and rank == layout.head
@@ -102,16 +107,23 @@ class Worker:
         def start(deliver: Callable[[RunNotice], None]) -> StageThread:
             stage = layout.stage_of(rank)
             group = wiring.membership(self._config, self._transport, stage.ranks)
-            load = wiring.stage_loader(
-                self._config,
-                self._transport,
-                model_file,
-                stage.layers,
-                self._model,
-                (self._prompt_cache, self._prefix_files),
-                group,
-                warmup,
-            )
+            if (needs := needs_of(model_file)) is not None:
+                self._target_states = TargetStates(needs.layers)
+                load = wiring.head_loader(
+                    self._config, self._transport, model_file, self._model, self._target_states, order.warmup
+                )
+            else:
+                load = wiring.stage_loader(
+                    self._config,
+                    self._transport,
+                    model_file,
+                    stage.layers,
+                    self._model,
+                    (self._prompt_cache, self._prefix_files),
+                    group,
+                    order.warmup,
+                    order.inputs,
+                )
             deliver = deliver if self._transport.sends_from_any_thread else self._inbox.put
             pump = self._inbox.pump if self._transport.must_poll and not leads else None
             poll_s = wiring.poll_s(self._config)
@@ -122,7 +134,7 @@ class Worker:
                 deliver,
                 pump,
                 poll_s,
-                self._prompt_cache,
+                self._prompt_cache if needs is None else None,
                 group,
                 self._prefix_files,
             )
@@ -141,7 +153,8 @@ class Worker:
                 case Fetched(request, row):
                     self._transport.send(layout.head, Kind.FETCHED, codec.fetched_message(request, row))
 
-        return Pipeline(self._transport, layout, rank, ended, start if rank in layout.stage_ranks else None)
+        own = start if rank in layout.stage_ranks else None
+        return Pipeline(self._transport, layout, rank, ended, own, order.inputs_to)
 
     def _serve(self, pipeline: Pipeline) -> int:
         """Handle all that comes until Quit; returns its exit code."""
@@ -154,7 +167,7 @@ class Worker:
                         return exit_code
                     case Received(_, StartDraft(drafter, kind, loaded_draft)):
                         started = registry.WITH_MODEL[kind](drafter, loaded_draft)
-                        draft_head = DraftHead(pipeline, started, self._send_micro_batch)
+                        draft_head = DraftHead(pipeline, started, self._send_micro_batch, self._forget)
                     case Received(_, AskClock()):
                         self._channel.send(HEAD, Clock(time.monotonic()))
                     case Received(_, AskUsage()):
@@ -165,13 +178,15 @@ class Worker:
                         pipeline.fetch_own(*codec.read_fetch(payload))
                     case Message(_, Kind.TO_DRAFTER, payload) if draft_head is not None:
                         draft_head.handle(codec.read_drafter_message(payload))
+                    case Message(_, Kind.STATES, payload) if draft_head is not None:
+                        self._take_states(payload, draft_head)
                     case Message(_, Kind.RESULT, payload) if draft_head is not None:
                         draft_head.ended(codec.read_result(payload))
                     case None if draft_head is not None:
                         draft_head.tick()
                     case ResultReady(result) if draft_head is not None:
                         draft_head.ended(result)
-                    case Passed() | ResultReady() | PartDone() | Fetched() as outcome:
+                    case Passed() | ResultReady() | PartDone() | Fetched() | InputsReady() as outcome:
                         pipeline.deliver(outcome)
                     case Saved(request, problem, n_bytes):
                         place = f"{self._transport.place}: " if problem else ""
@@ -202,6 +217,17 @@ class Worker:
             partial_prefixes=stage.partial_prefixes,
             restored=loaded.restored,
         )
+
+    def _take_states(self, payload: Payload, draft_head: DraftHead) -> None:
+        """Some layers' inputs in a run of the target came."""
+        assert self._target_states is not None
+        run, rows, inputs = codec.read_states(payload)
+        if self._target_states.take(run, inputs):
+            draft_head.handle(StatesArrived(run, rows))
+
+    def _forget(self, before: int) -> None:
+        if self._target_states is not None:
+            self._target_states.forget(before)
 
     def _send_micro_batch(self, micro_batch: MicroBatch, records: Sequence[RunRecord]) -> None:
         self._transport.send(HEAD, Kind.MICRO_BATCH, codec.micro_batch_message(micro_batch, records))

@@ -26,6 +26,8 @@ class ModelPair:
 
 BUNDLED_PAIR = ModelPair(_MODELS / "tales-target.gguf", _MODELS / "tales-draft.gguf")
 """7.3 and 0.9 million parameters. A target so small takes less time for a token than a message between ranks."""
+BUNDLED_HEAD = _MODELS / "tales-eagle3.gguf"
+"""An EAGLE-3 head for the target."""
 
 
 def inflated_pair(on_progress: Callable[[int, int], None] = lambda done, total: None) -> ModelPair:

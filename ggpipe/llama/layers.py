@@ -90,10 +90,12 @@ def load_layers(
     keep: list[object],
     progress: OnProgress | None,
     in_group: bool,
+    is_head: bool = False,
 ) -> Any:
     """A `llama_model` with layers [first, last) on the stage's devices; hold `keep` as long.
 
-    `in_group`: other ranks compute them together with this one.
+    `in_group`: other ranks compute them together with this one. `is_head`: it may be a draft head, which reads states
+    of its target.
     Raises ModelError when libllama cannot load the model, or it is of a kind that writes no texts, RunError when
     `progress` stopped it, SettingError when memory cannot be locked.
     """
@@ -140,7 +142,15 @@ def load_layers(
             raise RunError("loading was stopped")
         raise ModelError(f"cannot load {file.paths[0]}: {last_error()}")
     try:
-        if lib.llama_model_has_encoder(model) or not lib.llama_model_has_decoder(model):
+        if file.architecture == "eagle3" and not is_head:
+            raise ModelError(
+                f"{file.paths[0]} is an EAGLE-3 head, which only drafts for its target: name it with ",
+                Setting("draft.model"),
+                ", and give shares with ",
+                Setting("layer_split"),
+                "; it is not profiled or recorded",
+            )
+        if (lib.llama_model_has_encoder(model) and not is_head) or not lib.llama_model_has_decoder(model):
             raise ModelError(f"'{file.architecture}' models do not continue text; give a decoder-only model")
         if lib.llama_model_is_diffusion(model):
             raise ModelError(f"'{file.architecture}' is a diffusion model; it does not write token by token")

@@ -120,7 +120,7 @@ class LlamaBatch:
         pointer = ctypes.POINTER(ctypes.c_int32)
         self._seq_rows = (pointer * n_rows)(*(ctypes.cast(start + 4 * n_seq * i, pointer) for i in range(n_rows)))
         self._flags = (ctypes.c_int8 * n_rows)()
-        self.struct = lib.llama_batch(
+        self.struct: Any = lib.llama_batch(
             0,
             self._tokens,
             None,
@@ -146,6 +146,17 @@ class LlamaBatch:
             at = i * self._n_seq
             for k, seq in enumerate(ids):
                 seqs[at + k] = seq
+
+    def flag_all(self, outputs: bool) -> None:
+        """Flag all rows, or none."""
+        for i in range(self.struct.n_tokens):
+            self._flags[i] = outputs
+
+    def read_states(self, states: NDArray[np.float32], has_tokens: bool) -> None:
+        """Rows read these states, (rows, width), beside their tokens or instead of them."""
+        self._states = np.ascontiguousarray(states)  # libllama reads it in the next call
+        self.struct.embd = self._states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        self.struct.token = self._tokens if has_tokens else None
 
 
 def whole_row(row: int, logits: NDArray[np.float32], logits_request: LogitsRequest) -> RowLogits:

@@ -7,7 +7,7 @@ import ctypes
 import struct
 import time
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, R
 from ggpipe.errors import IndivisibleModelError, RunError, Setting, SettingError, UsageError, Wording
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group, context_of_group, joined, together
+from ggpipe.llama.layer_inputs import LayerInputs, own_layers
 from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
 from ggpipe.llama.model_header import ModelHeader
@@ -57,6 +58,8 @@ class Outcome:
     compute_s: float
     """Time in `llama_decode`."""
     cancelled: bool
+    layer_inputs: tuple[NDArray[np.float32], ...] = ()
+    """Of the layers of `Stage.tapped`, (rows, width) each; none of a run that was not computed."""
 
 
 class Stage:
@@ -64,6 +67,8 @@ class Stage:
 
     All methods but `cancel` belong to one thread at a time; native calls release the GIL.
     """
+
+    _is_head = False
 
     def __init__(
         self,
@@ -77,11 +82,13 @@ class Stage:
         saves_states: bool = False,
         group: Group | None = None,
         warmup: bool = False,
+        wanted_inputs: Sequence[int] = (),
     ) -> None:
         """Load the layers. `threads`: for single tokens, for batches. `n_prefixes`: sequence ids for kept prefixes, at
         most, beside `context.n_seq`. `saves_states`: `state` and `put_state` will be called. `group`: where other ranks
         compute these layers together with this one; they load at the same time. `warmup`: KV cells get their memory
-        now; else, and with a NUMA strategy, when they are used first.
+        now; else, and with a NUMA strategy, when they are used first. `wanted_inputs`: layers of the model whose inputs
+        a draft head reads; those that this stage has come with each run.
 
         Raises ModelError when libllama cannot load the model or the cut runs through a layer, and UsageError when
         the context cannot be made (too large for the memory, say).
@@ -100,6 +107,7 @@ class Stage:
         self._model: Any = None
         self._context: Any = None
         self._noises: Any = None
+        self._layer_inputs: LayerInputs | None = None
         self._kinds: Set[LogitsKind] = frozenset()
         """The logits that rows of the last run requested."""
         self._gathered: dict[int, RowLogits] = {}
@@ -111,9 +119,11 @@ class Stage:
         try:
             with joined(self._native, group, model_file, model) if group else contextlib.nullcontext():
                 self._model = load_layers(
-                    self._native, model_file, layers, model, self._keep, progress, group is not None
+                    self._native, model_file, layers, model, self._keep, progress, group is not None, self._is_head
                 )
                 self._open_context(model, context, threads, n_prefixes, saves_states)
+            own = own_layers(wanted_inputs, layers)
+            self._layer_inputs = LayerInputs(self._context, own, self._n_embd) if own else None
             self.cut = self._dry_run()
             self.exact_in_company: bool = (
                 self._native.orders_cells and model_file.architecture not in _DIFFER_IN_COMPANY
@@ -158,6 +168,7 @@ class Stage:
         apply_loras(self._model, self._context, model)
         self._memory = lib.llama_get_memory(self._context)
         self._width = int(lib.llama_model_n_embd_out(self._model))
+        self._n_embd = int(lib.llama_model_n_embd(self._model))
         self._n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
@@ -248,7 +259,13 @@ class Stage:
             raise RunError(f"libllama cannot decode run {run.id} (status {status}): {last_error()}")
         if self._native.misplaced or (self._native.missing and not timing_only):
             raise RunError(f"run {run.id} came without what layers {self.layers} need; the ranks are out of step")
-        return Outcome(outgoing, self._extract(run) if self.is_last else (), compute_s, False)
+        inputs = self._layer_inputs.of_run(len(run.rows)) if self._layer_inputs is not None else ()
+        return Outcome(outgoing, self._extract(run) if self.is_last else (), compute_s, False, inputs)
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """The layers whose inputs come with each run."""
+        return self._layer_inputs.layers if self._layer_inputs is not None else ()
 
     def _want_hidden(self, kinds: Set[LogitsKind]) -> None:
         """Keep the last hidden states of the next run if rows request them. If they request nothing else, the graph
@@ -264,8 +281,7 @@ class Stage:
         As large as a layer's output for each row; where something else crosses the border, it is taken for zeros.
         """
         if self._noises is None:
-            n_embd = int(lib.llama_model_n_embd(self._model))
-            self._noises = np.random.default_rng(0).standard_normal((_N_NOISES, n_embd), np.float32)
+            self._noises = np.random.default_rng(0).standard_normal((_N_NOISES, self._n_embd), np.float32)
         chosen = (run.id * 37 + np.arange(len(run.rows))) % _N_NOISES
         data = self._noises[chosen].tobytes()
         parts = []

@@ -65,20 +65,21 @@ def _n_drafters(options: Options, speculation: SpeculationConfig) -> int:
     if names is not None:
         with_model = [name for name in names if name in registry.WITH_MODEL]
         if with_model:
-            check_draft(options, Wording(Setting("spec_type"), f" {with_model[0]}"))
+            what = "an EAGLE-3 head" if with_model == ["eagle3"] else "a draft model"
+            check_draft(options, Wording(Setting("spec_type"), f" {with_model[0]}"), what)
         elif n_models and names:
             raise SettingError(
                 "draft.model",
                 Wording("is not used with ", Setting("spec_type"), f" {','.join(names)}"),
                 "omit it, or add draft to the list",
             )
-    return len(registry.chosen(names, n_models))
+    return registry.most_chosen(names, n_models)
 
 
-def check_draft(options: Options, what: str | Wording) -> None:
-    """Raises UsageError if there is no draft model. `what`: what needs one."""
+def check_draft(options: Options, what: str | Wording, needed: str = "a draft model") -> None:
+    """Raises UsageError if there is no draft model. `what`: what needs one. `needed`: what to call it."""
     if not options[ModelSettings].drafts:
-        raise UsageError(what, " needs a draft model: name one with ", Setting("draft.model"))
+        raise UsageError(what, f" needs {needed}: name one with ", Setting("draft.model"))
 
 
 def model_config(options: Options) -> ModelConfig:

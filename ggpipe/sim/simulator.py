@@ -156,7 +156,7 @@ class _Simulation:
         n_drafters = max(len(_drafters(cluster, speculation)), 1)
         limits = _limits(sizes, cluster.target, speculation, n_drafters)
         drafters = _drafters(cluster, speculation) if speculation.mode != "iterative" else ()
-        kinds = registry.kinds(_n_models(cluster))
+        kinds = registry.kinds(_models(cluster))
         in_head = {
             drafter: registry.WITHOUT_MODEL[kinds[drafter]](drafter)
             for drafter in drafters
@@ -343,12 +343,12 @@ def _cores(clock: VirtualClock, cluster: VirtualCluster, number: int) -> Cores:
 
 def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[int, ...]:
     """The ids of the drafters of each request."""
-    return registry.chosen(speculation.drafters, _n_models(cluster))
+    return registry.chosen(speculation.drafters, _models(cluster))
 
 
-def _n_models(cluster: VirtualCluster) -> int:
-    """Draft models."""
-    return int(cluster.draft is not None)
+def _models(cluster: VirtualCluster) -> tuple[str, ...]:
+    """The kinds of the drafters of its draft models."""
+    return ("draft",) if cluster.draft is not None else ()
 
 
 def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int) -> Limits:

@@ -24,6 +24,8 @@ class RankStats:
     rank: int
     model: int = TARGET
     """Id of the model to which these statistics belong. A process may hold drafts in addition to target layers."""
+    drafter: str = ""
+    """Kind of the drafter that the model belongs to, as in `core.drafters.registry`; nothing for the target."""
     host: str = ""
     layers: tuple[int, int] = (0, 0)
     """First layer, and one past the last; a rank with an empty range only coordinates."""
@@ -56,7 +58,14 @@ class RankStats:
 
     def unused(self) -> RankStats:
         """The same rank before any work."""
-        return RankStats(rank=self.rank, model=self.model, host=self.host, layers=self.layers, threads=self.threads)
+        return RankStats(
+            rank=self.rank,
+            model=self.model,
+            drafter=self.drafter,
+            host=self.host,
+            layers=self.layers,
+            threads=self.threads,
+        )
 
     def add(self, span: Span, share: float = 1.0) -> None:
         """Add a run's span, or a share of it from 0 to 1, to the totals."""

@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     PART_SPAN = 7  # time on a run, from a part of a group that does not send the run on, to the head
     FETCH = 8  # which kept row is to be sent whole, from the head to the last rank
     FETCHED = 9  # such a row, from the last rank to the head
+    STATES = 10  # inputs of layers in a run, from the rank that has them to a draft head's
 
 
 @dataclass(frozen=True, slots=True)

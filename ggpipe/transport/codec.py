@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, DrafterMessage, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.messages import (
@@ -35,7 +36,7 @@ from ggpipe.core.messages import (
 from ggpipe.errors import RunError
 from ggpipe.transport.base import Payload
 
-VERSION = 11
+VERSION = 12
 # version, flags, spans, logits requests, run, first run of kept rows, rows, operations, sequence ids of all rows, ids
 # that wants name, numbers of what is to be saved or restored, bytes of a row mask (for rows that died in flight; 0 so
 # far)
@@ -51,6 +52,10 @@ _ROW = struct.Struct("<iiIId")
 # version, kind, request, epoch, look-ahead, tokens
 _TO_DRAFTER = struct.Struct("<BBqqiI")
 _BEGIN, _ACCEPTED, _DONE = 1, 2, 3
+# run, row
+_ROW_OF_RUN = struct.Struct("<qi")
+# version, run, rows, layers, numbers in a state
+_STATES = struct.Struct("<BqIHI")
 _BEGIN_DECODER = msgspec.msgpack.Decoder(BeginDrafting)  # once a request: no hot path
 # version, complete, drafter, request, epoch, expansions, runs
 _MICRO_BATCH = struct.Struct("<BBHqqII")
@@ -224,6 +229,33 @@ def read_fetched(payload: Payload) -> tuple[int, RowLogits]:
     return request, RowLogits(row, None, np.frombuffer(view, "<f4", offset=_FETCHED.size), 0.0)
 
 
+def states_message(run: Run, layers: Sequence[int], inputs: Sequence[NDArray[np.float32]]) -> Payload:
+    """The inputs of these layers in a run's rows, (rows, width) for each layer, as one message."""
+    width = inputs[0].shape[1] if inputs else 0
+    table = [x for row in run.rows for x in (row.request, row.pos)]
+    return b"".join((
+        _STATES.pack(VERSION, run.id, len(run.rows), len(layers), width),
+        struct.pack(f"<{len(layers)}i", *layers),
+        struct.pack(f"<{len(table)}q", *table),
+        *(np.ascontiguousarray(rows, "<f4").tobytes() for rows in inputs),
+    ))  # fmt: skip
+
+
+def read_states(payload: Payload) -> tuple[int, tuple[tuple[int, int], ...], dict[int, NDArray[np.float32]]]:
+    """The inverse of `states_message`: a run, request and position of each of its rows, the inputs by layer."""
+    view = memoryview(payload)
+    _check_version(view)
+    _, run, n_rows, n_layers, width = _STATES.unpack_from(view)
+    layers, at = _read_ints(view, _STATES.size, n_layers), _STATES.size + 4 * n_layers
+    table = struct.unpack_from(f"<{2 * n_rows}q", view, at)
+    at += 16 * n_rows
+    inputs: dict[int, NDArray[np.float32]] = {}
+    for layer in layers:
+        inputs[layer] = np.frombuffer(view, "<f4", n_rows * width, at).reshape(n_rows, width)
+        at += 4 * n_rows * width
+    return run, tuple(zip(table[::2], table[1::2], strict=True)), inputs
+
+
 def part_span_message(run: int, span: Span) -> Payload:
     """A part's time on a run, as one message."""
     return _PART_SPAN.pack(VERSION, run) + _spans((span,))
@@ -240,8 +272,9 @@ def read_part_span(payload: Payload) -> tuple[int, Span]:
 def drafter_message(message: DrafterMessage) -> Payload:
     """A message to a drafter."""
     match message:
-        case Accepted(request, epoch, tokens, look_ahead):
-            return _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, len(tokens)) + _ints(tokens)
+        case Accepted(request, epoch, tokens, look_ahead, rows):
+            head = _TO_DRAFTER.pack(VERSION, _ACCEPTED, request, epoch, look_ahead, len(tokens))
+            return b"".join((head, _ints(tokens), *(_ROW_OF_RUN.pack(*row) for row in rows)))
         case EndDrafting(request):
             return _TO_DRAFTER.pack(VERSION, _DONE, request, 0, 0, 0)
         case BeginDrafting():
@@ -255,7 +288,8 @@ def read_drafter_message(payload: Payload) -> DrafterMessage:
     _, kind, request, epoch, look_ahead, n = _TO_DRAFTER.unpack_from(view)
     tokens = _read_ints(view, _TO_DRAFTER.size, n)
     if kind == _ACCEPTED:
-        return Accepted(request, epoch, tokens, look_ahead)
+        rows = tuple(_ROW_OF_RUN.iter_unpack(view[_TO_DRAFTER.size + 4 * n :]))
+        return Accepted(request, epoch, tokens, look_ahead, rows)
     if kind == _DONE:
         return EndDrafting(request)
     try:

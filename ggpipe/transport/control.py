@@ -33,13 +33,13 @@ from ggpipe.cluster.links import Overheads
 from ggpipe.cluster.profile import MeasuredLayers, Point
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.core.draft_messages import VocabOutline
-from ggpipe.core.drafters.base import DraftPipeline
+from ggpipe.core.drafters.base import DraftPipeline, HeadNeeds
 from ggpipe.core.layout import Layout
 from ggpipe.core.messages import Restored
 from ggpipe.errors import RunError, Wording
-from ggpipe.transport.base import Payload
+from ggpipe.transport.base import HEAD, Payload
 
-VERSION = 12
+VERSION = 13
 """Of the format. Raise it whenever a message changes."""
 
 
@@ -69,6 +69,8 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     cpu_features: tuple[str, ...]
     memory_bytes: int
     """Available on its machine, before anything is loaded."""
+    head_needs: HeadNeeds | None = None
+    """Of an EAGLE-3 head."""
 
 
 class LoadLayers(ControlMessage, frozen=True):
@@ -77,6 +79,10 @@ class LoadLayers(ControlMessage, frozen=True):
     layout: Layout
     warmup: bool = False
     """See `llama.stage.Stage`."""
+    inputs: tuple[int, ...] = ()
+    """Layers of the target whose inputs a draft head reads; a rank sends those that it has."""
+    inputs_to: int = HEAD
+    """The rank that they are sent to."""
 
 
 class DraftVocab(ControlMessage, frozen=True):

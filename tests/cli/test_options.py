@@ -248,11 +248,15 @@ def test_each_further_drafter_has_room_for_a_path_of_its_own(
         (lambda: engine_config.engine_config(given("--mpi-layer-split 1/1")), "ranks after the / needs a draft model"),
         (
             lambda: given("--spec-type a"),
-            "`spec_type` a: name one or more of draft, ngram, separated",
+            "`spec_type` a: name one or more of draft, eagle3, ngram, separated",
         ),
         (
             lambda: engine_config.engine_config(given("--spec-type draft")),
             "`spec_type` draft needs a draft model",
+        ),
+        (
+            lambda: engine_config.engine_config(given("--spec-type draft-eagle3")),
+            "`spec_type` eagle3 needs an EAGLE-3 head: name one with",
         ),
         (lambda: engine_config.engine_config(given("--spec-type none --mode async")), "`spec_type` is none: name one"),
         (lambda: engine_config.engine_config(given("--spec-type ngram -md d")), "`draft.model` is not used with"),

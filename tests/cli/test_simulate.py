@@ -180,6 +180,9 @@ def test_without_a_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert err == "ggpipe: simulating only iterative, without a draft model: name one with -md/--model-draft\n"
     assert run(["simulate", str(own), "--mode", "async"]) == 2
     assert "--mode async needs a draft model: name one with -md" in capsys.readouterr().err
+    assert run(["simulate", str(own), "--spec-type", "draft-eagle3"]) == 2
+    assert "--spec-type" in (err := capsys.readouterr().err)
+    assert "eagle3" in err
     assert run(["simulate", str(own), "--sweep", "draft=1..2"]) == 2
     assert "draft=… makes no difference without draft tokens" in capsys.readouterr().err
 

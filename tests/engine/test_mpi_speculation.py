@@ -12,6 +12,8 @@ from support import in_process
 from support.commands import TARGET, Endless, ggpipe, mpirun
 from support.zoo import make
 
+from ggpipe.llama.bundled import BUNDLED_HEAD
+
 DRAFT = TARGET.with_name("tales-draft.gguf")
 PAIR = ("generate", "-m", TARGET, "-md", DRAFT, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1)
 ITERATIVE = ("--mode", "iterative")
@@ -121,3 +123,15 @@ def test_a_model_that_cannot_take_tokens_back(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout == in_process.output(*arguments)
     assert result.stderr.count("cannot roll back") == 2  # a line for each of the models
+
+
+@pytest.mark.parametrize("split", ["0.4,0.3,0.3/1.0", "0.5,0.5"])
+def test_an_eagle3_head(split: str, tmp_path: Path) -> None:
+    """On a rank of its own, and inside the first one's process: states come from the ranks that compute them."""
+    exact = ("generate", "-m", TARGET, "-f", "prompts/tale.txt", "-n", 60, "-c", 512, "-t", 1, "--exact", "--temp", 0)
+    head, out = ("-md", BUNDLED_HEAD, "--spec-type", "draft-eagle3", "--mode", "speculative"), tmp_path / "all.json"
+    result = ggpipe(*exact, *head, "--mpi-layer-split", split, "--json", out)
+    assert (result.returncode, result.stdout) == (0, in_process.output(*exact)), result.stderr
+    (drafter,) = json.loads(out.read_text())["drafters"]
+    assert drafter["drafter"] == "eagle3"
+    assert drafter["right_tokens"] > 0.4 * drafter["judged_tokens"]

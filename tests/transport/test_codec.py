@@ -92,7 +92,7 @@ DRAFTER_MESSAGES = st.one_of(
         banned=TOKENS,
         speculation=SPECULATIONS,
     ),
-    st.builds(Accepted, INT64, INT64, TOKENS, INT32),
+    st.builds(Accepted, INT64, INT64, TOKENS, INT32, st.lists(st.tuples(INT64, INT32), max_size=5).map(tuple)),
     st.builds(EndDrafting, INT64),
 )
 CANDIDATES = st.lists(st.tuples(INT32, PROBABILITY), max_size=5).map(tuple)
@@ -281,6 +281,15 @@ def test_a_damaged_request_to_the_draft_is_refused_in_one_line(rest: bytes) -> N
 @given(DRAFTER_MESSAGES)
 def test_steering(message: DrafterMessage) -> None:
     assert codec.read_drafter_message(codec.drafter_message(message)) == message
+
+
+@given(RUNS, st.lists(INT32, unique=True, max_size=3), st.integers(1, 9))
+def test_states(run: Run, layers: list[int], width: int) -> None:
+    inputs = [np.arange(len(run.rows) * width, dtype=np.float32).reshape(-1, width) + layer for layer in layers]
+    number, rows, found = codec.read_states(codec.states_message(run, layers, inputs))
+    assert (number, rows) == (run.id, tuple((row.request, row.pos) for row in run.rows))
+    assert list(found) == layers
+    assert all(np.array_equal(found[layer], own) for layer, own in zip(layers, inputs, strict=True))
 
 
 @given(BATCHES, RECORDS)

@@ -149,7 +149,9 @@ def _check_tensor_split(placement: VirtualPlacement) -> None:
 def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
     """The modes to simulate. Sweeps, plots and traces show details of the last one."""
     mode = given_mode(options)
-    if spec.draft is None and not registry.chosen(spec.speculation.drafters, 0):
+    if "eagle3" in (spec.speculation.drafters or ()):
+        raise SettingError("spec_type", "eagle3 is not simulated", "name draft, ngram or none")
+    if spec.draft is None and not registry.chosen(spec.speculation.drafters, ()):
         if mode in ("speculative", "async"):
             check_draft(options, Wording(Setting("mode"), f" {mode}"))
         show(Wording("simulating only iterative, without a draft model: name one with ", Setting("draft.model")))

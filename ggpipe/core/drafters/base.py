@@ -21,8 +21,38 @@ class ToHead:
     micro_batch: MicroBatch
 
 
-DraftEvent = DrafterMessage | RunEnded | Tick
-DraftAction = SubmitRun | CancelRuns | RunDone | ToHead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNeeds:
+    """What a draft head reads of its target."""
+
+    layers: tuple[int, ...]
+    """The layers whose inputs it reads."""
+    width: int
+    """Numbers in a state of the target."""
+    has_embeddings: bool
+    """It has token embeddings of its own."""
+    has_output: bool
+    """It has an output layer of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatesArrived:
+    """All hidden states of a run of the target are there, for a drafter that reads them. Runs arrive in order."""
+
+    run: int
+    rows: tuple[tuple[int, int], ...]
+    """Of each row, its request and its position in the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetStates:
+    """States of the target's runs before this one are not read any more."""
+
+    before: int
+
+
+DraftEvent = DrafterMessage | RunEnded | StatesArrived | Tick
+DraftAction = SubmitRun | CancelRuns | RunDone | ToHead | ForgetStates
 
 
 class Drafter(Protocol):

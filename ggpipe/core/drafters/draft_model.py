@@ -156,24 +156,30 @@ class DraftModel:
     def _settle(self, state: DraftState, now: float, actions: list[DraftAction]) -> None:
         """Send what was drafted. When nothing more comes by itself, report that, or try again soon with lower
         thresholds."""
-        parts = self._in_flight.of(state)
-        # With nothing in flight at all, nothing could be submitted just now.
-        waits = self._in_flight.n_computed > 0 and (
-            any(self._in_flight.is_computed(part.run) for part in parts)
-            or self._tokens_wait(state)
-            or any(True for _ in state.tips())
-        )
+        waits = self._more_comes(state)
         may_retry = state.may_retry and state.retry_at is None
         if not waits and may_retry and any(state.may_grow(node) for node in state.open):
             state.thresholds.n_failed += 1
             state.retry_at = now + max(self._attempt_s, _SHORTEST_ATTEMPT_S)
         enough = state.n_drafted >= state.begin.speculation.n_min
-        stuck = not state.overlaps or (not state.tree.root.children and state.retry_at is None)
-        complete = not waits and stuck and not state.complete
+        complete = not waits and self._is_stuck(state) and not state.complete
         if enough and (complete or state.held):
             self._send_held(state, complete, actions)
         elif complete:
             self._send(state, (), True, actions)
+
+    def _is_stuck(self, state: DraftState) -> bool:
+        """Where nothing more comes by itself, nothing does until a further token is accepted."""
+        return not state.overlaps or (not state.tree.root.children and state.retry_at is None)
+
+    def _more_comes(self, state: DraftState) -> bool:
+        """Draft tokens may follow without a further message."""
+        # With nothing in flight at all, nothing could be submitted just now.
+        return self._in_flight.n_computed > 0 and (
+            any(self._in_flight.is_computed(part.run) for part in self._in_flight.of(state))
+            or self._tokens_wait(state)
+            or any(True for _ in state.tips())
+        )
 
     def _send_held(self, state: DraftState, complete: bool, actions: list[DraftAction]) -> None:
         self._send(state, tuple(state.held), complete, actions)

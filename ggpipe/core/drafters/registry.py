@@ -21,8 +21,9 @@ def _made_by(module: str, name: str) -> Callable[..., Any]:
 
 WITH_MODEL: Mapping[str, Callable[[int, DraftPipeline], Drafter]] = {
     "draft": _made_by("draft_model", "DraftModel"),
+    "eagle3": _made_by("eagle", "EagleHead"),
 }
-"""Made with the id of the drafter. Each loaded draft model has a drafter of the first of these kinds."""
+"""Made with the id of the drafter. Each loaded draft model has one, by its architecture (`kind_of`)."""
 
 WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
     "ngram": _made_by("ngram", "Ngrams"),
@@ -31,6 +32,7 @@ WITHOUT_MODEL: Mapping[str, Callable[[int], TextDrafter]] = {
 
 _ALIASES = {
     "draft-simple": "draft",
+    "draft-eagle3": "eagle3",
     "ngram-simple": "ngram",
     "ngram-map-k": "ngram",
     "ngram-map-k4v": "ngram",
@@ -40,23 +42,35 @@ _ALIASES = {
 """llama.cpp's names."""
 
 
-def kinds(n_models: int) -> tuple[str, ...]:
-    """The kind of each drafter of an engine with `n_models` draft models, which come first; its place is its id."""
-    with_model, *_ = WITH_MODEL
-    return (*[with_model] * n_models, *WITHOUT_MODEL)
+def kind_of(architecture: str) -> str:
+    """The kind of a draft model's drafter."""
+    return architecture if architecture in WITH_MODEL else next(iter(WITH_MODEL))
 
 
-def labels(n_models: int) -> tuple[str, ...]:
-    """What people call each of these drafters: `draft`, of several `draft model 1` and so on; `ngram`."""
-    own = kinds(n_models)
-    return tuple(f"{kind} model {number + 1}" if number < n_models > 1 else kind for number, kind in enumerate(own))
+def kinds(models: Sequence[str]) -> tuple[str, ...]:
+    """The kind of each drafter of an engine whose draft models' drafters, which come first, are of these kinds; its
+    place is its id."""
+    return (*models, *WITHOUT_MODEL)
 
 
-def chosen(names: Sequence[str] | None, n_models: int) -> tuple[int, ...]:
-    """The ids of the drafters that a request names, in an engine with `n_models` draft models. None: all of them, or
-    none where there is no draft model."""
-    own = kinds(n_models) if n_models or names is not None else ()
+def labels(models: Sequence[str]) -> tuple[str, ...]:
+    """What people call each of these drafters: `draft`, of several `draft model 1` and so on; `eagle3`; `ngram`."""
+    several = {kind for kind in models if models.count(kind) > 1}
+    return tuple(f"{kind} model {number + 1}" if kind in several else kind for number, kind in enumerate(kinds(models)))
+
+
+def chosen(names: Sequence[str] | None, models: Sequence[str]) -> tuple[int, ...]:
+    """The ids of the drafters that a request names, in an engine with drafters of these kinds for its draft models.
+    None: all of them, or none where there is no draft model."""
+    own = kinds(models) if models or names is not None else ()
     return tuple(drafter for drafter, kind in enumerate(own) if names is None or kind in names)
+
+
+def most_chosen(names: Sequence[str] | None, n_models: int) -> int:
+    """How many drafters a request that names these may have, in an engine with draft models of any kind."""
+    if names is None:
+        return len(chosen(None, (*WITH_MODEL,)[:1] * n_models))
+    return n_models * any(name in WITH_MODEL for name in names) + sum(name in WITHOUT_MODEL for name in names)
 
 
 def read_names(text: str) -> tuple[str, ...]:

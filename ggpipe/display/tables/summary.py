@@ -11,7 +11,6 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 
-from ggpipe.config.model import TARGET
 from ggpipe.core.drafters import registry
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
@@ -168,7 +167,8 @@ def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
 
 def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int, int]]:
     """Name of each drafter, its judged and right tokens, and the tokens generated while it was paused."""
-    labels = registry.labels(max((rank.model for rank in ranks), default=TARGET))
+    kinds = {rank.model: rank.drafter or "draft" for rank in ranks if rank.draft}
+    labels = registry.labels([kinds[model] for model in sorted(kinds)])
     judged, paused = stats.counters.by_drafter, stats.counters.paused_tokens
     known = sorted({*judged, *paused})
     return [(labels[drafter], *judged.get(drafter, (0, 0)), paused.get(drafter, 0)) for drafter in known]

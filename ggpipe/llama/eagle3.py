@@ -1,0 +1,200 @@
+"""EAGLE-3 heads: a layer that drafts from hidden states of the target (Li et al., 2025), as a stage of its own.
+
+    position P reads     the text's token at P + 1, and a state: of the target at P, or of its own at P - 1
+    the state            three of the target's layers' inputs, made one by an encoder; or the head's own last state
+    it gives             logits of the token at P + 2, and a state for drafting on
+
+The states of the target come from the ranks that compute them (`TargetStates`). Rows name the state that they read
+(`core.messages.StateRef`). A row whose state did not come, as that of a prefix that was not computed anew, reads zeros.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.config.context import ContextConfig
+from ggpipe.config.model import ModelConfig
+from ggpipe.core.drafters.base import HeadNeeds
+from ggpipe.core.messages import Row, Run, StateRef
+from ggpipe.errors import ModelError, RunError, Setting
+from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.layer_inputs import extension
+from ggpipe.llama.layers import OnProgress
+from ggpipe.llama.libllama import last_error, lib
+from ggpipe.llama.stage import BoundaryTensors, Outcome, Stage
+
+ARCHITECTURE = "eagle3"
+_KEPT_RUNS = 64
+"""The head's own states of this many runs are kept."""
+
+States = NDArray[np.float32]
+
+
+def needs_of(model_file: ModelFile) -> HeadNeeds | None:
+    """What this model reads of a target; None where it is no EAGLE-3 head. Raises ModelError for a damaged one."""
+    if model_file.architecture != ARCHITECTURE:
+        return None
+    layers = model_file.metadata.get(f"{ARCHITECTURE}.target_layers")
+    width = model_file.metadata.get(f"{ARCHITECTURE}.target_hidden_size")
+    if not isinstance(layers, tuple) or len(layers) != 3 or not isinstance(width, int):
+        raise ModelError(f"{model_file.paths[0]} does not say which of its target's states it reads; convert it again")
+    tensors = model_file.tensors
+    return HeadNeeds(
+        layers=tuple(map(int, layers)),
+        width=width,
+        has_embeddings="token_embd.weight" in tensors,
+        has_output="output.weight" in tensors,
+    )
+
+
+class TargetStates:
+    """States of the target's rows that have come from its ranks. `take` and `forget` belong to one thread, `rows` to
+    another one."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        """`layers`: those whose inputs the head reads, in its order."""
+        self._layers = tuple(layers)
+        self._runs: dict[int, States] = {}
+        """Of each run of which all has come: (rows, numbers)."""
+        self._parts: dict[int, dict[int, States]] = {}
+        """Of other runs: by layer what has come of them."""
+
+    def take(self, run: int, parts: Mapping[int, States]) -> bool:
+        """A rank sent these layers' inputs in a run's rows, each (rows, width). Whether that completes the run."""
+        known = self._parts.setdefault(run, {})
+        known.update(parts)
+        if any(layer not in known for layer in self._layers):
+            return False
+        self._runs[run] = np.hstack([known[layer] for layer in self._layers])
+        # Ranks compute runs in order: what is missing of an earlier one was cancelled.
+        self._parts = {other: part for other, part in self._parts.items() if other > run}
+        return True
+
+    def forget(self, before: int) -> None:
+        """States of earlier runs than this one are not read any more."""
+        for run in [run for run in self._runs if run < before]:
+            del self._runs[run]
+
+    def row(self, run: int, row: int) -> States | None:
+        """The state of a row; None where it is not there."""
+        rows = self._runs.get(run)
+        return None if rows is None or row >= len(rows) else rows[row]
+
+
+class HeadStage(Stage):
+    """An EAGLE-3 head. It is a stage whose rows read states beside their tokens."""
+
+    _is_head = True
+
+    def __init__(
+        self,
+        model_file: ModelFile,
+        model: ModelConfig,
+        context: ContextConfig,
+        threads: tuple[int, int],
+        target_states: TargetStates,
+        progress: OnProgress | None = None,
+        n_prefixes: int = 0,
+        warmup: bool = False,
+    ) -> None:
+        """As `Stage`. `target_states`: what rows read whose states are the target's."""
+        needs = needs_of(model_file)
+        assert needs is not None
+        self._target_states = target_states
+        self._own_states: collections.OrderedDict[int, States] = collections.OrderedDict()
+        self._n_inputs = len(needs.layers) * needs.width
+        super().__init__(
+            model_file, (0, model_file.n_layer), model, context, threads, progress, n_prefixes, warmup=warmup
+        )
+
+    def _dry_run(self) -> BoundaryTensors:
+        set_states = extension(
+            "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
+        )
+        self._get_states = extension(
+            "_Z26llama_get_embeddings_nextnP13llama_context", ctypes.POINTER(ctypes.c_float), ctypes.c_void_p
+        )
+        set_states(self._context, True, False)  # of all rows, whether or not they give logits
+        self._encode(np.zeros((1, self._n_inputs), np.float32))
+        self._compute((Row(token=0, pos=0, seqs=(0,), request=0),), np.zeros((1, self._n_embd), np.float32), 0)
+        self.forget_all()
+        return BoundaryTensors(collections.Counter(), collections.Counter())
+
+    def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
+        """As `Stage.decode`; rows read the states that they name."""
+        self.apply(run.ops)
+        if run.cancelled or not run.rows:
+            return Outcome(bytearray(headroom), (), 0.0, run.cancelled)
+        run_id = run.id if self._may_abort(run) else 0
+        status, compute_s = self._compute(run.rows, self._states_of(run.rows), run_id)
+        if status == 2:
+            self._forget(run)
+            return Outcome(bytearray(headroom), (), compute_s, True)
+        self._own_states[run.id] = self._computed_states(len(run.rows))
+        if len(self._own_states) > _KEPT_RUNS:
+            self._own_states.popitem(last=False)
+        return Outcome(bytearray(headroom), self._extract(run), compute_s, False)
+
+    def _states_of(self, rows: Sequence[Row]) -> States:
+        """(rows, width): the states that rows read, those of the target encoded."""
+        states = np.zeros((len(rows), self._n_embd), np.float32)
+        found: list[States] = []
+        at: list[int] = []
+        for i, row in enumerate(rows):
+            match row.state:
+                case StateRef(run, index, is_target=True):
+                    if (state := self._target_states.row(run, index)) is not None:
+                        found.append(state)
+                        at.append(i)
+                case StateRef(run, index) if run in self._own_states:
+                    states[i] = self._own_states[run][index]
+        if found:
+            states[at] = self._encode(np.stack(found))
+        return states
+
+    def _encode(self, states: States) -> States:
+        """States of the target, (rows, numbers), as the head's layer reads them: (rows, width)."""
+        n = len(states)
+        # libllama checks positions, which the encoder does not use.
+        first = int(lib.llama_memory_seq_pos_max(self._memory, 0)) + 1
+        rows = [Row(token=0, pos=first + i, seqs=(0,), request=0) for i in range(n)]
+        self._batch.fill(rows, outputs=True)
+        self._native.want_hidden(0, skips_logits=False)
+        status, _ = self._call(lib.llama_encode, states, 0, has_tokens=False)
+        if status != 0:
+            raise RunError(f"libllama cannot encode {n} states (status {status}): {last_error()}")
+        return self._computed_states(n)
+
+    def _compute(self, rows: Sequence[Row], states: States, run_id: int) -> tuple[int, float]:
+        """Status and seconds of decoding rows that read these states."""
+        self._batch.fill(rows, outputs=True)
+        gives_logits = any(row.logits_request >= 0 for row in rows)
+        self._batch.flag_all(gives_logits)  # the head's graph has no choice of rows
+        self._native.want_hidden(0 if gives_logits else self._n_embd, skips_logits=not gives_logits)
+        status, compute_s = self._call(lib.llama_decode, states, run_id, has_tokens=True)
+        if status == 1:
+            raise RunError(f"no free KV cells for {len(rows)} tokens of the draft head; raise ", Setting("n_ctx"))
+        if status not in (0, 2):
+            raise RunError(f"libllama cannot decode with this draft head (status {status}): {last_error()}")
+        return status, compute_s
+
+    def _call(self, function: Any, states: States, run_id: int, has_tokens: bool) -> tuple[int, float]:
+        self._batch.read_states(states, has_tokens)
+        self._native.n_threads = self._threads[len(states) > 1]
+        self._native.begin_run(run_id, None, 0)
+        start_s = time.perf_counter()
+        status = int(function(self._context, self._batch.struct))
+        seconds = time.perf_counter() - start_s
+        self._native.end_run()
+        return status, seconds
+
+    def _computed_states(self, n_rows: int) -> States:
+        """The states of the last call's rows: a copy, (n_rows, width)."""
+        return np.ctypeslib.as_array(self._get_states(self._context), (n_rows, self._n_embd)).copy()

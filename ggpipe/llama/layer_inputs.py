@@ -1,0 +1,76 @@
+"""Inputs of a target's layers: the hidden states that draft heads read (`eagle3`).
+
+libllama hands them out by functions of its llama-ext.h, for some architectures only: for others it ends the process
+when one is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.errors import LaunchError
+from ggpipe.llama.libllama import lib
+
+ARCHITECTURES = frozenset(
+    """
+    gemma4 gpt-oss hunyuan-dense hunyuan_vl llama mimo2 minimax-m2 muse-glimmer nanbeige qwen3 qwen3moe
+    """.split()  # noqa: SIM905
+)
+"""Those for which libllama hands out the inputs of layers, and whose KV caches can roll back."""
+
+_FLOATS = ctypes.POINTER(ctypes.c_float)
+
+
+def extension(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of llama-ext.h by its name in C++ (it is exported under its mangled name only), with the types of its
+    result and its arguments. Raises LaunchError where this libllama does not have it."""
+    try:
+        function = getattr(lib._lib, name)
+    except AttributeError as e:
+        raise LaunchError(
+            "this libllama has no functions for draft heads: install the llama-cpp-python that ggpipe asks for"
+        ) from e
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+class LayerInputs:
+    """Inputs of some layers, as a context computes them in each run."""
+
+    def __init__(self, context: Any, layers: Sequence[int], width: int) -> None:
+        """Has the context keep them from now on; an architecture that is not in `ARCHITECTURES` ends the process in the
+        next run. `layers`: those whose inputs are computed, or come in, on this stage. `width`: of a state, in numbers.
+        """
+        self.layers = tuple(layers)
+        self._context, self._width = context, width
+        keep = extension(
+            "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+            None,
+            ctypes.c_void_p,
+            ctypes.c_uint32,
+            ctypes.c_bool,
+        )
+        self._get = extension(
+            "_Z30llama_get_embeddings_layer_inpP13llama_contextj", _FLOATS, ctypes.c_void_p, ctypes.c_uint32
+        )
+        for layer in self.layers:
+            keep(context, layer, True)
+
+    def of_run(self, n_rows: int) -> tuple[NDArray[np.float32], ...]:
+        """For each layer, the states of the last run's rows, (n_rows, width): copies."""
+        return tuple(
+            np.ctypeslib.as_array(self._get(self._context, layer), (n_rows, self._width)).copy()
+            for layer in self.layers
+        )
+
+
+def own_layers(wanted: Sequence[int], layers: tuple[int, int]) -> tuple[int, ...]:
+    """Which of the wanted inputs a stage of layers [first, last) has: what its layers compute, so that each belongs to
+    one stage, and on the first stage the embeddings."""
+    first, last = layers
+    return tuple(layer for layer in wanted if first < layer <= last or layer == first == 0)

@@ -1,0 +1,115 @@
+"""An EAGLE-3 head as llama.cpp's own `draft-eagle3` uses it (common/speculative.cpp), over whole models of libllama."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.llama.layer_inputs import extension
+from ggpipe.llama.libllama import lib, start
+from support.reference import reference_kernels
+
+States = NDArray[np.float32]
+_FLOATS = ctypes.POINTER(ctypes.c_float)
+_INTS = ctypes.POINTER(ctypes.c_int32)
+
+
+class _Whole:
+    """A whole model and a context of one sequence."""
+
+    def __init__(self, path: Path) -> None:
+        self.model: Any = lib.llama_model_load_from_file(os.fsencode(path), lib.llama_model_default_params())
+        params = lib.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = 512
+        params.n_threads = params.n_threads_batch = 1
+        params.flash_attn_type = 1
+        self.context: Any = lib.llama_init_from_model(self.model, params)
+        self.memory = lib.llama_get_memory(self.context)
+        self.n_embd = int(lib.llama_model_n_embd(self.model))
+        self.n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model)))
+
+    def compute(self, function: Any, tokens: Sequence[int], pos: int, states: States | None, outputs: bool) -> None:
+        n = len(tokens) or len(states if states is not None else ())
+        ids = (ctypes.c_int32 * n)(*tokens) if tokens else None
+        own = (ctypes.c_int32 * 1)(0)
+        embd = None if states is None else np.ascontiguousarray(states).ctypes.data_as(_FLOATS)
+        batch = lib.llama_batch(
+            n,
+            ids,
+            embd,
+            (ctypes.c_int32 * n)(*range(pos, pos + n)),
+            (ctypes.c_int32 * n)(*[1] * n),
+            (_INTS * n)(*[ctypes.cast(own, _INTS)] * n),
+            ctypes.cast((ctypes.c_int8 * n)(*[outputs] * n), ctypes.POINTER(ctypes.c_int8)),
+        )
+        assert function(self.context, batch) == 0
+
+    def best(self) -> int:
+        """The most probable token after a batch of one."""
+        logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, 0), (self.n_vocab,))
+        return int(logits.argmax())
+
+
+class PlainHead:
+    """A target, computed with reference kernels, and its head."""
+
+    def __init__(self, target: Path, head: Path) -> None:
+        start()
+        with reference_kernels():
+            self._target = _Whole(target)
+        self._head = _Whole(head)
+        layers = extension("_Z28llama_model_target_layer_idsPK11llama_model", _INTS, ctypes.c_void_p)(self._head.model)
+        self._layers = [int(layers[i]) for i in range(3)]
+        keep = extension(
+            "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+            None,
+            ctypes.c_void_p,
+            ctypes.c_uint32,
+            ctypes.c_bool,
+        )
+        self._inputs = extension(
+            "_Z30llama_get_embeddings_layer_inpP13llama_contextj", _FLOATS, ctypes.c_void_p, ctypes.c_uint32
+        )
+        for layer in self._layers:
+            keep(self._target.context, layer, True)
+        extension(
+            "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
+        )(self._head.context, True, False)
+        self._states = extension("_Z26llama_get_embeddings_nextnP13llama_context", _FLOATS, ctypes.c_void_p)
+
+    def _last_states(self, n: int) -> States:
+        return np.ctypeslib.as_array(self._states(self._head.context), (n, self._head.n_embd)).copy()
+
+    def drafts(
+        self, prompt: Sequence[int], output: Sequence[int], epochs: Sequence[int], n_draft: int
+    ) -> dict[int, list[int]]:
+        """For each number of accepted tokens, the `n_draft` tokens that are drafted after them. `output`: accepted
+        tokens. A head's context ends with the pair of the last token, and what is drafted is forgotten."""
+        text, head = [*prompt, *output], self._head
+        self._target.compute(lib.llama_decode, text, 0, None, outputs=False)
+        width = self._target.n_embd
+        states = [
+            np.ctypeslib.as_array(self._inputs(self._target.context, il), (len(text), width)) for il in self._layers
+        ]
+        head.compute(lib.llama_encode, (), 0, np.hstack(states), outputs=True)
+        encoded, drafted = self._last_states(len(text)), {}
+        for epoch in epochs:
+            last = len(prompt) + epoch - 1  # of the accepted tokens
+            n = int(lib.llama_memory_seq_pos_max(head.memory, 0)) + 1
+            head.compute(lib.llama_decode, text[n + 1 : last + 1], n, encoded[n:last], outputs=True)
+            # The last row's logits, from a batch of one.
+            lib.llama_memory_seq_rm(head.memory, 0, last - 1, -1)
+            token, state, tokens = text[last], encoded[last - 1 : last], list[int]()
+            for depth in range(n_draft):
+                head.compute(lib.llama_decode, [token], last - 1 + depth, state, outputs=True)
+                token, state = head.best(), self._last_states(1)
+                tokens.append(token)
+            lib.llama_memory_seq_rm(head.memory, 0, last, -1)
+            drafted[epoch] = tokens
+        return drafted
