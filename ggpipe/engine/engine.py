@@ -140,7 +140,8 @@ class EngineCore:
         self._check_room()
         read, saves = self.prompts.read(spec.prompt, spec.sampling), self._saves
         check_prompt(read.tokens, self.n_ctx)
-        if not self._head.head.config.cache_prompt:  # nothing of it is kept, n-grams included
+        config = self._head.head.config
+        if not config.cache_prompt and config.prompt_cache is None:  # nothing is kept, n-grams included
             spec = msgspec.structs.replace(spec, cache_prompt=False)
         if spec.pooling is not None:
             ModelHeader(self._head.model_file).check_embedding(len(read.tokens), spec.pooling)

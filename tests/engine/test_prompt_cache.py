@@ -194,7 +194,7 @@ def test_bad_paths(n: int, tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
     result = in_process.ggpipe_on_threads(*GREEDY, "-p", "Once", "--prompt-cache-ro", *SPLITS[n])
     assert result.returncode == 2
-    assert "--prompt-cache-ro needs a file: name one with --prompt-cache" in result.stderr
+    assert "--prompt-cache-ro needs a file: name it with --prompt-cache" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba"])
