@@ -4,6 +4,9 @@ A draft model that is never right, is slow, or takes cores from the target delay
 context and text, so it is tried: for a while, a draft model that usually drafts pauses, or one that usually pauses
 drafts, and whichever is faster becomes usual. A paused draft model computes nothing.
 
+Times of tokens vary a lot while a draft model drafts, and a good one's first tokens can be slow. Until it has drafted
+for a while, it counts as faster than it was, by the standard error of the mean.
+
 A trial ends as soon as it has lost `_MOST_LOST` tokens. The next one starts when its loss is `_SHARE` of the tokens
 that came since, and each trial in a row that changes nothing doubles that time. A drafter that falls behind the speed
 that is expected without it is tried sooner. Results are kept for later requests, one record for each number of requests
@@ -14,6 +17,7 @@ Losses are counted in tokens at the usual speed: a token that comes in twice the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -38,16 +42,31 @@ class _Pace:
 
     n_tokens: float = 0.0
     seconds: float = 0.0
+    _squares: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Sums over all acceptances: tokens squared, tokens times seconds, seconds squared."""
 
     def add(self, n_tokens: float, seconds: float) -> None:
-        if self.n_tokens > 2 * _TRIAL:
-            self.n_tokens, self.seconds = self.n_tokens / 2, self.seconds / 2
-        self.n_tokens += n_tokens
-        self.seconds += seconds
+        kept = 0.5 if self.n_tokens > 2 * _TRIAL else 1.0
+        self.n_tokens = kept * self.n_tokens + n_tokens
+        self.seconds = kept * self.seconds + seconds
+        nn, ns, ss = self._squares
+        self._squares = kept * nn + n_tokens**2, kept * ns + n_tokens * seconds, kept * ss + seconds**2
 
     @property
     def token_s(self) -> float:
         return self.seconds / self.n_tokens
+
+    @property
+    def certainty(self) -> float:
+        """From 0 (nothing is known of it) to 1."""
+        return min(self.n_tokens / (2 * _TRIAL), 1.0)
+
+    @property
+    def possible_s(self) -> float:
+        """What a token may really take: of a few tokens, the mean less its standard error."""
+        mean, (nn, ns, ss) = self.token_s, self._squares
+        error = math.sqrt(max(ss - 2 * mean * ns + mean**2 * nn, 0.0)) / self.n_tokens
+        return max(mean - (1 - self.certainty) * error, mean / 2)
 
     def lost(self, token_s: float) -> float:
         """Tokens by which it is behind, where one usually takes `token_s`."""
@@ -99,7 +118,7 @@ class _Trials:
         self._behind = max(self._behind + seconds / without_s - n, 0.0) if active else 0.0
         if self._usual.n_tokens < _TRIAL / 2 and self._behind < _MOST_LOST:
             return
-        slower = max(without_s / self._usual.token_s - 1, 0.0) / max(len(active), 1)
+        slower = max(without_s / self._usual.possible_s - 1, 0.0) / max(len(active), 1)
         expected = {drafter: slower * _TRIAL for drafter in active} | {
             drafter: self._losses[drafter] for drafter in drafters if drafter in self.paused
         }
@@ -132,10 +151,10 @@ class _Trials:
             return
         if trial.leaves_none and since.n_tokens:
             self._longer = since.token_s / alone_s
-        most_s = usual_s * (_CLEARLY_LESS if trial.turns_on else 1 / _CLEARLY_LESS)
+        most_s = usual_s * _CLEARLY_LESS if trial.turns_on else self._usual.possible_s / _CLEARLY_LESS
         if lost < _MOST_LOST and since.n_tokens and since.token_s < most_s:
-            certainty = min(self._usual.n_tokens / (2 * _TRIAL), 1.0)  # of a drafter's first tokens little is known
-            self._losses[trial.drafter] = min((usual_s / since.token_s - 1) * _TRIAL, _MOST_LOST) * certainty
+            lost = min((usual_s / since.token_s - 1) * _TRIAL, _MOST_LOST)
+            self._losses[trial.drafter] = lost * self._usual.certainty
             self._n_unchanged[trial.drafter] = 0
             self._usual = since
         else:
