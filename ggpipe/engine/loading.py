@@ -74,9 +74,12 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             )
             agreed.warnings.append(Wording(Setting("prompt_cache"), " is not used: ", why))
         restored = progress.restored_of(layout, context, agreed.warnings)
-        if draft_layouts and not vocab.rolls_back:
+        takes_back = vocab.rolls_back or context.n_branches > 0
+        if config.context.exact and not context.exact_in_company:
+            takes_back = vocab.rolls_back
+        if draft_layouts and not takes_back:
             agreed.warnings.append(
-                Wording(Setting("model"), " cannot roll back its KV state: running without speculation")
+                Wording(Setting("model"), " cannot take draft tokens back: running without speculation")
             )
         started: dict[int, Layout] = {}  # by drafter
         for drafter, (draft, draft_layout) in enumerate(zip(config.drafts, draft_layouts, strict=True)):
@@ -90,7 +93,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                         f" {draft.model.path.name} cannot roll back its KV state: running without it",
                     )
                 )
-            elif vocab.rolls_back:
+            elif takes_back:
                 draft_context = progress.context_of(draft_layout)
                 limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.sparsity)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
@@ -106,7 +109,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         return LoadedHead(
             head,
             pipeline,
-            Drafters(head.transport, len(draft_layouts), started, vocab.rolls_back),
+            Drafters(head.transport, len(draft_layouts), started, takes_back),
             agreed.model_file,
             vocab,
             limits,
@@ -219,6 +222,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests
         n_requests=n_requests,
         n_prefixes=loaded.n_prefixes,
         partial_prefixes=loaded.partial_prefixes,
+        rolls_back=loaded.rolls_back,
         sparsity=sparsity,
     )
 
@@ -236,6 +240,7 @@ class _Context:
     n_prefixes: int
     n_branches: int
     partial_prefixes: bool
+    rolls_back: bool
 
 
 def _context(loaded: Stage | StageLoaded) -> _Context:
@@ -246,6 +251,7 @@ def _context(loaded: Stage | StageLoaded) -> _Context:
         n_prefixes=loaded.n_prefixes,
         n_branches=loaded.n_branches,
         partial_prefixes=loaded.partial_prefixes,
+        rolls_back=loaded.rolls_back,
     )
 
 
