@@ -56,5 +56,5 @@ def drafting(oracle: Oracle) -> Iterator[None]:
         oracle.id = drafter
         return oracle
 
-    with patch.dict(registry.WITHOUT_MODEL, ngram=made):  # type: ignore[arg-type]
+    with patch.dict(registry.WITHOUT_MODEL, ngram=made):
         yield
