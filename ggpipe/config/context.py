@@ -15,6 +15,8 @@ MAX_SEQUENCES = 256
 """Maximum number of sequence ids, which is libllama's."""
 MAX_PREFIXES = 16
 """Maximum number of ended requests whose KV cells are kept."""
+MAX_STATES = 8
+"""Maximum number of states that draft tokens are taken back to: one for each run in flight that has draft tokens."""
 _QUANTIZED = set(get_args(KvType)) - {"f32", "f16", "bf16"}
 
 
@@ -33,6 +35,9 @@ class ContextConfig:
     n_branches: int = 0
     """Maximum number of additional sequence ids, for branches of draft tokens. The context and the model may have room
     for fewer."""
+    n_states: int = 0
+    """Maximum number of additional sequence ids, for the states to which recurrent and hybrid models take draft tokens
+    back."""
     cache_type_k: KvType = "f16"
     cache_type_v: KvType = "f16"
     flash_attn: FlashAttention = "on"

@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 from ggpipe.core.events import CancelRuns, SubmitRun
 from ggpipe.core.messages import KvOp, LogitsRequest, Restore, Row, RowLogits, Run, RunRecord, RunResult, Save
-from ggpipe.core.tree import Node, SequenceIds
+from ggpipe.core.sequence_ids import SequenceIds
+from ggpipe.core.tree import Node
 
 Owner = TypeVar("Owner")
 """What a run belongs to: the state of a request."""
@@ -20,7 +21,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunPart(Generic[Owner]):
-    """One owner's rows of a run: text first, then nodes."""
+    """One owner's rows of a run: tokens of its prompt first, then tokens that are decoded again, then nodes."""
 
     owner: Owner
     request: int
@@ -28,6 +29,8 @@ class RunPart(Generic[Owner]):
     nodes: Sequence[Node]
     """Those of the last rows; rows in front of them are text."""
     n_draft_tokens: int
+    n_again: int = 0
+    """Rows right before the nodes whose tokens were decoded before."""
     run: int = -1
     n_live: int = 0
     """Rows that are not rejected, and whose owner goes on."""
@@ -37,9 +40,14 @@ class RunPart(Generic[Owner]):
     """The run that carries the text in front of these rows, if it was in flight when this one was submitted."""
 
     @property
-    def n_prompt_rows(self) -> int:
-        """Rows in front of the nodes."""
+    def n_text_rows(self) -> int:
+        """Rows before the nodes."""
         return len(self.rows) - len(self.nodes)
+
+    @property
+    def n_prompt_rows(self) -> int:
+        """Rows of the prompt that are no nodes."""
+        return self.n_text_rows - self.n_again
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -60,7 +68,7 @@ class RunInFlight(Generic[Owner]):
 
     @property
     def n_prompt_rows(self) -> int:
-        """Rows that are no nodes."""
+        """Rows of prompts that are no nodes."""
         return sum(part.n_prompt_rows for part in self.parts)
 
     @property
@@ -89,7 +97,7 @@ class InFlight(Generic[Owner]):
 
     @property
     def has_prompt_rows(self) -> bool:
-        """A run with rows that are no nodes is or will be computed."""
+        """A run with rows of prompts that are no nodes is or will be computed."""
         return any(run.n_prompt_rows and not run.cancelled for run in self._runs.values())
 
     def of(self, owner: Owner) -> Collection[RunPart[Owner]]:
@@ -99,8 +107,8 @@ class InFlight(Generic[Owner]):
     def computed(self, owner: Owner, n: int) -> int:
         """How many tokens from the first of an owner's text on have cells for certain; `n` are submitted."""
         for part in self.of(owner):
-            prompt_rows = (row.pos for row in part.rows[: part.n_prompt_rows])
-            n = min([n, *prompt_rows, *(node.pos for node in part.nodes if not node.dead)])
+            text_rows = (row.pos for row in part.rows[: part.n_text_rows])
+            n = min([n, *text_rows, *(node.pos for node in part.nodes if not node.dead)])
         return n
 
     def is_computed(self, run: int) -> bool:
@@ -174,7 +182,7 @@ class InFlight(Generic[Owner]):
                 del self._of[part.owner]
                 self._latest_text.pop(part.owner, None)
         self.n_computed -= bool(ended.parts) and not ended.cancelled
-        takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_prompt_rows, *part.nodes)]
+        takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_text_rows, *part.nodes)]
         for row in result.rows:
             part, node = takers[row.row]
             if node is None:

@@ -85,6 +85,8 @@ class Limits:
     """Sequences of ended requests that are kept, at most; each has an id."""
     partial_prefixes: bool = True
     """Any part of a kept sequence, from its first token on, can be continued; else only a whole one."""
+    rolls_back: bool = True
+    """The end of a sequence can be removed; else draft tokens are taken back by copies of the state."""
     prefill_slowdown: float = 5.0
     """While some requests decode, a run takes about so many times as long because of others' prompts."""
     sparsity: float = 1.0

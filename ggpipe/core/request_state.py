@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ggpipe.core.draft_messages import BeginDrafting, MicroBatch
@@ -127,6 +127,16 @@ class SequenceState(abc.ABC):
     def n_in(self) -> int:
         """Tokens that are in the pipeline, or were."""
         return self.n_past
+
+    @property
+    def again(self) -> Sequence[int]:
+        """Tokens right before the root that are decoded again with it, since their state was taken back."""
+        return ()
+
+    @property
+    def n_root_rows(self) -> int:
+        """Rows of the run that its root goes into, of this sequence, without draft tokens."""
+        return 1 + self.tree.n_again
 
     def cut(self, end: int) -> int:
         """Where a run's part of the prompt ends that would reach up to `end`: at the next checkpoint at the latest."""
@@ -268,7 +278,11 @@ class RequestState(SequenceState):
     @property
     def n_in(self) -> int:
         root = self.tree.root
-        return root.pos + root.submitted if self.output or root.submitted else self.n_past
+        return root.pos + root.submitted - self.tree.n_again if self.output or root.submitted else self.n_past
+
+    @property
+    def again(self) -> Sequence[int]:
+        return self.output[-1 - self.tree.n_again : -1]
 
     @property
     def saves_prompt(self) -> bool:

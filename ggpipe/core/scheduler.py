@@ -10,7 +10,8 @@ A prompt goes in as chunks whose borders follow from the prompt and the pipeline
 that chunk i+1 is in the first stage while chunk i is in the second. From then on the root of the request's tree is the
 last accepted token. When its logits are back, the next token is sampled. If a draft token holds that token, it becomes
 the root, be it in flight, back already, or not submitted yet; else the token goes in as a fresh root. What does not
-hang on the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice.
+hang on the new root is dead, and runs with nothing but dead rows are cancelled. No token is evaluated twice, but for
+those whose recurrent state had to be taken back (`state_rollback`).
 
 Between roots, the pipeline is kept full of draft tokens, the most probable path first. They go in when the slowest
 stage is about to be free, and not before: until then more of them may come, and a run of several costs less than
@@ -239,6 +240,9 @@ class Scheduler:
         state.enter(Phase.ENDING)
         clean = not self._in_flight.of(state) and not state.tree.n_submitted
         computed = tuple(self._computed(state))
+        if not clean and computed and isinstance(state, RequestState):
+            n = state.tree.settle(len(computed))
+            computed, clean = computed[:n], n is not None
         is_kept = self._prefixes.close(state.prefix, computed, clean)
         if isinstance(state, RequestState):
             if state.request.saves == "text" and is_kept and len(computed) > state.counters.cached_tokens:
@@ -315,6 +319,8 @@ class Scheduler:
             state.enter(Phase.DECODING)
         own_seqs: tuple[int, ...] = (tree.seq,)
         cells = [(state.prompt[i], i, own_seqs) for i in range(state.n_past, end)]
+        again = state.again if nodes and nodes[0] is tree.root else ()
+        cells += [(token, tree.root.pos - len(again) + i, own_seqs) for i, token in enumerate(again)]
         state.n_past = max(state.n_past, end)
         placed = tree.place(nodes, self._in_flight.next_run, most)
         cells += [(node.token, node.pos, tuple(sorted(node.seqs))) for node in placed]
@@ -330,7 +336,9 @@ class Scheduler:
         n_draft_tokens = len(placed) - (tree.root in placed)
         state.counters.submitted(node.depth for node in placed if node is not tree.root)
         state.counters.speculative_runs += n_draft_tokens > 0
-        return RunPart(owner=state, request=state.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens)
+        return RunPart(
+            owner=state, request=state.id, rows=rows, nodes=placed, n_draft_tokens=n_draft_tokens, n_again=len(again)
+        )
 
     def _run_ended(self, result: RunResult, actions: list[SchedulerAction]) -> None:
         run = self._in_flight.end(result)

@@ -10,12 +10,13 @@ A sequence id stands for one path: its cells hold the text so far and one branch
 libllama wants a sequence's next token at its last position + 1, also inside one batch; so the ancestors that share a
 run with a new branch carry its id too, and the copy ends before them.
 
+Where states cannot go back, a tree has one id, and its draft tokens are taken back as `state_rollback` says.
+
 The target's scheduler and the draft model keep one each: for both, `root` is the last accepted token.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ggpipe.core.messages import KvKind, KvOp, RowLogits
+from ggpipe.core.sequence_ids import SequenceIds
+from ggpipe.core.state_rollback import StateRollback
 
 _LEAST = 1e-30  # a probability that counts as none, but has a logarithm
 _LOG_PATH, _POS = operator.attrgetter("log_path"), operator.attrgetter("pos")
@@ -98,40 +101,18 @@ def _update_log_paths(nodes: Iterable[Node]) -> None:
             node.log_path = node.parent.log_path + math.log(max(node.probability, _LEAST))
 
 
-class SequenceIds:
-    """The ids that all requests share."""
-
-    def __init__(self, n: int, n_reserved: int) -> None:
-        """`n` ids, of which each request to come is left one, and each prefix that may be kept."""
-        self._free = list(range(n))
-        self.reserved = n_reserved
-        """Free ids for these: branches do not take them."""
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    @property
-    def free(self) -> frozenset[int]:
-        """The ids that no tree has, and no kept prefix."""
-        return frozenset(self._free)
-
-    def take(self) -> int:
-        """The lowest free id. There must be one."""
-        return heapq.heappop(self._free)
-
-    def give_back(self, seq: int) -> None:
-        """It is free for the next branch: its RM was queued before."""
-        heapq.heappush(self._free, seq)
-
-
 class Tree:
     """One request's tree, and the operations that keep the cache in step with it.
 
     The operations of all trees that share a pipeline go into one list, in pipeline order.
     """
 
-    def __init__(self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int, seq: int | None = None) -> None:
-        """`token` at `pos` is the last one of the prompt. `seq`: an id taken from `ids`; None takes one."""
+    def __init__(
+        self, ids: SequenceIds, ops: list[KvOp], token: int, pos: int, seq: int | None = None, rolls_back: bool = True
+    ) -> None:
+        """`token` at `pos` is the last one of the prompt. `seq`: an id taken from `ids`; None takes one. `rolls_back`:
+        as `Limits.rolls_back`."""
+        self._states = None if rolls_back else StateRollback(ids, ops)
         self._ids = ids
         self._ops = ops
         ids.reserved -= 1
@@ -182,12 +163,22 @@ class Tree:
 
     def best_first(self) -> Sequence[Node]:
         """Draft tokens that are in no run yet, the most probable path first, so parents before their children; of equal
-        ones, the shallower first. It holds until the tree changes."""
+        ones, the shallower first. It holds until the tree changes. Where states cannot go back, those of one chain."""
+        if self._states is not None:
+            return list(self._chain())
         if not self._is_sorted:
             self._waiting.sort(key=_POS)
             self._waiting.sort(key=_LOG_PATH, reverse=True)
             self._is_sorted = True
         return self._waiting
+
+    def _chain(self) -> Iterator[Node]:
+        """What follows the deepest node that is in a run, each time the most probable child."""
+        children = self._tips[self.seq].children
+        while children:
+            best = max(children.values(), key=lambda node: node.log_path)
+            yield best
+            children = best.children
 
     def place(self, nodes: Iterable[Node], run: int, most: int) -> list[Node]:
         """Give up to `most` nodes their ids and put them into a run; parents come first or are submitted already.
@@ -201,17 +192,22 @@ class Tree:
             parent = node.parent
             if parent is None:
                 node.seqs = {self.seq}
-            elif not parent.submitted or not self._branch(parent, node, run):
+            elif not parent.submitted or not self._branch(parent, node, run, placed[0] if placed else node):
                 continue
             node.run, node.depth = run, node.pos - self.root.pos
             self.n_submitted += node is not self.root
             placed.append(node)
         if placed:
             self._waiting = [node for node in self._waiting if node.run < 0]
+            if self._states is not None:
+                self._states.placed(placed[-1].pos + 1, placed[-1] is not self.root)
         return placed
 
-    def _branch(self, parent: Node, node: Node, run: int) -> bool:
-        """Give a node the id whose path ends at its parent, or a new one. False where none is free."""
+    def _branch(self, parent: Node, node: Node, run: int, first: Node) -> bool:
+        """Give a node the id whose path ends at its parent, or a new one. False where none is free. `first`: the first
+        node of this tree in the run."""
+        if self._states is not None and (parent.tip_of is None or not self._states.begin(parent.tip_of, first.pos)):
+            return False
         if (seq := parent.tip_of) is None:
             if len(self._ids) <= self._ids.reserved:
                 return False
@@ -253,7 +249,12 @@ class Tree:
             if self.seq not in seqs:
                 self.seq = min(seqs)
         elif self._tips[self.seq] is not self.root:
-            self._ops.append(KvOp(KvKind.RM, self.seq, p0=pos))
+            if self._states is None:
+                self._ops.append(KvOp(KvKind.RM, self.seq, p0=pos))
+            else:
+                self._states.reject(self.seq, pos)
+        if seqs and self._states is not None:
+            self._states.accepted(pos)
         for seq in [s for s in self._tips if s not in seqs and s != self.seq]:
             self._free(seq)
 
@@ -261,6 +262,20 @@ class Tree:
         self._ops.append(KvOp(KvKind.RM, seq))
         self._ids.give_back(seq)
         del self._tips[seq]
+
+    @property
+    def n_again(self) -> int:
+        """Accepted tokens right before the root that are to be decoded again with it."""
+        return self._states.n_again if self._states is not None else 0
+
+    def settle(self, n: int) -> int | None:
+        """The request is nearly over, and its first `n` tokens are computed: bring the state back to the end of as many
+        of them as possible. Returns their number; None where no state is that old, or where this tree needs none."""
+        if self._states is None:
+            return None
+        if not self.n_submitted and self.root.pos + self.root.submitted - self.n_again == n:
+            return n
+        return self._states.back(self.seq, n)
 
     def close(self, keep: bool = False) -> None:
         """The request is over: everything dies. With `keep`, the id of the text becomes the caller's."""
@@ -271,6 +286,8 @@ class Tree:
         for seq in list(self._tips):
             if not keep or seq != self.seq:
                 self._free(seq)
+        if self._states is not None:
+            self._states.close()
         self._ids.reserved += 1
         self.n_submitted = self.n_nodes = 0
 
@@ -299,4 +316,8 @@ class Tree:
             assert tip.tip_of == seq, "two ids have one tip"
             assert seq in tip.seqs or (seq == self.seq and tip is self.root)
             assert not any(seq in child.seqs for child in tip.children.values()), f"id {seq} goes on below its tip"
-        return frozenset(self._tips)
+        if self._states is None:
+            return frozenset(self._tips)
+        assert len(self._tips) == 1, "states of one text in several ids"
+        self._states.validate(self.root.pos, self.root.submitted, self._tips[self.seq].pos)
+        return frozenset((*self._tips, *self._states.seqs))

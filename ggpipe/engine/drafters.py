@@ -22,14 +22,14 @@ class Drafters:
     """Belongs to the main thread."""
 
     def __init__(
-        self, transport: Transport, models: Sequence[str], started: Mapping[int, Layout], rolls_back: bool
+        self, transport: Transport, models: Sequence[str], started: Mapping[int, Layout], takes_back: bool
     ) -> None:
-        """`models`: the kinds of the draft models' drafters. `started`: those that draft, by their ids. `rolls_back`:
+        """`models`: the kinds of the draft models' drafters. `started`: those that draft, by their ids. `takes_back`:
         the target can take draft tokens back."""
         self._transport = transport
         self._models_kinds = tuple(models)
         self._models = dict(started)
-        self._rolls_back = rolls_back
+        self._takes_back = takes_back
         self.in_head: Mapping[int, TextDrafter] = {
             drafter: registry.WITHOUT_MODEL[kind](drafter)
             for drafter, kind in enumerate(registry.kinds(models))
@@ -39,12 +39,12 @@ class Drafters:
 
     @property
     def has_model(self) -> bool:
-        """There is a draft model that can roll back, as the target can."""
-        return bool(self._models) and self._rolls_back
+        """There is a draft model, and the target can take its tokens back."""
+        return bool(self._models) and self._takes_back
 
     def chosen(self, speculation: SpeculationConfig) -> tuple[int, ...]:
         """The ids of those that draft for a request."""
-        if not self._rolls_back:
+        if not self._takes_back:
             return ()
         named = registry.chosen(speculation.drafters, self._models_kinds)
         return tuple(drafter for drafter in named if drafter in self.in_head or drafter in self._models)

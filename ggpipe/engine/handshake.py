@@ -136,7 +136,7 @@ def check_memory(
         with contextlib.suppress(ModelError):
             shape = shape_of(ModelFile.open(draft.model.path), *types, draft.context.n_seq, n_prefixes)
             drafts.append((shape, draft_layout))
-    target = shape_of(model_file, *types, context.n_seq, n_prefixes)
+    target = shape_of(model_file, *types, context.n_seq, n_prefixes, context.n_states)
     tensor_split = config.pipeline.tensor_split
     needs = memory_by_rank(target, layout, drafts, context.n_ctx, context.n_ubatch, tensor_split)
     needed_bytes: dict[str, float] = {}

@@ -206,14 +206,15 @@ class LoadedHead:
 
     @property
     def can_speculate(self) -> bool:
-        """There is a draft model, and both models can roll back."""
+        """There is a draft model, and the target can take its tokens back."""
         return self.drafters.has_model
 
     def possible(self, speculation: SpeculationConfig) -> SpeculationConfig:
         """That, or what is nearest to it here."""
         if not self.drafters.chosen(speculation):
             speculation = replace(speculation, mode="iterative")
-        if self.head.config.context.exact and not self.exact_in_company:  # branches are company
+        is_alone = self.head.config.context.exact and not self.exact_in_company  # branches are company
+        if is_alone or not self.limits.rolls_back:
             speculation = speculation.as_chain
         return speculation
 

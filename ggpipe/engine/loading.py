@@ -78,9 +78,12 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
             )
             agreed.warnings.append(Wording(Setting("prompt_cache"), " is not used: ", why))
         restored = progress.restored_of(layout, context, agreed.warnings)
-        if draft_layouts and not vocab.rolls_back:
+        takes_back = vocab.rolls_back or context.n_branches > 0
+        if config.context.exact and not context.exact_in_company:
+            takes_back = vocab.rolls_back
+        if draft_layouts and not takes_back:
             agreed.warnings.append(
-                Wording(Setting("model"), " cannot roll back its KV state: running without speculation")
+                Wording(Setting("model"), " cannot take draft tokens back: running without speculation")
             )
         kinds = [registry.kind_of(agreed.hellos[draft_layout.head].architecture) for draft_layout in draft_layouts]
         started: dict[int, Layout] = {}  # by drafter
@@ -95,7 +98,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
                         f" {draft.model.path.name} cannot roll back its KV state: running without it",
                     )
                 )
-            elif vocab.rolls_back:
+            elif takes_back:
                 draft_context = progress.context_of(draft_layout)
                 limits = _limits(draft.context, draft_layout, draft_context, n_requests, hello.sparsity)
                 draft_restored = progress.restored_of(draft_layout, draft_context, agreed.warnings)
@@ -111,7 +114,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         return LoadedHead(
             head,
             pipeline,
-            Drafters(head.transport, kinds, started, vocab.rolls_back),
+            Drafters(head.transport, kinds, started, takes_back),
             agreed.model_file,
             vocab,
             limits,
@@ -241,6 +244,7 @@ def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests
         n_requests=n_requests,
         n_prefixes=loaded.n_prefixes,
         partial_prefixes=loaded.partial_prefixes,
+        rolls_back=loaded.rolls_back,
         sparsity=sparsity,
     )
 
@@ -258,6 +262,7 @@ class _Context:
     n_prefixes: int
     n_branches: int
     partial_prefixes: bool
+    rolls_back: bool
 
 
 def _context(loaded: Stage | StageLoaded) -> _Context:
@@ -268,6 +273,7 @@ def _context(loaded: Stage | StageLoaded) -> _Context:
         n_prefixes=loaded.n_prefixes,
         n_branches=loaded.n_branches,
         partial_prefixes=loaded.partial_prefixes,
+        rolls_back=loaded.rolls_back,
     )
 
 

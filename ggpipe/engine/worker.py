@@ -215,6 +215,7 @@ class Worker:
             n_prefixes=stage.n_prefixes,
             n_branches=stage.n_branches,
             partial_prefixes=stage.partial_prefixes,
+            rolls_back=stage.rolls_back,
             restored=loaded.restored,
         )
 

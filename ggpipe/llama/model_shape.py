@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import ModelFacts
+from ggpipe.llama.context_ids import most_taken_back
 from ggpipe.llama.gguf import ModelFile, TensorInfo
 from ggpipe.llama.group import divided_weights, most_parts, splits_attention
 from ggpipe.llama.model_header import ModelHeader, n_bytes, n_numbers
@@ -20,15 +21,16 @@ def shape_of(
     flash_attn: bool = True,
     n_seq: int = 1,
     n_prefixes: int = 0,
+    n_states: int = 0,
 ) -> ModelShape:
     """The shape of a model whose KV cache has these types and sequences, as in `ContextConfig`.
 
-    `n_prefixes`: kept prefixes, at most; recurrent and hybrid models keep fewer.
+    `n_prefixes`: kept prefixes, at most; recurrent and hybrid models keep fewer. `n_states`: as in `ContextConfig`.
     """
     header = ModelHeader(model_file)
     layers = range(header.n_layer)
-    n_states = n_seq + min(n_prefixes, header.most_states)
-    state_bytes = tuple(n_states * header.state_bytes(layer) for layer in layers)
+    n_all = n_seq + min(n_prefixes, header.most_states) + min(n_states, most_taken_back(model_file))
+    state_bytes = tuple(n_all * header.state_bytes(layer) for layer in layers)
     output = {name: tensor for name, tensor in header.others.items() if name.startswith(_OUTPUT)}
     embedding = {name: tensor for name, tensor in header.others.items() if name not in output}
     if model_file.tied_output and "token_embd.weight" in embedding:

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, RowLogits, Run
-from ggpipe.errors import IndivisibleModelError, RunError, Setting, SettingError, UsageError, Wording
+from ggpipe.errors import IndivisibleModelError, RunError, Setting, UsageError
+from ggpipe.llama.context_ids import divide_ids
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.group import Group, context_of_group, joined, together
 from ggpipe.llama.layer_inputs import LayerInputs, own_layers
 from ggpipe.llama.layers import OnProgress, apply_loras, load_layers
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native, start
-from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.params import LlamaBatch, best_of, context_params, hidden_states, whole_row
 
 _FRAME = struct.Struct("<QQ")  # native/wire.cpp: bytes of the name, bytes of data
@@ -31,11 +31,6 @@ _N_NOISES = 256
 _STATE_TOKENS = 128
 """Maximum number of tokens per state in a prompt cache. Large models have megabytes per token."""
 _NO_RUN = 0  # an id that no run has
-_CELLS_OF_BRANCH = 8
-"""Cells of the context per sequence id of a branch, so that a short context has no ids without cells."""
-
-_COPIES_ALL_LAYERS = ("deepseek4",)
-"""Architectures whose states libllama copies for all layers, including those of other ranks."""
 _DIFFER_IN_COMPANY = ("qwen4exp", "minimax-01")
 """Architectures whose exact rows were found to depend on other sequences by more than the order of KV cells."""
 
@@ -138,29 +133,18 @@ class Stage:
     ) -> None:
         n_asked = config.n_ctx or int(lib.llama_model_n_ctx_train(self._model))
         slides = int(lib.llama_model_n_swa(self._model)) > 0
-        n_spare = int(saves_states and self.partial_prefixes)
-        most = (int(lib.llama_max_parallel_sequences()) - n_spare) // (1 + slides)
-        fitting = (n_asked - n_spare) // (1 + slides)
-        if not self.rolls_back:
-            n_prefixes = min(n_prefixes, self._most_states)
-        self.n_prefixes = max(min(n_prefixes, most - config.n_seq, fitting - config.n_seq), 0)
-        """Sequence ids next to `ContextConfig.n_seq`, for kept prefixes."""
-        n_own = config.n_seq + self.n_prefixes
-        room = min(most, fitting // _CELLS_OF_BRANCH, min(config.n_batch, config.n_ubatch) // (1 + slides))
-        self.n_branches = max(min(config.n_branches, room - n_own), 0) if self.rolls_back else 0
-        """Further sequence ids, for branches of draft tokens."""
-        n_own += self.n_branches
-        self._pins = n_own if slides and n_own > 1 else 0
-        self._spare = n_own + self._pins
-        n_seq = self._spare + n_spare
-        if n_seq > lib.llama_max_parallel_sequences():
-            raise SettingError("n_seq", f"must be at most {most} for a model with sliding windows, got {config.n_seq}")
-        if n_asked < n_seq:
-            raise SettingError(
-                "n_seq",
-                f"{config.n_seq} needs a context of {n_seq} tokens; the model's own has {n_asked}",
-                Wording("set ", Setting("n_ctx")),
-            )
+        ids = divide_ids(
+            self._file,
+            config,
+            n_asked,
+            n_prefixes,
+            slides=slides,
+            rolls_back=self.rolls_back,
+            saves_states=saves_states,
+        )
+        self.n_prefixes, self.n_branches = ids.n_prefixes, ids.n_branches
+        """As of `ContextIds`."""
+        self._pins, self._spare, n_seq = ids.pins, ids.spare, ids.n_seq
         logged_errors()
         self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
         if not self._context:
@@ -173,7 +157,7 @@ class Stage:
         self.n_ctx = int(lib.llama_n_ctx(self._context))
         self.n_batch = min(config.n_batch, n_asked)  # libllama caps batches before it rounds the context up
         self.n_ubatch = int(lib.llama_n_ubatch(self._context))
-        self._batch = LlamaBatch(self.n_ubatch, n_own, self._pins)
+        self._batch = LlamaBatch(self.n_ubatch, ids.n_own, self._pins)
 
     def _dry_run(self) -> BoundaryTensors:
         """Decode one token from zeros, to warm the stage up and to check the division into stages."""
@@ -300,11 +284,6 @@ class Stage:
     def partial_prefixes(self) -> bool:
         """Whether any prefix of a sequence can be copied and continued. Otherwise only a whole sequence can."""
         return self.rolls_back
-
-    @property
-    def _most_states(self) -> int:
-        """Maximum number of sequences, in addition to requests, if each has a state. It is the same for all stages."""
-        return 0 if self._file.architecture in _COPIES_ALL_LAYERS else ModelHeader(self._file).most_states
 
     @property
     def state_tokens(self) -> int | None:

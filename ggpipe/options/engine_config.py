@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ggpipe.config.checks import check_range
-from ggpipe.config.context import MAX_SEQUENCES, ContextConfig
+from ggpipe.config.context import MAX_SEQUENCES, MAX_STATES, ContextConfig
 from ggpipe.config.draft import DraftConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
@@ -36,7 +36,8 @@ def engine_config(options: Options) -> EngineConfig:
         speculation.sequences + n_drafters - 1 if n_drafters else 1
     )  # each further drafter may propose a different token
     n_branches = speculation.branches if n_drafters else 0
-    context = replace(options[ContextConfig], n_seq=_sequences(n_paths, n_requests), n_branches=n_branches)
+    n_seq, n_states = _sequences(n_paths, n_requests), MAX_STATES if n_drafters else 0
+    context = replace(options[ContextConfig], n_seq=n_seq, n_branches=n_branches, n_states=n_states)
     pipeline = replace(options[PipelineConfig], auto=given == "auto")
     if given is not None and given != "auto":
         pipeline = replace(pipeline, layer_split=given[0])

@@ -162,7 +162,7 @@ def _plan(
 
     def shape(path: Path, own: ContextConfig) -> ModelShape:
         types = (own.cache_type_k, own.cache_type_v, has_flash_attn)
-        return shape_of(ModelFile.open(path), *types, own.n_seq, n_prefixes)
+        return shape_of(ModelFile.open(path), *types, own.n_seq, n_prefixes, own.n_states)
 
     target = shape(config.model.path, context)
     draft, draft_threads = None, -1

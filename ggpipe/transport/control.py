@@ -121,6 +121,8 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """See `llama.stage.Stage.n_branches`."""
     partial_prefixes: bool
     """See `llama.stage.Stage.partial_prefixes`."""
+    rolls_back: bool
+    """See `llama.stage.Stage.rolls_back`."""
     restored: Restored
     """What the rank's prompt cache had."""
 

@@ -44,7 +44,7 @@ from ggpipe.options.table import OPTIONS, PANELS
 CONFIGS = (ModelConfig, ContextConfig, SamplingConfig, SpeculationConfig, PipelineConfig, DraftConfig)
 ELSEWHERE = {  # fields that no row sets: the command line has them in another form, or finds them out
     ModelConfig: {"path", "load_mode", "loras"},
-    ContextConfig: {"n_seq", "n_branches"},
+    ContextConfig: {"n_seq", "n_branches", "n_states"},
     PipelineConfig: {"layer_split", "auto"},
     DraftConfig: {"model", "context", "layer_split"},
     SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs", "grammar", "reasoning_marks"},

@@ -8,7 +8,8 @@ from ggpipe.core.draft_messages import ROOT, Expansion, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.request import Counters
-from ggpipe.core.tree import Node, SequenceIds, Tree
+from ggpipe.core.sequence_ids import SequenceIds
+from ggpipe.core.tree import Node, Tree
 
 CONFIDENCES = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.98, 0.995)
 

@@ -15,7 +15,8 @@ from ggpipe.core.kv.prefix_cache import PrefixCache
 from ggpipe.core.kv.radix_tree import Prefix
 from ggpipe.core.messages import KvKind, KvOp, Row
 from ggpipe.core.request import Limits
-from ggpipe.core.tree import SequenceIds, Tree
+from ggpipe.core.sequence_ids import SequenceIds
+from ggpipe.core.tree import Tree
 
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
 N_CTX = 64
@@ -40,7 +41,7 @@ class Cells:
         partial = bool(limits.pop("partial", True))
         known |= limits
         self.limits = Limits(
-            **known, n_seq=known["n_prefixes"] + known["n_requests"] + 1,
+            **known, n_seq=known["n_prefixes"] + known["n_requests"] + 1,  # type: ignore[arg-type]
             partial_prefixes=partial,
         )  # fmt: skip
         self.ids = SequenceIds(self.limits.n_seq, self.limits.n_requests + self.limits.n_prefixes)

@@ -271,14 +271,13 @@ def conversations(draw: st.DrawFn) -> Scenario:
 @st.composite
 def recurrent(draw: st.DrawFn) -> Scenario:
     """Conversations with a model whose states cannot go back, on up to four stages."""
-    scenario = draw(conversations())
-    plain = SpeculationConfig(mode="iterative")
+    scenario = draw(conversations() | scenarios())
+    limits = replace(scenario.limits, partial_prefixes=False, rolls_back=False)
     return replace(
         scenario,
-        limits=replace(scenario.limits, partial_prefixes=False),
+        limits=replace(limits, n_seq=limits.n_requests + limits.n_prefixes + draw(st.integers(0, 6))),
         restored=replace(scenario.restored, more=()),
         n_stages=draw(st.integers(1, 4)),
-        requests=[changed(one, speculation=plain) if isinstance(one, Request) else one for one in scenario.requests],
         stops=draw(st.dictionaries(st.integers(1, 8), st.integers(0, 300), max_size=6)),
         alike=draw(st.sampled_from([0.5, 0.9])),
         hybrid=True,

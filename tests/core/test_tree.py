@@ -8,7 +8,8 @@ import pytest
 from support.fakes import FakeCache, Tokens
 
 from ggpipe.core.messages import KvKind, KvOp, Row
-from ggpipe.core.tree import Node, Proposal, SequenceIds, Tree
+from ggpipe.core.sequence_ids import SequenceIds
+from ggpipe.core.tree import Node, Proposal, Tree
 
 PROMPT = (101, 102, 103)
 

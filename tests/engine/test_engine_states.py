@@ -1,25 +1,27 @@
-"""The prefix cache on recurrent and hybrid models: prompts go on from kept states, and texts stay the same bits."""
+"""Recurrent and hybrid models: prompts continue from kept states, draft tokens are taken back, and outputs keep their
+bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from support.oracle import Oracle, drafting
 from support.pipeline import local_ranks
 from support.reference import Reference
 from support.requests import asked
 from support.zoo import ZOO, Metadata, ZooModel, make
 
 from ggpipe.channel.events import TokenReady
-from ggpipe.config.context import ContextConfig
+from ggpipe.config.context import MAX_STATES, ContextConfig
 from ggpipe.config.engine import EngineConfig
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
 from ggpipe.config.sampling import SamplingConfig
-from ggpipe.config.speculation import SpeculationConfig
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
 
@@ -75,10 +77,10 @@ def model(name: str, folder: Path) -> Path:
 
 
 @contextmanager
-def loaded(path: Path, n_ranks: int, exact: bool = True) -> Iterator[Session]:
+def loaded(path: Path, n_ranks: int, exact: bool = True, n_states: int = 0) -> Iterator[Session]:
     config = EngineConfig(
         model=ModelConfig(path=path),
-        context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=exact),
+        context=ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2, exact=exact, n_states=n_states),
         pipeline=PipelineConfig(threads=(1,)),
         n_requests=2,
     )
@@ -93,6 +95,17 @@ def serve(engine: Session, prompt: Tokens, n: int) -> tuple[Tokens, int]:
     while request.is_active:
         text += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
     return tuple(text), request.stats.counters.cached_tokens
+
+
+def together(engine: Session, prompts: Sequence[Tokens], n: int, speculation: SpeculationConfig) -> list[Tokens]:
+    """Serve requests at the same time: their outputs."""
+    requests = [engine.submit(asked(prompt, SAMPLING, n, speculation)) for prompt in prompts]
+    texts: dict[int, list[int]] = {request.id: [] for request in requests}
+    while any(request.is_active for request in requests):
+        for event in engine.step():
+            if isinstance(event, TokenReady):
+                texts[event.request].append(event.token.id)
+    return [tuple(text) for text in texts.values()]
 
 
 def words(first: int, n: int) -> Tokens:
@@ -146,13 +159,8 @@ def test_a_request_that_is_stopped_leaves_good_states(n_ranks: int, folder: Path
 def test_exact_requests_take_turns_where_company_changes_bits(n_ranks: int, folder: Path) -> None:
     path, prompts = model("deepseek4", folder), [words(4, 40), words(5, 30)]
     with Reference(path, N_CTX, exact=True) as reference, loaded(path, n_ranks) as engine:
-        requests = [engine.submit(asked(prompt, SAMPLING, 8, ITERATIVE)) for prompt in prompts]
-        texts: dict[int, list[int]] = {request.id: [] for request in requests}
-        while any(request.is_active for request in requests):
-            for event in engine.step():
-                if isinstance(event, TokenReady):
-                    texts[event.request].append(event.token.id)
-        assert list(texts.values()) == [reference.generate(prompt, SAMPLING, 8) for prompt in prompts]
+        texts = together(engine, prompts, 8, ITERATIVE)
+        assert texts == [tuple(reference.generate(prompt, SAMPLING, 8)) for prompt in prompts]
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
@@ -164,3 +172,27 @@ def test_models_whose_states_cannot_be_copied_go_on_without(n_ranks: int, folder
         assert cached == 0
         assert len(text) <= 4
         assert text == tuple(reference.generate((*first, *serve(engine, first, 4)[0], *words(3, 9)), SAMPLING, 4))
+
+
+@pytest.mark.parametrize("mode", ["async", "speculative"])
+@pytest.mark.parametrize(("name", "n_ranks"), CASES)
+def test_draft_tokens_are_taken_back(name: str, n_ranks: int, mode: Mode, folder: Path) -> None:
+    """Plain decoding's outputs, of two requests at a time, and for a prompt that continues what was generated."""
+    path, n = model(name, folder), 40
+    speculation = SpeculationConfig(mode=mode, n_draft=4, drafters=("ngram",))
+    prompts = [words(first, 20 + first) for first in range(3)]
+    with loaded(path, 1) as engine:
+        outputs = {prompt: serve(engine, prompt, n)[0] for prompt in prompts}
+        prompts.append((*prompts[0], *outputs[prompts[0]], *words(9, 5)))
+        outputs[prompts[-1]] = serve(engine, prompts[-1], n)[0]
+    with drafting(Oracle(outputs, wrong_each=5)), loaded(path, n_ranks, n_states=MAX_STATES) as engine:
+        assert together(engine, prompts[:3], n, speculation) == [outputs[prompt] for prompt in prompts[:3]]
+        last = engine.submit(asked(prompts[3], SAMPLING, n, speculation))
+        text: list[int] = []
+        while last.is_active:
+            text += [event.token.id for event in engine.step() if isinstance(event, TokenReady)]
+        assert tuple(text) == outputs[prompts[3]]
+        counters = last.stats.counters
+        assert counters.accepted_tokens > n // 3
+        assert counters.submitted_tokens > counters.accepted_tokens, "none was wrong"
+        assert counters.cached_tokens > len(prompts[0]), "nothing of the output was kept"

@@ -112,10 +112,10 @@ STATES = [("mamba", (0, 3)), ("rwkv7", (0, 3)), ("jamba", (0, 1)), ("jamba", (1,
 def test_states_of_a_stage_are_as_large_as_libllama_makes_them(
     name: str, layers: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of all sequences, kept prefixes too. libllama rounds to 0.01 MB."""
+    """Those of all sequences, of kept prefixes and of draft tokens too. libllama rounds to 0.01 MB."""
     path = make(name, tmp_path / f"{name}.gguf")
-    made = buffer_bytes("RS", path, layers, ContextConfig(n_ctx=512, n_seq=60), capsys)
-    got = shape_of(ModelFile.open(path), n_seq=60, n_prefixes=MAX_PREFIXES).state_bytes(layers)
+    made = buffer_bytes("RS", path, layers, ContextConfig(n_ctx=512, n_seq=60, n_states=8), capsys)
+    got = shape_of(ModelFile.open(path), n_seq=60, n_prefixes=MAX_PREFIXES, n_states=8).state_bytes(layers)
     assert made > 0.2 * MB
     assert got == pytest.approx(made, abs=0.006 * MB)
 

@@ -79,7 +79,7 @@ class FakeCache:
     """A unified KV cache: cells that hold a token at a position for a set of sequences.
 
     That of a hybrid model also holds a state for each sequence: the tokens that it has read. A copy copies the state as
-    it is, whatever the positions; it cannot forget a part, and an abort leaves it broken.
+    it is, whatever the positions; it cannot forget a part of what its state has read, and an abort leaves that broken.
     """
 
     def __init__(self, n_ctx: int, n_seq: int, hybrid: bool = False) -> None:
@@ -99,19 +99,31 @@ class FakeCache:
             case KvKind.CP:
                 assert 0 <= op.dst < self.n_seq
                 assert op.dst != op.seq
+                if p0 == p1:  # the state alone, which may be taken back
+                    assert self.hybrid, "there is no state to copy"
+                    self._states[op.dst] = self._states.get(op.seq, ())
+                    return
                 assert not self._sequences[op.dst], "cells of an earlier user are left in that sequence"
+                assert op.dst not in self._states, "the state of an earlier user is left in that sequence"
                 self._states[op.dst] = self._states.get(op.seq, ())
                 for pos, cell in self._sequences[op.seq].items():
                     if p0 <= pos < p1:
                         cell.seqs.add(op.dst)
                         self._sequences[op.dst][pos] = cell
 
+    @property
+    def with_state(self) -> set[int]:
+        """Sequences that have read something."""
+        return {seq for seq, state in self._states.items() if state != ()}
+
     def _remove(self, seq: int, p0: float, p1: float) -> None:
         cells = self._sequences[seq]
         if p0 <= 0 and p1 == math.inf:
             self._states.pop(seq, None)
         elif self.hybrid:
-            assert p0 > max(cells, default=-1), "libllama: a state cannot forget a part"
+            state = self._states.get(seq, ())
+            assert state is not None, "a broken state"
+            assert p0 >= len(state), "libllama: a state cannot forget a part"
         for pos in [pos for pos in cells if p0 <= pos < p1]:
             cell = cells.pop(pos)
             cell.seqs.remove(seq)
@@ -289,7 +301,8 @@ class FakePipeline:
             self._plan.restore(restorable(run.save), run.save.seq)
         self.rows_of[run.id] = []
         for row, history in zip(run.rows, self._plan.decode(run.rows), strict=True):
-            assert (row.request, history) not in self.run_of, "evaluated twice"
+            is_again = self._plan.hybrid and row.logits_request < 0
+            assert is_again or (row.request, history) not in self.run_of, "evaluated twice"
             self.run_of[row.request, history] = run.id
             self.rows_of[run.id].append((row.request, history))
         self.in_flight[run.id] = run
@@ -374,6 +387,7 @@ class FakePipeline:
             assert not stage.cancels
             assert {seq: stage.cache.history(seq) for seq in kept} == kept
             assert all(cell.seqs <= kept.keys() for cell in stage.cache.cells), "cells are left behind"
+            assert stage.cache.with_state <= kept.keys(), "states are left behind"
 
 
 def cut_as_libllama(n_tokens: int, n_batch: int, n_ubatch: int) -> list[int]:

@@ -67,7 +67,7 @@ class Head:
         restored: Restored = NO_FILES,
         hybrid: bool = False,
     ) -> None:
-        """`hybrid`: the model has recurrent layers; then requests must not speculate."""
+        """`hybrid`: the model has recurrent layers."""
         self.limits, self.model = limits, model
         self.drafts = {draft.id: draft for draft in drafts}
         text_drafters = {draft.id: draft for draft in drafts if isinstance(draft, TextDraft)}
@@ -318,7 +318,9 @@ class Head:
             assert len(draft_tokens) <= seen.request.speculation.most_drafted
             for row, history in zip((row for row in run.rows if row.request == request), histories, strict=True):
                 is_replayed = row.pos in seen.request.wanted
-                assert (row.logits_request >= 0) == (is_replayed or len(history) >= len(seen.request.prompt))
+                is_again = len(seen.request.prompt) <= len(history) < len(seen.tokens)
+                is_wanted = len(history) >= len(seen.request.prompt) and not is_again
+                assert (row.logits_request >= 0) == (is_replayed or is_wanted)
             if seen.request.n_predict > 0:
                 assert len(histories[-1]) < len(seen.request.prompt) + seen.request.n_predict
             fresh = fresh or (bool(seen.text) and seen.tokens in histories)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ggpipe.core.batching import prompts
-from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
+from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
 from ggpipe.core.batching.rows import DraftWithRoot, Rounds, draft_with_root, pays_beside_root, usual_chain
 from ggpipe.core.drafters.calibration import Calibration
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
@@ -65,15 +65,17 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     """Accepted tokens, and the draft tokens that go in with them."""
     rounds, n_runs = Rounds(pipeline.cost, len(decoding)), pipeline.n_awaited_runs(decoding)
     if len(decoding) > 1 and n_runs <= pipeline.n_stages and (n := pipeline.to_try(rounds, len(ready))):
-        return Choice(_schedule(ready[:n], (), 0))
+        return Choice(_schedule(fitting(ready[:n], pipeline.limits.n_rows), (), 0))
     if n_runs >= rounds.best:
         return Choice()
-    roots = ready[: min(rounds.size, pipeline.limits.n_rows)]
+    roots = fitting(ready[: rounds.size], pipeline.limits.n_rows)
     drafted = next((state for state in roots if state.request.drafts), None)
-    if drafted is None:
+    if drafted is None or not _may_draft_with(pipeline, roots):
         return Choice(_schedule(roots, (), 0))
-    followed = [state for state in decoding if state in roots or (state.tree.root.submitted and state.is_async)]
-    found = _best_first(pipeline, followed, pipeline.limits.n_rows - len(roots))
+    rolls_back = pipeline.limits.rolls_back
+    others = {state for state in decoding if rolls_back and state.tree.root.submitted and state.is_async}
+    followed = [state for state in decoding if state in roots or state in others]
+    found = _best_first(pipeline, followed, pipeline.limits.n_rows - rows_of(roots))
     probabilities = [_path_probability(one) for one in found]
     if not all(state.is_async for state in roots):  # there are no later runs for their draft tokens
         n = len(found) if len(decoding) == 1 else most_per_second(probabilities, pipeline.cost, len(roots))
@@ -104,8 +106,22 @@ def _draft_with_single_root(
     if first_s is None or next_s is None:
         first_s = next_s = math.inf
     cells = pipeline.spare_cells + state.n_cells - state.n_used
-    most = max(min(cells, speculation.most_drafted, pipeline.limits.n_rows - 1, state.deepest - state.tree.root.pos), 0)
+    most = min(cells, speculation.most_drafted, state.deepest - state.tree.root.pos)
+    most = max(min(most, pipeline.limits.n_rows - state.n_root_rows), 0)
     return draft_with_root(probabilities[:most], most, pipeline.cost, 1, drafter.calibration, first_s, next_s)
+
+
+def _may_draft_with(pipeline: PipelineState, roots: Sequence[RequestState]) -> bool:
+    """Draft tokens may go into a run with these accepted tokens.
+
+    Where states cannot go back, libllama computes sequences with unequal numbers of rows one after the other, so there
+    is only one in such a run. Tokens that are decoded again would be so once more when one of these draft tokens is
+    rejected; they have the run for themselves once they take longer than a further run.
+    """
+    if pipeline.limits.rolls_back:
+        return True
+    again_s = pipeline.cost.time(rows_of(roots)) - pipeline.cost.time(1)
+    return len(roots) == 1 and again_s < pipeline.cost.time(1)
 
 
 def _due_at(state: RequestState) -> float | None:
@@ -128,6 +144,8 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     if pipeline.now < (slot_at := pipeline.slot_at):
         return Choice(wake_at=slot_at)
     found = _best_first(pipeline, drafting, pipeline.limits.n_rows)
+    if not pipeline.limits.rolls_back:
+        found = [one for one in found if one[0] is found[0][0]]
     n = most_per_second(map(_path_probability, found), pipeline.cost)
     return Choice(_schedule((), found, n))
 

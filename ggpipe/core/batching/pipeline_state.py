@@ -30,6 +30,22 @@ class ScheduledRows:
     most: int = 0
 
 
+def fitting(states: Iterable[RequestState], n_rows: int) -> list[RequestState]:
+    """The first of these requests, as many as have their accepted tokens in a run of `n_rows` rows."""
+    fit: list[RequestState] = []
+    for state in states:
+        n_rows -= state.n_root_rows
+        if n_rows < 0:
+            break
+        fit.append(state)
+    return fit
+
+
+def rows_of(states: Iterable[RequestState]) -> int:
+    """Rows of a run with the accepted tokens of these requests."""
+    return sum(state.n_root_rows for state in states)
+
+
 class PipelineState:
     """See the module's text. The scheduler keeps it up to date."""
 
@@ -100,7 +116,7 @@ class PipelineState:
     def submitted(self, parts: Sequence[RunPart[SequenceState]], only_one: bool) -> None:
         """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
         fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
-        n_nodes = sum(len(part.nodes) for part in parts)
+        n_nodes = sum(len(part.nodes) + part.n_again for part in parts)
         n_prompt_rows = sum(part.n_prompt_rows for part in parts)
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
         self._free_at = before + self.cost.prompt_s(n_nodes, n_prompt_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows
+from ggpipe.core.batching.pipeline_state import PipelineState, ScheduledRows, fitting, rows_of
 from ggpipe.core.batching.rows import Rounds
 from ggpipe.core.prompt_chunks import TILE, chunk_end
 from ggpipe.core.request_state import Phase, RequestState, SequenceState
@@ -53,14 +53,15 @@ def schedule(
     if len(waiting) == 1 and not decoding:
         return _alone(pipeline, waiting[0])
     n_tokens = pipeline.limits.n_rows
-    if len(ready) >= n_tokens:
+    if rows_of(ready) >= n_tokens:
         n_tokens -= pipeline.rows_for_prompts(len(waiting), len(ready))
-    roots = [ScheduledRows(state, nodes=[state.tree.root], most=1) for state in ready[:n_tokens]]
+    first = fitting(ready, n_tokens)
+    roots, n_rows = [ScheduledRows(state, nodes=[state.tree.root], most=1) for state in first], rows_of(first)
     n_new = sum(len(state.prompt) - state.counters.cached_tokens for state in waiting)
-    n_prompt = min(pipeline.limits.prompt_rows(n_new), pipeline.limits.n_rows - len(roots))
+    n_prompt = min(pipeline.limits.prompt_rows(n_new), pipeline.limits.n_rows - n_rows)
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)
-    if decoding and not _goes_at_once(pipeline, len(roots), n_left, len(decoding), len(waiting)):
-        n_prompt = _prompt_rows(pipeline, len(roots), len(decoding), n_prompt)
+    if decoding and not _goes_at_once(pipeline, n_rows, n_left, len(decoding), len(waiting)):
+        n_prompt = _prompt_rows(pipeline, n_rows, len(decoding), n_prompt)
         if not ready and pipeline.n_in_flight and not pipeline.has_prompts and n_left > _MANY_RUNS * n_prompt:
             return ()  # it goes in with the tokens in flight, which would else wait for it
     return [*roots, *_shared_out(waiting, n_prompt)]

@@ -29,7 +29,8 @@ from ggpipe.core.kv.checkpoints import checkpoints_of
 from ggpipe.core.kv.radix_tree import KeptPrefix, Prefix, RadixTree, Segment, Tokens, agreeing, sequences_through
 from ggpipe.core.messages import KvKind, KvOp
 from ggpipe.core.request import Limits
-from ggpipe.core.tree import SequenceIds, Tree
+from ggpipe.core.sequence_ids import SequenceIds
+from ggpipe.core.tree import Tree
 
 RESTORED = 0
 """The id of a sequence that is in the KV cache before the first request, from a file."""
@@ -93,7 +94,7 @@ class PrefixCache:
             elif kept is not None:
                 kept.used_at = next(self._clock)
                 self._ops.append(KvOp(KvKind.CP, kept.seq, seq))
-        prefix = Prefix(segment=segment, tree=Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq))
+        prefix = Prefix(segment=segment, tree=self._tree_of(prompt, seq))
         if reuse and not partial and self._limits.n_prefixes:
             n_shared = max((n for _, n in self._tree.along(wanted)), default=0)
             prefix.checkpoints = checkpoints_of(len(prompt), n, n_shared, self._limits.n_rows)
@@ -114,12 +115,15 @@ class PrefixCache:
         seq = self._ids.take()
         assert seq == RESTORED
         self._ops.append(KvOp(KvKind.RM, seq, p0=n))
-        prefix = Prefix(segment=self._tree.root, tree=Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq))
+        prefix = Prefix(segment=self._tree.root, tree=self._tree_of(prompt, seq))
         if wanted and not limits.partial_prefixes and limits.n_prefixes:
             prefix.checkpoints = checkpoints_of(len(prompt), n, n, limits.n_rows)
         self._tree.serve(prefix)
         self.grow(prefix, restored[:n])
         return prefix
+
+    def _tree_of(self, prompt: Sequence[int], seq: int) -> Tree:
+        return Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq, self._limits.rolls_back)
 
     def checkpoint(self, prefix: Prefix, position: int) -> None:
         """A request's next run begins here: if a checkpoint is due, it is taken in front of that run."""
