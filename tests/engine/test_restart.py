@@ -160,7 +160,7 @@ def test_nobody_would_start_them_again() -> None:
     short = ("generate", "-m", TARGET, "-p", "Once", "-n", 3, "-c", 256, "-t", 1, "--temp", 0, "--restart", 1)
     for result in (in_process.ggpipe(*short), mpirun(2, *short)):
         assert result.returncode == 0
-        assert result.stderr.count("warning: --restart does nothing here") == 1
+        assert result.stderr.count("warning: --restart has no effect here") == 1
     assert "error: --restart must be 0" in in_process.ggpipe(*short, "--restart", -1).stderr
 
 

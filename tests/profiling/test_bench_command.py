@@ -33,9 +33,9 @@ def test_a_bench_over_mpi(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == list(MODES)
-    assert lines[-1] == "Medians [quartiles] of 1 round, 2 prompts, 8 tokens each. All outputs are the same."
+    assert lines[-1] == "Medians [quartiles] of 1 round, 4 prompts, 8 tokens each. All outputs are the same."
     assert [line.split()[1] for line in result.stderr.splitlines()] == ["chat", "long"], "left out"
-    assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + 8
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + 16
     read = json.loads((tmp_path / "r.json").read_text())
     assert (read["model"], read["draft_model"]) == (TARGET.name, DRAFT.name)
     assert {run["prompt"] for run in read["runs"]} == {"tale", "program"}

@@ -186,7 +186,7 @@ def test_hostfiles_that_name_nothing(tmp_path: Path) -> None:
     for write_it, why in (
         (lambda: None, "No such file"),
         (lambda: path.write_text("# nobody\n"), "names no machines"),
-        (lambda: path.write_bytes(b"\xff\xfe"), "no text"),
+        (lambda: path.write_bytes(b"\xff\xfe"), "it is not text"),
     ):
         write_it()
         with pytest.raises(LaunchError, match=why):
@@ -291,7 +291,7 @@ def test_the_user_has_enough(model: Path) -> None:
         (("--layers", "1-"), "--layers 1-: "),
         (("--seconds", "0"), "--seconds"),
         (("--seconds", "nan"), "--seconds"),
-        (("-r", "0"), "-r/--ranks must be a number of ranks"),
+        (("-r", "0"), "-r/--ranks must be 1 or more, got 0"),
         (("-t", "x"), "-t/--threads x: "),
         (("-ctk", "f8"), "-ctk/--cache-type-k must be f32, "),
         (("--hostfile", "/nonexistent"), "--hostfile /nonexistent: "),
