@@ -38,7 +38,7 @@ def test_a_bench_over_mpi(tmp_path: Path) -> None:
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + 16
     read = json.loads((tmp_path / "r.json").read_text())
     assert (read["model"], read["draft_model"]) == (TARGET.name, DRAFT.name)
-    assert {run["prompt"] for run in read["runs"]} == {"tale", "program"}
+    assert {run["prompt"] for run in read["runs"]} == {"edit", "program", "quote", "tale"}
     assert all(run["n_generated_tokens"] == 8 for run in read["runs"])
     assert sorted(path.stem for path in (tmp_path / "traces").iterdir()) == sorted(MODES)
     assert len(list((tmp_path / "new" / "plots").glob("*.svg"))) == 5
