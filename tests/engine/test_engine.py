@@ -108,7 +108,7 @@ def test_what_is_refused() -> None:
     with engine(1, n_requests=2) as own:
         with pytest.raises(UsageError, match="the prompt is empty"):
             own.begin(asked((), GREEDY))
-        with pytest.raises(UsageError, match="the context 512"):
+        with pytest.raises(UsageError, match="the context only 512"):
             own.begin(asked((5,) * 512, GREEDY))
         assert len(serve(own, [submit(own, PROMPTS[0], 4, "async")]).popitem()[1]) == 4
     with pytest.raises(SettingError, match="n_requests"):
