@@ -7,6 +7,8 @@ drafts, and whichever is faster becomes usual. A paused draft model computes not
 Times of tokens vary a lot while a draft model drafts, and a good one's first tokens can be slow. Until it has drafted
 for a while, it counts as faster than it was, by the standard error of the mean.
 
+An engine's first tokens are not counted: caches are cold, and the draft model is still reading the prompt.
+
 A trial ends as soon as it has lost `_MOST_LOST` tokens. The next one starts when its loss is `_SHARE` of the tokens
 that came since, and each trial in a row that changes nothing doubles that time. A drafter that falls behind the speed
 that is expected without it is tried sooner. Results are kept for later requests, one record for each number of requests
@@ -95,6 +97,8 @@ class _Trials:
         self._trial: _Trial | None = None
         self._n_since = 0.0
         """Tokens since the last trial."""
+        self._n_left: float = _TRIAL / 2
+        """First tokens that are not counted: caches are cold, and the draft model is still reading the prompt."""
         self._behind = 0.0
         """Tokens lost against the speed that is expected without drafters, since they last had no loss."""
         self._longer = 1.0
@@ -111,8 +115,11 @@ class _Trials:
         if (trial := self._trial) is not None:
             self._tried(trial, n, seconds, named_by, alone_s)
             return
-        self._usual.add(n, seconds)
         self._n_since += n
+        if self._n_left > 0:
+            self._n_left -= n
+            return
+        self._usual.add(n, seconds)
         active = [drafter for drafter in drafters if drafter not in self.paused]
         without_s = alone_s * self._longer
         self._behind = max(self._behind + seconds / without_s - n, 0.0) if active else 0.0
