@@ -1,15 +1,15 @@
-"""How draft tokens are taken back where a layer's state cannot go back.
+"""Takes draft tokens back in models whose layers keep a recurrent state.
 
-A recurrent layer keeps all that it has read in one state. So before a run with draft tokens the state is copied to an
-id of its own, and a rejected draft token brings the copy back:
+A recurrent state cannot be rolled back. So it is copied to a spare sequence id before each run with draft tokens, and
+the copy is restored when one of them is rejected:
 
-    a run with draft tokens begins        CP(the text's id -> a free id, no positions)
-    all of its draft tokens are accepted  RM(that id)
-    one of them is rejected               CP(that id -> the text's id, no positions), RM(the text's id, from there on)
+    a run with draft tokens begins        CP(sequence's id -> spare id, no positions)
+    all of its draft tokens are accepted  RM(spare id)
+    one of them is rejected               CP(spare id -> sequence's id, no positions), RM(sequence's id, from there on)
 
-A CP without positions copies the state alone, and costs nothing until one of the two ids continues. The tokens between
-the place where the run began and the rejected one were accepted: they are decoded again, before the next root, in its
-run. Each run in flight has a copy of its own, so as many may follow each other as there are free ids.
+A CP without positions copies only the state, and costs nothing until one of the two ids continues. Tokens of the run
+that were accepted are decoded again before the next root, in the root's run. Each run in flight has its own copy, so
+the number of spare ids bounds the runs in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Border:
 
 
 class StateRollback:
-    """See the module's text. One for each text; operations and ids are those of all texts of a pipeline."""
+    """See the module's text. One per sequence; operations and ids are shared by all sequences of a pipeline."""
 
     def __init__(self, ids: SequenceIds, ops: list[KvOp]) -> None:
         self._ids = ids
@@ -108,7 +108,7 @@ class StateRollback:
         """
         ends = [border.pos for border in self._borders]
         assert ends == sorted(set(ends)), "two states of one position"
-        assert all(border.end > root + 1 for border in self._borders) or not is_submitted, "a state of no use"
+        assert all(border.end > root + 1 for border in self._borders) or not is_submitted, "a useless state"
         assert self.n_again == 0 or not is_submitted
         assert len(self._borders) <= 1 or is_submitted
         assert last <= root or (self._borders and self._borders[0].pos <= root + 1), "draft tokens without a way back"

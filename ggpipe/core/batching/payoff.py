@@ -182,7 +182,7 @@ class Payoff:
         self._at = 0.0
 
     def is_paused(self, drafter: int, n_requests: int) -> bool:
-        """This drafter is not to draft now, while so many requests are served."""
+        """This drafter is to be paused while `n_requests` requests are served."""
         trials = self._by_load.get(n_requests.bit_length())
         return trials is not None and drafter in trials.paused
 
