@@ -4,16 +4,13 @@
 // heads that share a KV head, are lanes of vectors: a cell is read and widened once for up to 64 lanes, and nothing is added
 // up across a vector. A block is consecutive rows that see about the same cells; cells that none of them sees are skipped.
 // A lane's bits do not depend on the other lanes, so threads may share lanes in any way.
-//
-// Some nodes are custom operations while the graph is computed. What they were before is stored after their new parameters.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
-#include "compute.h"
-
-#define GGPIPE_INLINE __attribute__((always_inline))
+#include "fast.h"
+#include "vectors.h"
 
 namespace ggpipe {
 
@@ -22,22 +19,6 @@ constexpr int kTile = 32, kUnroll = 8;
 constexpr int64_t kMaxWidth = 576, kMaxLanes = 64;
 constexpr float kLowest = -1e30f;     // below any score; unlike infinity, it may be subtracted from itself
 constexpr uint16_t kHidden = 0xfc00;  // minus infinity; what a row sees is 0
-constexpr int kOwnParams = GGML_MAX_OP_PARAMS / sizeof(int32_t) / 2;
-
-template <int W> using Floats __attribute__((vector_size(4 * W))) = float;
-template <int W> using Ints __attribute__((vector_size(4 * W))) = int32_t;
-
-// A finite F16 number. Compilers make vectors of this, and of conversions not yet.
-GGPIPE_INLINE inline float widen(uint16_t half) {
-    uint32_t bits = (half & 0x7fffu) << 13;
-    float f;
-    memcpy(&f, &bits, 4);
-    f *= 0x1p112f;
-    memcpy(&bits, &f, 4);
-    bits |= (half & 0x8000u) << 16;
-    memcpy(&f, &bits, 4);
-    return f;
-}
 
 // e to the x <= 0, with Cephes' polynomial; 0 from -87 down.
 template <int W> GGPIPE_INLINE inline Floats<W> exp_of(Floats<W> x) {
@@ -161,8 +142,9 @@ void (*const run)(const Task &) =
 void (*const run)(const Task &) = nullptr;
 #endif
 
-// One thread's part of a node, a custom operation by now.
-void compute(ggml_tensor * node, int thread, int n_threads, void *) {
+}  // namespace
+
+void compute_attention(ggml_tensor * node, int thread, int n_threads, void *) {
     thread_local std::vector<int32_t> cells;
     thread_local std::vector<uint8_t> by_some, by_all;
     const int64_t n_rows = node->src[0]->ne[1], kv_heads = node->src[1]->ne[2], n_cells = node->src[3]->ne[0];
@@ -200,7 +182,7 @@ void compute(ggml_tensor * node, int thread, int n_threads, void *) {
 
 // As measured: ggml's kernel is good at few heads of width 64. It also splits one row's cells between threads, which is
 // better than idle threads.
-bool is_faster(const ggml_tensor * node, int n_threads) {
+bool attention_is_faster(const ggml_tensor * node, int n_threads) {
     if (!run || node->op != GGML_OP_FLASH_ATTN_EXT || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * q = node->src[0], * k = node->src[1], * v = node->src[2], * mask = node->src[3];
     const float * params = (const float *) node->op_params;  // scale, ALiBi's slope, softcap
@@ -209,31 +191,6 @@ bool is_faster(const ggml_tensor * node, int n_threads) {
            std::max(k->ne[0], v->ne[0]) <= kMaxWidth && params[1] == 0 && params[2] == 0 &&
            (k->ne[0] != 64 || q->ne[1] >= (group_of(node) >= 4 ? 2 : 16)) &&
            (q->ne[1] > 1 || n_threads <= k->ne[2] * ((group_of(node) + 7) / 8) * 3 / 2);
-}
-}  // namespace
-
-ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_threads) {
-    alignas(16) char memory[2048];  // of a tensor without data, which has a custom operation's parameters
-    ggml_context * ctx = ggml_init({sizeof memory, memory, /*no_alloc*/ true});
-    const ggml_tensor * custom = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, compute, GGML_N_TASKS_MAX, nullptr);
-    constexpr size_t size = kOwnParams * sizeof(int32_t);
-    std::vector<ggml_tensor *> nodes;
-    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
-        ggml_tensor * node = ggml_graph_node(graph, i);
-        if (!is_faster(node, n_threads)) continue;
-        memcpy(node->op_params + kOwnParams, node->op_params, size);
-        memcpy(node->op_params, custom->op_params, size);
-        node->op = GGML_OP_CUSTOM;
-        nodes.push_back(node);
-    }
-    const ggml_status status = ggml_backend_graph_compute(backend, graph);
-    for (ggml_tensor * node : nodes) {
-        memcpy(node->op_params, node->op_params + kOwnParams, size);
-        memset(node->op_params + kOwnParams, 0, size);
-        node->op = GGML_OP_FLASH_ATTN_EXT;
-    }
-    ggml_free(ctx);
-    return status;
 }
 
 }  // namespace ggpipe

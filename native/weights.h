@@ -1,0 +1,425 @@
+// How formats of quantized weights are unpacked for products.cpp: 16 rows at a time, which a vector has as its lanes.
+//
+// ggml has the weights of some types repacked, eight rows side by side, 8 bytes of each in turn; others are as in the file.
+#pragma once
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+#define GGPIPE_TARGET __attribute__((target("arch=x86-64-v4,avx512vnni")))
+
+namespace ggpipe {
+
+constexpr int kLanes = 16, kChunk = 256;  // rows and columns that are unpacked at a time
+using F = Floats<kLanes>;
+using I = Ints<kLanes>;
+using U = Unsigned<kLanes>;  // often four bytes of each lane
+
+constexpr uint32_t k1 = 0x01010101, k2 = 0x03030303, k4 = 0x0f0f0f0f;  // the lower bits of each byte
+
+GGPIPE_TARGET GGPIPE_INLINE inline F widened(__m256i halves) { return (F) _mm512_cvtph_ps(halves); }
+GGPIPE_TARGET GGPIPE_INLINE inline F lower_half(U words) { return widened(_mm512_cvtepi32_epi16((__m512i) words)); }
+GGPIPE_TARGET GGPIPE_INLINE inline F byte_of(const U * words, int i) {
+    return __builtin_convertvector(words[i / 4] >> i % 4 * 8 & 255, F);
+}
+GGPIPE_TARGET GGPIPE_INLINE inline F signed_byte_of(const U * words, int i) {
+    return __builtin_convertvector((I) (words[i / 4] << (24 - i % 4 * 8)) >> 24, F);
+}
+// Bits 0 to 3 of each lane, as the fifth bits of four bytes.
+GGPIPE_TARGET GGPIPE_INLINE inline U fifth_bits(U bits) { return ((bits & 15) * 0x204081 & k1) << 4; }
+GGPIPE_TARGET GGPIPE_INLINE inline U table_of(const int8_t * values, int offset) {
+    const __m128i table = _mm_add_epi8(_mm_loadu_si128((const __m128i *) values), _mm_set1_epi8(offset));
+    return (U) _mm512_broadcast_i32x4(table);
+}
+GGPIPE_TARGET GGPIPE_INLINE inline U looked_up(U table, U bytes) {
+    return (U) _mm512_shuffle_epi8((__m512i) table, (__m512i) bytes);
+}
+constexpr int8_t kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kFloat4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// ---- rows one after another ---------------------------------------------------------------------------------
+class Rows {
+   public:
+    static constexpr int kGroup = 1;  // rows that lie side by side
+    GGPIPE_TARGET GGPIPE_INLINE Rows(const uint8_t * first, size_t stride) : stride_(stride), strides_(3 * stride) {
+        for (int i = 0; i < 4; i++) fourths_[i] = first + 4 * i * stride;
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void operator+=(int bytes) {
+        for (auto & fourth : fourths_) fourth += bytes;
+    }
+    GGPIPE_TARGET GGPIPE_INLINE const uint8_t * operator[](int lane) const {
+        return fourths_[lane / 4] + (lane % 4 == 3 ? strides_ : lane % 4 * stride_);
+    }
+    // 16 bytes of each lane, as four vectors.
+    GGPIPE_TARGET GGPIPE_INLINE void words(int at, U * to) const {
+        const __m512i v0 = load(0, at), v1 = load(1, at), v2 = load(2, at), v3 = load(3, at);
+        const __m512i a = _mm512_unpacklo_epi32(v0, v1), b = _mm512_unpackhi_epi32(v0, v1);
+        const __m512i c = _mm512_unpacklo_epi32(v2, v3), d = _mm512_unpackhi_epi32(v2, v3);
+        to[0] = (U) _mm512_unpacklo_epi64(a, c);
+        to[1] = (U) _mm512_unpackhi_epi64(a, c);
+        to[2] = (U) _mm512_unpacklo_epi64(b, d);
+        to[3] = (U) _mm512_unpackhi_epi64(b, d);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE U word(int at) const {
+        U u;
+        for (int lane = 0; lane < kLanes; lane++) {
+            uint32_t word;
+            memcpy(&word, (*this)[lane] + at, 4);
+            ((uint32_t *) &u)[lane] = word;
+        }
+        return u;
+    }
+    GGPIPE_TARGET GGPIPE_INLINE F halves(int at) const {
+        const auto half = [&](int lane) GGPIPE_TARGET GGPIPE_INLINE {
+            int16_t h;
+            memcpy(&h, (*this)[lane] + at, 2);
+            return h;
+        };
+        return widened(_mm256_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7), half(8),
+                                         half(9), half(10), half(11), half(12), half(13), half(14), half(15)));
+    }
+
+   private:
+    GGPIPE_TARGET GGPIPE_INLINE __m512i load(int first, int at) const {  // 16 bytes of each fourth lane
+        const auto from = [&](int lane) GGPIPE_TARGET GGPIPE_INLINE {
+            return _mm_loadu_si128((const __m128i *) ((*this)[first + lane] + at));
+        };
+        __m512i v = _mm512_castsi128_si512(from(0));  // the rest by loads, which need no shuffles
+        v = _mm512_mask_broadcast_i32x4(v, 0x00f0, from(4));
+        v = _mm512_mask_broadcast_i32x4(v, 0x0f00, from(8));
+        return _mm512_mask_broadcast_i32x4(v, 0xf000, from(12));
+    }
+    const uint8_t * fourths_[4];  // such that few registers hold all addresses
+    size_t stride_, strides_;     // one, and three
+};
+
+// ---- eight rows side by side --------------------------------------------------------------------------------
+class Eights {
+   public:
+    static constexpr int kGroup = 8;
+    GGPIPE_TARGET GGPIPE_INLINE Eights(const uint8_t * first, size_t stride) : a_(first), b_(first + stride) {}
+    GGPIPE_TARGET GGPIPE_INLINE void operator+=(int bytes) {
+        a_ += bytes;
+        b_ += bytes;
+    }
+    // 8 bytes of each lane, as two vectors.
+    GGPIPE_TARGET GGPIPE_INLINE void words(int at, U * to) const {
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i a = _mm512_loadu_si512(a_ + at), b = _mm512_loadu_si512(b_ + at);
+        to[0] = (U) _mm512_permutex2var_epi32(a, even, b);
+        to[1] = (U) _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE F halves(int at) const {
+        return widened(_mm256_inserti128_si256(_mm256_castsi128_si256(load(a_ + at)), load(b_ + at), 1));
+    }
+    GGPIPE_TARGET GGPIPE_INLINE U bytes(int at) const {
+        return (U) _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *) (a_ + at)), _mm_loadl_epi64((const __m128i *) (b_ + at))));
+    }
+    GGPIPE_TARGET GGPIPE_INLINE U pairs_of_bytes(int at) const {
+        return (U) _mm512_cvtepu16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load(a_ + at)), load(b_ + at), 1));
+    }
+    // 6-bit scales and minima, packed as in one block of Q4_K, but of eight rows.
+    GGPIPE_TARGET GGPIPE_INLINE void scales(int at, F & scales, F & minima) const {
+        uint32_t s[4], m[4];
+        for (int i = 0; i < 2; i++) {
+            uint32_t packed[3];
+            memcpy(packed, (i ? b_ : a_) + at, sizeof packed);
+            s[2 * i] = packed[0] & 0x3f3f3f3f;
+            s[2 * i + 1] = (packed[2] & k4) | (packed[0] >> 6 & k2) << 4;
+            m[2 * i] = packed[1] & 0x3f3f3f3f;
+            m[2 * i + 1] = (packed[2] >> 4 & k4) | (packed[1] >> 6 & k2) << 4;
+        }
+        scales = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) s)));
+        minima = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) m)));
+    }
+
+   private:
+    GGPIPE_TARGET GGPIPE_INLINE static __m128i load(const uint8_t * from) { return _mm_loadu_si128((const __m128i *) from); }
+    const uint8_t * a_, * b_;  // lanes 0 to 7, and 8 to 15
+};
+
+// ---- formats ------------------------------------------------------------------------------------------------
+// Each has a number of columns and bytes a block (of a row), columns a unit (which share a scale), what is added to each number
+// so that it is not negative, whether units have a minimum, and how activations are quantized: by 32, or by 256 (kSuper).
+// `unpack` calls `emit` for each unit of a tile, in order, with its number, its numbers, its scale and its minimum.
+
+template <class Source> struct Small {  // a block is a unit
+    using From = Source;
+    static constexpr int kUnit = 32, kBlock = 32;
+    static constexpr bool kHasMinima = false, kSuper = false;
+};
+template <class Source> struct Super {  // a block is a tile's columns
+    using From = Source;
+    static constexpr int kUnit = 32, kBlock = kChunk;
+    static constexpr bool kHasMinima = false, kSuper = true;
+};
+#define GGPIPE_UNITS(N) _Pragma("GCC unroll 1") for (int u = 0; u < N; u++)
+
+// 16 bytes: the lower halves of all, then the upper ones.
+GGPIPE_TARGET GGPIPE_INLINE inline void unpack_nibbles(const U both[4], U numbers[8]) {
+    for (int i = 0; i < 4; i++) {
+        numbers[i] = both[i] & k4;
+        numbers[4 + i] = both[i] >> 4 & k4;
+    }
+}
+GGPIPE_TARGET GGPIPE_INLINE inline void look_up(U table, U numbers[8]) {
+    for (int i = 0; i < 8; i++) numbers[i] = looked_up(table, numbers[i]);
+}
+
+struct Q8_0 : Small<Rows> {
+    static constexpr int kBytes = 34, kOffset = 128;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            U words[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.words(2 + 16 * i, words + 4 * i);
+            for (int i = 0; i < 8; i++) numbers[i] = words[i] ^ 0x80808080;
+            emit(u, numbers, rows.halves(0), F{});
+            rows += kBytes;
+        }
+    }
+};
+struct Q4_1 : Small<Rows> {
+    static constexpr int kBytes = 20, kOffset = 0;
+    static constexpr bool kHasMinima = true;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            U both[4], numbers[8];
+            rows.words(4, both);
+            unpack_nibbles(both, numbers);
+            emit(u, numbers, rows.halves(0), rows.halves(2));
+            rows += kBytes;
+        }
+    }
+};
+GGPIPE_TARGET GGPIPE_INLINE inline void unpack_five(const Rows & rows, int at, U numbers[8]) {
+    U both[4];
+    const U bits = rows.word(at);
+    rows.words(at + 4, both);
+    for (int i = 0; i < 4; i++) {
+        numbers[i] = (both[i] & k4) | fifth_bits(bits >> 4 * i);
+        numbers[4 + i] = (both[i] >> 4 & k4) | fifth_bits(bits >> (16 + 4 * i));
+    }
+}
+struct Q5_0 : Small<Rows> {
+    static constexpr int kBytes = 22, kOffset = 16;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            U numbers[8];
+            unpack_five(rows, 2, numbers);
+            emit(u, numbers, rows.halves(0), F{});
+            rows += kBytes;
+        }
+    }
+};
+struct Q5_1 : Small<Rows> {
+    static constexpr int kBytes = 24, kOffset = 0;
+    static constexpr bool kHasMinima = true;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            U numbers[8];
+            unpack_five(rows, 4, numbers);
+            emit(u, numbers, rows.halves(0), rows.halves(2));
+            rows += kBytes;
+        }
+    }
+};
+// Of eight units.
+GGPIPE_TARGET GGPIPE_INLINE inline void unpack_scales(const Rows & rows, F * scales, F * minima) {
+    U head[4];
+    rows.words(0, head);
+    const F scale = lower_half(head[0]), minimum = -lower_half(head[0] >> 16);
+    const U s[2] = {head[1] & 0x3f3f3f3f, (head[3] & k4) | (head[1] >> 6 & k2) << 4};
+    const U m[2] = {head[2] & 0x3f3f3f3f, (head[3] >> 4 & k4) | (head[2] >> 6 & k2) << 4};
+    for (int u = 0; u < 8; u++) {
+        scales[u] = scale * byte_of(s, u);
+        minima[u] = minimum * byte_of(m, u);
+    }
+}
+struct Q5_K : Super<Rows> {
+    static constexpr int kBytes = 176, kOffset = 0;
+    static constexpr bool kHasMinima = true;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        F scales[8], minima[8];
+        U high[8];
+        unpack_scales(rows, scales, minima);
+        for (int i = 0; i < 2; i++) rows.words(16 + 16 * i, high + 4 * i);
+        rows += 48;
+        GGPIPE_UNITS(4) {
+            U both[8], numbers[8];
+            for (int i = 0; i < 2; i++) rows.words(16 * i, both + 4 * i);
+            for (int i = 0; i < 8; i++) numbers[i] = (both[i] & k4) | (high[i] >> 2 * u & k1) << 4;
+            emit(2 * u, numbers, scales[2 * u], minima[2 * u]);
+            for (int i = 0; i < 8; i++) numbers[i] = (both[i] >> 4 & k4) | (high[i] >> (2 * u + 1) & k1) << 4;
+            emit(2 * u + 1, numbers, scales[2 * u + 1], minima[2 * u + 1]);
+            rows += 32;
+        }
+    }
+};
+struct Q6_K : Super<Rows> {
+    static constexpr int kBytes = 210, kOffset = 32, kUnit = 16;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        U bytes[4];
+        F scales[16];
+        rows.words(192, bytes);
+        const F scale = rows.halves(208);
+        for (int u = 0; u < 16; u++) scales[u] = scale * signed_byte_of(bytes, u);
+        Rows upper = rows;
+        upper += 128;
+        GGPIPE_UNITS(2) {
+            U low[16], high[8], numbers[4];
+            for (int i = 0; i < 4; i++) rows.words(16 * i, low + 4 * i);
+            for (int i = 0; i < 2; i++) upper.words(16 * i, high + 4 * i);
+            for (int part = 0; part < 4; part++) {  // 32 columns
+                for (int half = 0; half < 2; half++) {
+                    for (int i = 0; i < 4; i++) {
+                        const U four = low[part % 2 * 8 + half * 4 + i] >> part / 2 * 4 & k4;
+                        numbers[i] = four | (high[half * 4 + i] >> 2 * part & k2) << 4;
+                    }
+                    emit(8 * u + 2 * part + half, numbers, scales[8 * u + 2 * part + half], F{});
+                }
+            }
+            rows += 64;
+            upper += 32;
+        }
+    }
+};
+struct Q3_K : Super<Rows> {
+    static constexpr int kBytes = 110, kOffset = 4, kUnit = 16;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        const U packed[3] = {rows.word(96), rows.word(100), rows.word(104)};
+        U bytes[4], high[8];
+        F scales[16];
+        for (int i = 0; i < 4; i++) bytes[i] = (packed[i % 2] >> i / 2 * 4 & k4) | (packed[2] >> 2 * i & k2) << 4;
+        const F scale = rows.halves(108);
+        for (int u = 0; u < 16; u++) scales[u] = scale * (byte_of(bytes, u) - 32);
+        for (int i = 0; i < 2; i++) rows.words(16 * i, high + 4 * i);
+        rows += 32;
+        GGPIPE_UNITS(2) {
+            U both[8], numbers[4];
+            for (int i = 0; i < 2; i++) rows.words(16 * i, both + 4 * i);
+            for (int part = 0; part < 8; part++) {
+                for (int i = 0; i < 4; i++) {
+                    const int word = part % 2 * 4 + i;
+                    numbers[i] = (both[word] >> part / 2 * 2 & k2) | (high[word] >> (4 * u + part / 2) & k1) << 2;
+                }
+                emit(8 * u + part, numbers, scales[8 * u + part], F{});
+            }
+            rows += 32;
+        }
+    }
+};
+struct IQ4_XS : Super<Rows> {
+    static constexpr int kBytes = 136, kOffset = 128;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
+        const U head = rows.word(0), low = rows.word(4), table = table_of(kNonLinear, kOffset);
+        const F scale = lower_half(head);
+        rows += 8;
+        GGPIPE_UNITS(8) {
+            U both[4], numbers[8];
+            rows.words(0, both);
+            unpack_nibbles(both, numbers);
+            look_up(table, numbers);
+            const U bits = (low >> 4 * u & 15) | (head >> (16 + 2 * u) & 3) << 4;
+            emit(u, numbers, scale * (__builtin_convertvector(bits, F) - 32), F{});
+            rows += 16;
+        }
+    }
+};
+
+struct Q4_0 : Small<Eights> {  // ggml has inverted the upper bit of each number
+    static constexpr int kBytes = 18, kOffset = 8;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+        GGPIPE_UNITS(8) {
+            U both[4], numbers[8];
+            for (int i = 0; i < 2; i++) rows.words(16 + 64 * i, both + 2 * i);
+            for (U & four : both) four ^= 0x88888888;
+            unpack_nibbles(both, numbers);
+            emit(u, numbers, rows.halves(0), F{});
+            rows += 8 * kBytes;
+        }
+    }
+};
+struct IQ4_NL : Small<Eights> {
+    static constexpr int kBytes = 18, kOffset = 128;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+        const U table = table_of(kNonLinear, kOffset);
+        GGPIPE_UNITS(8) {
+            U both[4], numbers[8];
+            for (int i = 0; i < 2; i++) rows.words(16 + 64 * i, both + 2 * i);
+            unpack_nibbles(both, numbers);
+            look_up(table, numbers);
+            emit(u, numbers, rows.halves(0), F{});
+            rows += 8 * kBytes;
+        }
+    }
+};
+struct MXFP4 : Small<Eights> {
+    static constexpr int kBytes = 17, kOffset = 12;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+        const U table = table_of(kFloat4, kOffset);
+        GGPIPE_UNITS(8) {
+            U both[4], numbers[8];
+            for (int i = 0; i < 2; i++) rows.words(8 + 64 * i, both + 2 * i);
+            unpack_nibbles(both, numbers);
+            look_up(table, numbers);
+            const U e = rows.bytes(0);  // the scale is half of 2 to the (e - 127)
+            emit(u, numbers, (F) (e > 1 ? (e - 1) << 23 : e == 1 ? U{} + 0x400000 : U{} + 0x200000), F{});
+            rows += 8 * kBytes;
+        }
+    }
+};
+struct Q4_K : Super<Eights> {
+    static constexpr int kBytes = 144, kOffset = 0;
+    static constexpr bool kHasMinima = true;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+        const F scale = rows.halves(0), minimum = -rows.halves(16);
+        Eights scales = rows;
+        scales += 32;
+        rows += 128;
+        GGPIPE_UNITS(4) {
+            U both[8], numbers[8];
+            F s, m;
+            for (int i = 0; i < 4; i++) rows.words(64 * i, both + 2 * i);
+            for (int i = 0; i < 8; i++) numbers[i] = both[i] & k4;
+            scales.scales(0, s, m);
+            emit(2 * u, numbers, scale * s, minimum * m);
+            for (int i = 0; i < 8; i++) numbers[i] = both[i] >> 4 & k4;
+            scales.scales(12, s, m);
+            emit(2 * u + 1, numbers, scale * s, minimum * m);
+            scales += 24;
+            rows += 256;
+        }
+    }
+};
+struct Q2_K : Super<Eights> {
+    static constexpr int kBytes = 84, kOffset = 0, kUnit = 16;
+    static constexpr bool kHasMinima = true;
+    template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Eights rows, const Emit & emit) {
+        const F scale = rows.halves(0), minimum = -rows.halves(16);
+        Eights scales = rows;
+        scales += 32;
+        rows += 160;
+        GGPIPE_UNITS(2) {
+            U both[8], numbers[4];
+            for (int i = 0; i < 4; i++) rows.words(64 * i, both + 2 * i);
+            for (int part = 0; part < 8; part++) {
+                const U pair = scales.pairs_of_bytes(part / 2 * 16) >> part % 2 * 8;  // of this unit and the one beside it
+                for (int i = 0; i < 4; i++) numbers[i] = both[part % 2 * 4 + i] >> part / 2 * 2 & k2;
+                emit(8 * u + part, numbers, scale * __builtin_convertvector(pair & 15, F),
+                     minimum * __builtin_convertvector(pair >> 4 & 15, F));
+            }
+            scales += 64;
+            rows += 256;
+        }
+    }
+};
+#undef GGPIPE_UNITS
+
+}  // namespace ggpipe
+#endif
