@@ -14,6 +14,13 @@ def top(logits: int, n_vocab: int, k: int, banned: Sequence[int], sums: bool = T
     the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.
     """
 
+def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_experts: int = 0, experts: Sequence[int] = (), n_threads: int = 1, repack: bool = True, fast: bool = True) -> list[float]:
+    """
+    One product alone, as a stage computes it, for tests and measurements: weights (rows, columns) of a ggml type, as in a
+    file, and activations (tokens, columns). With experts, such a matrix for each of n_experts, and of each token as many
+    experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.
+    """
+
 class GroupSum:
     """Adds up tensors over the parts of a group; see native/group_sum.h."""
 
@@ -49,7 +56,7 @@ def mpi_sum(library: str, comm: int, byte: int, part: int, n_parts: int, *, halv
 class Stage:
     """The native half of ggpipe.llama.stage.Stage; see native/stage.h."""
 
-    def __init__(self, *, first: bool, repack: bool, exact: bool, fast_attention: bool, touch_cells: bool = False) -> None: ...
+    def __init__(self, *, first: bool, repack: bool, exact: bool, fast_kernels: bool, touch_cells: bool = False) -> None: ...
 
     def join(self, *, part: int, n_parts: int, sum: GroupSum, ask: int, model: int, split_attention: bool) -> None:
         """

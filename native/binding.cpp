@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "fast.h"
 #include "group.h"
 #include "stage.h"
 
@@ -33,6 +34,20 @@ NB_MODULE(_native, m) {
        "The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and with sums\n"
        "the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.");
 
+    m.def("multiply", [](int type, std::pair<int64_t, int64_t> shape, const Bytes & weights, std::vector<float> activations,
+                         int64_t n_experts, std::vector<int32_t> experts, int n_threads, bool repack, bool fast) {
+        const Product product{ggml_type(type), shape.second, shape.first, n_experts, {weights.data(), weights.data() + weights.size()},
+                              std::move(activations), std::move(experts)};
+        nb::gil_scoped_release release;
+        return multiply(product, n_threads, repack, fast);
+    }, nb::kw_only(), "type"_a, "shape"_a, "weights"_a, "activations"_a, "n_experts"_a = 0, "experts"_a = std::vector<int32_t>(),
+       "n_threads"_a = 1, "repack"_a = true, "fast"_a = true,
+       nb::sig("def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: Sequence[float], n_experts: int = 0, "
+               "experts: Sequence[int] = (), n_threads: int = 1, repack: bool = True, fast: bool = True) -> list[float]"),
+       "One product alone, as a stage computes it, for tests and measurements: weights (rows, columns) of a ggml type, as in a\n"
+       "file, and activations (tokens, columns). With experts, such a matrix for each of n_experts, and of each token as many\n"
+       "experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.");
+
     nb::class_<GroupSum>(m, "GroupSum", "Adds up tensors over the parts of a group; see native/group_sum.h.")
         .def("sum", [](GroupSum & s, uintptr_t data, size_t n, bool stop) { return s.sum((float *) data, n, stop); }, "data"_a,
              "n"_a, "stop"_a, released, "Add up n floats at this address over all parts, in place. True: a part wants to stop, or is lost.")
@@ -49,7 +64,7 @@ NB_MODULE(_native, m) {
           "travel as 16-bit floats. Raises RuntimeError.");
 
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
-        .def(nb::init<bool, bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_attention"_a,
+        .def(nb::init<bool, bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_kernels"_a,
              "touch_cells"_a = false)
         .def("join", [](Stage & s, int part, int n_parts, std::shared_ptr<GroupSum> sum, uintptr_t ask, uintptr_t model, bool split_attention) {
             s.group = std::make_shared<Group>(s, part, n_parts, sum, (Group::Ask) ask, (const void *) model, split_attention);

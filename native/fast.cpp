@@ -1,10 +1,15 @@
 #include "fast.h"
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "compute.h"
+#include "ggml-alloc.h"
+#include "stage.h"
 
 namespace ggpipe {
 
@@ -47,6 +52,43 @@ ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_thre
         node->op = op;
     }
     return status;
+}
+
+std::vector<float> multiply(const Product & p, int n_threads, bool repack, bool fast) {
+    const auto require = [](bool holds, const char * what) {
+        if (!holds) throw std::runtime_error(what);
+    };
+    require(p.n_columns > 0 && p.activations.size() % p.n_columns == 0, "activations are no whole rows");
+    const int64_t n_tokens = p.activations.size() / p.n_columns, n_used = p.n_experts ? p.experts.size() / n_tokens : 0;
+    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(ggml_init({1 << 20, nullptr, /*no_alloc*/ true}), ggml_free);
+    ggml_tensor * weights = ggml_new_tensor_3d(ctx.get(), p.type, p.n_columns, p.n_rows, std::max<int64_t>(1, p.n_experts));
+    require(ggml_nbytes(weights) == p.weights.size(), "weights do not have the size of their shape");
+    ggml_tensor * activations = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, p.n_columns, p.n_experts ? 1 : n_tokens,
+                                                   p.n_experts ? n_tokens : 1);
+    ggml_tensor * experts = p.n_experts ? ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_used, n_tokens) : nullptr;
+    ggml_tensor * result = p.n_experts ? ggml_mul_mat_id(ctx.get(), weights, activations, experts)
+                                       : ggml_mul_mat(ctx.get(), weights, activations);
+    const Stage stage(true, repack, false, fast, false);
+    using Buffer = std::unique_ptr<ggml_backend_buffer, void (*)(ggml_backend_buffer_t)>;
+    Buffer repacked(nullptr, ggml_backend_buffer_free);
+    if (ggml_backend_buffer_type_t type = repacking_type(stage, weights, result)) {
+        repacked.reset(ggml_backend_buft_alloc_buffer(type, p.weights.size()));
+        ggml_backend_tensor_alloc(repacked.get(), weights, ggml_backend_buffer_get_base(repacked.get()));
+    }
+    const Buffer others(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(cpu_device())),
+                        ggml_backend_buffer_free);
+    ggml_backend_tensor_set(weights, p.weights.data(), 0, p.weights.size());
+    ggml_backend_tensor_set(activations, p.activations.data(), 0, ggml_nbytes(activations));
+    if (experts) ggml_backend_tensor_set(experts, p.experts.data(), 0, ggml_nbytes(experts));
+    const std::unique_ptr<ggml_backend, void (*)(ggml_backend_t)> cpu(ggml_backend_dev_init(cpu_device(), nullptr), ggml_backend_free);
+    ((ggml_backend_set_n_threads_t) cpu_function("ggml_backend_set_n_threads"))(cpu.get(), n_threads);
+    ggml_cgraph * graph = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(graph, result);
+    require((fast ? compute_fast(cpu.get(), graph, n_threads) : ggml_backend_graph_compute(cpu.get(), graph)) == GGML_STATUS_SUCCESS,
+            "ggml cannot compute this");
+    std::vector<float> results(ggml_nelements(result));
+    ggml_backend_tensor_get(result, results.data(), 0, ggml_nbytes(result));
+    return results;
 }
 
 }  // namespace ggpipe

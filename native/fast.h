@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <vector>
 
 #include "ggml.h"
 
@@ -27,5 +28,16 @@ void compute_attention(ggml_tensor * node, int thread, int n_threads, void * sta
 // Products of quantized weights and several rows; see products.cpp.
 bool is_product(const ggml_tensor * node);
 void compute_product(ggml_tensor * node, int thread, int n_threads, void * state);
+
+// One product alone, as a stage computes it, for tests and measurements.
+struct Product {
+    ggml_type type;
+    int64_t n_columns, n_rows, n_experts;  // of the weights; no experts: one matrix
+    std::vector<uint8_t> weights;          // as in a file
+    std::vector<float> activations;        // n_columns for each token
+    std::vector<int32_t> experts;          // as many for each token; which of them is used
+};
+// Row by row for each token, and for each of its experts. Throws std::runtime_error.
+std::vector<float> multiply(const Product & product, int n_threads, bool repack, bool fast);
 
 }  // namespace ggpipe

@@ -10,8 +10,8 @@
 
 namespace ggpipe {
 
-Stage::Stage(bool first, bool repack, bool exact, bool fast_attention, bool touch_cells)
-    : first(first), repack(repack), exact(exact), fast_attention(fast_attention), touch_cells(touch_cells), up(this, Role::Up), local(this, Role::Local), down(this, Role::Down) {}
+Stage::Stage(bool first, bool repack, bool exact, bool fast_kernels, bool touch_cells)
+    : first(first), repack(repack), exact(exact), fast_kernels(fast_kernels), touch_cells(touch_cells), up(this, Role::Up), local(this, Role::Local), down(this, Role::Down) {}
 
 void Stage::begin_load(Places file_, bool use_in_place_) {
     file = std::move(file_);

@@ -60,11 +60,11 @@ struct Device {  // a ggml device, its registry (libllama asks that for function
 
 struct Stage {
     // first: no rank before this one. repack: let the CPU backend repack weights. exact: reference kernels.
-    // fast_attention: our own kernel, where it can and not `exact`. touch_cells: KV cells get their memory when they are
+    // fast_kernels: our own kernel, where it can and not `exact`. touch_cells: KV cells get their memory when they are
     // made, not when they are used first.
-    Stage(bool first, bool repack, bool exact, bool fast_attention, bool touch_cells);
+    Stage(bool first, bool repack, bool exact, bool fast_kernels, bool touch_cells);
 
-    const bool first, repack, exact, fast_attention, touch_cells;
+    const bool first, repack, exact, fast_kernels, touch_cells;
     Device up, local, down;
     std::shared_ptr<Group> group;  // where other ranks compute the same layers: each has a part of every weight
 

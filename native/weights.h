@@ -67,13 +67,13 @@ class Rows {
         to[3] = (U) _mm512_unpackhi_epi64(b, d);
     }
     GGPIPE_TARGET GGPIPE_INLINE U word(int at) const {
-        U u;
-        for (int lane = 0; lane < kLanes; lane++) {
-            uint32_t word;
-            memcpy(&word, (*this)[lane] + at, 4);
-            ((uint32_t *) &u)[lane] = word;
-        }
-        return u;
+        const auto word = [&](int lane) GGPIPE_TARGET GGPIPE_INLINE {
+            int32_t w;
+            memcpy(&w, (*this)[lane] + at, 4);
+            return w;
+        };
+        return (U) _mm512_setr_epi32(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7), word(8), word(9),
+                                     word(10), word(11), word(12), word(13), word(14), word(15));
     }
     GGPIPE_TARGET GGPIPE_INLINE F halves(int at) const {
         const auto half = [&](int lane) GGPIPE_TARGET GGPIPE_INLINE {
@@ -135,8 +135,8 @@ class Eights {
             m[2 * i] = packed[1] & 0x3f3f3f3f;
             m[2 * i + 1] = (packed[2] >> 4 & k4) | (packed[1] >> 6 & k2) << 4;
         }
-        scales = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) s)));
-        minima = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) m)));
+        scales = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_setr_epi32(s[0], s[1], s[2], s[3])));
+        minima = (F) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_setr_epi32(m[0], m[1], m[2], m[3])));
     }
 
    private:

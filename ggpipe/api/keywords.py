@@ -186,9 +186,10 @@ class EngineOptions(RequestOptions, total=False):
     """Number of threads for prompts: one value, or one per rank (-1 = same as `threads`). Default: '-1'."""
     flash_attn: Literal["on", "off", "auto"]
     """Flash attention: on, off or auto. Default: 'on'."""
-    fast_attention: bool
-    """Use ggpipe's own flash attention: faster than ggml's, and equal except for rounding. Needs AVX2 and f16 KV cells;
-    otherwise, and with `exact`, ggml's is used. Default: True."""
+    fast_kernels: bool
+    """Use ggpipe's own kernels where they are faster than ggml's: flash attention (AVX2, f16 KV cells) and products of
+    several rows with quantized weights (AVX-512 VNNI). Results are equal except for rounding. With `exact`, ggml's are
+    used. Default: True."""
     cache_type_k: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
     """KV cache type of K: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0 or q5_1. Default: 'f16'."""
     cache_type_v: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]

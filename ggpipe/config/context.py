@@ -43,9 +43,9 @@ class ContextConfig:
     flash_attn: FlashAttention = "on"
     exact: bool = False
     """Reference kernels: the same bits for every split, mode and thread count."""
-    fast_attention: bool = True
-    """Use ggpipe's own flash attention, which equals ggml's except for rounding. ggml's is used where ours is not
-    supported, and with `exact`."""
+    fast_kernels: bool = True
+    """Use ggpipe's own flash attention and products of quantized weights, which equal ggml's except for rounding. ggml's
+    are used where ours are not supported or not faster, and with `exact`."""
     rope_scaling: RopeScaling | None = None
     """None: the model's."""
     rope_scale: float = 0.0

@@ -108,7 +108,7 @@ class Stage:
         self._gathered: dict[int, RowLogits] = {}
         """Whole rows of the last run that the group assembled, by number of the row."""
         self._native = native.Stage(
-            first=self.is_first, repack=model.repack, exact=context.exact, fast_attention=context.fast_attention,
+            first=self.is_first, repack=model.repack, exact=context.exact, fast_kernels=context.fast_kernels,
             touch_cells=warmup and model.numa is None,
         )  # fmt: skip
         try:

@@ -126,7 +126,7 @@ COMMANDS: tuple[Command, ...] = (
             {
                 "threads_batch",
                 "flash_attn",
-                "fast_attention",
+                "fast_kernels",
                 "exact",
                 "rope_scaling",
                 "rope_scale",

@@ -113,7 +113,7 @@ def draft_configs(options: Options, n_seq: int = 1, n_branches: int = 0) -> tupl
     context = ContextConfig(
         n_ctx=target.n_ctx, n_batch=target.n_batch, n_ubatch=target.n_ubatch, n_seq=n_seq, n_branches=n_branches,
         cache_type_k=target.cache_type_k, cache_type_v=target.cache_type_v, flash_attn=target.flash_attn,
-        fast_attention=target.fast_attention,
+        fast_kernels=target.fast_kernels,
     )  # fmt: skip
     drafts = [
         DraftConfig(

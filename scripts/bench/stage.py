@@ -1,11 +1,12 @@
 """Measures what `ggpipe` adds to libllama; run it as `scripts/bench/stage`.
 
 single  one rank against libllama driven directly (llama_cpp's low-level calls), default numerics; and --exact
+rows    runs of 1 to 128 rows, with ggpipe's own kernels and with ggml's, for several types of weights
 hops    two and three ranks under mpirun: the stages' decode times against the whole model's, and what a hop adds
 memory  a quarter of the layers: resident memory (smaps) mapped, bytes read (rchar) unmapped
 idle    CPU time of a rank that waits for 10 s
 
-All on random Q4_0 models of 0.75 B parameters, one thread a rank, each rank pinned to one core. What is compared is
+All on random Q4_0 models of 0.75 B parameters, one thread a rank, each rank pinned to one core (but for rows). What is compared is
 measured in turn, A B A B, in one run; tables show medians of the pairs' ratios with the quartiles.
 """
 
@@ -148,6 +149,52 @@ def bench_single(path: Path, pairs: int) -> None:
             both = list(zip(times["libllama"], times[name], strict=True))
             ratios = [b[2] / a[2] if index == 2 else a[index] / b[index] for a, b in both]
             print(f"  {name:16s} {what:13s} / libllama's {middle(ratios, 3)}")
+
+
+# rows
+
+N_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128)
+FILE_TYPES = ("Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "Q2_K")
+
+
+def converted(path: Path, file_type: str, folder: Path) -> Path:
+    """`path` with all its matrices in one type, in `folder`."""
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{file_type}")
+    params.allow_requantize = params.pure = True
+    target = folder / f"{file_type}.gguf"
+    if lib.llama_model_quantize(str(path).encode(), str(target).encode(), params):
+        raise SystemExit(f"libllama cannot write {path} as {file_type}")
+    return target
+
+
+def bench_rows(path: Path, rounds: int) -> None:
+    """Whole runs of one rank with one thread, milliseconds: the fastest of some."""
+    start()  # which silences libllama
+    print(f"\nrows: milliseconds of a run, best of {rounds} rounds: ggml's kernels / ggpipe's")
+    print("  rows    " + "".join(f"{n:>15}" for n in N_ROWS))
+    for file_type in FILE_TYPES:
+        with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
+            model = converted(path, file_type, Path(folder))
+            file = ModelFile.open(model)
+            stages = [
+                Stage(file, (0, file.n_layer), ModelConfig(path=model), context, (1, 1))
+                for context in (ContextConfig(n_ctx=N_CTX, fast_kernels=fast) for fast in (False, True))
+            ]
+            best = {(kernels, n): float("inf") for kernels in range(2) for n in N_ROWS}
+            for run in range(rounds + 1):
+                for n in N_ROWS:
+                    for kernels, stage in enumerate(stages):
+                        stage.forget_all()
+                        rows = tuple(
+                            Row(token=token, pos=i, seqs=(0,), request=0, logits_request=0)
+                            for i, token in enumerate(prompt_tokens(n))
+                        )
+                        wanted = (LogitsRequest(LogitsKind.TOP, 1),)
+                        outcome = stage.decode(Run(id=run * 1000 + n, rows=rows, logits_requests=wanted), None)
+                        if run > 0:  # the first round warms up
+                            best[kernels, n] = min(best[kernels, n], outcome.compute_s * 1e3)
+            print(f"  {file_type:8}" + "".join(f"{best[0, n]:7.1f} /{best[1, n]:6.1f}" for n in N_ROWS), flush=True)
 
 
 # hops
@@ -302,7 +349,7 @@ def bench_idle(path: Path) -> None:
 def main() -> int:
     """Parse the command line and run benches, or one rank's part of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benches", nargs="*", help="single, hops, memory, idle; default: all")
+    parser.add_argument("benches", nargs="*", help="single, rows, hops, memory, idle; default: all")
     parser.add_argument("--pairs", type=int, default=11, help="rounds of each comparison")
     parser.add_argument("--model", type=Path, help="use this model instead of a random one (single, hops, idle)")
     parser.add_argument("--inflated", action="store_true", help="as --model, with the inflated bundled target (Q8_0)")
@@ -320,12 +367,14 @@ def main() -> int:
         case "memory":
             a, b = args.layers.split("-")
             return job_memory(args.model, (int(a), int(b)), args.mode)
-    wanted = args.benches or ["single", "hops", "memory", "idle"]
+    wanted = args.benches or ["single", "rows", "hops", "memory", "idle"]
     with tempfile.TemporaryDirectory(prefix="ggpipe-bench-") as folder:
         given = inflated_pair().target if args.inflated else args.model
         path = given or make_model(Path(folder) / "target.gguf", 8192)
         if "single" in wanted:
             bench_single(path, args.pairs)
+        if "rows" in wanted:
+            bench_rows(path, args.pairs)
         if "hops" in wanted:
             bench_hops(path, args.pairs)
         if "memory" in wanted:

@@ -141,7 +141,7 @@ def session_equals(cases: Mapping[str, Case], ranks: int, threads: int, exact: b
     """A session generates libllama's tokens, one request after the other."""
     config = EngineConfig(
         ModelConfig(path=TARGET),
-        ContextConfig(n_ctx=N_CTX, exact=exact, fast_attention=False),
+        ContextConfig(n_ctx=N_CTX, exact=exact, fast_kernels=False),
         PipelineConfig(threads=(threads,)),
         cache_prompt=exact,  # what is left of a prompt is cut elsewhere: last bits may differ, but for `exact`
     )

@@ -89,7 +89,7 @@ def test_a_context_shorter_than_a_batch(n_ranks: int, n_ubatch: int, chunks: lis
     prompt = tuple(range(5, 355))
     with Reference(TARGET, 300, n_ubatch=min(n_ubatch, chunks[0])) as reference:
         expected = reference.generate(prompt, GREEDY, 20)
-    with ranks(n_ranks, ContextConfig(n_ctx=300, n_ubatch=n_ubatch, fast_attention=False)) as head:
+    with ranks(n_ranks, ContextConfig(n_ctx=300, n_ubatch=n_ubatch, fast_kernels=False)) as head:
         session = Session.load(head)
         stats = RequestStats()
         tokens = [token.id for token in session.stream(asked(prompt, GREEDY, 20), stats)]

@@ -53,7 +53,7 @@ def logits(path: Path, context: ContextConfig, cuts: tuple[int, ...] = (), threa
 def test_equals_ggml_but_for_rounding(name: str, folder: Path) -> None:
     """A few rows may differ by more: experts whose scores are nearly tied."""
     path = make(name, folder / f"{name}.gguf", weight_type="f32")
-    ours, ggmls = logits(path, CONTEXT), logits(path, replace(CONTEXT, fast_attention=False))
+    ours, ggmls = logits(path, CONTEXT), logits(path, replace(CONTEXT, fast_kernels=False))
     differences = np.abs(ours - ggmls).max(axis=1) / ggmls.std()
     assert 0 < np.median(differences) < 0.01
     assert np.quantile(differences, 0.95) < 0.05
@@ -80,4 +80,4 @@ def test_same_bits_for_every_cut_and_number_of_threads(name: str, folder: Path) 
 )
 def test_other_attention_stays_ggmls(name: str, context: ContextConfig, folder: Path) -> None:
     path = make(name, folder / f"{name}.gguf", weight_type="f32")
-    np.testing.assert_array_equal(logits(path, context), logits(path, replace(context, fast_attention=False)))
+    np.testing.assert_array_equal(logits(path, context), logits(path, replace(context, fast_kernels=False)))

@@ -15,7 +15,7 @@ from support.zoo import make
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import ModelConfig
 
-CONTEXT = ContextConfig(n_ctx=256, n_seq=4, fast_attention=False)
+CONTEXT = ContextConfig(n_ctx=256, n_seq=4, fast_kernels=False)
 FIELDS = {"n_seq_max": 4, "kv_unified": True, "swa_full": True, "flash_attn_type": 1}
 RUNS = (*(run for run in TREE if run.rows), run_of(9, [5], 12, (2,)))
 

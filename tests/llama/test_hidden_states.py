@@ -35,7 +35,7 @@ def both(id: int, tokens: Sequence[int], pos: int) -> Run:
 def test_hidden_states_are_libllamas(name: str, tmp_path: Path) -> None:
     """Alone, and beside another request's logits, but for models with recurrent layers, whose rows the scheduler keeps
     apart."""
-    path, context = make(name, tmp_path / "model.gguf"), ContextConfig(n_ctx=256, n_seq=2, fast_attention=False)
+    path, context = make(name, tmp_path / "model.gguf"), ContextConfig(n_ctx=256, n_seq=2, fast_kernels=False)
     cuts = () if name == "mamba2" else even_cuts(ZOO[name].n_layer, 2)
     fields = {"n_seq_max": 2, "kv_unified": True, "swa_full": True}
     with Pipeline(path, cuts, context) as pipeline, Reference(path, 256, context=fields) as reference:

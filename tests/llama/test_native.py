@@ -50,7 +50,7 @@ def locked_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("locked_memory")
 def test_locked_memory_is_cleared() -> None:
     """KV cells and recurrent states are cleared for the next text."""
-    stage = native.Stage(first=True, repack=False, exact=False, fast_attention=False)
+    stage = native.Stage(first=True, repack=False, exact=False, fast_kernels=False)
     _, local, _ = stage.devices()
     base, pointer, size = ggml_base(), ctypes.c_void_p, ctypes.c_size_t
     for name, result, *arguments in (

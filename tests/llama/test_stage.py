@@ -160,7 +160,7 @@ def test_long_context(name: str, threads: int, folder: Path) -> None:
     """From 64 rows on, and over 256 cells, flash attention computes in other ways."""
     path = model_of(folder, name)
     reference = Reference(path, 512, threads)
-    context = ContextConfig(n_ctx=512, fast_attention=False)
+    context = ContextConfig(n_ctx=512, fast_kernels=False)
     compare(Pipeline(path, (1,), context, threads=threads), reference, (200, 70, 1, 5, 64, 1, 1))
 
 
@@ -207,7 +207,7 @@ def test_split_file(name: str, mode: LoadMode, folder: Path) -> None:
 def test_settings(name: str, cuts: tuple[int, ...], folder: Path) -> None:
     path = model_of(folder, "llama")
     setting = SETTINGS[name]
-    context = ContextConfig(n_ctx=N_CTX, fast_attention=False, **setting.context)  # type: ignore[arg-type]
+    context = ContextConfig(n_ctx=N_CTX, fast_kernels=False, **setting.context)  # type: ignore[arg-type]
     logits = compare(Pipeline(path, cuts, context), Reference(path, N_CTX, context=setting.fields))
     assert (logits != plain(path)).any() == setting.changes
 

@@ -20,7 +20,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 
 N_SEQ = 4
-CONTEXT = ContextConfig(n_ctx=256, n_seq=N_SEQ, fast_attention=False)
+CONTEXT = ContextConfig(n_ctx=256, n_seq=N_SEQ, fast_kernels=False)
 FIELDS = {"n_seq_max": N_SEQ, "kv_unified": True}
 FULL = (LogitsRequest(LogitsKind.FULL),)
 RM, CP = KvKind.RM, KvKind.CP

@@ -44,9 +44,9 @@ def trace(
     text: tuple[int, ...],
     n_ubatch: int = 512,
     n: int = N_CANDIDATES,
-    fast_attention: bool = True,
+    fast_kernels: bool = True,
 ) -> DraftTrace:
-    context = ContextConfig(n_ubatch=n_ubatch, fast_attention=fast_attention)
+    context = ContextConfig(n_ubatch=n_ubatch, fast_kernels=fast_kernels)
     draft = DraftConfig(model=ModelConfig(path=DRAFT), context=context)
     with DraftReader(draft, len(prompt) + len(text), (1, 1), SAME, ()) as reader:
         assert reader.read(text, prompt, 2).candidates  # what was read before leaves nothing behind
@@ -222,7 +222,7 @@ def test_the_bundled_recording_is_of_the_bundled_pair() -> None:
     assert recording.prompts[0].prompt == vocab.tokenize(tale)
     vocab.close()
     for take in recording.prompts:
-        found = trace(take.prompt, take.text, n=8, fast_attention=False)  # as it was recorded
+        found = trace(take.prompt, take.text, n=8, fast_kernels=False)  # as it was recorded
         for a, b in ((take.candidates, found.candidates), (take.after_rejection, found.after_rejection)):
             for one, other in zip(a, b, strict=True):
                 assert_alike(one, other)

@@ -51,7 +51,7 @@ class Pipeline:
         """Of a group, its part 0."""
         self.groups: list[Parts | None] = []
         """For each stage."""
-        model, context = model or ModelConfig(path=path), context or ContextConfig(n_ctx=256, fast_attention=False)
+        model, context = model or ModelConfig(path=path), context or ContextConfig(n_ctx=256, fast_kernels=False)
         try:
             for i, layers in enumerate(itertools.pairwise(edges)):
                 if i < len(shares) and len(shares[i]) > 1:

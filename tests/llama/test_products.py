@@ -1,0 +1,147 @@
+"""ggpipe's own products of quantized weights: what the weights and the rounded activations give, the same bits for any
+number of rows and threads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+
+from ggpipe.llama import machine
+from ggpipe.llama.libllama import native
+
+pytestmark = pytest.mark.skipif(
+    not {"AVX512", "AVX512_VNNI"} <= set(machine.cpu_features()), reason="needs a CPU with AVX-512 VNNI"
+)
+
+Type = GGMLQuantizationType
+BY_32 = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL, Type.MXFP4)
+"""Types whose blocks have 32 columns; others have 256."""
+BY_256 = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
+ROUNDING = 2e-6
+"""Of single precision, in standard deviations of the results."""
+
+
+def _random_weights(kind: Type, shape: tuple[int, int], rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Blocks of any bytes, but scales of about 1: (rows, bytes)."""
+    block, size = GGML_QUANT_SIZES[kind]
+    rows, columns = shape
+    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    halves = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82), "IQ4_XS": (0,)}.get(
+        kind.name, (0, 2) if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
+    )
+    if kind is Type.MXFP4:
+        data[:, :, 0] = rng.integers(0, 130, data.shape[:2])
+        data[0, 0, 0], data[-1, -1, 0] = 0, 1  # not normal numbers
+    else:
+        for at in halves:
+            scale = rng.uniform(-1, 1, data.shape[:2]).astype(np.float16)
+            data[:, :, at : at + 2] = scale[:, :, None].view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def _rounded(kind: Type, activations: NDArray[np.float32]) -> NDArray[np.float64]:
+    """What 8 bits leave of activations: 32 of them, or 256, share a scale."""
+    n = 256 if kind in BY_256 else 32
+    blocks = activations.astype(np.float32).reshape(len(activations), -1, n)
+    highest = np.abs(blocks).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), highest, out=np.zeros_like(highest), where=highest > 0)
+    scale = highest / np.float32(127)
+    if n == 32:
+        scale = scale.astype(np.float16)
+    rounded: NDArray[np.float64] = np.rint(blocks * inverse).astype(np.float64) * scale
+    return rounded.reshape(activations.shape)
+
+
+@dataclass
+class Case:
+    """Weights and activations of one product."""
+
+    kind: Type
+    weights: NDArray[np.uint8]
+    activations: NDArray[np.float32]
+    experts: NDArray[np.int32] | None = None
+
+    @classmethod
+    def make(cls, kind: Type, shape: tuple[int, int], n_tokens: int, seed: int = 1) -> "Case":
+        rng = np.random.default_rng(seed)
+        activations = rng.standard_normal((n_tokens, shape[1])).astype(np.float32)
+        activations[:, :32] = 0  # whose scale is 0
+        return cls(kind, _random_weights(kind, shape, rng), activations)
+
+    def expected(self) -> NDArray[np.float64]:
+        weights = dequantize(self.weights, self.kind).astype(np.float64)
+        return _rounded(self.kind, self.activations) @ weights.T
+
+    def computed(self, tokens: slice = slice(None), **settings: Any) -> NDArray[np.float32]:
+        activations = self.activations[tokens]
+        block, size = GGML_QUANT_SIZES[self.kind]
+        shape = (len(self.weights), self.weights.shape[1] // size * block)
+        results = native.multiply(
+            type=self.kind,
+            shape=shape,
+            weights=self.weights.tobytes(),
+            activations=activations.ravel().tolist(),
+            **settings,
+        )
+        return np.array(results, np.float32).reshape(len(activations), -1)
+
+
+def _assert_near(found: NDArray[np.float32], expected: NDArray[np.float64]) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING * expected.std() * 10)
+
+
+@pytest.mark.parametrize("kind", [*BY_32, *BY_256], ids=lambda kind: kind.name)
+def test_products(kind: Type) -> None:
+    """Rows that are no whole tiles, and columns that are none where blocks are smaller than a tile."""
+    for shape in ((16, 256), (8, 256), (40, 768), (264, 256), *(((24, 288), (48, 32)) if kind in BY_32 else ())):
+        case = Case.make(kind, shape, n_tokens=21)
+        expected = case.expected()
+        for n in (3, 4, 8, 9, 21):
+            _assert_near(case.computed(slice(n)), expected[:n])
+
+
+@pytest.mark.parametrize("kind", [*BY_32, *BY_256], ids=lambda kind: kind.name)
+def test_bits_depend_on_nothing_else(kind: Type) -> None:
+    case = Case.make(kind, (72, 512), n_tokens=19)
+    whole = case.computed()
+    for tokens in (slice(0, 3), slice(5, 9), slice(2, 8), slice(9, 19)):
+        np.testing.assert_array_equal(case.computed(tokens), whole[tokens])
+    np.testing.assert_array_equal(case.computed(n_threads=3), whole)
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.MXFP4], ids=lambda kind: kind.name)
+def test_experts(kind: Type) -> None:
+    """Each row of activations with the matrices of its experts."""
+    rng = np.random.default_rng(2)
+    n_experts, shape, n_tokens = 4, (40, 512), 30
+    cases = [Case.make(kind, shape, n_tokens, seed=expert) for expert in range(n_experts)]
+    for case in cases:
+        case.activations = cases[0].activations
+    experts = np.array([rng.permutation(n_experts)[:2] for _ in range(n_tokens)], np.int32)
+    found = native.multiply(
+        type=kind, shape=shape, weights=b"".join(case.weights.tobytes() for case in cases), n_experts=n_experts,
+        activations=cases[0].activations.ravel().tolist(), experts=experts.ravel().tolist(), n_threads=2,
+    )  # fmt: skip
+    each = np.stack([case.expected() for case in cases])
+    expected = np.stack([each[experts[token], token] for token in range(n_tokens)])
+    _assert_near(np.array(found, np.float32).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0], ids=lambda kind: kind.name)
+def test_equals_ggml_but_for_rounding(kind: Type) -> None:
+    rng = np.random.default_rng(3)
+    weights = quantize(rng.standard_normal((64, 1024)).astype(np.float32), kind)
+    case = Case(kind, weights, rng.standard_normal((12, 1024)).astype(np.float32))
+    own, ggmls = case.computed(), case.computed(fast=False)
+    assert np.abs(own - ggmls).max() < 1e-5 * ggmls.std()
+
+
+def test_other_products_stay_ggmls() -> None:
+    """Weights that are not repacked although their kernel wants it; single rows."""
+    case = Case.make(Type.Q4_0, (16, 256), n_tokens=6)
+    np.testing.assert_array_equal(case.computed(repack=False), case.computed(repack=False, fast=False))
+    np.testing.assert_array_equal(case.computed(slice(1)), case.computed(slice(1), fast=False))
