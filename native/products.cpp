@@ -214,18 +214,18 @@ const Kernel * kernel_for(ggml_type type) {
             return &kernel; \
         }
         GGPIPE_KERNEL(Q8_0, 2)
-        GGPIPE_KERNEL(Q4_0, 2)
-        GGPIPE_KERNEL(Q4_1, 2)
+        GGPIPE_KERNEL(Q4_0, 1)
+        GGPIPE_KERNEL(Q4_1, 1)
         GGPIPE_KERNEL(Q5_0, 2)
         GGPIPE_KERNEL(Q5_1, 2)
-        GGPIPE_KERNEL(IQ4_NL, 2)
-        GGPIPE_KERNEL(MXFP4, 2)
+        GGPIPE_KERNEL(IQ4_NL, 1)
+        GGPIPE_KERNEL(MXFP4, 1)
         GGPIPE_KERNEL(Q2_K, 2)
         GGPIPE_KERNEL(Q3_K, 2)
-        GGPIPE_KERNEL(Q4_K, 2)
+        GGPIPE_KERNEL(Q4_K, 1)
         GGPIPE_KERNEL(Q5_K, 2)
         GGPIPE_KERNEL(Q6_K, 3)
-        GGPIPE_KERNEL(IQ4_XS, 2)
+        GGPIPE_KERNEL(IQ4_XS, 1)
 #undef GGPIPE_KERNEL
         default: return nullptr;
     }

@@ -141,7 +141,8 @@ def test_equals_ggml_but_for_rounding(kind: Type) -> None:
 
 
 def test_other_products_stay_ggmls() -> None:
-    """Weights that are not repacked although their kernel wants it; single rows."""
+    """Weights that are not repacked although their kernel wants it; single rows where ggml's kernel is faster."""
     case = Case.make(Type.Q4_0, (16, 256), n_tokens=6)
     np.testing.assert_array_equal(case.computed(repack=False), case.computed(repack=False, fast=False))
-    np.testing.assert_array_equal(case.computed(slice(1)), case.computed(slice(1), fast=False))
+    case = Case.make(Type.Q8_0, (16, 256), n_tokens=1)
+    np.testing.assert_array_equal(case.computed(), case.computed(fast=False))
