@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ggpipe.cluster import recording
-from ggpipe.cluster.model_shape import ModelShape
+from ggpipe.cluster.model_shape import ModelShape, head_shape
 from ggpipe.cluster.recording import Recording
 from ggpipe.config.context import MAX_PREFIXES, ContextConfig
-from ggpipe.errors import Setting, UsageError
+from ggpipe.errors import Setting, SettingError, UsageError, Wording
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     ModelSettings,
+    SimulatedDrafters,
     SimulatedText,
     SimulatedTraffic,
 )
@@ -21,10 +23,33 @@ from ggpipe.sim.simulation_spec import SyntheticText
 _AGREEMENT = 0.7
 
 
-def shapes_of(options: Options) -> tuple[ModelShape | None, ModelShape | None]:
-    """The shapes of the target and the draft model, from the headers of their files; None without a file."""
+def shapes_of(options: Options) -> tuple[ModelShape | None, tuple[ModelShape, ...]]:
+    """The shapes of the target and the draft models, from the headers of their files; None without a file."""
     models, context = options[ModelSettings], options[ContextConfig]
-    return _shape(models.target, context), _shape(models.the_draft, context)
+    drafts = [_shape(path, context) for path in models.drafts]
+    return _shape(models.target, context), tuple(shape for shape in drafts if shape is not None)
+
+
+def drafts_of(
+    given: SimulatedDrafters, files: Sequence[ModelShape], own: ModelShape | None, target: ModelShape
+) -> tuple[ModelShape, ...]:
+    """The shapes of all draft models, in the order of their drafters. `files`: those that were named. `own`: the
+    cluster's. Raises UsageError where there is none for a drafter."""
+    files = files or ((own,) if own is not None else ())
+    if given.drafters is None:
+        return tuple(files)
+    drafts, heads = ([shape for shape in files if bool(shape.taps) == is_head] for is_head in (False, True))
+    found = []
+    for drafter in given.drafters:
+        if drafter.kind == "eagle3":
+            found.append(heads[0] if heads else head_shape(target))
+        elif drafter.kind == "draft":
+            if not drafts:
+                raise SettingError(
+                    "drafters", "draft needs a draft model", Wording("name one with ", Setting("draft.model"))
+                )
+            found.append(drafts.pop(0) if len(drafts) > 1 else drafts[0])
+    return tuple(found)
 
 
 def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:
@@ -39,13 +64,28 @@ def _shape(path: Path | None, context: ContextConfig) -> ModelShape | None:
     return shape_of(ModelFile.open(path), *types, context.n_seq, MAX_PREFIXES)
 
 
-def text_of(text: SimulatedText) -> SyntheticText | Recording:
-    """The tokens to simulate. Raises UsageError for settings that contradict each other, and for a bad recording."""
+def text_of(text: SimulatedText, drafters: SimulatedDrafters, n_drafts: int = 1) -> SyntheticText | Recording:
+    """The tokens to simulate. `n_drafts`: draft models. Raises UsageError for settings that contradict each other, and
+    for a bad recording."""
+    named = drafters.drafters or ()
+    shares = [drafter.share for drafter in named if drafter.kind != "ngram"]
+    repeats = next((drafter.share for drafter in named if drafter.kind == "ngram"), None)
     if text.recording is None:
-        agreement = _AGREEMENT if text.acceptance is None else text.acceptance
+        usual = _AGREEMENT if text.acceptance is None else text.acceptance
+        first, *others = shares or [None] * max(n_drafts, 1)
         return SyntheticText(
-            agreement=agreement, n_prompt=text.prompt_tokens, confidence=text.confidence, seed=text.seed
+            agreement=usual if first is None else first,
+            others=tuple(usual if own is None and first is not None else own for own in others),
+            overlap=drafters.overlap,
+            repeats=repeats or 0.0,
+            n_prompt=text.prompt_tokens,
+            confidence=text.confidence,
+            seed=text.seed,
         )
+    if n_drafts > 1:
+        raise SettingError("recording", "has the candidates of one draft model", "simulate one")
+    if any(share is not None for share in (*shares, repeats)):
+        raise SettingError("drafters", "has shares, and those of a recording are fixed", "omit them")
     if text.acceptance is not None:
         raise UsageError(
             "the acceptance of a recording is fixed: omit ", Setting("recording"), " or ", Setting("acceptance")

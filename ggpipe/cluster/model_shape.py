@@ -9,6 +9,7 @@ from ggpipe.config.layer_split import MAX_PARTS
 FLOAT_BYTES = 4
 ALL_EXPERTS = 1_000_000
 """A number of rows that use every expert."""
+_HEAD_VOCAB = 32000
 _ROW_BYTES = 58  # default compute buffer per row and value of an embedding; assumes a feed-forward width of 3.5 times
 
 
@@ -53,6 +54,13 @@ class ModelShape:
     """
     max_parts: int = MAX_PARTS
     """Maximum number of parts such that each has attention heads; 1: the model does not support groups."""
+    taps: tuple[int, ...] = ()
+    """Of an EAGLE-3 head: the layers of its target whose inputs it reads. Empty: it is not a head."""
+
+    @property
+    def drafter(self) -> str:
+        """The kind of its drafter, as in `core.drafters.registry`, where it is a draft model."""
+        return "eagle3" if self.taps else "draft"
 
     @property
     def n_layer(self) -> int:
@@ -141,6 +149,29 @@ class Experts:
         """Bytes of the experts in each of `n_layer` layers."""
         n_sparse = n_layer - self.n_dense_layers
         return (0,) * self.n_dense_layers + (int(self.n_bytes / n_sparse),) * n_sparse
+
+
+def head_shape(target: ModelShape) -> ModelShape:
+    """An EAGLE-3 head as they are usually trained for a target: a layer like one of its own, without experts that a
+    token does not use, an output layer for the 32,000 most frequent tokens, taps near both ends and in the middle."""
+    n = target.n_layer
+    layer_bytes = round((target.read_bytes((0, n)) - target.output_bytes) / n)
+    output_bytes = round(target.output_bytes * min(_HEAD_VOCAB / max(target.n_vocab, 1), 1))
+    return replace(
+        target,
+        name="EAGLE-3",
+        layer_bytes=(layer_bytes,),
+        output_bytes=output_bytes,
+        layer_cell_bytes=(sum(target.layer_cell_bytes) / n,),
+        layer_state_bytes=(),
+        layer_expert_bytes=(),
+        n_expert=0,
+        n_expert_used=0,
+        layer_whole_bytes=(),
+        output_whole_bytes=0,
+        max_parts=1,
+        taps=(min(2, n - 1), n // 2, max(n - 3, 0)),
+    )
 
 
 def even_shape(

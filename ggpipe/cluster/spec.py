@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import RankProfile
-from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.layer_split import LayerSplit, LayerSplits
 
 TURNS = 1.06
 """`NodeSpec.turns` if it was not measured. `scripts/bench/stage` measures 1.03 to 1.10 on two virtual cores."""
@@ -56,8 +56,8 @@ class ClusterSpec:
     """The link between ranks of a node."""
     layer_split: LayerSplit | None = None
     """How the target's layers are divided; None: evenly."""
-    draft_layer_split: LayerSplit | None = None
-    """How the draft's layers are divided; None: evenly."""
+    draft_layer_splits: LayerSplits = ()
+    """How the layers of each draft model are divided; empty: the first one's evenly over all draft ranks."""
     threads: tuple[int, ...] = ()
     """Threads of each rank; empty: each node's cores, divided among its ranks."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
@@ -69,6 +69,11 @@ class ClusterSpec:
     """Sums between nodes, if they were not measured; None: as long as a message over `network`."""
     local_sums: SumTimes = LOCAL_SUMS
     """Sums between ranks of a node, if they were not measured."""
+
+    @property
+    def drafts(self) -> tuple[ModelShape, ...]:
+        """The draft model, if the file describes one."""
+        return () if self.draft is None else (self.draft,)
 
     def sums_between(self, a: int, b: int) -> SumTimes:
         """Times of sums between a rank of node `a` and a rank of node `b`, which may be the same node."""

@@ -288,7 +288,7 @@ def _cluster(file: _File, path: Path) -> ClusterSpec:
         network=network,
         local=local,
         layer_split=splits[0] if splits else None,
-        draft_layer_split=splits[1] if len(splits) > 1 else None,
+        draft_layer_splits=splits[1:],
         threads=tuple(file.threads),
         links=links,
         overheads=_overheads(file, measured_overheads(machine.measured for machine in machines)),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -149,17 +149,26 @@ class Tree:
         self.n_nodes += 1
         return node
 
-    def reevaluate(self, probability: Callable[[Node], float]) -> None:
-        """Judge all draft tokens again: `probability` says how probable each is after its parent."""
+    def reevaluate(self, probabilities: Callable[[Collection[Node]], Iterable[float]]) -> None:
+        """Judge all draft tokens again: `probabilities` says how probable the children of a node are after it."""
         parents = [self.root]
         while parents:
             parent = parents.pop()
-            for node in parent.children.values():
-                node.probability = probability(node)
-                node.log_path = parent.log_path + math.log(max(node.probability, _LEAST))
+            siblings = parent.children.values()
+            for node, probability in zip(siblings, probabilities(siblings), strict=True):
+                node.probability = probability
+                node.log_path = parent.log_path + math.log(max(probability, _LEAST))
                 if node.children:
                     parents.append(node)
         self._is_sorted = False
+
+    def reevaluate_children(self, parent: Node, probabilities: Iterable[float]) -> None:
+        """Judge the children of a node again: how probable each is after it."""
+        for node, probability in zip(parent.children.values(), probabilities, strict=True):
+            if probability != node.probability:
+                node.probability = probability
+                _update_log_paths((node, *node.below()))
+                self._is_sorted = False
 
     def best_first(self) -> Sequence[Node]:
         """Draft tokens that are in no run yet, the most probable path first, so parents before their children; of equal

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import ModelFacts
 from ggpipe.llama.context_ids import most_taken_back
+from ggpipe.llama.eagle3 import needs_of
 from ggpipe.llama.gguf import ModelFile, TensorInfo
 from ggpipe.llama.group import divided_weights, most_parts, splits_attention
 from ggpipe.llama.model_header import ModelHeader, n_bytes, n_numbers
@@ -64,6 +65,7 @@ def shape_of(
         output_whole_bytes=whole_bytes(output),
         divides_attention=splits_attention(model_file),
         max_parts=most_parts(model_file),
+        taps=needs.layers if (needs := needs_of(model_file)) is not None else (),
     )
 
 

@@ -114,6 +114,7 @@ COMMANDS: tuple[Command, ...] = (
             settings.ClusterSettings,
             settings.ModelSettings,
             settings.SimulatedText,
+            settings.SimulatedDrafters,
             settings.SimulatedTraffic,
             ContextConfig,
             PipelineConfig,

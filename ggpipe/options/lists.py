@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ggpipe.config.layer_split import LayerSplits, parse_layer_split
+from ggpipe.core.drafters import registry
+from ggpipe.options.settings import SimulatedDrafter
 
 T = TypeVar("T")
 
@@ -36,6 +38,26 @@ def _values(text: str, kind: Callable[[str], T], advice: str) -> tuple[T, ...]:
 def words(text: str) -> tuple[str, ...]:
     """Words, without repetitions."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+
+
+def simulated_drafters(text: str) -> tuple[SimulatedDrafter, ...]:
+    """`draft:0.6,eagle3:0.7,ngram`: drafters, some with a share. Raises ValueError that says what to write instead."""
+    found = []
+    for word in text.split(","):
+        name, colon, share = word.partition(":")
+        try:
+            (kind,) = registry.read_names(name)
+            number = float(share) if colon else None
+        except ValueError:
+            advice = "write drafters, separated by commas, some with a share, as in draft:0.6,eagle3:0.7,ngram"
+            raise ValueError(advice) from None
+        if number is not None and not 0 <= number <= 1:
+            raise ValueError(f"{word.strip()}: a share is a number between 0 and 1")
+        found.append(SimulatedDrafter(kind, number))
+    kinds = [drafter.kind for drafter in found]
+    if twice := [kind for kind in ("eagle3", "ngram") if kinds.count(kind) > 1]:
+        raise ValueError(f"there is one {twice[0]} drafter at most")
+    return tuple(found)
 
 
 def layers(text: str) -> tuple[int, int]:

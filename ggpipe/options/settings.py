@@ -299,6 +299,32 @@ class SimulatedText:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedDrafter:
+    """A drafter of a simulation."""
+
+    kind: str
+    """As in `core.drafters.registry`."""
+    share: float | None = None
+    """How often its best candidate is the target's token; of n-grams, how much of the output repeats earlier text.
+    None: as the output says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedDrafters:
+    """The drafters of a simulation."""
+
+    drafters: tuple[SimulatedDrafter, ...] | None = None
+    """None: the draft model's, and n-grams."""
+    overlap: float = 0.5
+    """Share of positions at which further draft models are right or wrong with the first one."""
+
+    @property
+    def kinds(self) -> tuple[str, ...] | None:
+        """The names of the drafters, each once; None: the default ones."""
+        return None if self.drafters is None else tuple(dict.fromkeys(drafter.kind for drafter in self.drafters))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatedTraffic:
     """The requests of a simulation, see `sim.arrivals.Traffic`. By default there is one."""

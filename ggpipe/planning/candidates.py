@@ -11,8 +11,9 @@ from ggpipe.cluster.memory import USABLE, Memory, memory_by_rank, process_memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode
+from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.core.layout import Layout, part_shares
-from ggpipe.errors import Setting, UsageError
+from ggpipe.errors import Setting, SettingError, UsageError
 from ggpipe.planning.evaluate import Candidate
 from ggpipe.planning.groups import grouped
 from ggpipe.planning.placements import Arrangement, arrangements
@@ -120,10 +121,30 @@ class CandidateSearch:
         if constraints.groups and self._target.max_parts > 1:
             max_parts = self._target.max_parts
             possible += [own for arrangement in possible for own in grouped(arrangement, max_parts, self._tables.speed)]
+        possible = self._fed(possible)
         found = [estimate for arrangement in possible for estimate in self._of(arrangement)]
         if not found:
             raise self._missing()
         return found
+
+    def _fed(self, possible: Sequence[Arrangement]) -> list[Arrangement]:
+        """Those that the draft model can feed. An EAGLE-3 head does not work with groups, and one stage more than its
+        horizon has tokens would wait for the others.
+
+        Raises SettingError where the user wants it for more ranks.
+        """
+        if self._draft is None or not self._draft.taps:
+            return list(possible)
+        most = HORIZON + 1
+        fed = [
+            own.shortened(most) if own.drafts and len(own.target) > most and not self._constraints.n_ranks else own
+            for own in possible
+            if not own.drafts or not own.group_sizes
+        ]
+        fed = [own for own in fed if not own.drafts or len(own.target) <= most]
+        if not fed:
+            raise SettingError("n_ranks", f"{self._constraints.n_ranks}: an EAGLE-3 head feeds {most} stages at most")
+        return list(dict.fromkeys(fed))
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
         """The estimate of a candidate; None if it does not fit into memory."""
@@ -157,7 +178,7 @@ class CandidateSearch:
         _, placement = candidate.arrangement.placed(self._spec, candidate.counts, draft.n_layer if draft else None)
         layout, constraints = placement.layout or Layout(()), self._constraints
         sizes, tensor_split = (constraints.n_ctx, constraints.n_ubatch), placement.tensor_split
-        drafts = [(draft, placement.draft_layout)] if draft is not None else []
+        drafts = [(draft, placement.draft_layout(0))] if draft is not None else []
         needs = memory_by_rank(self._target, layout, drafts, *sizes, tensor_split)
         return list(zip(placement.node_of, needs.values(), strict=True))
 
@@ -191,7 +212,7 @@ class CandidateSearch:
         """Maximum number of ranks in the draft's group. Groups do not pay for a draft that is small compared with a
         machine's part of the target."""
         draft, constraints = self._draft, self._constraints
-        if draft is None or not constraints.groups or constraints.in_order:
+        if draft is None or draft.taps or not constraints.groups or constraints.in_order:
             return 1
         is_small = _SMALL_DRAFT * len(self._spec.nodes) * draft.weight_bytes < self._target.weight_bytes
         return 1 if is_small else min(draft.max_parts, _DRAFT_PARTS)

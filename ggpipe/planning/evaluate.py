@@ -124,7 +124,7 @@ class Evaluator:
                 cluster=spec,
                 placement=placement,
                 target=self._target,
-                draft=draft,
+                drafts=(draft,) if draft is not None else (),
                 speculation=speculation,
                 tokens=tokens,
                 n_predict=n_text,

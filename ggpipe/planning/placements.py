@@ -67,6 +67,15 @@ class Arrangement:
         """The ranks of each stage, as indices into `target`."""
         return tuple(itertools.starmap(range, itertools.pairwise(itertools.accumulate(self.sizes, initial=0))))
 
+    def shortened(self, n_ranks: int) -> Arrangement:
+        """The arrangement without groups on `n_ranks` of its places. The first and the last one stay."""
+        kept = (*range(n_ranks - 1), len(self.target) - 1)
+        target, threads, skips = (
+            tuple(own[i] for i in kept)
+            for own in (self.target, self.threads, self.skips or (False,) * len(self.target))
+        )
+        return replace(self, target=target, threads=threads, skips=skips)
+
     def places(self, counts: Sequence[int]) -> tuple[Place, ...]:
         """The place of each rank. `counts`: number of layers of each stage."""
         return (*(self.target[i] for i in self._ranks(counts)), *self.draft)
@@ -95,7 +104,7 @@ class Arrangement:
             target_on=tuple(place.node for _, place in places[: len(ranks)]),
             draft_on=tuple(place.node for _, place in places[len(ranks) :]),
             layout=layout,
-            draft_layout=draft_layout,
+            draft_layouts=(draft_layout,) if draft_layout is not None else (),
             threads=tuple(threads),
             draft_threads=self.draft_threads if self.inside else None,
             tensor_split=self.tensor_split if len(self.tensor_split) in sizes else (),

@@ -376,7 +376,7 @@ class _Search:
         n_target = len(placement.target_on)
         ranks = []
         for rank, (node, memory) in enumerate(self._candidates.memory(candidate)):
-            layout = placement.draft_layout if rank >= n_target else placement.layout
+            layout = placement.draft_layout(0) if rank >= n_target else placement.layout
             assert layout is not None
             own = self._spec.nodes[node]
             layers, threads = layout.layers_of(rank), placement.threads[rank]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ggpipe.core.draft_messages import DrafterMessage, MicroBatch
 from ggpipe.core.drafters import registry
-from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, ToHead
+from ggpipe.core.drafters.base import DraftEvent, DraftPipeline, StatesArrived, ToHead
 from ggpipe.core.events import CancelRuns, RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.messages import KvKind, KvOp, Row, RowLogits, Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
@@ -40,18 +40,17 @@ class VirtualDraft:
         limits: Limits,
         arrived: MicroBatchArrived,
         drafter: int,
-        kind: str,
     ) -> None:
         """`model`: the draft, as it lies on the cluster; `tokens`: of each request; `arrived` is called at the head.
-        `drafter`: its id; `kind`: as in `registry`."""
+        `drafter`: its id."""
         self._clock = clock
         self._network = network
         self._overheads = cluster.overheads
         self._arrived = arrived
         self.rank = model.layout.head
         self._process = processes[self.rank]
-        self._drafter = registry.WITH_MODEL[kind](drafter, DraftPipeline(limits=limits))
-        self._paths = _Paths(tokens)
+        self._drafter = registry.WITH_MODEL[model.drafter](drafter, DraftPipeline(limits=limits))
+        self._paths = _Paths(tokens, drafter, reads_states=bool(model.taps))
         self._pipeline = VirtualPipeline(
             clock, network, cores, processes, cluster, model, self.rank, self._result_arrived
         )
@@ -69,6 +68,11 @@ class VirtualDraft:
             return 0
         self._network.send(HEAD, self.rank, _DRAFTER_MESSAGE_BYTES, arrive)
         return 1
+
+    def states_arrived(self, run: Run) -> None:
+        """All states of a run of the target came that an EAGLE-3 head reads."""
+        event = StatesArrived(run.id, tuple((row.request, row.pos) for row in run.rows))
+        self._process.receive(HEAD, lambda: self._handle(event))
 
     def _handle(self, event: DraftEvent) -> None:
         n_messages = 0
@@ -109,9 +113,12 @@ class VirtualDraft:
 class _Paths:
     """Which of the draft's sequences have left the text, and what it therefore says of a row."""
 
-    def __init__(self, tokens: Mapping[int, SimulatedTokens]) -> None:
-        """`tokens`: of each request."""
+    def __init__(self, tokens: Mapping[int, SimulatedTokens], drafter: int, reads_states: bool) -> None:
+        """`tokens`: of each request. `drafter`: whose candidates they are, by its id. `reads_states`: its rows are
+        those of an EAGLE-3 head."""
         self._tokens = tokens
+        self._drafter = drafter
+        self._reads_states = reads_states
         self._left: dict[int, int] = {}
         """By sequence: the position of its first token that is not the text's."""
         self._known: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[float, ...]]] = {}
@@ -137,7 +144,7 @@ class _Paths:
 
     def _follow(self, row: Row) -> None:
         tokens = self._tokens[row.request]
-        i, text = row.pos - len(tokens.prompt), tokens.output
+        i, text = row.pos + self._shift(row) - len(tokens.prompt), tokens.output
         if i >= 0 and (i >= len(text) or text[i] != row.token):
             for seq in row.seqs:
                 self._left[seq] = min(self._left.get(seq, row.pos), row.pos)
@@ -145,13 +152,17 @@ class _Paths:
     def _answer(self, i: int, row: Row) -> RowLogits:
         left = self._left
         lost = bool(left) and all(left.get(seq, row.pos + 1) <= row.pos for seq in row.seqs)
-        ids, logits = self._said(row.request, row.pos + 1, lost)
+        ids, logits = self._said(row.request, row.pos + self._shift(row) + 1, lost)
         return RowLogits(i, ids, logits, 0.0)
+
+    def _shift(self, row: Row) -> int:
+        """Tokens of the request before the drafter's own first one, see `core.drafters.eagle`."""
+        return int(self._reads_states and len(self._tokens[row.request].prompt) > 1)
 
     def _said(self, request: int, pos: int, lost: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
         key = request, pos, lost
         if key not in self._known:
             tokens = self._tokens[request]
-            found = tokens.candidates(pos - len(tokens.prompt), lost)
+            found = tokens.candidates(pos - len(tokens.prompt), lost, self._drafter)
             self._known[key] = tuple(t for t, _ in found), tuple(math.log(max(p, 1e-30)) for _, p in found)
         return self._known[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from ggpipe.core.messages import Run, Span
 from ggpipe.sim.clock import VirtualClock
@@ -13,6 +13,30 @@ from ggpipe.sim.stage import HEADER_BYTES, Process, StagePart, VirtualStage, hea
 from ggpipe.sim.virtual_cluster import PipelineSpec, VirtualCluster
 
 _ANSWER_BYTES = 48
+
+
+class _Taps:
+    """States of the target on their way to an EAGLE-3 head."""
+
+    def __init__(self, row_bytes: Mapping[int, int], reader: int, arrived: Callable[[Run], None]) -> None:
+        """`row_bytes`: by the rank that sends them, of all layers that it taps."""
+        self._row_bytes = row_bytes
+        self._reader = reader
+        self._arrived = arrived
+        self._missing: dict[int, int] = {}
+        """By run: from how many ranks its states have not come yet."""
+
+    def computed(self, run: Run, rank: int, network: Network) -> None:
+        """A rank has computed a run."""
+        if n_bytes := self._row_bytes.get(rank):
+            network.send(rank, self._reader, HEADER_BYTES + n_bytes * len(run.rows), lambda: self._came(run))
+
+    def _came(self, run: Run) -> None:
+        missing = self._missing.get(run.id, len(self._row_bytes)) - 1
+        self._missing[run.id] = missing
+        if not missing:  # ranks compute runs in order: what is missing of an earlier one was cancelled
+            self._missing = {other: n for other, n in self._missing.items() if other > run.id}
+            self._arrived(run)
 
 
 class VirtualPipeline:
@@ -40,6 +64,8 @@ class VirtualPipeline:
         self._stages: dict[int, VirtualStage] = {}
         """By part 0's rank."""
         self._ranks = {stage.ranks[0]: stage.ranks for stage in layout.stages}
+        self._layers = {stage.ranks[0]: stage.layers for stage in layout.stages}
+        self._taps: list[_Taps] = []
         first, last = layout.stages[0].ranks[0], layout.stages[-1].ranks[0]
         self._first = first
         for rank, ranks in self._ranks.items():
@@ -51,6 +77,14 @@ class VirtualPipeline:
             row_bytes = 0 if rank == last else pipeline.row_bytes
             group = pipeline.groups.get(rank)
             self._stages[rank] = VirtualStage(clock, parts, group, cluster.overheads, rank, row_bytes, self._pass_on)
+
+    def tap(self, layers: Sequence[int], row_bytes: int, reader: int, arrived: Callable[[Run], None]) -> None:
+        """Have the stages send the inputs of these layers to a rank, `row_bytes` for each layer and row. `arrived` is
+        called there with each run of which all have come."""
+        n_of = {
+            rank: sum(a < layer <= b or layer == a == 0 for layer in layers) for rank, (a, b) in self._layers.items()
+        }
+        self._taps.append(_Taps({rank: n * row_bytes for rank, n in n_of.items() if n}, reader, arrived))
 
     def submit(self, run: Run) -> int:
         """Submit a run; returns the number of messages that this takes."""
@@ -68,6 +102,9 @@ class VirtualPipeline:
         return n_messages
 
     def _pass_on(self, run: Run, spans: tuple[Span, ...], rank: int) -> None:
+        if run.rows and not run.cancelled:
+            for taps in self._taps:
+                taps.computed(run, rank, self._network)
         following = self._following[rank]
         if following is None:
             n_bytes = spans[-1].sent_bytes + _ANSWER_BYTES * sum(row.logits_request >= 0 for row in run.rows)

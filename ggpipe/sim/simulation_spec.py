@@ -39,11 +39,23 @@ TRAFFIC_NAMES = tuple(_TRAFFIC)
 """Names that are of several requests."""
 WHOLE = ("draft", "draft-min", "np", "prompt-tokens", "group", "users", "concurrent")
 """Names whose values are whole numbers."""
-NAMES = (*_SPECULATION, "acceptance", "prompt-tokens", "latency-us", "gbit", "group", "users", "rate", "concurrent")
+NAMES = (
+    *_SPECULATION,
+    "acceptance",
+    "overlap",
+    "prompt-tokens",
+    "latency-us",
+    "gbit",
+    "group",
+    "users",
+    "rate",
+    "concurrent",
+)
 """What `SimulationSpec.changed` can change. latency-us and gbit are those of the links between nodes; group is the
 number of ranks in each of the target's stages, which then get as many layers each; acceptance is the agreement of a
-synthetic text; users, rate and concurrent are of the traffic."""
-SPECULATIVE_NAMES = (*_SPECULATION, "acceptance")
+synthetic text with the first draft model, overlap as in `SyntheticText`; users, rate and concurrent are of the
+traffic."""
+SPECULATIVE_NAMES = (*_SPECULATION, "acceptance", "overlap")
 """Names that make no difference without draft tokens."""
 
 
@@ -52,14 +64,21 @@ class SyntheticText:
     """An output made without models, see `SyntheticTokens`."""
 
     agreement: float = 0.7
-    """How often the draft's best candidate is the target's token."""
+    """How often the first draft model's best candidate is the target's token."""
+    others: tuple[float | None, ...] = ()
+    """The same of further draft models; None: as the first one."""
+    overlap: float = 0.5
+    """Share of positions at which they are right or wrong with the first one."""
+    repeats: float = 0.0
+    """Share of the output that repeats earlier text."""
     n_prompt: int = 128
     confidence: Confidence = "calibrated"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.agreement <= 1:
-            raise SettingError("acceptance", f"must be a share between 0 and 1, got {self.agreement:g}")
+        for name, share in (("acceptance", self.agreement), ("overlap", self.overlap)):
+            if not 0 <= share <= 1:
+                raise SettingError(name, f"must be a share between 0 and 1, got {share:g}")
         if self.n_prompt < 1:
             raise SettingError("prompt_tokens", f"must be 1 or more, got {self.n_prompt}")
 
@@ -71,7 +90,8 @@ class SimulationSpec:
     cluster: ClusterSpec
     placement: VirtualPlacement
     target: ModelShape
-    draft: ModelShape | None
+    drafts: tuple[ModelShape, ...]
+    """The draft models, EAGLE-3 heads among them."""
     speculation: SpeculationConfig
     tokens: SyntheticText | Recording
     n_predict: int
@@ -84,8 +104,8 @@ class SimulationSpec:
     def check(self) -> None:
         """Raises UsageError if the context is too small for the output, a node's memory is too small for its ranks, or
         the model does not support the groups."""
-        for shape, layout in ((self.target, self.placement.layout), (self.draft, self.placement.draft_layout)):
-            if shape is not None and shape.max_parts == 1 and layout is not None and layout.group_sizes:
+        for shape, layout in ((self.target, self.placement.layout), *self._drafts):
+            if shape.max_parts == 1 and layout is not None and layout.group_sizes:
                 raise UsageError(f"{shape.name} is not known to work in groups: give each rank its own layers")
         longest = max(_n_tokens(asked.tokens) for asked in self._asked())
         n_ctx, n_tokens = self.sizes.n_ctx, longest
@@ -106,6 +126,10 @@ class SimulationSpec:
                     f"{needed_bytes[number] / 1e9:.3g} GB: give it a smaller share of the layers, or use more nodes"
                 )
 
+    @property
+    def _drafts(self) -> list[tuple[ModelShape, Layout | None]]:
+        return [(shape, self.placement.draft_layout(number)) for number, shape in enumerate(self.drafts)]
+
     def _needed_bytes(self, n_ctx: int) -> Counter[int]:
         """Bytes that the ranks of each node need."""
         placement, needed = self.placement, Counter[int]()
@@ -113,7 +137,7 @@ class SimulationSpec:
         needs = memory_by_rank(
             self.target,
             layout,
-            [(self.draft, placement.draft_layout)] if self.draft is not None else [],
+            self._drafts,
             n_ctx,
             self.sizes.n_ubatch,
             placement.tensor_split,
@@ -150,7 +174,7 @@ class SimulationSpec:
         Raises UsageError as `check`.
         """
         self.check()
-        virtual = build(self.cluster, self.placement, self.target, self.draft)
+        virtual = build(self.cluster, self.placement, self.target, self.drafts)
         speculation, asked = replace(self.speculation, mode=mode), self._asked()
         n_requests = self.traffic.at_a_time if self.traffic is not None else 1
         n_ctx = self.sizes.n_ctx or n_requests * max(_n_tokens(one.tokens) for one in asked) + _HEADROOM
@@ -180,15 +204,15 @@ class SimulationSpec:
         return _synthetic(replace(self.tokens, n_prompt=n_prompt, seed=self.tokens.seed + i), n_predict)
 
     def _tokens(self, values: Mapping[str, float]) -> SyntheticText | Recording:
-        names = [name for name in ("acceptance", "prompt-tokens") if name in values]
+        names = [name for name in ("acceptance", "overlap", "prompt-tokens") if name in values]
         if not names:
             return self.tokens
         if isinstance(self.tokens, Recording):
             raise UsageError(f"a recording has its own {names[0]}: leave out ", Setting("recording"), ", or that sweep")
         agreement = values.get("acceptance", self.tokens.agreement)
-        return replace(
-            self.tokens, agreement=agreement, n_prompt=int(values.get("prompt-tokens", self.tokens.n_prompt))
-        )
+        overlap = values.get("overlap", self.tokens.overlap)
+        n_prompt = int(values.get("prompt-tokens", self.tokens.n_prompt))
+        return replace(self.tokens, agreement=agreement, overlap=overlap, n_prompt=n_prompt)
 
     def _placement(self, values: Mapping[str, float]) -> VirtualPlacement:
         if "group" not in values:
@@ -235,7 +259,16 @@ class SimulationSpec:
 
 @functools.lru_cache(256)
 def _synthetic(tokens: SyntheticText, n_text: int) -> SyntheticTokens:
-    return SyntheticTokens(tokens.agreement, tokens.n_prompt, n_text, tokens.seed, tokens.confidence)
+    return SyntheticTokens(
+        tokens.agreement,
+        tokens.n_prompt,
+        n_text,
+        tokens.seed,
+        tokens.confidence,
+        others=[tokens.agreement if own is None else own for own in tokens.others],
+        overlap=tokens.overlap,
+        repeats=tokens.repeats,
+    )
 
 
 def _n_tokens(tokens: SimulatedTokens) -> int:

@@ -169,8 +169,7 @@ class _Simulation:
         )
         self._groups = {
             model: {stage.ranks[0]: stage.ranks[1:] for stage in pipeline.layout.stages if len(stage.ranks) > 1}
-            for model, pipeline in ((TARGET, cluster.target), (FIRST_DRAFT, cluster.draft))
-            if pipeline is not None
+            for model, pipeline in enumerate((cluster.target, *cluster.drafts), TARGET)
         }
         self._asked = requests
         self._active = {i: _active(i, asked, speculation, cluster) for i, asked in enumerate(requests, 1)}
@@ -178,20 +177,21 @@ class _Simulation:
         for drafter in drafters:
             if drafter in in_head:
                 continue
-            assert cluster.draft is not None
-            self._drafts[drafter] = VirtualDraft(
+            model = cluster.drafts[drafter]
+            draft = self._drafts[drafter] = VirtualDraft(
                 clock,
                 network,
                 cores,
                 processes,
                 cluster,
-                cluster.draft,
+                model,
                 {i: asked.tokens for i, asked in enumerate(requests, 1)},
-                _limits(sizes, cluster.draft, speculation, 1),
+                _limits(sizes, model, speculation, 1),
                 self._micro_batch_arrived,
                 drafter,
-                kinds[drafter],
             )
+            if model.taps:
+                self._pipeline.tap(model.taps, model.tap_bytes, draft.rank, draft.states_arrived)
         self._ranks = _ranks(cluster)
         self._work = {part(rank): rank for rank in self._ranks}
         self._not_started: set[int] = set()
@@ -283,7 +283,7 @@ class _Simulation:
         """A drafter's message is there."""
 
         def drafted() -> None:
-            self._count(records, FIRST_DRAFT)
+            self._count(records, FIRST_DRAFT + micro_batch.drafter)
             self._handle(Drafted(micro_batch))
 
         self._process.receive(self._drafts[micro_batch.drafter].rank, drafted)
@@ -333,9 +333,10 @@ def _n_requests(run: Run) -> int:
 def _cores(clock: VirtualClock, cluster: VirtualCluster, number: int) -> Cores:
     node = cluster.nodes[number]
     ranks = [rank for rank, place in enumerate(cluster.node_of) if place == number]
-    heads = (HEAD, cluster.draft.layout.head if cluster.draft else HEAD)
+    heads = (HEAD, *(draft.layout.head for draft in cluster.drafts))
     if len(ranks) == 1 and ranks[0] not in heads:
-        stage = cluster.target.stages.get(ranks[0]) or (cluster.draft.stages.get(ranks[0]) if cluster.draft else None)
+        own = (pipeline.stages.get(ranks[0]) for pipeline in (cluster.target, *cluster.drafts))
+        stage = next((stage for stage in own if stage is not None), None)
         if stage is not None and stage.threads <= node.cores:
             return OwnCores(clock, node.cores)
     return Cores(clock, node.cores, node.crowd)
@@ -348,7 +349,7 @@ def _drafters(cluster: VirtualCluster, speculation: SpeculationConfig) -> tuple[
 
 def _models(cluster: VirtualCluster) -> tuple[str, ...]:
     """The kinds of the drafters of its draft models."""
-    return ("draft",) if cluster.draft is not None else ()
+    return tuple(draft.drafter for draft in cluster.drafts)
 
 
 def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int) -> Limits:
@@ -365,11 +366,9 @@ def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n
 
 
 def _ranks(cluster: VirtualCluster) -> list[RankStats]:
-    """All ranks, the target's first; a draft inside the head's process comes last."""
+    """All ranks, the target's first, then those of each draft model, which may be in the head's process."""
     parts = []
-    for pipeline, model in ((cluster.target, TARGET), (cluster.draft, FIRST_DRAFT)):
-        if pipeline is None:
-            continue
+    for model, pipeline in enumerate((cluster.target, *cluster.drafts), TARGET):
         for rank in pipeline.layout.ranks:
             stage = pipeline.stages.get(rank)
             threads = stage.threads if stage else 0
@@ -378,6 +377,7 @@ def _ranks(cluster: VirtualCluster) -> list[RankStats]:
                 RankStats(
                     rank=rank,
                     model=model,
+                    drafter="" if model == TARGET else pipeline.drafter,
                     host=host,
                     layers=pipeline.layout.layers_of(rank),
                     threads=(threads, threads),

@@ -40,7 +40,7 @@ class Process:
         """Share of a core that polling takes while no stage computes, and while one does."""
         if cluster.node_of.count(cluster.node_of[rank]) > 1:
             self._idle_poll = self._overheads.poll_s / _WAITING_POLL_S
-            self._busy_poll = self._overheads.poll_s / _DRAFTED_POLL_S if cluster.draft is not None else 0.0
+            self._busy_poll = self._overheads.poll_s / _DRAFTED_POLL_S if cluster.drafts else 0.0
             cores.poll(self._idle_poll)
 
     def computes(self, more: int) -> None:

@@ -24,8 +24,8 @@ class SimulatedTokens(Protocol):
     output: tuple[int, ...]
     """What the target generates after the prompt."""
 
-    def candidates(self, position: int, after_rejection: bool) -> Candidates:
-        """The draft's candidates at output[position], which may lie past the output's end.
+    def candidates(self, position: int, after_rejection: bool, drafter: int = 0) -> Candidates:
+        """A draft model's candidates at output[position], which may lie past the output's end. `drafter`: its id.
 
         `after_rejection`: the path holds a draft token that the target rejects. The draft is about as confident there,
         and its candidates mean nothing.
@@ -60,8 +60,8 @@ class RecordedTokens:
         self._on_text, self._after_rejection = tuple(candidates), tuple(after_rejection)
         self._n = len(text)
 
-    def candidates(self, position: int, after_rejection: bool) -> Candidates:
-        """See `SimulatedTokens`."""
+    def candidates(self, position: int, after_rejection: bool, drafter: int = 0) -> Candidates:
+        """See `SimulatedTokens`. A recording is of one draft model."""
         if after_rejection:
             return self._after_rejection[(position - 1) % self._n]
         return self._on_text[position % self._n]
@@ -73,6 +73,7 @@ class RecordedTokens:
 _CONCENTRATION = 2.8
 _SHARE = (2.5, 1.6)
 _N_VOCAB = 32000
+_SPAN = 32  # tokens that are copied at a time
 _SHARPNESS: dict[Confidence, float] = {
     "calibrated": 1.0,
     "overconfident": 2.0,
@@ -91,6 +92,13 @@ class SyntheticTokens:
     "overconfident" and "underconfident" drafts agree as often but give other probabilities: p^s over the sum of p^s of
     all candidates at the position, with s = 2 and s = 1/2 (as a softmax at temperature 1/s).
 
+    Further draft models (`others`) are calibrated as well. At a share `overlap` of the positions they are as confident
+    as the first one, and right or wrong with it. At the others they have nothing to do with it, and where both are
+    wrong they name different tokens.
+
+    A share `repeats` of the text is copied from earlier text and the prompt, in spans of `_SPAN` tokens, which n-grams
+    find.
+
     A "never-right" draft is as confident as a calibrated one of this agreement, and none of its candidates is ever the
     target's token.
     """
@@ -103,10 +111,14 @@ class SyntheticTokens:
         seed: int = 0,
         confidence: Confidence = "calibrated",
         n_candidates: int = 8,
+        others: Sequence[float] = (),
+        overlap: float = 0.5,
+        repeats: float = 0.0,
     ) -> None:
         """Raises UsageError where these make no sense."""
-        if not 0 <= agreement <= 1:
-            raise SettingError("acceptance", f"must be a share between 0 and 1, got {agreement}")
+        for name, share in (("acceptance", agreement), ("overlap", overlap)):
+            if not 0 <= share <= 1:
+                raise SettingError(name, f"must be a share between 0 and 1, got {share}")
         for name, value, least in (("n_prompt", n_prompt, 1), ("n_text", n_text, 1), ("n_candidates", n_candidates, 2)):
             if value < least:
                 raise UsageError(f"{name} must be at least {least}, got {value}")
@@ -118,23 +130,96 @@ class SyntheticTokens:
         agrees = _draw(best, rng)
         text: list[int] = []
         on_text: list[Candidates] = []
+        drawn_at: list[tuple[list[int], int]] = []
         for p, is_best in zip(best, agrees, strict=True):
             probs = _series(p, n_candidates)
             ids = rng.sample(range(_N_VOCAB), n_candidates + 1)  # the last one stands for all other tokens
-            drawn = (
-                0 if is_best else rng.choices(range(1, n_candidates + 1), (*probs[1:], max(1 - sum(probs), 1e-9)))[0]
-            )
+            drawn = _drawn(probs, is_best, rng)
             text.append(ids[-1 if confidence == "never-right" else drawn])
+            drawn_at.append((ids, drawn))
             on_text.append(tuple(zip(ids, _sharpened(probs, _SHARPNESS[confidence]), strict=False)))
+        after_rejection = on_text.copy()
+        rng.shuffle(after_rejection)
+        drafts = [on_text]
+        for other in others:
+            rights = _right_with(best, agrees, other, overlap, rng)
+            drafts.append([])
+            for (ids, first), token, (p, is_best, is_shared) in zip(drawn_at, text, rights, strict=True):
+                probs = _series(p, n_candidates)
+                is_same = is_shared and is_best == (first == 0)
+                drawn = first if is_same else _drawn(probs, is_best, rng)
+                if not is_same:
+                    ids = rng.sample(range(_N_VOCAB), n_candidates + 1)
+                    if confidence != "never-right":
+                        ids = _with_token(ids, drawn, token)
+                drafts[-1].append(tuple(zip(ids, _sharpened(probs, _SHARPNESS[confidence]), strict=False)))
+        if repeats:
+            text, drafts = _repeating(self.prompt, text, drafts, repeats, rng)
         self.output = tuple(text)
-        self._on_text = tuple(on_text)
-        rng.shuffle(on_text)
-        self._after_rejection = tuple(on_text)
+        self._on_text = tuple(map(tuple, drafts))
+        self._after_rejection = (tuple(after_rejection), *(_shuffled(own, rng) for own in self._on_text[1:]))
 
-    def candidates(self, position: int, after_rejection: bool) -> Candidates:
+    def candidates(self, position: int, after_rejection: bool, drafter: int = 0) -> Candidates:
         """See `SimulatedTokens`. After a rejected draft token: the candidates of some other position."""
-        own = self._after_rejection if after_rejection else self._on_text
+        own = (self._after_rejection if after_rejection else self._on_text)[drafter]
         return own[position % len(own)]
+
+
+def _drawn(probs: Sequence[float], is_best: bool, rng: random.Random) -> int:
+    """Which of the candidates with these probabilities the target's token is; past the last: another token."""
+    if is_best:
+        return 0
+    return rng.choices(range(1, len(probs) + 1), (*probs[1:], max(1 - sum(probs), 1e-9)))[0]
+
+
+def _with_token(ids: Sequence[int], at: int, token: int) -> list[int]:
+    """The tokens with one of them at a place of its own, and nowhere else."""
+    found = [own if own != token else ids[at] for own in ids]
+    found[at] = token
+    return found
+
+
+def _shuffled(own: Sequence[Candidates], rng: random.Random) -> tuple[Candidates, ...]:
+    return tuple(rng.sample(own, len(own)))
+
+
+def _right_with(
+    best: Sequence[float], agrees: Sequence[bool], mean: float, overlap: float, rng: random.Random
+) -> list[tuple[float, bool, bool]]:
+    """For each position: the probability of a further draft model's best candidate, whether that is the target's token,
+    and whether this goes with the first one's, which gave its best candidates the probabilities `best`."""
+    own = _best_probs(mean, len(best), rng)
+    shared = _draw([overlap] * len(best), rng) if 0 < overlap < 1 else [overlap == 1] * len(best)
+    at = [i for i, is_shared in enumerate(shared) if is_shared]
+    by_first = sorted(at, key=lambda i: best[i])
+    for i, prob in zip(by_first, sorted(own[i] for i in at), strict=True):  # as confident, by rank
+        own[i] = prob
+    found = []
+    for i, is_right in enumerate(_draw(own, rng)):
+        if shared[i]:  # one roll of the dice decides for both
+            roll = rng.uniform(0, best[i]) if agrees[i] else rng.uniform(best[i], 1)
+            is_right = roll < own[i] or (agrees[i] and own[i] >= best[i])
+        found.append((own[i], is_right, shared[i]))
+    return found
+
+
+def _repeating(
+    prompt: Sequence[int], text: Sequence[int], drafts: Sequence[list[Candidates]], share: float, rng: random.Random
+) -> tuple[list[int], list[list[Candidates]]]:
+    """The text with a share of it copied from what comes before, and the candidates that name it as they did."""
+    tokens, candidates = [*prompt], [list(own) for own in drafts]
+    n_prompt, source = len(prompt), None
+    for i, token in enumerate(text):
+        if i % _SPAN == 0:
+            room = len(tokens) - _SPAN
+            source = rng.randrange(room) if room > 0 and rng.random() < share else None
+        if source is not None:
+            copied = tokens[source + i % _SPAN]
+            for own in candidates:
+                own[i] = tuple((copied if one == token else token if one == copied else one, p) for one, p in own[i])
+            token = copied
+        tokens.append(token)
+    return tokens[n_prompt:], candidates
 
 
 def _best_probs(mean: float, n: int, rng: random.Random) -> list[float]:

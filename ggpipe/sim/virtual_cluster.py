@@ -14,7 +14,7 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.model_shape import ALL_EXPERTS, ModelShape
 from ggpipe.cluster.profile import MeasuredLayers, Point, RankProfile
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.config.layer_split import LayerSplits, n_ranks_of
+from ggpipe.config.layer_split import LayerSplit, LayerSplits, n_ranks_of
 from ggpipe.config.pipeline import TensorWire
 from ggpipe.core.layout import Layout, decimal_split, lay_out, part_shares
 from ggpipe.errors import SettingError
@@ -65,6 +65,11 @@ class PipelineSpec:
     """What a group adds to the time of its slowest part, by part 0's rank."""
     sparsity: float = 1.0
     """See `Limits`."""
+    drafter: str = "draft"
+    """Of a draft model: the kind of its drafter, as in `registry`."""
+    taps: tuple[int, ...] = ()
+    """Of an EAGLE-3 head: the target's layers whose inputs it reads, each `tap_bytes` a row."""
+    tap_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,7 @@ class VirtualCluster:
     node_of: tuple[int, ...]
     """The node of each rank."""
     target: PipelineSpec
-    draft: PipelineSpec | None
+    drafts: tuple[PipelineSpec, ...]
     links: Mapping[tuple[int, int], Link]
     """Links by (sender, receiver) where they differ from `network` and `local`."""
     network: Link
@@ -99,10 +104,11 @@ class VirtualPlacement:
     target_on: tuple[int, ...]
     """The node of each target rank."""
     draft_on: tuple[int, ...] = ()
-    """The node of each draft rank; empty: a draft runs inside the head."""
+    """The node of each draft rank, those of the first draft model first."""
     layout: Layout | None = None
     """The target's layers; None: an even split."""
-    draft_layout: Layout | None = None
+    draft_layouts: tuple[Layout | None, ...] = ()
+    """The layers of each draft model; None, or too few: it runs inside the head."""
     threads: tuple[int, ...] = ()
     """Threads of each rank; empty: the node's cores, divided among its ranks."""
     draft_threads: int | None = None
@@ -125,32 +131,62 @@ class VirtualPlacement:
     @property
     def layer_splits(self) -> LayerSplits:
         """How the user would write this."""
-        return tuple(decimal_split(own) for own in (self.layout, self.draft_layout) if own is not None)
+        splits = [None if own is None else decimal_split(own) for own in (self.layout, *self.draft_layouts)]
+        while splits and splits[-1] is None:
+            splits.pop()
+        return tuple(splits)
 
     @property
     def group_sizes(self) -> frozenset[int]:
         """Ranks of its groups; empty where each stage has one rank."""
-        return frozenset(size for own in (self.layout, self.draft_layout) if own for size in own.group_sizes)
+        return frozenset(size for own in (self.layout, *self.draft_layouts) if own for size in own.group_sizes)
+
+    def draft_layout(self, number: int) -> Layout | None:
+        """The layers of a draft model, counted from 0; None: it runs inside the head."""
+        return self.draft_layouts[number] if number < len(self.draft_layouts) else None
 
 
-def placement_of(spec: ClusterSpec, target: ModelShape, draft: ModelShape | None) -> VirtualPlacement:
+def with_drafts(spec: ClusterSpec, n_drafts: int) -> ClusterSpec:
+    """The cluster with ranks for so many draft models. One that it has no rank for gets a machine like that of the
+    first one, or runs inside the head as that does."""
+    splits = spec.draft_layer_splits
+    if n_drafts < 2 or len(splits) >= n_drafts or not spec.draft_on:
+        return spec
+    n_first = len(spec.draft_on)
+    splits = splits or (LayerSplit((1 / n_first,) * n_first),)
+    more = range(n_drafts - len(splits))
+    machine = spec.nodes[spec.draft_on[0]]
+    threads = spec.threads and spec.threads + spec.threads[len(spec.target_on) :][:1] * len(more)
+    return replace(
+        spec,
+        nodes=(*spec.nodes, *(replace(machine, name=f"{machine.name}-{len(splits) + i + 1}") for i in more)),
+        draft_on=(*spec.draft_on, *(len(spec.nodes) + i for i in more)),
+        draft_layer_splits=(*splits, *(LayerSplit((1.0,)) for _ in more)),
+        threads=threads,
+    )
+
+
+def placement_of(spec: ClusterSpec, target: ModelShape, drafts: Sequence[ModelShape]) -> VirtualPlacement:
     """The placement in a cluster file. Raises LaunchError for a split that the models' layers do not allow."""
-    draft_on = spec.draft_on if draft is not None else ()
-    layout = lay_out(target.n_layer, len(spec.target_on), spec.layer_split)
-    draft_layout = None
-    if draft is not None and draft_on:
-        draft_layout = lay_out(draft.n_layer, len(draft_on), spec.draft_layer_split, len(spec.target_on))
+    head, layouts = len(spec.target_on), []
+    for number, draft in enumerate(drafts):
+        split = next(iter(spec.draft_layer_splits[number : number + 1]), None)
+        n_ranks = split.n_ranks if split is not None else 0
+        if not spec.draft_layer_splits and not number:
+            n_ranks = len(spec.draft_on)
+        layouts.append(lay_out(draft.n_layer, n_ranks, split, head) if n_ranks else None)
+        head += n_ranks
     return VirtualPlacement(
         target_on=spec.target_on,
-        draft_on=draft_on,
-        layout=layout,
-        draft_layout=draft_layout,
-        threads=spec.threads[: len(spec.target_on + draft_on)],
+        draft_on=spec.draft_on[: head - len(spec.target_on)],
+        layout=lay_out(target.n_layer, len(spec.target_on), spec.layer_split),
+        draft_layouts=tuple(layouts),
+        threads=spec.threads[:head],
     )
 
 
 def build(
-    spec: ClusterSpec, placement: VirtualPlacement, target: ModelShape, draft: ModelShape | None
+    spec: ClusterSpec, placement: VirtualPlacement, target: ModelShape, drafts: Sequence[ModelShape]
 ) -> VirtualCluster:
     """The virtual cluster."""
     node_of = placement.node_of
@@ -174,21 +210,30 @@ def build(
                 places = [node_of[rank] for rank in stage.ranks]
                 groups[stage.ranks[0]] = group_cost(spec, shape, stage.layers, places, placement.tensor_wire)
         return PipelineSpec(
-            layout=layout, stages=stages, row_bytes=shape.border_bytes, groups=groups, sparsity=shape.sparsity
+            layout=layout,
+            stages=stages,
+            row_bytes=shape.border_bytes,
+            groups=groups,
+            sparsity=shape.sparsity,
+            drafter=shape.drafter,
+            taps=shape.taps,
+            tap_bytes=target.border_bytes,
         )
 
-    target_pipeline, draft_pipeline = pipeline(target, layout, False), None
-    if draft is not None:
-        if not placement.draft_on and placement.draft_threads is not None:
-            threads[0] = placement.draft_threads
-        draft_layout = placement.draft_layout or Layout.of_ranks([(0, draft.n_layer)])
-        draft_pipeline = pipeline(draft, draft_layout, True)
+    target_pipeline, draft_pipelines = pipeline(target, layout, False), []
+    for number, draft in enumerate(drafts):
+        draft_layout = placement.draft_layout(number)
+        if draft_layout is None:
+            draft_layout = Layout.of_ranks([(0, draft.n_layer)])
+            if placement.draft_threads is not None:
+                threads[0] = placement.draft_threads
+        draft_pipelines.append(pipeline(draft, draft_layout, True))
     return VirtualCluster(
         title=spec.title,
         nodes=tuple(_node(spec, placement, i) for i in range(len(spec.nodes))),
         node_of=node_of,
         target=target_pipeline,
-        draft=draft_pipeline,
+        drafts=tuple(draft_pipelines),
         links=spec.links,
         network=spec.network,
         local=spec.local,
@@ -234,10 +279,6 @@ def with_splits(spec: ClusterSpec, splits: LayerSplits) -> ClusterSpec:
     Ranks stay where they are; shares for the target's ranks alone leave the draft's out. Raises UsageError when shares
     and ranks differ in number.
     """
-    if len(splits) > 2:
-        raise SettingError(
-            "layer_split", "names ranks of several draft models, and simulations have one", "write one / at most"
-        )
     n_target, n_draft, places = n_ranks_of(splits[:1]), n_ranks_of(splits[1:]), spec.target_on + spec.draft_on
     if n_target + n_draft != len(places) and (n_target, n_draft) != (len(spec.target_on), 0):
         raise SettingError(
@@ -252,7 +293,7 @@ def with_splits(spec: ClusterSpec, splits: LayerSplits) -> ClusterSpec:
         target_on=target_on,
         draft_on=draft_on,
         layer_split=splits[0],
-        draft_layer_split=splits[1] if len(splits) > 1 else None,
+        draft_layer_splits=splits[1:],
         threads=threads,
     )
 

@@ -137,14 +137,14 @@ def setup_of(spec: ClusterSpec, pair: Pair, recording: Path, layout: str, n_draf
         target_on=(0,) * n_target,
         draft_on=(0,) * n_draft_ranks,
         layout=lay_out(target_shape.n_layer, n_target, target),
-        draft_layout=lay_out(draft_shape.n_layer, 1, None, n_target) if n_draft_ranks else None,
+        draft_layouts=(lay_out(draft_shape.n_layer, 1, None, n_target),) if n_draft_ranks else (),
         threads=(1,) * (n_target + n_draft_ranks),
     )
     return SimulationSpec(
         cluster=spec,
         placement=placement,
         target=target_shape,
-        draft=draft_shape,
+        drafts=(draft_shape,),
         speculation=SpeculationConfig(n_draft=n_draft),
         tokens=recordings.read(recording),
         n_predict=-1,

@@ -123,7 +123,7 @@ class PaperPlace:
             network=self.site.network,
             local=_LOCAL,
         )
-        return build(spec, placement_of(spec, target, draft), target, draft)
+        return build(spec, placement_of(spec, target, spec.drafts), target, spec.drafts)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class EvenPlace:
         stages = {rank: StageSpec(threads=1, cost=_EvenCost(self.token_s / n, self.row_share)) for rank in range(n)}
         target = PipelineSpec(layout=lay_out(n, n, None), stages=stages, row_bytes=_FLOAT_BYTES * 8192)
         stage = StageSpec(threads=1, cost=_EvenCost(self.token_s * self.draft_share, self.row_share))
-        draft = PipelineSpec(layout=lay_out(1, 1, None, n), stages={n: stage}, row_bytes=0) if with_draft else None
+        draft = PipelineSpec(layout=lay_out(1, 1, None, n), stages={n: stage}, row_bytes=0)
         nodes = tuple(VirtualNode(name=f"node{i + 1}", cores=1) for i in range(n + with_draft))
         link = replace(FAST, latency_s=self.latency_s)
         return VirtualCluster(
@@ -164,7 +164,7 @@ class EvenPlace:
             nodes=nodes,
             node_of=tuple(range(len(nodes))),
             target=target,
-            draft=draft,
+            drafts=(draft,) if with_draft else (),
             links={},
             network=link,
             local=_LOCAL,
@@ -204,12 +204,12 @@ class Costs:
 def costs_of(place: Place, n_past: int = 128) -> Costs:
     """Behind `n_past` tokens."""
     cluster = place.cluster(True)
-    assert cluster.draft is not None
+    (draft,) = cluster.drafts
     stages = [stage.cost for stage in cluster.target.stages.values()]
     token_s = sum(cost.seconds(1, n_past) for cost in stages)
     return Costs(
         token_s,
         {n: sum(cost.seconds(n, n_past) for cost in stages) / token_s for n in range(1, 18)},
         max(cost.seconds(1, n_past) for cost in stages) / token_s,
-        sum(stage.cost.seconds(1, n_past) for stage in cluster.draft.stages.values()) / token_s,
+        sum(stage.cost.seconds(1, n_past) for stage in draft.stages.values()) / token_s,
     )

@@ -153,7 +153,7 @@ def test_a_model_may_be_required_or_not() -> None:
 VALUES = (
     "3", "0.5", "1,2", "a b", "on", "a=int:1", "d:0.5", "0.5,0.5", "async", "iterative", "svg", "none", "f16",
     "distribute", "yarn", "overconfident", "3-4", "{}", "top_k", "kt", "5+1", "json", "auto",
-    "openai", "best-first",
+    "openai", "best-first", "ngram",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ggpipe.cluster.profile import write
 from ggpipe.cluster.recording import BUNDLED
 from ggpipe.cluster.toml import CLUSTERS
 
-DRAFT = TARGET.with_name("tales-draft.gguf")
+DRAFT, HEAD = (TARGET.with_name(f"tales-{name}.gguf") for name in ("draft", "eagle3"))
 SHORT = ("-n", "12", "--prompt-tokens", "8")
 MODES = ["iterative", "speculative", "async"]
 
@@ -155,10 +155,38 @@ def test_flags_reach_the_simulation(simulate) -> None:  # type: ignore[no-untype
     assert "inside the head" in simulate("nodes4-gigabit", *SHORT, "--mpi-layer-split", "0.25,0.25,0.25,0.25")
 
 
+def test_several_drafters(simulate, refuse) -> None:  # type: ignore[no-untyped-def]
+    name, mode = "nodes4-gigabit", ("--mode", "async")
+    out = simulate(name, *SHORT, *mode, "--drafters", "draft:0.6,draft,eagle3:0.8,ngram:0.25", "--overlap", 0.3)
+    assert (
+        "draft 1B Q4_K_M (16 layers) on 1 rank; draft 1B Q4_K_M (16 layers) on 1 rank; head EAGLE-3 (1 layer) on 1"
+        in (out.replace("\n", " "))
+    )
+    assert "agreement 60 % and 70 % and 80 %, calibrated, overlap 30 %, 25 % repeated" in out
+    split = simulate(name, *SHORT, *mode, "--drafters", "draft,eagle3", "--mpi-layer-split", "0.4,0.3,0.3/1.0/1.0")
+    assert "on 3 ranks" in split
+    alone = simulate(name, *SHORT, *mode, "--drafters", "ngram:1")
+    assert "draft" not in alone.splitlines()[1]
+    for words, line in {
+        ("--drafters", "draft:2"): "a share is a number between 0 and 1",
+        ("--drafters", "a"): "write drafters, separated by commas",
+        ("--drafters", "ngram,ngram"): "one ngram drafter at most",
+        ("--drafters", "draft", "--spec-type", "ngram"): "--drafters both name drafters: omit one of them",
+        ("--drafters", "draft", "--overlap", 2): "must be a share between 0 and 1, got 2",
+        ("--drafters", "draft,draft", "--recording", BUNDLED): "has the candidates of one draft model",
+        ("--drafters", "draft:0.5", "--recording", BUNDLED): "those of a recording are fixed",
+    }.items():
+        assert line in refuse(name, *words)
+
+
 def test_shapes_from_models_and_a_recording(simulate) -> None:  # type: ignore[no-untyped-def]
     models = ("-m", TARGET, "-md", DRAFT)
     out = simulate("two-cores", *models, "--recording", BUNDLED, "-n", 16)
     assert "target tales-target (8 layers) on 2 ranks; draft tales-draft (2 layers) on 1 rank" in out
+    heads = ("-md", HEAD)
+    out = simulate("two-cores", "-m", TARGET, *heads, *SHORT, "--mode", "async", "--spec-type", "draft-eagle3")
+    assert "head tales-eagle3 (1 layer) on 1 rank" in out
+    out = simulate("two-cores", *models, "--recording", BUNDLED, "-n", 16)
     assert re.search(r"3 recorded prompts, outputs of 16 \+ 16 \+ 16 tokens, agreement \d\d %", out)
     assert "outputs of 256 + " in simulate("two-cores", *models, "--recording", BUNDLED, "--mode", "iterative")
 
@@ -182,7 +210,7 @@ def test_without_a_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "--mode async needs a draft model: name one with -md" in capsys.readouterr().err
     assert run(["simulate", str(own), "--spec-type", "draft-eagle3"]) == 2
     assert "--spec-type" in (err := capsys.readouterr().err)
-    assert "eagle3" in err
+    assert "eagle3 needs an EAGLE-3 head: name one with -md/--model-draft, or use --drafters eagle3" in err
     assert run(["simulate", str(own), "--sweep", "draft=1..2"]) == 2
     assert "draft=… makes no difference without draft tokens" in capsys.readouterr().err
 

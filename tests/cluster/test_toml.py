@@ -64,7 +64,7 @@ def test_bundled_clusters(name: str) -> None:
     if match := re.match(r"nodes(\d+)-", name):
         assert (len(spec.target_on), len(spec.draft_on)) == (int(match[1]), 1)
         assert len({*spec.target_on, *spec.draft_on}) == len(spec.nodes)
-    cluster = build(spec, placement_of(spec, spec.target, spec.draft), spec.target, spec.draft)
+    cluster = build(spec, placement_of(spec, spec.target, spec.drafts), spec.target, spec.drafts)
     stats = simulate(cluster, tokens(0.8, 12), ASYNC, 12)
     assert stats.n_generated == 12
 
@@ -92,7 +92,7 @@ def test_the_example_is_read(tmp_path: Path) -> None:
     spec = read_cluster(written(tmp_path, "\n".join(line[4:] for line in example.splitlines()) + office))
     assert [node.name for node in spec.nodes] == ["server1", "server2", "office"]
     assert (spec.target_on, spec.draft_on, spec.threads) == ((0, 1), (2,), (16, 16, 6))
-    assert (spec.layer_split, spec.draft_layer_split) == (LayerSplit((0.5, 0.5)), LayerSplit((1.0,)))
+    assert (spec.layer_split, spec.draft_layer_splits) == (LayerSplit((0.5, 0.5)), (LayerSplit((1.0,)),))
     assert spec.network == Link(60e-6, 0.94e9 / 8)
     node = spec.nodes[0]
     assert (node.cores, node.memory_bytes, node.bytes_per_s) == (16, 64e9, 90e9)
@@ -108,7 +108,7 @@ def test_defaults(tmp_path: Path) -> None:
     spec = read_cluster(written(tmp_path, NODES.replace("core_gb_per_s = 12\n", "") + NETWORK))
     assert spec.title == "own"
     assert (spec.target_on, spec.draft_on, spec.target, spec.draft) == ((0, 1), (), None, None)
-    assert (spec.layer_split, spec.draft_layer_split, spec.threads, spec.links) == (None, None, (), {})
+    assert (spec.layer_split, spec.draft_layer_splits, spec.threads, spec.links) == (None, (), (), {})
     assert spec.nodes[0].core_bytes_per_s == spec.nodes[0].bytes_per_s
     assert spec.nodes[0].crowd is None
     assert spec.nodes[0].turns == TURNS
@@ -338,7 +338,7 @@ def test_any_value_anywhere(name: str, tmp_path: Path) -> None:
             try:
                 spec = read_cluster(path)
                 assert spec.target is not None
-                build(spec, placement_of(spec, spec.target, spec.draft), spec.target, spec.draft)
+                build(spec, placement_of(spec, spec.target, spec.drafts), spec.target, spec.drafts)
             except GgpipeError as e:
                 messages.append(str(e))
     assert len(messages) > 100

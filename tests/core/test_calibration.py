@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ggpipe.core.draft_messages import ROOT, Expansion, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration
+from ggpipe.core.drafters.consensus import combined
 from ggpipe.core.drafters.request_drafters import RequestDrafters
 from ggpipe.core.request import Counters
 from ggpipe.core.sequence_ids import SequenceIds
@@ -82,6 +87,15 @@ class Both:
         self.drafters.add(batch, self.output, lambda parent, token: True, 0.0)
         return self.tree.root.children[token]
 
+    def add_below(self, drafter: int, parent: Node, token: int, prob: float) -> Node:
+        """A drafter names the token after one that it named."""
+        self._numbers += 1
+        (parent_number,) = (proposal.number for proposal in parent.proposals if proposal.drafter == drafter)
+        expansion = Expansion(parent_number, self._numbers, 1, ((token, prob),))
+        batch = MicroBatch(request=1, epoch=len(self.output), expansions=(expansion,), complete=False, drafter=drafter)
+        self.drafters.add(batch, self.output, lambda parent, token: True, 0.0)
+        return parent.children[token]
+
     def accept(self, token: int) -> None:
         self.output.append(token)
         self.drafters.judge(token, self.counters)
@@ -118,18 +132,75 @@ def test_a_drafter_is_not_judged_by_what_others_name() -> None:
     assert it.drafters.leading is it.drafters[4]
 
 
-def test_a_token_is_as_probable_as_its_best_proposal_after_calibration() -> None:
+def test_a_token_that_two_drafters_name_is_more_probable_than_either_says() -> None:
+    it = Both()
+    alone = it.name(4, 6, 0.6)
+    below = it.add_below(4, alone, 5, 0.5)
+    assert alone.probability == pytest.approx(0.6)
+    assert it.name(9, 6, 0.5) is alone
+    assert alone.probability == pytest.approx(1 - 0.4 * 0.5)
+    assert math.exp(below.log_path) == pytest.approx(0.8 * 0.5)
+    assert len(it.tree.best_first()) == 2
+
+
+def test_drafters_that_disagree_leave_each_other_less() -> None:
+    it = Both()
+    one, other = it.name(4, 6, 0.6), it.name(9, 5, 0.6)
+    assert one.probability == pytest.approx(other.probability) == pytest.approx(0.24 / 0.64)
+    it.name(4, 7, 0.1)
+    assert one.probability > other.probability, "what one drafter leaves open is less now"
+
+
+def test_a_drafter_that_has_been_wrong_adds_and_takes_little() -> None:
+    """It is its calibrated probability that counts."""
     it = Both()
     for _ in range(200):
-        it.name(4, 7, 0.3)
+        it.name(4, 7, 0.9)
         it.name(9, 8, 0.9)
         it.accept(7)
-    it.name(9, 5, 0.9)
-    better = it.name(4, 6, 0.3)
-    both = it.name(9, 6, 0.9)
-    assert both is better
-    assert better.probability == it.drafters.probability(better) == it.probability(4, 0.3) > 0.9
-    assert it.tree.best_first()[0] is better
+    right = it.name(4, 6, 0.9)
+    it.name(9, 6, 0.9)
+    assert right.probability == pytest.approx(it.probability(4, 0.9), abs=0.01)
+    second = it.name(9, 5, 0.9)
+    assert second.probability < 0.05
+    assert right.probability > 0.95
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_what_two_drafters_that_make_the_same_mistakes_say_is_worth_what_it_was(agree: bool) -> None:
+    """They name the same token and are right in six of ten cases; or different ones, and are never both wrong."""
+    it = Both()
+    for i in range(600):
+        it.name(4, 7, 0.6)
+        it.name(9, 7 if agree else 8, 0.6)
+        if agree:
+            it.accept(7 if i * 3 % 10 < 6 else 5)
+        else:
+            it.accept(7 + i % 2)
+    one = it.name(4, 7, 0.6)
+    other = it.name(9, 7 if agree else 8, 0.6)
+    assert one.probability == pytest.approx(0.6 if agree else 0.5, abs=0.1)
+    assert other.probability == pytest.approx(0.6 if agree else 0.5, abs=0.1)
+    expected = 0.6 if agree else 0.5
+    assert it.probability(4, 0.6) == pytest.approx(expected, abs=0.1), "each one still learns by its own"
+
+
+BELIEFS = st.lists(st.dictionaries(st.integers(0, 4), st.floats(0, 1), min_size=1), min_size=1, max_size=4)
+
+
+@given(BELIEFS)
+def test_combined_probabilities_are_probabilities(beliefs: list[dict[int, float]]) -> None:
+    probabilities = combined(beliefs)
+    assert probabilities.keys() == {token for belief in beliefs for token in belief}
+    assert all(prob >= 0 for prob in probabilities.values())
+    assert sum(probabilities.values()) <= 1 + 1e-9
+    assert combined(beliefs[::-1]) == pytest.approx(probabilities, abs=1e-6), "in whatever order they came"
+
+
+@given(st.floats(0, 0.99), st.floats(0, 0.99))
+def test_who_agrees_takes_nothing_away(one: float, other: float) -> None:
+    (probability,) = combined([{1: one}, {1: other}]).values()
+    assert probability == pytest.approx(1 - (1 - one) * (1 - other))
 
 
 def test_numbers_are_each_drafters_own() -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fake_drafts import Adversary, FakeDraftModel, RealDraft, TextDraft
+from support.fake_drafts import Adversary, Echo, FakeDraftModel, RealDraft, Silent, TextDraft
 from support.fakes import END, NO_FILES, FakeModel, Restored
 from support.heads import Head
 from support.requests import changed, core_request
@@ -26,7 +26,7 @@ from ggpipe.core.batching.payoff import Payoff
 from ggpipe.core.prefixes import ErasePrefix, PrefixOrder, RestorePrefix, SavePrefix
 from ggpipe.core.request import Limits, Request
 
-Kind = Literal["model", "adversary", "ngram"]
+Kind = Literal["model", "adversary", "echo", "silent", "ngram"]
 N_EXAMPLES = int(os.environ.get("GGPIPE_EXAMPLES", "200"))
 
 
@@ -62,6 +62,10 @@ class Scenario:
         agreement = self.agreement / (1 + number)
         if kind == "adversary":
             return Adversary(self.model, agreement, self.seed + number, number)
+        if kind == "echo":
+            return Echo(self.model, agreement, self.seed, number)
+        if kind == "silent":
+            return Silent(self.model, agreement, self.seed, number)
         if kind == "ngram":
             return TextDraft(number)
         draft_model = FakeDraftModel(self.model, agreement)
@@ -95,7 +99,7 @@ def speculations(n_draft: int, n_min: int) -> st.SearchStrategy[SpeculationConfi
 
 
 KINDS = st.sampled_from(get_args(Kind))
-DRAFTS = st.tuples(KINDS) | st.tuples(KINDS, KINDS)
+DRAFTS = st.lists(KINDS, min_size=1, max_size=2).map(tuple) | st.lists(KINDS, min_size=1, max_size=4).map(tuple)
 
 PACES = st.fixed_dictionaries(
     {
@@ -291,7 +295,7 @@ def play(scenario: Scenario, lives: Sequence[int] = ()) -> Head:
     """
     head, rng = scenario.open(), random.Random(scenario.seed)
     drafters = tuple(head.drafts)
-    choices = [drafters, drafters[::-1], drafters[-1:]]
+    choices = [drafters, drafters[::-1], drafters[-1:], drafters[:2]]
     to_come = collections.deque(
         replace(one, drafters=rng.choice(choices)) if isinstance(one, Request) else one for one in scenario.requests
     )

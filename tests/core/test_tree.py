@@ -240,9 +240,21 @@ def test_paths_are_reckoned_again_as_drafters_turn_out_to_be_worth() -> None:
     it = Grower()
     a, b, c = it.grow(it.tree.root, 1, 2, 3)
     it.place(a)
-    it.tree.reevaluate(lambda node: node.proposals[0].prob / node.pos)
+    it.tree.reevaluate(lambda siblings: [node.proposals[0].prob / node.pos for node in siblings])
     expected = [0.5 / 3, 0.5 / 3 * 0.5 / 4, 0.5 / 3 * 0.5 / 4 * 0.5 / 5]
     assert [math.exp(node.log_path) for node in (a, b, c)] == pytest.approx(expected)
+
+
+def test_siblings_are_reckoned_again_with_what_is_below_them() -> None:
+    it = Grower()
+    root = it.tree.root
+    a, b = it.name(root, 1, 0.6), it.name(root, 2, 0.5)
+    c = it.name(a, 3, 0.9)
+    assert list(it.tree.best_first()) == [a, c, b]
+    it.tree.reevaluate_children(root, [0.2, 0.7])
+    assert list(it.tree.best_first()) == [b, a, c]
+    assert math.exp(c.log_path) == pytest.approx(0.2 * 0.9)
+    it.tree.validate()
 
 
 def test_long_texts_do_not_wear_probabilities_down() -> None:

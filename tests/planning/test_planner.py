@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from support.planning import DRAFT, GB, SMALL, TARGET, check, cluster, fastest, layers_of, node, request
 
 from ggpipe.cluster.links import Link
+from ggpipe.cluster.model_shape import head_shape
 from ggpipe.cluster.recording import BUNDLED, read
 from ggpipe.cluster.spec import NodeSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
+from ggpipe.core.drafters.eagle import HORIZON
 from ggpipe.errors import UsageError
 from ggpipe.planning.candidates import CandidateSearch
 from ggpipe.planning.placements import Arrangement, Place, arrangements
@@ -47,6 +49,22 @@ def test_memory_is_never_exceeded(
     else:
         check(plan, spec, TARGET)
         assert len(plan.ranks) == len(machines) or not in_order
+
+
+@pytest.mark.parametrize("mode", ["async", "speculative"])
+def test_no_more_stages_than_a_heads_horizon_feeds(mode: Mode) -> None:
+    """Nor groups, which heads do not work with."""
+    target, machines = replace(TARGET, max_parts=4), [node(f"node{i}") for i in range(13)]
+    spec, own = cluster(*machines), replace(request(0.05, groups=True), mode=mode)
+    plan = make_plan(spec, target, head_shape(target), own)
+    check(plan, spec, target)
+    assert len(layers_of(plan)) <= HORIZON + 1
+    assert mode == "speculative" or len(layers_of(plan)) > 4
+    assert not plan.placement.has_groups
+    more = make_plan(spec, target, DRAFT, replace(own, mode="async"))
+    assert len(layers_of(more)) > HORIZON + 1, "a draft model feeds all of them"
+    with pytest.raises(UsageError, match="`n_ranks` 13: an EAGLE-3 head feeds 9 stages at most"):
+        make_plan(spec, target, head_shape(target), replace(request(0.05, n_ranks=13), mode=mode))
 
 
 def test_faster_machines_get_more_layers() -> None:

@@ -162,14 +162,14 @@ def test_only_the_drafts_pipeline_takes_its_times(outside: bool) -> None:
         target_on=(0, 1),
         draft_on=(1,) if outside else (),
         layout=layout,
-        draft_layout=lay_out(2, 1, None, 2) if outside else None,
+        draft_layouts=(lay_out(2, 1, None, 2),) if outside else (),
     )
     seconds = {}
     for profile in (measured(), with_draft(measured())):
         spec = replace(spec_from_profile(profile, "measured"), threads=())
-        cluster = build(spec, replace(placement, threads=(8,) * len(placement.node_of)), target, draft_shape())
-        assert cluster.draft is not None
-        pipelines = (*cluster.target.stages.values(), *cluster.draft.stages.values())
+        cluster = build(spec, replace(placement, threads=(8,) * len(placement.node_of)), target, [draft_shape()])
+        (draft,) = cluster.drafts
+        pipelines = (*cluster.target.stages.values(), *draft.stages.values())
         seconds[profile.draft] = [stage.cost.seconds(1, 32) for stage in pipelines]
     without, beside = seconds[None], seconds[FACTS]
     assert without[:-1] == beside[:-1]

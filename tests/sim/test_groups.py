@@ -50,8 +50,8 @@ def cost_of(n: int, layers: tuple[int, int] = (0, 4), wire: TensorWire = "f32", 
 
 
 def request_of(spec: ClusterSpec, tensor_split: tuple[float, ...] = ()) -> tuple[RequestStats, VirtualCluster]:
-    placement = replace(placement_of(spec, SHAPE, None), tensor_split=tensor_split)
-    own = build(spec, placement, SHAPE, None)
+    placement = replace(placement_of(spec, SHAPE, []), tensor_split=tensor_split)
+    own = build(spec, placement, SHAPE, [])
     return checked(own, tokens(n_prompt=1, n_text=20), ITERATIVE), own
 
 
@@ -179,9 +179,9 @@ def test_groups_write_the_same_text_in_all_modes(speculation: SpeculationConfig)
 def setup_of(spec: ClusterSpec) -> SimulationSpec:
     return SimulationSpec(
         cluster=spec,
-        placement=placement_of(spec, SHAPE, None),
+        placement=placement_of(spec, SHAPE, []),
         target=SHAPE,
-        draft=None,
+        drafts=(),
         speculation=SpeculationConfig(),
         tokens=SyntheticText(n_prompt=4),
         n_predict=8,

@@ -37,12 +37,12 @@ def spec_of(name: str, n_stages: int, n_prompt: int, target: ModelShape | None =
     cluster = replace(cluster, nodes=nodes, target_on=cluster.target_on[:n_stages])
     target = target or cluster.target
     assert target is not None
-    placement = placement_of(cluster, target, cluster.draft)
+    placement = placement_of(cluster, target, cluster.drafts)
     return SimulationSpec(
         cluster=cluster,
         placement=placement,
         target=target,
-        draft=cluster.draft,
+        drafts=cluster.drafts,
         speculation=SpeculationConfig(),
         tokens=SyntheticText(n_prompt=n_prompt),
         n_predict=1,
@@ -58,7 +58,7 @@ def ttft_s(spec: SimulationSpec) -> float:
 
 def ideal_s(spec: SimulationSpec) -> float:
     """The slowest stage computes all rows in the longest runs, and the last row goes through the others alone."""
-    virtual = build(spec.cluster, spec.placement, spec.target, spec.draft)
+    virtual = build(spec.cluster, spec.placement, spec.target, spec.drafts)
     assert isinstance(spec.tokens, SyntheticText)
     n_prompt = spec.tokens.n_prompt
     costs = [virtual.target.stages[stage.ranks[0]].cost for stage in virtual.target.layout.stages]
@@ -104,7 +104,7 @@ def test_mixtures_read_their_experts_for_many_rows(n_stages: int, n_prompt: int)
 def test_short_prompts_of_mixtures_are_slower_than_the_ideal_and_faster_than_in_one_run(n_prompt: int) -> None:
     """Short runs share few experts: the ideal, in which all rows share them, cannot be reached."""
     spec = spec_of("nodes8-gigabit", 8, n_prompt, MIXTURE)
-    costs = build(spec.cluster, spec.placement, spec.target, spec.draft).target.stages.values()
+    costs = build(spec.cluster, spec.placement, spec.target, spec.drafts).target.stages.values()
     assert ttft_s(spec) <= 0.6 * sum(cost.cost.seconds(n_prompt, 0) for cost in costs)
 
 

@@ -177,9 +177,9 @@ def test_a_draft_over_two_ranks() -> None:
     from ggpipe.sim.virtual_cluster import PipelineSpec, StageSpec, VirtualNode
 
     own = cluster((0.1, 0.1), 0.01)
-    stage = StageSpec(threads=1, cost=own.draft.stages[2].cost)  # type: ignore[union-attr]
+    stage = StageSpec(threads=1, cost=own.drafts[0].stages[2].cost)
     draft = PipelineSpec(layout=Layout.of_ranks([(0, 1), (1, 2)], 2), stages={2: stage, 3: stage}, row_bytes=100)
-    own = replace(own, draft=draft, nodes=(*own.nodes, VirtualNode(name="more", cores=1)), node_of=(0, 1, 2, 3))
+    own = replace(own, drafts=(draft,), nodes=(*own.nodes, VirtualNode(name="more", cores=1)), node_of=(0, 1, 2, 3))
     stats = checked(own, tokens(0.8), ASYNC)
     assert all(rank.runs > 0 for rank in stats.ranks)
     assert all(len(run.spans) == 2 for run in stats.draft_runs)
@@ -347,7 +347,7 @@ def test_a_single_token() -> None:
 def test_32_nodes_and_1000_tokens() -> None:
     spec = read_cluster(Path("nodes32-gigabit"))
     assert spec.target is not None
-    own = build(spec, placement_of(spec, spec.target, spec.draft), spec.target, spec.draft)
+    own = build(spec, placement_of(spec, spec.target, spec.drafts), spec.target, spec.drafts)
     text = SyntheticTokens(0.8, 128, 1000, 1)
     stats = simulate(own, text, ASYNC, 1000)
     assert stats.n_generated == 1000

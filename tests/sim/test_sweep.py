@@ -25,13 +25,13 @@ from ggpipe.sim.virtual_cluster import placement_of
 def setup(name: str = "nodes4-gigabit", n_predict: int = 16) -> SimulationSpec:
     spec = read_cluster(Path(name))
     assert spec.target is not None
-    placement = placement_of(spec, spec.target, spec.draft)
+    placement = placement_of(spec, spec.target, spec.drafts)
     tokens = SyntheticText(agreement=0.7, n_prompt=16)
     return SimulationSpec(
         cluster=spec,
         placement=placement,
         target=spec.target,
-        draft=spec.draft,
+        drafts=spec.drafts,
         speculation=SpeculationConfig(),
         tokens=tokens,
         n_predict=n_predict,
@@ -109,7 +109,7 @@ def test_too_many_simulations() -> None:
 def test_every_name_changes_something() -> None:
     own = setup()
     for name in NAMES:
-        value = 0.25 if name in ("pa", "ps", "pr", "pd", "acceptance") else 4
+        value = 0.25 if name in ("pa", "ps", "pr", "pd", "acceptance", "overlap") else 4
         assert own.changed({name: value}) != own, name
     assert own.changed({}) == own
 

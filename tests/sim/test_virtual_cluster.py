@@ -44,43 +44,47 @@ def spec(n_nodes: int = 3, target_on: tuple[int, ...] = (0, 1), draft_on: tuple[
 
 def test_ranks_get_layers_and_threads() -> None:
     own = spec()
-    placement = placement_of(own, TARGET, DRAFT)
+    placement = placement_of(own, TARGET, [DRAFT])
     assert placement.node_of == (0, 1, 2)
-    cluster = build(own, placement, TARGET, DRAFT)
+    cluster = build(own, placement, TARGET, [DRAFT])
     assert cluster.target.layout.layers == ((0, 4), (4, 8))
-    assert cluster.draft is not None
-    assert (cluster.draft.layout.layers, cluster.draft.layout.head) == (((0, 4),), 2)
+    assert cluster.drafts
+    assert (cluster.drafts[0].layout.layers, cluster.drafts[0].layout.head) == (((0, 4),), 2)
     assert [stage.threads for stage in cluster.target.stages.values()] == [16, 16]
-    assert not any(stage.nice for stage in (*cluster.target.stages.values(), *cluster.draft.stages.values()))
+    assert not any(stage.nice for stage in (*cluster.target.stages.values(), *cluster.drafts[0].stages.values()))
     assert (cluster.link(0, 1), cluster.target.row_bytes) == (Link(1e-4, 1e8), 4 * 8192)
 
 
 def test_the_draft_inside_the_head_is_nice() -> None:
     own = spec(draft_on=())
-    placement = replace(placement_of(own, TARGET, DRAFT), draft_threads=3)
-    cluster = build(own, placement, TARGET, DRAFT)
-    assert cluster.draft is not None
-    assert (cluster.draft.layout.head, cluster.draft.stages[0].threads, cluster.draft.stages[0].nice) == (0, 3, True)
+    placement = replace(placement_of(own, TARGET, [DRAFT]), draft_threads=3)
+    cluster = build(own, placement, TARGET, [DRAFT])
+    assert cluster.drafts
+    assert (cluster.drafts[0].layout.head, cluster.drafts[0].stages[0].threads, cluster.drafts[0].stages[0].nice) == (
+        0,
+        3,
+        True,
+    )
     assert cluster.target.stages[0].threads == 16
-    assert build(own, placement_of(own, TARGET, DRAFT), TARGET, DRAFT).draft.stages[0].threads == 16  # type: ignore[union-attr]
+    assert build(own, placement_of(own, TARGET, [DRAFT]), TARGET, [DRAFT]).drafts[0].stages[0].threads == 16
 
 
 def test_ranks_of_a_node_divide_its_cores_and_its_memory() -> None:
     own = spec(1, (0, 0), (0,))
-    placement = placement_of(own, TARGET, DRAFT)
+    placement = placement_of(own, TARGET, [DRAFT])
     assert [threads_of(own, placement, rank) for rank in range(3)] == [5, 5, 5]
-    cluster = build(own, placement, TARGET, DRAFT)
-    assert cluster.draft is not None
-    assert cluster.draft.stages[2].nice
+    cluster = build(own, placement, TARGET, [DRAFT])
+    assert cluster.drafts
+    assert cluster.drafts[0].stages[2].nice
     # Five cores alone read 50 GB/s; while all read, they get five parts of sixteen of 80 GB/s.
     assert cluster.nodes[0].crowd == pytest.approx(80 * 5 / 16 / 50)
-    given = build(replace(own, nodes=(replace(NODE, crowd=0.9),)), placement, TARGET, DRAFT)
+    given = build(replace(own, nodes=(replace(NODE, crowd=0.9),)), placement, TARGET, [DRAFT])
     assert given.nodes[0].crowd == 0.9
-    assert build(spec(), placement_of(spec(), TARGET, DRAFT), TARGET, DRAFT).nodes[0].crowd == 1.0
+    assert build(spec(), placement_of(spec(), TARGET, [DRAFT]), TARGET, [DRAFT]).nodes[0].crowd == 1.0
 
 
 def test_more_threads_than_cores_gain_nothing() -> None:
-    cluster = build(spec(), VirtualPlacement(target_on=(0, 1), threads=(64, 16)), TARGET, None)
+    cluster = build(spec(), VirtualPlacement(target_on=(0, 1), threads=(64, 16)), TARGET, [])
     assert [stage.threads for stage in cluster.target.stages.values()] == [16, 16]
     assert cluster.target.stages[0].cost.seconds(1, 0) == pytest.approx(
         stage_cost(NODE, TARGET, (0, 4), 16).seconds(1, 0)
@@ -89,9 +93,9 @@ def test_more_threads_than_cores_gain_nothing() -> None:
 
 
 def test_without_a_draft() -> None:
-    placement = placement_of(spec(), TARGET, None)
+    placement = placement_of(spec(), TARGET, [])
     assert placement.draft_on == ()
-    assert build(spec(), placement, TARGET, None).draft is None
+    assert build(spec(), placement, TARGET, []).drafts == ()
 
 
 def test_costs_from_speeds() -> None:
@@ -116,7 +120,7 @@ def test_experts_are_read_in_part() -> None:
 def test_a_cluster_with_another_split() -> None:
     own = replace(spec(), threads=(16, 16, 8))
     other = with_splits(own, (LayerSplit((0.25, 0.75)), LayerSplit((1.0,))))
-    placement = placement_of(other, TARGET, DRAFT)
+    placement = placement_of(other, TARGET, [DRAFT])
     assert placement.layout is not None
     assert placement.layout.layers == ((0, 2), (2, 8))
     assert placement.threads == (16, 16, 8)
@@ -127,7 +131,7 @@ def test_a_cluster_with_another_split() -> None:
     turned = with_splits(own, (LayerSplit((1.0,)), LayerSplit((0.5, 0.5))))
     assert (turned.target_on, turned.draft_on) == ((0,), (1, 2))
     group = with_splits(own, (LayerSplit((1.0,), (2,)), LayerSplit((1.0,))))
-    assert placement_of(group, TARGET, DRAFT).layout == Layout.of_ranks([(0, 8)], 0, (2,))
+    assert placement_of(group, TARGET, [DRAFT]).layout == Layout.of_ranks([(0, 8)], 0, (2,))
     for split in (
         (LayerSplit((1.0,)),),
         (LayerSplit((0.5, 0.5)), LayerSplit((0.5, 0.5))),
@@ -140,7 +144,7 @@ def test_a_cluster_with_another_split() -> None:
 
 def test_more_ranks_than_layers() -> None:
     with pytest.raises(GgpipeError, match="would get no layer"):
-        placement_of(spec(1, (0,) * 9, ()), TARGET, None)
+        placement_of(spec(1, (0,) * 9, ()), TARGET, [])
 
 
 # Profiles
@@ -205,7 +209,7 @@ def test_ranks_that_measured_the_same_are_averaged() -> None:
 def test_other_numbers_of_rows_cost_by_the_layer() -> None:
     own = spec_from_profile(measured(("x",)), "measured")
     placement = VirtualPlacement(target_on=(0, 0), layout=lay_out(4, 2, LayerSplit((0.75, 0.25))), threads=(8, 8))
-    stages = build(own, placement, shape_like(measured()), None).target.stages
+    stages = build(own, placement, shape_like(measured()), []).target.stages
     assert [stages[rank].change_s for rank in (0, 1)] == pytest.approx([3e-4, 1e-4])
 
 
@@ -216,9 +220,9 @@ def test_hosts_become_nodes() -> None:
     assert own.links[0, 2] == Link(5e-5, 1e9)
     assert own.overheads.run_s == pytest.approx(7e-5)
     assert own.overheads.hand_s == pytest.approx(9e-5)
-    placement = placement_of(own, shape_like(measured()), None)
+    placement = placement_of(own, shape_like(measured()), [])
     assert placement.threads == (8, 8, 8)
-    cluster = build(own, placement, shape_like(measured()), None)
+    cluster = build(own, placement, shape_like(measured()), [])
     assert cluster.link(2, 1).latency_s == pytest.approx(7e-5)
 
 

@@ -297,4 +297,31 @@ class Adversary:
         assert not self.batches
 
 
+class Echo(Adversary):
+    """One that names the same few tokens with the same probabilities as others of its kind, again and again, whether or
+    not it named them before: mistakes that coincide, and numbers for one token that never end."""
+
+    def _expand(self, request: int, text: Tokens) -> Expansion:
+        paths, n_prompt = self._paths[request], len(self._begun[request].prompt)
+        chain = [number for number, path in paths.items() if path[: len(text)] == text][-4:]
+        parent = self.random.choice([ROOT, *chain])
+        path = text if parent == ROOT else paths[parent]
+        right = self.target.next(request, path, n_prompt)
+        wrong = (right + 1) % self.target.n_vocab
+        roll = chance("echo", self.target.seed, path) % 100
+        tokens = (right, wrong) if roll < 100 * self.agreement else (wrong, right)
+        first = len(paths) + 1
+        paths |= {first + i: (*path, token) for i, token in enumerate(tokens)}
+        return Expansion(parent, first, 2, ((tokens[0], 1.0), (tokens[1], 0.0)))
+
+
+class Silent(Adversary):
+    """One that says of each root that it has nothing, and sends no draft token ever."""
+
+    def _draft_token(self, request: int) -> None:
+        del self._to_send[request]
+        epoch = len(self._text[request]) - len(self._begun[request].prompt)
+        self.batches.append(MicroBatch(request=request, epoch=epoch, expansions=(), complete=True, drafter=self.id))
+
+
 AnyDraft = RealDraft | TextDraft | Adversary

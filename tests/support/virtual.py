@@ -80,7 +80,7 @@ def cluster(
         nodes=nodes,
         node_of=node_of,
         target=target,
-        draft=draft,
+        drafts=(draft,) if draft is not None else (),
         links={},
         network=link,
         local=link,

@@ -30,6 +30,7 @@ from ggpipe.options.settings import (
     ModelSettings,
     PlanSettings,
     RankSettings,
+    SimulatedDrafters,
     SimulatedText,
 )
 from ggpipe.planning.candidates import Constraints
@@ -64,7 +65,8 @@ class _Request:
         """Raises UsageError for mistakes, before any measurement."""
         self.options = options
         self.settings, self.models, self.context = options[PlanSettings], options[ModelSettings], options[ContextConfig]
-        self.text = text_of(options[SimulatedText])
+        self.text = text_of(options[SimulatedText], SimulatedDrafters())
+        self.models.check_one_draft()
         threads = options[PipelineConfig].threads
         if len(threads) > 1:
             raise SettingError(
@@ -107,7 +109,8 @@ class _Request:
             write_plan(self.settings.json, spec, made, command)
 
     def _shapes(self, spec: ClusterSpec) -> tuple[ModelShape, ModelShape | None]:
-        own, draft = shapes_of(self.options)
+        own, drafts = shapes_of(self.options)
+        draft = next(iter(drafts), None)
         target = own or spec.target
         if target is None:
             raise UsageError("the cluster file does not describe a target model: name one with ", Setting("model"))

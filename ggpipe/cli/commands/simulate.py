@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import get_args
 
 from ggpipe.cli.messages import show
-from ggpipe.cli.simulated import shapes_of, text_of, traffic_of
+from ggpipe.cli.simulated import drafts_of, shapes_of, text_of, traffic_of
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.speculation import Mode
+from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.core.drafters import registry
 from ggpipe.display.figures.canvas import check_plottable
 from ggpipe.display.figures.trace import write_trace
@@ -37,6 +37,7 @@ from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     ClusterSettings,
     RankSettings,
+    SimulatedDrafters,
     SimulatedText,
     SimulatedTraffic,
     SimulateSettings,
@@ -44,7 +45,7 @@ from ggpipe.options.settings import (
 from ggpipe.sim.simulation_spec import TRAFFIC_NAMES, SimulationSpec
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.sweep import Combination, parse_axis, sweep
-from ggpipe.sim.virtual_cluster import VirtualPlacement, placement_of, threads_of, with_splits
+from ggpipe.sim.virtual_cluster import VirtualPlacement, placement_of, threads_of, with_drafts, with_splits
 
 _N_TEXT = 256
 
@@ -99,11 +100,13 @@ def _spec(options: Options) -> SimulationSpec:
         raise SettingError("layer_split", "auto cannot be simulated", "give shares, or use `ggpipe plan`")
     if given is not None:
         cluster = with_splits(cluster, given)
-    target, draft = shapes_of(options)
-    target, draft = target or cluster.target, draft or cluster.draft
+    given_target, files = shapes_of(options)
+    target, drafters = given_target or cluster.target, options[SimulatedDrafters]
     if target is None:
         raise UsageError(f"{path} does not describe a target model: name one with ", Setting("model"))
-    placement = placement_of(cluster, target, draft)
+    drafts = drafts_of(drafters, files, cluster.draft, target)
+    cluster = with_drafts(cluster, len(drafts))
+    placement = placement_of(cluster, target, drafts)
     pipeline = options[PipelineConfig]
     placement = _with_threads(cluster, placement, pipeline, draft_threads(options))
     placement = replace(placement, tensor_split=pipeline.tensor_split, tensor_wire=pipeline.tensor_wire)
@@ -114,12 +117,22 @@ def _spec(options: Options) -> SimulationSpec:
         cluster=cluster,
         placement=placement,
         target=target,
-        draft=draft,
-        speculation=speculation_config(options),
-        tokens=text_of(text),
+        drafts=drafts,
+        speculation=_speculation(options),
+        tokens=text_of(text, drafters, len(drafts)),
         n_predict=n_predict,
         sizes=sizes,
     )
+
+
+def _speculation(options: Options) -> SpeculationConfig:
+    """How to draft, and with which drafters."""
+    speculation, kinds = speculation_config(options), options[SimulatedDrafters].kinds
+    if kinds is None:
+        return speculation
+    if speculation.drafters is not None:
+        raise SettingError("spec_type", Wording("and ", Setting("drafters"), " both name drafters"), "omit one of them")
+    return replace(speculation, drafters=kinds)
 
 
 def _with_threads(
@@ -149,9 +162,11 @@ def _check_tensor_split(placement: VirtualPlacement) -> None:
 def _modes(spec: SimulationSpec, options: Options) -> list[Mode]:
     """The modes to simulate. Sweeps, plots and traces show details of the last one."""
     mode = given_mode(options)
-    if "eagle3" in (spec.speculation.drafters or ()):
-        raise SettingError("spec_type", "eagle3 is not simulated", "name draft, ngram or none")
-    if spec.draft is None and not registry.chosen(spec.speculation.drafters, ()):
+    kinds = [draft.drafter for draft in spec.drafts]
+    if "eagle3" in (spec.speculation.drafters or ()) and "eagle3" not in kinds:
+        advice = Wording("name one with ", Setting("draft.model"), ", or use ", Setting("drafters"), " eagle3")
+        raise SettingError("spec_type", "eagle3 needs an EAGLE-3 head", advice)
+    if not registry.chosen(spec.speculation.drafters, kinds):
         if mode in ("speculative", "async"):
             check_draft(options, Wording(Setting("mode"), f" {mode}"))
         show(Wording("simulating only iterative, without a draft model: name one with ", Setting("draft.model")))

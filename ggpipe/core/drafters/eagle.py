@@ -7,7 +7,7 @@ So its text is the request's without the first token, and a row of it waits unti
 (`StatesArrived`; `Accepted.rows` names the rows). States themselves never come here: rows name them (`StateRef`).
 
 True states end with the last verified token. From there the head drafts on its own states, no further than its
-`_HORIZON`, and when the next token is accepted, it starts again from true ones: nothing of the old tree stays but the
+`HORIZON`, and when the next token is accepted, it starts again from true ones: nothing of the old tree stays but the
 numbers of draft tokens that the head of the pipeline has, which are not sent twice.
 """
 
@@ -26,7 +26,7 @@ from ggpipe.core.in_flight import RunPart
 from ggpipe.core.messages import LogitsRequest, StateRef
 from ggpipe.core.tree import Node, Proposal
 
-_HORIZON = 8
+HORIZON = 8
 """Depth of the deepest draft token below the last verified one: each reads the state of the one before it."""
 _ROWS_WITH_ROOT = 8
 """Rows of a text that go with its last token, whose logits are wanted: the head computes those of all rows of a run, or
@@ -66,7 +66,7 @@ class _HeadState(DraftState):
     @property
     def deepest(self) -> int:
         usual: int = DraftState.deepest.__get__(self)  # a dataclass with slots is not the class that super() looks for
-        return min(usual, self.tree.root.pos + _HORIZON)
+        return min(usual, self.tree.root.pos + HORIZON)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
         """The text went on: the tree starts again at its end."""

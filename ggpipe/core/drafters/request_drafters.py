@@ -1,15 +1,17 @@
 """What the head knows of the drafters that work for a request, one entry each: look-ahead, pace, calibration, numbers.
 
 A token may be named by several drafters. Each of them keeps its own number for it and its own probability
-(`core.tree.Proposal`), and is judged by that probability only.
+(`core.tree.Proposal`), and is judged by that probability only. How probable the token is, all of them say together
+(`consensus`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
 from ggpipe.core.draft_messages import ROOT, MicroBatch
 from ggpipe.core.drafters.calibration import Calibration, Pace
+from ggpipe.core.drafters.consensus import Consensus
 from ggpipe.core.request import Counters
 from ggpipe.core.tree import Node, Proposal, Tree
 
@@ -54,6 +56,8 @@ class RequestDrafters:
     def __init__(self, drafters: Iterable[int], tree: Tree, at_once: Container[int] = ()) -> None:
         """`tree`: of the request; draft tokens go into it. `at_once`: ids of the drafters that need no model."""
         self._states = {drafter: DrafterState(drafter in at_once) for drafter in drafters}
+        self._calibrations = {drafter: state.calibration for drafter, state in self._states.items()}
+        self._consensus = Consensus()
         self._tree = tree
 
     def __iter__(self) -> Iterator[tuple[int, DrafterState]]:
@@ -81,10 +85,13 @@ class RequestDrafters:
         """No drafter sends more draft tokens below this root."""
         return not any(state.is_due for state in self._states.values())
 
-    def probability(self, node: Node) -> float:
-        """How probable a draft token is after its parent: what its best proposal says, each one by the calibration of
-        the drafter that made it."""
-        return max(self._probability(proposal) for proposal in node.proposals)
+    def _probabilities(self, siblings: Collection[Node]) -> Sequence[float]:
+        """How probable each of these draft tokens, all children of a node, is after it."""
+        if len(self._states) > 1:
+            together = self._consensus.probabilities(siblings, self._calibrations)
+            if together is not None:
+                return together
+        return [max(map(self._probability, node.proposals)) for node in siblings]
 
     def _probability(self, proposal: Proposal) -> float:
         return self._states[proposal.drafter].calibration.probability(proposal.prob)
@@ -97,9 +104,12 @@ class RequestDrafters:
 
     def judge(self, token: int, counters: Counters) -> None:
         """The target's token after the root is known: each drafter that named one is judged by its own numbers."""
+        siblings = self._tree.root.children.values()
+        if len(self._states) > 1:
+            self._consensus.judged(siblings, token, self._calibrations)
         best: dict[int, tuple[Proposal, bool]] = {}
         named: list[tuple[Proposal, bool]] = []
-        for node in self._tree.root.children.values():
+        for node in siblings:
             for proposal in node.proposals:
                 one = proposal, node.token == token
                 named.append(one)
@@ -122,7 +132,7 @@ class RequestDrafters:
                 self._states[proposal.drafter].nodes.pop(proposal.number, None)
         for state in self._states.values():
             state.complete = False
-        self._tree.reevaluate(self.probability)
+        self._tree.reevaluate(self._probabilities)
 
     def add(
         self, micro_batch: MicroBatch, output: Sequence[int], may_follow: Callable[[Node, int], bool], now: float
@@ -148,6 +158,10 @@ class RequestDrafters:
                 if parent is not None and parent.within(self._tree.root) and may_follow(parent, token):
                     proposal = Proposal(micro_batch.drafter, number, prob)
                     state.nodes[number] = self._tree.add(parent, token, proposal, self._probability(proposal))
+            if parent is not None and len(self._states) > 1:
+                together = self._consensus.probabilities(parent.children.values(), self._calibrations)
+                if together is not None:
+                    self._tree.reevaluate_children(parent, together)
 
     def validate(self) -> None:
         """Check what must hold between events. Raises AssertionError."""

@@ -20,7 +20,7 @@ from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.display.tables.summary import ranks_table, request_object
 from ggpipe.sim.arrivals import Traffic
-from ggpipe.sim.simulation_spec import SimulationSpec
+from ggpipe.sim.simulation_spec import SimulationSpec, SyntheticText
 from ggpipe.sim.sweep import Combination, ModeResult
 from ggpipe.stats.activity import taking_part
 from ggpipe.stats.records import RequestStats, percentile
@@ -121,11 +121,11 @@ def plot_simulation(path: Path, spec: SimulationSpec, found: Sequence[Combinatio
 
 def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
     """What is simulated, except for the values that are swept."""
-    n_target, n_draft = len(spec.placement.target_on), len(spec.placement.draft_on)
-    models = f"target {_model(spec.target)} on {counted(n_target, 'rank')}"
-    if spec.draft is not None:
-        where = f"on {counted(n_draft, 'rank')}" if n_draft else "inside the head"
-        models += f"; draft {_model(spec.draft)} {where}"
+    models = f"target {_model(spec.target)} on {counted(len(spec.placement.target_on), 'rank')}"
+    for number, draft in enumerate(spec.drafts):
+        layout = spec.placement.draft_layout(number)
+        where = f"on {counted(len(layout.ranks), 'rank')}" if layout is not None else "inside the head"
+        models += f"; {'head' if draft.taps else 'draft'} {_model(draft)} {where}"
     tokens, n_predict, request = spec.tokens, spec.n_predict, []
     if isinstance(tokens, Recording):
         request.append(counted(len(tokens.prompts), "recorded prompt"))
@@ -136,12 +136,24 @@ def _heading(spec: SimulationSpec, swept: Collection[str]) -> list[str]:
         if "prompt-tokens" not in swept:
             request.append(f"prompt of {counted(tokens.n_prompt, 'token')}")
         request.append(f"output of {n_predict}")
-        if "acceptance" not in swept:
-            request.append(f"agreement {percent(tokens.agreement)}, {tokens.confidence}")
+        request += _agreements(spec, tokens, swept)
     lines = [spec.cluster.title, models, ", ".join(request)]
     if spec.traffic is not None:
         lines.append(_traffic(spec.traffic, swept))
     return lines
+
+
+def _agreements(spec: SimulationSpec, tokens: SyntheticText, swept: Collection[str]) -> list[str]:
+    words = []
+    if "acceptance" not in swept and (spec.drafts or not tokens.repeats):
+        others = [tokens.agreement if own is None else own for own in tokens.others]
+        agreements = " and ".join(map(percent, (tokens.agreement, *others)))
+        words += [f"agreement {agreements}", tokens.confidence]
+    if tokens.others and "overlap" not in swept:
+        words.append(f"overlap {percent(tokens.overlap)}")
+    if tokens.repeats:
+        words.append(f"{percent(tokens.repeats)} repeated")
+    return words
 
 
 def _traffic(traffic: Traffic, swept: Collection[str]) -> str:
@@ -167,7 +179,7 @@ def _facts(spec: SimulationSpec) -> dict[str, object]:
     return {
         "cluster": spec.cluster.title,
         "target": spec.target.name,
-        "draft": spec.draft.name if spec.draft else None,
+        "draft": ", ".join(draft.name for draft in spec.drafts) or None,
         "layers": spec.placement.layout.layers if spec.placement.layout else None,
         "speculation": asdict(spec.speculation),
         "tokens": {"agreement": tokens.agreement} if isinstance(tokens, Recording) else asdict(tokens),
