@@ -98,6 +98,20 @@ class StageLoading(ControlMessage, frozen=True):
     total_bytes: int
 
 
+class StageContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the context of a loaded stage. `llama.stage.Stage` has attributes with the same names."""
+
+    n_ctx: int
+    """KV cells."""
+    n_batch: int
+    """Maximum number of prompt tokens in a batch."""
+    exact_in_company: bool
+    n_prefixes: int
+    n_branches: int
+    partial_prefixes: bool
+    rolls_back: bool
+
+
 class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """A rank's stage is ready for runs."""
 
@@ -109,20 +123,7 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """Tensors that the stage needs from the stage before it, as `llama.stage.BoundaryTensors.wanted`."""
     produced: dict[str, int]
     """Tensors that the stage sends to the next stage, as `llama.stage.BoundaryTensors.produced`."""
-    n_ctx: int
-    """KV cells of the context that libllama made."""
-    n_batch: int
-    """Tokens of a prompt in a batch of that context."""
-    exact_in_company: bool
-    """See `llama.stage.Stage.exact_in_company`."""
-    n_prefixes: int
-    """See `llama.stage.Stage.n_prefixes`."""
-    n_branches: int
-    """See `llama.stage.Stage.n_branches`."""
-    partial_prefixes: bool
-    """See `llama.stage.Stage.partial_prefixes`."""
-    rolls_back: bool
-    """See `llama.stage.Stage.rolls_back`."""
+    context: StageContext
     restored: Restored
     """What the rank's prompt cache had."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.virtual import ASYNC, measured, tokens
 
-from ggpipe.cluster import toml
+from ggpipe.cluster import tables, toml
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import write
 from ggpipe.cluster.spec import TURNS
@@ -86,7 +86,7 @@ def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_example_is_read(tmp_path: Path) -> None:
     """The one in the module's text, its draft and its office PC filled in."""
-    example = (toml.__doc__ or "").split("\n\n", 1)[1].partition("\nA mixture of experts")[0]
+    example = (tables.__doc__ or "").split("\n\n", 1)[1].partition("\nA mixture of experts")[0]
     example = example.replace("    [draft]                                  # as [target], or -md FILE\n", "")
     office = NODES.replace('"server"\ncount = 2', '"office"')
     spec = read_cluster(written(tmp_path, "\n".join(line[4:] for line in example.splitlines()) + office))

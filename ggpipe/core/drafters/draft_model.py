@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_state import DraftState
-from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
@@ -99,15 +98,7 @@ class DraftModel:
 
     def _begin(self, begin: BeginDrafting) -> None:
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        self._requests[begin.request] = DraftState(
-            begin=begin,
-            prefix=prefix,
-            thresholds=Thresholds(begin.speculation),
-            tokens=list(begin.prompt),
-            look_ahead=begin.look_ahead,
-            n_decoded=prefix.n_tokens,
-            n_cached=prefix.n_tokens,
-        )
+        self._requests[begin.request] = DraftState.of(begin, prefix)
 
     def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
         state = self._requests.get(message.request)

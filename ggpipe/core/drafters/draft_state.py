@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion
 from ggpipe.core.drafters.calibration import Calibration
@@ -63,6 +64,19 @@ class DraftState:
 
     def __post_init__(self) -> None:
         self.tree = self.prefix.tree
+
+    @classmethod
+    def of(cls, begin: BeginDrafting, prefix: Prefix) -> Self:
+        """State of a request that begins. `prefix` is what the prefix cache has of its prompt."""
+        return cls(
+            begin=begin,
+            prefix=prefix,
+            thresholds=Thresholds(begin.speculation),
+            tokens=list(begin.prompt),
+            look_ahead=begin.look_ahead,
+            n_decoded=prefix.n_tokens,
+            n_cached=prefix.n_tokens,
+        )
 
     @property
     def saves_prompt(self) -> bool:

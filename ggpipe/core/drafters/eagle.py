@@ -20,7 +20,6 @@ from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ForgetStates, StatesArrived
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.drafters.draft_state import DraftState
-from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunEnded
 from ggpipe.core.in_flight import RunPart
 from ggpipe.core.messages import LogitsRequest, StateRef
@@ -180,17 +179,8 @@ class EagleHead(DraftModel):
         shift = 1 if len(begin.prompt) > 1 else 0
         begin = replace(begin, prompt=begin.prompt[shift:], cache_prompt=begin.cache_prompt and shift > 0)
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        state = _HeadState(
-            begin=begin,
-            prefix=prefix,
-            thresholds=Thresholds(begin.speculation),
-            tokens=list(begin.prompt),
-            look_ahead=begin.look_ahead,
-            n_decoded=prefix.n_tokens,
-            n_cached=prefix.n_tokens,
-            shift=shift,
-            n_known=max(prefix.n_tokens, 1 - shift),
-        )
+        state = _HeadState.of(begin, prefix)
+        state.shift, state.n_known = shift, max(prefix.n_tokens, 1 - shift)
         state.sent_nodes[prefix.tree.root] = state.sent
         self._requests[begin.request] = state
 
