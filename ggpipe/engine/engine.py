@@ -47,7 +47,6 @@ from ggpipe.core.messages import RowLogits, Run, RunResult
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Request, check_order, check_prompt
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.engine.active_request import ActiveRequest
 from ggpipe.engine.control_channel import Received
@@ -93,11 +92,6 @@ class EngineCore:
         """They have left something for when the next run is being computed."""
         self._counter = RunCounter(self.ranks, self._stats_of)
         machine.collect_new_objects()
-
-    @property
-    def run_cost(self) -> RunCost:
-        """What runs of this pipeline take."""
-        return self._scheduler.cost
 
     @property
     def n_cells(self) -> int:

@@ -30,7 +30,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 from ggpipe.llama.vocab import Vocab
 from ggpipe.profiling.record import DraftReader, DraftTrace, check_pair
-from ggpipe.sim.text import requests_of
+from ggpipe.sim.text import recorded
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 PAIR = ("-m", TARGET, "-md", DRAFT, "-t", "1")
@@ -229,8 +229,8 @@ def test_the_bundled_recording_is_of_the_bundled_pair() -> None:
 
 
 def test_requests_play_it_back() -> None:
-    recording = read(BUNDLED)
-    for take, request in zip(recording.prompts, requests_of(recording, 600), strict=True):
+    for take in read(BUNDLED).prompts:
+        request = recorded(take, 600)
         assert request.prompt == take.prompt
         assert request.output[:256] == request.output[256:512] == take.text
         assert request.candidates(5, False) == take.candidates[5]
