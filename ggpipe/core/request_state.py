@@ -73,7 +73,7 @@ class SequenceState(abc.ABC):
     """Cells that it may take up, those of its prefix included."""
     phase: Phase = Phase.PREFILL
     is_open: bool = True
-    """It goes on."""
+    """Whether it has not ended."""
     has_rows: bool = True
     """Rows of it may go into the pipeline."""
     n_past: int = 0
@@ -92,7 +92,7 @@ class SequenceState(abc.ABC):
         self.tree = self.prefix.tree
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase."""
+        """Enter another phase."""
         assert phase in _NEXT[self.phase], f"from {self.phase} to {phase}"
         self.phase = phase
         self.is_open = phase not in (Phase.ENDING, Phase.ENDED)
@@ -144,7 +144,7 @@ class SequenceState(abc.ABC):
         return min((end, *(border for border in borders if border > self.n_past)))
 
     def prompt_end(self, n_most: int) -> int:
-        """Where the next run may end in its prompt, with so many rows of it at most."""
+        """Where the next run may end in the prompt, with at most this many rows of it."""
         return self.n_past + n_most
 
     def logits_request_at(self, position: int) -> LogitsRequest | None:
@@ -323,7 +323,7 @@ class RequestState(SequenceState):
 
     @property
     def deepest(self) -> int:
-        """Position of the deepest draft token that is of use."""
+        """Position of the deepest useful draft token."""
         deepest = self.reserve - 1
         if self.n_predict >= 0:  # the last token of the text is sampled from the row before it
             deepest = min(deepest, len(self.prompt) + self.n_predict - 2)
@@ -356,7 +356,7 @@ class RequestState(SequenceState):
             self.drafters.add(micro_batch, self.output, self._may_follow, now)
 
     def _may_follow(self, parent: Node, token: int) -> bool:
-        """Nothing is drafted behind the end of a text, and nothing that cannot be sampled."""
+        """Whether a draft token may follow: none after the end of the output, and none that cannot be sampled."""
         if token in self.request.ends:
             return False
         return self.draft_check is None or self.draft_check.fits(parent.path, token)

@@ -71,7 +71,7 @@ class EngineCore:
         self.vocab: Vocab = head.vocab
         self.prompts = PromptReader(head.vocab)
         self.ranks: Sequence[RankStats] = head.head.ranks
-        """All ranks in order; behind them the drafts inside the head's process, if there are any."""
+        """All ranks in order, followed by the draft models inside the head's process, if any."""
         self.n_ctx = head.limits.n_ctx
         """KV cells, for all requests together."""
         self.can_speculate = head.can_speculate

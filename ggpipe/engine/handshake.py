@@ -44,7 +44,7 @@ def hello(transport: Transport, model_file: ModelFile, model: int) -> Hello:
 def compare(hellos: Sequence[Hello]) -> list[Wording]:
     """Do all ranks hold the same? Returns warnings. Raises ModelError or LaunchError where they cannot work together.
 
-    `hellos`: one for each rank, in order.
+    `hellos`: one per rank, in order.
     """
     head = hellos[0]
     warnings: list[Wording] = []

@@ -147,7 +147,7 @@ class _Agreed:
     prompt_cache: PromptCache | None
     """The head's."""
     warmup: bool
-    """As of `Stage`."""
+    """See `Stage`."""
     inputs: tuple[int, ...]
     """Layers of the target whose inputs an EAGLE-3 head reads."""
     inputs_to: int
@@ -283,7 +283,7 @@ class _Progress:
 
     def restored_of(self, layout: Layout, context: StageContext, warnings: list[Wording]) -> tuple[int, ...] | None:
         """The tokens that all stages of a layout have from their prompt caches; None: no stage has any. Adds a line to
-        `warnings` where the files are of no use."""
+        `warnings` if the files cannot be used."""
         found = {rank: self._restored[rank] for rank in layout.stage_ranks}
         longest = max((restored.tokens for restored in found.values()), key=len)
         n_common = min(agreeing(restored.tokens, longest) for restored in found.values())

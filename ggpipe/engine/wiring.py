@@ -88,7 +88,7 @@ def stage_loader(
 ) -> Callable[[OnProgress], Stage]:
     """A function that makes this rank's stage of the model of this id, given a callback for its progress, and describes
     it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if there are
-    several. `warmup`, `inputs`: as of `Stage`."""
+    several. `warmup`, `inputs`: see `Stage`."""
     threads, part = threads_of(config, transport, model), config.part_of(model)
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 

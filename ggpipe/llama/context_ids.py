@@ -50,7 +50,7 @@ def divide_ids(
     saves_states: bool,
 ) -> ContextIds:  # fmt: skip
     """`n_ctx`: cells that the context is asked for. `n_prefixes`: at most. `slides`: the model has sliding windows;
-    `rolls_back`, `saves_states`: as of `Stage`. Raises SettingError where not even `ContextConfig.n_seq` ids fit."""
+    `rolls_back`, `saves_states`: see `Stage`. Raises SettingError where not even `ContextConfig.n_seq` ids fit."""
     n_spare = int(saves_states and rolls_back)
     most = (int(lib.llama_max_parallel_sequences()) - n_spare) // (1 + slides)
     fitting = (n_ctx - n_spare) // (1 + slides)

@@ -39,7 +39,7 @@ class ModelFile:
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, MetadataValue]
-    """The first file's; long arrays, and those of texts, are left out."""
+    """Metadata of the first file, without long arrays and arrays of strings."""
     array_lengths: Mapping[str, int]
     tensors: Mapping[str, TensorInfo]
     header_bytes: tuple[int, ...]

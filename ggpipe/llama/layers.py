@@ -96,7 +96,7 @@ def load_layers(
 
     `in_group`: other ranks compute them together with this one. `is_head`: it may be a draft head, which reads states
     of its target.
-    Raises ModelError when libllama cannot load the model, or it is of a kind that writes no texts, RunError when
+    Raises ModelError when libllama cannot load the model, or it does not generate text token by token, RunError when
     `progress` stopped it, SettingError when memory cannot be locked.
     """
     if not ModelHeader(file).is_causal:
@@ -109,7 +109,7 @@ def load_layers(
     is_last = b == file.n_layer
     params = model_params(config, keep)
     up, local, down = stage.devices()
-    # The output layer counts as one more layer, behind the last.
+    # The output layer counts as one more layer, after the last.
     counts = [(up, a), (local, b - a + is_last), (down, file.n_layer + (not is_last) - b)]
     place_layers(params, counts, keep)
     mapped = config.load_mode in ("mmap", "mmap+mlock")

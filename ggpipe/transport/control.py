@@ -1,4 +1,4 @@
-"""Control messages between ranks: everything but runs, results and draft tokens. Msgpack behind a version byte.
+"""Control messages between ranks: everything but runs, results and draft tokens. Msgpack after a version byte.
 
 | where                 | the head sends                | another rank sends                      |
 |-----------------------|-------------------------------|-----------------------------------------|

@@ -76,7 +76,7 @@ class DraftPipeline:
     vocabularies: Vocabularies | None = None
     """None where target and draft have the same tokens."""
     restored: tuple[int, ...] | None = None
-    """As of `PrefixCache`."""
+    """See `PrefixCache`."""
 
 
 class TextDrafter(Protocol):

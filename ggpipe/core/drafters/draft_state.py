@@ -106,7 +106,7 @@ class DraftState:
 
     @property
     def deepest(self) -> int:
-        """Position of the last draft token that is of use now."""
+        """Position of the deepest draft token that is useful now."""
         return self.tree.root.pos + min(self.look_ahead, self.begin.n_left - self.epoch - 1)
 
     @property
@@ -115,7 +115,7 @@ class DraftState:
         return self.n_decoded + self.tree.n_submitted - self.prefix.n_tokens
 
     def may_grow(self, node: Node) -> bool:
-        """Children of this node would be of use now."""
+        """Whether children of this node would be useful now."""
         return node.pos < self.deepest and (self.overlaps or not self.micro_batch_is_full)
 
     def tips(self) -> Iterator[Node]:
@@ -137,7 +137,7 @@ class DraftState:
                 self.untried.append(node)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
-        """The text went on with these tokens, `epoch` so far. Returns the nodes that died of it."""
+        """Append accepted tokens. `epoch`: number of tokens accepted so far. Returns the nodes that are dead now."""
         dead: list[Node] = []
         for token in tokens:
             self._judge(token)

@@ -68,7 +68,7 @@ class _HeadState(DraftState):
         return min(usual, self.tree.root.pos + _HORIZON)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
-        """The text went on: the tree starts again at its end."""
+        """Append accepted tokens, and start the tree again at the last of them."""
         dead: list[Node] = []
         for token in tokens:
             self._judge(token)
@@ -99,7 +99,7 @@ class _HeadState(DraftState):
 
 
 class EagleHead(DraftModel):
-    """See the module's text. It serves several requests."""
+    """The drafter (see the module's docstring), for any number of requests."""
 
     def __init__(self, drafter: int, pipeline: DraftPipeline) -> None:
         """As `DraftModel`. Nothing is restored from files, and nothing saved."""
@@ -210,7 +210,7 @@ class EagleHead(DraftModel):
 
     @staticmethod
     def _is_wanted(state: DraftState) -> bool:
-        """Draft tokens below its root would be of use now."""
+        """Whether draft tokens below the root would be useful now."""
         return state.deepest > state.tree.root.pos
 
     def _n_ready(self, state: DraftState) -> int:

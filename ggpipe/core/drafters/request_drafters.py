@@ -139,8 +139,8 @@ class RequestDrafters:
             parent = state.nodes.get(expansion.parent)
             for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
                 number = expansion.first + i
-                if at is not None:  # behind that many accepted tokens, which the drafter knew as the last
-                    if at < len(output):  # the text went on: whether it is accepted is known already
+                if at is not None:  # after the accepted tokens that the drafter knew
+                    if at < len(output):  # a token was accepted since: whether it was this one is known
                         if output[at] == token:
                             state.accepted[number] = at + 1
                         continue
