@@ -101,9 +101,8 @@ def load_layers(
     """
     if not ModelHeader(file).is_causal:
         raise ModelError(
-            f"{file.paths[0]}: this '{file.architecture}' model reads texts in both directions: it writes none, and "
-            "its embeddings are not made here, since the tokens behind one may be in another run; give a model with "
-            "causal attention"
+            f"{file.paths[0]}: this '{file.architecture}' model attends to later tokens as well, so it cannot "
+            "generate text, and its embeddings are not supported; use a model with causal attention"
         )
     a, b = layers
     is_last = b == file.n_layer

@@ -263,7 +263,7 @@ def broken(**changes: Any) -> str:
         ('{"format": "ggpipe recording", "version": 1}', "target is missing"),
         (broken(version=2), "version 2"),
         (broken(target="x"), "target must be a table, got 'x'"),
-        (broken(target={"name": 3, "fingerprint": ""}), "target.name must be a text in quotes, got 3"),
+        (broken(target={"name": 3, "fingerprint": ""}), "target.name must be a string in quotes, got 3"),
         (broken(seed=[]), "seed must be a whole number, got []"),
         (broken(prompts=[]), "prompts must"),
         (broken(prompts={"a": 1}), "prompts must be a list of tables that is not empty, got a table"),
