@@ -82,7 +82,7 @@ class InFlight(Generic[Owner]):
     """See the module's text. `Owner` must be hashable by identity."""
 
     def __init__(self, n_seq: int, n_reserved: int) -> None:
-        """As `SequenceIds`."""
+        """See `SequenceIds`."""
         self.ids = SequenceIds(n_seq, n_reserved)
         self.ops: list[KvOp] = []
         """Operations to apply before the next run, whichever request it belongs to."""
@@ -112,7 +112,7 @@ class InFlight(Generic[Owner]):
         return n
 
     def is_computed(self, run: int) -> bool:
-        """It is in flight and not cancelled."""
+        """Whether a run is in flight and not cancelled."""
         return run in self._runs and not self._runs[run].cancelled
 
     def submit(

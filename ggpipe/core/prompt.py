@@ -17,7 +17,7 @@ class ToolChoice:
     name: str | None = None
     """The only tool that it may call; None: any."""
     parallel: bool = True
-    """It may call several in one answer."""
+    """Whether the model may call several tools in one answer."""
 
     def to_openai(self) -> Any:
         """`tool_choice` in OpenAI's API."""

@@ -171,7 +171,7 @@ class Request:
 
     @property
     def embeds(self) -> bool:
-        """Its prompt's embedding is wanted, and nothing else."""
+        """Whether the request is for an embedding of its prompt."""
         return self.spec.pooling is not None
 
     @property
@@ -252,7 +252,7 @@ class Counters:
         self.paused_tokens[drafter] = self.paused_tokens.get(drafter, 0) + 1
 
     def rejected(self, runs: Iterable[int]) -> None:
-        """One row of each of these runs was rejected; a run may occur several times."""
+        """Count one rejected row for each of these runs. A run may occur several times."""
         for run in runs:
             self.rejected_rows[run] = self.rejected_rows.get(run, 0) + 1
 

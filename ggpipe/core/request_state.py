@@ -63,7 +63,7 @@ class SequenceState(abc.ABC):
     """A sequence that is being served: it has a prompt that is to be computed, and a share of the cells."""
 
     id: int
-    """Of the request or order that it is for."""
+    """Id of the request or order."""
     user: str
     """Whom it is for."""
     prompt: tuple[int, ...]
@@ -110,7 +110,7 @@ class SequenceState(abc.ABC):
 
     @property
     def embeds(self) -> bool:
-        """Its rows are those of an embedding."""
+        """Whether its rows are those of an embedding."""
         return False
 
     @property
@@ -120,7 +120,7 @@ class SequenceState(abc.ABC):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Those that may go into the prefix cache."""
+        """Tokens that may go into the prefix cache."""
         return self.prompt
 
     @property
@@ -224,7 +224,7 @@ class RequestState(SequenceState):
     output: list[int] = field(default_factory=list)
     """Accepted tokens; their number is the epoch."""
     sampled_from: list[tuple[int, int]] = field(default_factory=list)
-    """Of each accepted token, the run and row whose logits it was sampled from."""
+    """The run and row from whose logits each accepted token was sampled."""
     n_weighed: int = 0
     """Accepted tokens from whose pace it was learned which draft models pay."""
     drafters: RequestDrafters
@@ -236,7 +236,7 @@ class RequestState(SequenceState):
     n_predict: int = field(init=False)
     """Tokens to generate at most; -1: until the text ends or the context is full."""
     is_async: bool = field(init=False)
-    """Its draft tokens need not wait for its accepted ones."""
+    """Whether the request drafts while earlier draft tokens are verified."""
 
     def __post_init__(self) -> None:
         SequenceState.__post_init__(self)
@@ -262,12 +262,12 @@ class RequestState(SequenceState):
 
     @property
     def decodes(self) -> bool:
-        """Its prompt is submitted, and its output continues."""
+        """Whether its prompt is submitted and its output continues."""
         return self.phase in (Phase.DECODING, Phase.FETCHING) and self.n_predict != 0
 
     @property
     def overlaps(self) -> bool:
-        """Its drafters keep drafting while earlier draft tokens are verified."""
+        """Whether its drafters keep drafting while earlier draft tokens are verified."""
         return self.is_async and self.request.speculation.continuous
 
     @property

@@ -89,7 +89,7 @@ class EngineCore:
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[RequestEvent] = []
         self._unsettled: list[ConstrainedSampler] = []
-        """They have left something for when the next run is being computed."""
+        """Samplers with work that can be done while the next run is being computed."""
         self._counter = RunCounter(self.ranks, self._stats_of)
         machine.collect_new_objects()
 

@@ -140,10 +140,10 @@ class _Agreed:
 
     model_file: ModelFile
     hellos: list[Hello]
-    """Of all ranks, in order."""
+    """Messages of all ranks, in order."""
     layout: Layout
     draft_layouts: list[Layout]
-    """Of the config's draft models."""
+    """Layouts of the config's draft models."""
     prompt_cache: PromptCache | None
     """The head's."""
     warmup: bool

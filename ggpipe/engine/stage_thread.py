@@ -84,7 +84,7 @@ class Saved:
     request: int
     problem: str
     n_bytes: int = 0
-    """Of its file."""
+    """Size of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class StageThread:
         self._closing = False
         self._stage: Stage | None = None
         self._inputs: InputsReady | None = None
-        """Of the run that was computed last, until it is delivered."""
+        """Layer inputs of the last computed run, until they are delivered."""
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
         self._thread.start()
 

@@ -62,7 +62,7 @@ class ConstrainedSampler:
         self._is_up_to_date = False
         """That was at this place of the text."""
         self._is_steady = False
-        """They were the same as those listed before."""
+        """Whether the last two lists were the same."""
         self._fitting_token: int | None = None
         """The token that was drawn last, until it is accepted."""
         self._asked: tuple[LogitsRequest, frozenset[int] | None, LogitsRequest] | None = None

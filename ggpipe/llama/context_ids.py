@@ -29,7 +29,7 @@ class ContextIds:
     """Sequence ids of a context: those of `ContextConfig.n_seq` first, then the others in this order."""
 
     n_prefixes: int
-    """For kept prefixes."""
+    """Number of ids for kept prefixes."""
     n_branches: int
     """For branches of draft tokens; where states cannot go back, for the states that draft tokens are taken back to."""
     pins: int
@@ -41,7 +41,7 @@ class ContextIds:
 
     @property
     def n_own(self) -> int:
-        """Those without pins and the spare one."""
+        """Number of ids, without pins and the spare one."""
         return self.pins or self.spare
 
 

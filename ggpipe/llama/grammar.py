@@ -145,7 +145,7 @@ class _Beginnings:
         order = np.argsort(parents, kind="stable").astype(np.int32)
         n_first = np.count_nonzero(parents < 0)
         self.first = order[:n_first]
-        """Those that begin with no other one."""
+        """Tokens whose text does not begin with another token's."""
         self._longer = order[n_first:]
         self._ends = np.cumsum(np.bincount(parents[self._longer], minlength=len(pieces)))
 

@@ -40,7 +40,7 @@ class _MappedFiles:
             name: (self._maps[tensor.file].ctypes.data + tensor.offset, tensor.size)
             for name, tensor in file.tensors.items()
         }
-        """Of each tensor: where it is, and its bytes."""
+        """Address and size in bytes of each tensor."""
 
     def populate(self, ranges: Sequence[tuple[int, int]], tell: Callable[[int], bool]) -> bool:
         """Read these ranges (address, bytes) into memory. False when `tell`, which gets bytes done, stopped it.

@@ -54,7 +54,7 @@ class Outcome:
     """Time in `llama_decode`."""
     cancelled: bool
     layer_inputs: tuple[NDArray[np.float32], ...] = ()
-    """Of the layers of `Stage.tapped`, (rows, width) each; none of a run that was not computed."""
+    """Inputs of the layers of `Stage.tapped`, each of shape (rows, width); empty if the run was not computed."""
 
 
 class Stage:

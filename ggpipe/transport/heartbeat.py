@@ -164,7 +164,7 @@ class Heartbeat:
         return error
 
     def _is_dead(self, rank: int) -> bool:
-        """It sent no beat since we were signalled; on this machine its process is not there, either."""
+        """Whether a rank has sent no beat since our signal and, if it is on this machine, has no process."""
         if rank in self._alive:
             return False
         process = self._processes.get(rank)

@@ -297,7 +297,7 @@ def changed(old: str, new: str) -> str:
         ("draft = []\n" + NODES + NETWORK, ("draft must be a table, got []",)),
         ("targets_on = []\n" + NODES + NETWORK, ("targets_on is not known here; known are title, node, target_on",)),
         ("title = 5\n" + NODES + NETWORK, ("title must be a non-empty string in quotes, got 5",)),
-        ('target_on = "server1"\n' + NODES + NETWORK, ("target_on must be a list of strings in quotes, got 'server1'",)),
+        ('target_on = "server1"\n' + NODES + NETWORK, ("must be a list of strings in quotes, got 'server1'",)),
         ("target_on = [[1]]\n" + NODES + NETWORK, ("target_on[0] must be a string in quotes, got [1]",)),
         ("target_on = []\n" + NODES + NETWORK, ("target_on names no node",)),
         ('target_on = ["server"]\n' + NODES + NETWORK, ("names 'server', but the nodes are server1, server2",)),

@@ -88,11 +88,11 @@ class _Trial:
 
 
 class _Trials:
-    """Of the requests of one load."""
+    """Trials of the requests under one load."""
 
     def __init__(self) -> None:
         self.paused: set[int] = set()
-        """Those that do not draft now, in a trial or usually."""
+        """Drafters that do not draft now, in a trial or usually."""
         self._usual = _Pace()
         self._trial: _Trial | None = None
         self._n_since = 0.0

@@ -58,7 +58,7 @@ class DraftState:
     n_cached: int = 0
     """Tokens of the prompt that the prefix cache had."""
     is_saved: bool = False
-    """Its `Save` is in the pipeline, or was."""
+    """Whether its `Save` is or was in the pipeline."""
     tree: Tree = field(init=False)
     """Its draft tokens."""
 
@@ -80,13 +80,13 @@ class DraftState:
 
     @property
     def saves_prompt(self) -> bool:
-        """Its prompt is saved as soon as all but its last token is in the pipeline."""
+        """Whether its prompt is saved as soon as all but its last token is in the pipeline."""
         new = len(self.begin.prompt) - 1 > self.n_cached
         return self.begin.saves == "prompt" and new and not self.is_saved
 
     @property
     def is_best_first(self) -> bool:
-        """Its tree grows by the probability of paths, not by thresholds."""
+        """Whether its tree grows by the probability of paths, not by thresholds."""
         return self.begin.speculation.is_best_first
 
     @property
@@ -126,7 +126,7 @@ class DraftState:
         return (node for node in self.tree.best_first() if node.pos < deepest)
 
     def path_probability(self, node: Node) -> float:
-        """Of a node's path below the root."""
+        """Probability of a node's path below the root."""
         return math.exp(node.log_path - self.tree.root.log_path)
 
     def add_candidates(self, nodes: Iterable[Node]) -> None:
