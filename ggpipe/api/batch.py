@@ -76,7 +76,7 @@ class _Flights:
         return self._left[0][1]
 
     def take(self) -> Answer:
-        """Its complete answer."""
+        """Take the next complete answer."""
         prompt, feed = self._left.popleft()
         return Answer(feed, lambda: None, prompt)
 

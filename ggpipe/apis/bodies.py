@@ -68,7 +68,7 @@ class SamplingBody(_SameFields, kw_only=True):
     """Bias per token; false: the token is never sampled."""
     stop: str | list[str] | None = None
     reasoning_budget_tokens: int | None = None
-    """For conversations; -1: the server's default."""
+    """Maximum reasoning tokens in conversations; -1: the server's default."""
     thinking_budget_tokens: int | None = None
     """llama-server's older name for `reasoning_budget_tokens`."""
 

@@ -25,7 +25,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     embd_normalize: Annotated[int, msgspec.Meta(ge=-1, le=MOST_NORM)] | None = None
-    """As for `normalized`; None: the server's default."""
+    """Norm, as in `normalized`; None: the server's default."""
 
     @property
     def prompts(self) -> Sequence[str | list[TokenId]]:

@@ -73,7 +73,7 @@ class Output(WrittenOutput, Protocol):
 
     @property
     def index(self) -> int:
-        """Its index in the HTTP request."""
+        """Index of the completion in the HTTP request."""
 
     @property
     def spec(self) -> RequestSpec:

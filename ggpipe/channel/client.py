@@ -195,7 +195,7 @@ class EngineClient(abc.ABC):
 
     def cancel(self, request: ClientRequest | PrefixOrder) -> None:
         """End a request soon: `RequestEnded` follows, after tokens that were already generated. Or an order, unless the
-        ranks have begun it: `PrefixDone` follows. Does nothing if it has ended."""
+        ranks have started it: `PrefixDone` follows. Does nothing if it has ended."""
         if request.id in self._requests or request.id in self._orders:
             self._cancel(request.id)
 

@@ -31,7 +31,7 @@ class FrontEnd:
         self._attend: Callable[[], None] = lambda: None
         self._stopped = False
         self.has_left = False
-        """It has asked all ranks to end, or has disconnected."""
+        """Whether the front end has asked all ranks to end, or has disconnected."""
         self.send(Ready(place, time.monotonic()))
         self._reader = threading.Thread(target=self._read, name="channel", daemon=True)
         self._reader.start()

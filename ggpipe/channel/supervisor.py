@@ -1,6 +1,7 @@
 """Restarting ranks after they died.
 
-What is left of the old ranks is ended first. The engine (`remote`) then has the new ones continue the active requests.
+Remaining processes of the old ranks are ended first. The engine (`remote`) then has the new ones continue the active
+requests.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def _described(kind: inspect.Type, many: bool = False) -> str:
         case inspect.BoolType():
             return "true or false"
         case inspect.StrType(min_length=least):
-            return f"{'texts' if many else 'a text'} in quotes{' that is not empty' if least else ''}"
+            full = "non-empty " if least else ""
+            return f"{full}strings in quotes" if many else f"a {full}string in quotes"
         case inspect.ListType() | inspect.VarTupleType():
             full = " that is not empty" if kind.min_length else ""
             return f"{'lists' if many else 'a list'} of {_described(_unwrapped(kind.item_type), True)}{full}"

@@ -27,7 +27,7 @@ class LayerSplit:
     def __post_init__(self) -> None:
         n_sizes, n_shares = len(self.group_sizes), len(self.shares)
         if n_sizes not in (0, n_shares):
-            raise SettingError("group_sizes", f"has {n_sizes} numbers for {n_shares} shares", "give one for each")
+            raise SettingError("group_sizes", f"has {n_sizes} numbers for {n_shares} shares", "give one per share")
         for size in self.group_sizes:
             check_range("group_sizes", size, 1, MAX_PARTS, "a number of ranks")
 

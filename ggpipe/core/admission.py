@@ -3,7 +3,7 @@
 Next is the user of whom the fewest requests are being served; among such users they take turns, and a user's own
 requests come in their order. Prefixes that are to be saved or restored wait with the requests of the user without a
 name. A request is admitted when the cells are there that its text may take up; until then it
-waits, and those behind it wait as well. What is promised to nobody holds kept prefixes and draft tokens.
+waits, and so do those after it. Cells that are promised to no request hold cached prefixes and draft tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Admission:
             others = self._waiting.pop(user)
             del others[state.id]
             if others:
-                self._waiting[user] = others  # behind the other users
+                self._waiting[user] = others  # after the other users
             self.states[state.id] = state
             yield state
 

@@ -34,7 +34,7 @@ class RunEnded:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A token was sampled as asked. `end`: it ends the text. `logits_request`: what sampling the one after it takes.
-    `stop`: the text ends behind it, with a stop string."""
+    `stop`: the output ends with this token, in a stop string."""
 
     request: int
     token: int
@@ -145,7 +145,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class CancelRuns:
-    """Runs whose results nobody needs: stages skip or stop them."""
+    """Runs whose results are not needed any more: stages skip or stop them."""
 
     runs: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Runs in flight: what each one carries, which of its rows are still of use, which runs nobody needs any more.
+"""Runs in flight: the rows of each run, which of them are still useful, and which runs are not needed any more.
 
 The target's scheduler and the draft model keep one `InFlight` each. It also holds what all requests of a pipeline
 share: the sequence ids, and the KV operations that wait for the next run.
@@ -27,17 +27,17 @@ class RunPart(Generic[Owner]):
     request: int
     rows: Sequence[Row]
     nodes: Sequence[Node]
-    """Those of the last rows; rows in front of them are text."""
+    """Nodes of the last rows. Rows before them are accepted tokens."""
     n_draft_tokens: int
     n_again: int = 0
     """Rows right before the nodes whose tokens were decoded before."""
     run: int = -1
     n_live: int = 0
-    """Rows that are not rejected, and whose owner goes on."""
+    """Number of rows that are not rejected, of an owner that has not ended."""
     prompt_logits: list[RowLogits] = field(default_factory=list)
     """What came back of rows that are text."""
     after: int = -1
-    """The run that carries the text in front of these rows, if it was in flight when this one was submitted."""
+    """The run with the accepted tokens before these rows, if it was in flight when this one was submitted."""
 
     @property
     def n_text_rows(self) -> int:
@@ -63,7 +63,7 @@ class RunInFlight(Generic[Owner]):
 
     @property
     def lives(self) -> bool:
-        """Somebody needs a row of it."""
+        """Whether any row is still needed."""
         return any(part.n_live for part in self.parts)
 
     @property
@@ -73,7 +73,7 @@ class RunInFlight(Generic[Owner]):
 
     @property
     def needs(self) -> set[int]:
-        """The runs without which it could not be computed: those of the row in front of each of its rows."""
+        """The runs on which it depends: those with the row before each of its rows."""
         needs = {part.after for part in self.parts}
         return needs.union(node.parent.run for part in self.parts for node in part.nodes if node.parent is not None)
 
@@ -82,10 +82,10 @@ class InFlight(Generic[Owner]):
     """See the module's text. `Owner` must be hashable by identity."""
 
     def __init__(self, n_seq: int, n_reserved: int) -> None:
-        """As `SequenceIds`."""
+        """See `SequenceIds`."""
         self.ids = SequenceIds(n_seq, n_reserved)
         self.ops: list[KvOp] = []
-        """Operations that go in front of the next run, whichever request it belongs to."""
+        """Operations to apply before the next run, whichever request it belongs to."""
         self.next_run = 1
         """The id that the next run gets."""
         self.n_computed = 0
@@ -112,7 +112,7 @@ class InFlight(Generic[Owner]):
         return n
 
     def is_computed(self, run: int) -> bool:
-        """It is in flight and not cancelled."""
+        """Whether a run is in flight and not cancelled."""
         return run in self._runs and not self._runs[run].cancelled
 
     def submit(
@@ -122,7 +122,7 @@ class InFlight(Generic[Owner]):
         now: float,
         kept_from: int | None = None,
     ) -> SubmitRun:
-        """Put a run of these parts, one for each owner, into the pipeline. `kept_from`: as of Run; None: this one."""
+        """Put a run of these parts, one per owner, into the pipeline. `kept_from`: see `Run`; None: this run."""
         for part in parts:
             own_parts = self._of.setdefault(part.owner, {})
             part.run, part.n_live = self.next_run, len(part.rows)
@@ -136,12 +136,11 @@ class InFlight(Generic[Owner]):
         return SubmitRun(run)
 
     def submit_ops(self, now: float) -> SubmitRun:
-        """Put the waiting operations into the pipeline by themselves."""
+        """Put the waiting operations into the pipeline, in a run without rows."""
         return SubmitRun(self._enter((), (), now))
 
     def submit_save(self, owner: Owner, save: Save | Restore, now: float) -> SubmitRun:
-        """Have a sequence of an owner saved or restored, behind the waiting operations; it is cancelled with its text's
-        runs."""
+        """Save or restore a sequence of an owner, after the waiting operations. It is cancelled with its runs."""
         run = self._enter((), (), now, save)
         if owner in self._of:
             self._runs[run.id].saved = frozenset(part.run for part in self.of(owner) if part.n_prompt_rows)
@@ -192,8 +191,8 @@ class InFlight(Generic[Owner]):
         return ended
 
     def drop(self, owner: Owner, dead: Iterable[Node]) -> tuple[int, ...]:
-        """Count rows out whose nodes died. Returns the runs that nobody needs any more: none of their rows lives, and
-        no row of a run that goes on, dead or alive, has its parent in them (it could not be computed without)."""
+        """Discount rows whose nodes are dead. Returns the runs that are not needed any more: those without a live row
+        on which no remaining run depends, not even by a dead row."""
         own_parts, any_empty = self._of.get(owner, {}), False
         for node in dead:
             if (part := own_parts.get(node.run)) is not None:
@@ -202,7 +201,7 @@ class InFlight(Generic[Owner]):
         return self._unneeded() if any_empty else ()
 
     def leave(self, owner: Owner) -> tuple[int, ...]:
-        """Its owner is over: none of its rows lives. Returns the runs that nobody needs any more."""
+        """Discount all rows of an owner that has ended. Returns the runs that are not needed any more."""
         for part in self.of(owner):
             part.n_live = 0
         return self._unneeded() if owner in self._of else ()
@@ -235,7 +234,7 @@ class InFlight(Generic[Owner]):
         return cancelled
 
     def validate(self, trees: Collection[tuple[Owner, frozenset[int]]]) -> None:
-        """Check what must hold between events; `trees`: each owner that goes on with the ids of its tree.
+        """Check what must hold between events; `trees`: each owner that has not ended, with the ids of its tree.
 
         Raises AssertionError.
         """

@@ -16,7 +16,7 @@ class SavePrefix(_PrefixMessage, frozen=True):
     """Write a prefix to disk. What the prefix cache does not have of it is computed first."""
 
     id: int
-    """Its number among the front end's requests and orders."""
+    """Number of the order among the front end's requests and orders."""
     tokens: tuple[int, ...]
     file: str
     """Name in the folder of saved prefixes; each rank has its own part."""
@@ -27,7 +27,7 @@ class RestorePrefix(_PrefixMessage, frozen=True):
 
     id: int
     tokens: tuple[int, ...]
-    """Those that the file must have."""
+    """Tokens that the file must contain."""
     file: str
 
 

@@ -17,7 +17,7 @@ class ToolChoice:
     name: str | None = None
     """The only tool that it may call; None: any."""
     parallel: bool = True
-    """It may call several in one answer."""
+    """Whether the model may call several tools in one answer."""
 
     def to_openai(self) -> Any:
         """`tool_choice` in OpenAI's API."""
@@ -64,11 +64,11 @@ class Conversation:
 
 
 RequestPrompt = bytes | tuple[int | bytes, ...] | Conversation
-"""A text in UTF-8, as far as the user's text is; tokens, with texts between them; or a conversation."""
+"""A string in UTF-8 (or the bytes that the user gave); tokens, mixed with strings; or a conversation."""
 
 
 def as_prompt(given: str | Iterable[int | str] | Conversation) -> RequestPrompt:
-    """A prompt as users of Python give it. Bytes that are not UTF-8 are surrogates in texts. Raises UsageError for
+    """A prompt as users of Python give it. Bytes that are not UTF-8 are surrogates in strings. Raises UsageError for
     other surrogates."""
     match given:
         case str():

@@ -34,7 +34,7 @@ _READ_ROWS = 3.0
 @functools.lru_cache(1024)
 def chunk_rows(n_tokens: int, n_stages: int, most: int, sparsity: float = 1.0) -> int:
     """How many of a prompt's `n_tokens` tokens go into each run of a pipeline: a power of two from one tile on, or
-    `most`, the rows of the longest run possible. `sparsity`: as of `Limits`."""
+    `most`, the rows of the longest run possible. `sparsity`: see `Limits`."""
     if n_stages == 1:
         return most
     return min(_lengths(n_tokens, most), key=lambda length: _makespan(n_tokens, n_stages, length, sparsity))

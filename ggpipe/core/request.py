@@ -64,7 +64,7 @@ class DraftCheck(Protocol):
     """Says which draft tokens may be sampled. Takes microseconds."""
 
     def fits(self, path: tuple[int, ...], token: int) -> bool:
-        """Whether a token may be behind these draft tokens, which are behind the last accepted token."""
+        """Whether a token may follow these draft tokens, which follow the last accepted token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Limits:
     rolls_back: bool = True
     """The end of a sequence can be removed; else draft tokens are taken back by copies of the state."""
     prefill_slowdown: float = 5.0
-    """While some requests decode, a run takes about so many times as long because of others' prompts."""
+    """How many times as long others' prompts may make a run while requests are decoding, approximately."""
     sparsity: float = 1.0
     """Weights of the model, as a multiple of those that one row uses: 1 where it uses all, more with experts."""
 
@@ -103,7 +103,7 @@ class Limits:
         return max(self.n_in_flight - 1, 1)
 
     def prompt_rows(self, n_tokens: int) -> int:
-        """Rows in each run of a prompt, or of prompts that are computed together, with so many tokens to compute."""
+        """Rows in each run of a prompt, or of prompts that share runs, with this many tokens to compute."""
         return chunk_rows(n_tokens, self.n_stages, self.n_rows, self.sparsity)
 
 
@@ -133,7 +133,7 @@ class Request:
     drafters: tuple[int, ...] = (0,)
     """Ids of the drafters that draft for it, unless its mode is iterative."""
     ends: frozenset[int] = frozenset()
-    """Tokens that end the text: nothing is drafted behind them."""
+    """Tokens that end the output: nothing is drafted after them."""
     banned: tuple[int, ...] = ()
     """Tokens that are never sampled."""
     logits_request_grows: bool = False
@@ -171,7 +171,7 @@ class Request:
 
     @property
     def embeds(self) -> bool:
-        """Its prompt's embedding is wanted, and nothing else."""
+        """Whether the request is for an embedding of its prompt."""
         return self.spec.pooling is not None
 
     @property
@@ -197,7 +197,7 @@ class Request:
         return Finish.CONTEXT_FULL if len(self.prompt) > n_ctx else None
 
     def after(self, tokens: Sequence[int]) -> Request:
-        """What is left of it after these tokens of its output, which are computed as its prompt is."""
+        """The rest of the request after these tokens of its output, which become a part of its prompt."""
         spec = msgspec.structs.replace(self.spec, resumed=(*self.spec.resumed, *tokens))
         return replace(self, prompt=(*self.prompt, *tokens), spec=spec)
 
@@ -252,7 +252,7 @@ class Counters:
         self.paused_tokens[drafter] = self.paused_tokens.get(drafter, 0) + 1
 
     def rejected(self, runs: Iterable[int]) -> None:
-        """One row of each of these runs was rejected; a run may occur several times."""
+        """Count one rejected row for each of these runs. A run may occur several times."""
         for run in runs:
             self.rejected_rows[run] = self.rejected_rows.get(run, 0) + 1
 

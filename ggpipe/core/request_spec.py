@@ -23,7 +23,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
     """How draft tokens are drafted; the head turns it off where there is no draft model."""
     cache_prompt: bool = True
-    """The prefix cache is used: what it has of the prompt is not computed, and what is computed is kept."""
+    """Whether to use the prefix cache: to skip the part of the prompt that it contains, and to keep the new cells."""
     resumed: tuple[int, ...] = ()
     """The first tokens of the output, which other ranks generated with the same settings and seed."""
     redrawn: tuple[int, ...] = ()

@@ -63,7 +63,7 @@ class SequenceState(abc.ABC):
     """A sequence that is being served: it has a prompt that is to be computed, and a share of the cells."""
 
     id: int
-    """Of the request or order that it is for."""
+    """Id of the request or order."""
     user: str
     """Whom it is for."""
     prompt: tuple[int, ...]
@@ -73,7 +73,7 @@ class SequenceState(abc.ABC):
     """Cells that it may take up, those of its prefix included."""
     phase: Phase = Phase.PREFILL
     is_open: bool = True
-    """It goes on."""
+    """Whether it has not ended."""
     has_rows: bool = True
     """Rows of it may go into the pipeline."""
     n_past: int = 0
@@ -92,7 +92,7 @@ class SequenceState(abc.ABC):
         self.tree = self.prefix.tree
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase."""
+        """Enter another phase."""
         assert phase in _NEXT[self.phase], f"from {self.phase} to {phase}"
         self.phase = phase
         self.is_open = phase not in (Phase.ENDING, Phase.ENDED)
@@ -110,7 +110,7 @@ class SequenceState(abc.ABC):
 
     @property
     def embeds(self) -> bool:
-        """Its rows are those of an embedding."""
+        """Whether its rows are those of an embedding."""
         return False
 
     @property
@@ -120,7 +120,7 @@ class SequenceState(abc.ABC):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Those that may go into the prefix cache."""
+        """Tokens that may go into the prefix cache."""
         return self.prompt
 
     @property
@@ -144,7 +144,7 @@ class SequenceState(abc.ABC):
         return min((end, *(border for border in borders if border > self.n_past)))
 
     def prompt_end(self, n_most: int) -> int:
-        """Where the next run may end in its prompt, with so many rows of it at most."""
+        """Where the next run may end in the prompt, with at most this many rows of it."""
         return self.n_past + n_most
 
     def logits_request_at(self, position: int) -> LogitsRequest | None:
@@ -224,7 +224,7 @@ class RequestState(SequenceState):
     output: list[int] = field(default_factory=list)
     """Accepted tokens; their number is the epoch."""
     sampled_from: list[tuple[int, int]] = field(default_factory=list)
-    """Of each accepted token, the run and row whose logits it was sampled from."""
+    """The run and row from whose logits each accepted token was sampled."""
     n_weighed: int = 0
     """Accepted tokens from whose pace it was learned which draft models pay."""
     drafters: RequestDrafters
@@ -236,7 +236,7 @@ class RequestState(SequenceState):
     n_predict: int = field(init=False)
     """Tokens to generate at most; -1: until the text ends or the context is full."""
     is_async: bool = field(init=False)
-    """Its draft tokens need not wait for its accepted ones."""
+    """Whether the request drafts while earlier draft tokens are verified."""
 
     def __post_init__(self) -> None:
         SequenceState.__post_init__(self)
@@ -262,12 +262,12 @@ class RequestState(SequenceState):
 
     @property
     def decodes(self) -> bool:
-        """Its prompt is submitted, and its output continues."""
+        """Whether its prompt is submitted and its output continues."""
         return self.phase in (Phase.DECODING, Phase.FETCHING) and self.n_predict != 0
 
     @property
     def overlaps(self) -> bool:
-        """Its drafters keep drafting while earlier draft tokens are verified."""
+        """Whether its drafters keep drafting while earlier draft tokens are verified."""
         return self.is_async and self.request.speculation.continuous
 
     @property
@@ -323,7 +323,7 @@ class RequestState(SequenceState):
 
     @property
     def deepest(self) -> int:
-        """Position of the deepest draft token that is of use."""
+        """Position of the deepest useful draft token."""
         deepest = self.reserve - 1
         if self.n_predict >= 0:  # the last token of the text is sampled from the row before it
             deepest = min(deepest, len(self.prompt) + self.n_predict - 2)
@@ -356,7 +356,7 @@ class RequestState(SequenceState):
             self.drafters.add(micro_batch, self.output, self._may_follow, now)
 
     def _may_follow(self, parent: Node, token: int) -> bool:
-        """Nothing is drafted behind the end of a text, and nothing that cannot be sampled."""
+        """Whether a draft token may follow: none after the end of the output, and none that cannot be sampled."""
         if token in self.request.ends:
             return False
         return self.draft_check is None or self.draft_check.fits(parent.path, token)

@@ -27,5 +27,5 @@ class SequenceIds:
         return heapq.heappop(self._free)
 
     def give_back(self, seq: int) -> None:
-        """It is free for the next branch: its RM was queued before."""
+        """Free an id for the next branch. Its RM must have been queued before."""
         heapq.heappush(self._free, seq)

@@ -28,7 +28,7 @@ class _Border:
     seq: int
     """The id that holds the state at this position."""
     end: int
-    """Position after the run's last row; `pos` while no run has begun here."""
+    """Position after the run's last row; `pos` before any run starts here."""
 
 
 class StateRollback:

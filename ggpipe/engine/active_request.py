@@ -31,7 +31,7 @@ class ActiveRequest:
         self.not_saved: list[str] = []
         """Why parts of its prompt cache are not written, a line each."""
         self.pooled = Pooled(spec.pooling or "last")
-        """Its embedding, where that is wanted."""
+        """The embedding, if the request is for one."""
         self._vocab = vocab
         self._to_replay: collections.deque[tuple[int, bool]] = collections.deque()
         """Tokens of a resumed output whose rows the sampler has not seen yet, and whether they were drawn again."""

@@ -35,7 +35,7 @@ class Drafters:
             for drafter, kind in enumerate(registry.kinds(models))
             if kind in registry.WITHOUT_MODEL
         }
-        """Those without a model: the scheduler asks them itself."""
+        """Drafters without a model, which the scheduler asks itself."""
 
     @property
     def has_model(self) -> bool:

@@ -47,7 +47,6 @@ from ggpipe.core.messages import RowLogits, Run, RunResult
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
 from ggpipe.core.request import Request, check_order, check_prompt
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.core.run_cost import RunCost
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.engine.active_request import ActiveRequest
 from ggpipe.engine.control_channel import Received
@@ -72,7 +71,7 @@ class EngineCore:
         self.vocab: Vocab = head.vocab
         self.prompts = PromptReader(head.vocab)
         self.ranks: Sequence[RankStats] = head.head.ranks
-        """All ranks in order; behind them the drafts inside the head's process, if there are any."""
+        """All ranks in order, followed by the draft models inside the head's process, if any."""
         self.n_ctx = head.limits.n_ctx
         """KV cells, for all requests together."""
         self.can_speculate = head.can_speculate
@@ -90,14 +89,9 @@ class EngineCore:
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[RequestEvent] = []
         self._unsettled: list[ConstrainedSampler] = []
-        """They have left something for when the next run is being computed."""
+        """Samplers with work that can be done while the next run is being computed."""
         self._counter = RunCounter(self.ranks, self._stats_of)
         machine.collect_new_objects()
-
-    @property
-    def run_cost(self) -> RunCost:
-        """What runs of this pipeline take."""
-        return self._scheduler.cost
 
     @property
     def n_cells(self) -> int:

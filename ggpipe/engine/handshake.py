@@ -44,7 +44,7 @@ def hello(transport: Transport, model_file: ModelFile, model: int) -> Hello:
 def compare(hellos: Sequence[Hello]) -> list[Wording]:
     """Do all ranks hold the same? Returns warnings. Raises ModelError or LaunchError where they cannot work together.
 
-    `hellos`: one for each rank, in order.
+    `hellos`: one per rank, in order.
     """
     head = hellos[0]
     warnings: list[Wording] = []
@@ -65,7 +65,7 @@ def compare(hellos: Sequence[Hello]) -> list[Wording]:
                 )
         if other.cpu_features != head.cpu_features:
             differ = sorted(set(other.cpu_features) ^ set(head.cpu_features))
-            line = f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): texts may differ"
+            line = f"{where} uses other CPU features than rank 0 ({', '.join(differ)}): output may differ"
             warnings.append(Wording(line))
     return warnings
 

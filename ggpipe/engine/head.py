@@ -103,7 +103,7 @@ class Head:
 
     @property
     def n_processes(self) -> int:
-        """Ranks that are processes of their own; those behind them are inside this one."""
+        """Number of ranks with a process of their own. The ranks after them run inside this process."""
         return len(self._process_ranks) + 1
 
     def stop(self) -> None:
@@ -169,7 +169,7 @@ class Head:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if not isinstance(error, SilentRankError):  # nobody can be waited for, the process ends as it is
+        if not isinstance(error, SilentRankError):  # no rank can be waited for; the process ends as it is
             self.close(error.exit_code if isinstance(error, GgpipeError) else int(kind is not None))
 
 
@@ -190,7 +190,7 @@ class LoadedHead:
         restored: tuple[int, ...] | None,
         n_ranks: int,
     ) -> None:
-        """`limits`: of the target. `exact_in_company`: that of all the target's stages. `restored`: as of
+        """`limits`: those of the target. `exact_in_company`: that of all the target's stages. `restored`: see
         `PrefixCache`. `n_ranks`: those that hold layers of the target.
         """
         self.head = head
@@ -225,7 +225,7 @@ class LoadedHead:
         self._pipeline.submit(run)
 
     def cancel(self, runs: tuple[int, ...]) -> None:
-        """Nobody needs these runs."""
+        """Cancel these runs, because their results are not needed any more."""
         self._pipeline.cancel(runs)
 
     def fetch(self, request: int, run: int, row: int) -> None:

@@ -45,7 +45,8 @@ class Inbox(Generic[T]):
         self.take_run: Callable[[Message], None] | None = None
         """Who gets runs instead of `next`'s caller; called from the thread that polls."""
         self.relieved: Callable[[], float | None] = lambda: None
-        """Seconds for which the main thread may stop polling: somebody else polls, or nothing can come; or None."""
+        """Seconds for which the main thread may stop polling, because another thread polls or nothing can come; or
+        None."""
         self._quiet_since = time.monotonic()
         self._called = False
         transport.set_waker(self._wake.set)
@@ -86,7 +87,7 @@ class Inbox(Generic[T]):
             if self._arrived:
                 self._quiet_since = now
                 return self._arrived.popleft()
-            if came:  # a run, for somebody else; there may be more behind it
+            if came:  # a run, for another thread; more messages may follow
                 continue
             waited_s = now - start
             if self._called or waited_s >= timeout_s:

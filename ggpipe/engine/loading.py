@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.model import TARGET
 from ggpipe.core.draft_messages import VocabOutline
@@ -26,10 +28,10 @@ from ggpipe.errors import Interrupted, MemoryNeededError, Setting, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.prompt_cache import PromptCache
-from ggpipe.llama.stage import BoundaryTensors, Stage
+from ggpipe.llama.stage import BoundaryTensors
 from ggpipe.llama.vocab import Vocab
 from ggpipe.transport.base import HEAD
-from ggpipe.transport.control import DraftVocab, Hello, LoadLayers, StageLoaded, StageLoading, StartDraft
+from ggpipe.transport.control import DraftVocab, Hello, LoadLayers, StageContext, StageLoaded, StageLoading, StartDraft
 
 
 def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
@@ -69,7 +71,7 @@ def load_all(head: Head, on_progress: Callable[[], None]) -> LoadedHead:
         if config.context.exact and not context.exact_in_company:
             if n_requests > 1:
                 agreed.warnings.append(_in_turn(config.context))
-            n_requests, context = 1, replace(context, n_prefixes=0)
+            n_requests, context = 1, msgspec.structs.replace(context, n_prefixes=0)
         if config.prompt_cache is not None and context.n_prefixes == 0:
             why = (
                 Wording(Setting("exact"), " needs ", Setting("flash_attn"), " for it")
@@ -138,14 +140,14 @@ class _Agreed:
 
     model_file: ModelFile
     hellos: list[Hello]
-    """Of all ranks, in order."""
+    """Messages of all ranks, in order."""
     layout: Layout
     draft_layouts: list[Layout]
-    """Of the config's draft models."""
+    """Layouts of the config's draft models."""
     prompt_cache: PromptCache | None
     """The head's."""
     warmup: bool
-    """As of `Stage`."""
+    """See `Stage`."""
     inputs: tuple[int, ...]
     """Layers of the target whose inputs an EAGLE-3 head reads."""
     inputs_to: int
@@ -241,7 +243,7 @@ def _in_turn(context: ContextConfig) -> Wording:
     )
 
 
-def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests: int, sparsity: float) -> Limits:
+def _limits(context: ContextConfig, layout: Layout, loaded: StageContext, n_requests: int, sparsity: float) -> Limits:
     return Limits(
         n_ctx=loaded.n_ctx,
         n_batch=loaded.n_batch,
@@ -256,34 +258,6 @@ def _limits(context: ContextConfig, layout: Layout, loaded: _Context, n_requests
     )
 
 
-@dataclass(frozen=True)
-class _Context:
-    """Facts of a context that libllama made."""
-
-    n_ctx: int
-    """KV cells."""
-    n_batch: int
-    """Tokens of a prompt in a batch."""
-    exact_in_company: bool
-    """Of the stage, as `Stage.exact_in_company`."""
-    n_prefixes: int
-    n_branches: int
-    partial_prefixes: bool
-    rolls_back: bool
-
-
-def _context(loaded: Stage | StageLoaded) -> _Context:
-    return _Context(
-        n_ctx=loaded.n_ctx,
-        n_batch=loaded.n_batch,
-        exact_in_company=loaded.exact_in_company,
-        n_prefixes=loaded.n_prefixes,
-        n_branches=loaded.n_branches,
-        partial_prefixes=loaded.partial_prefixes,
-        rolls_back=loaded.rolls_back,
-    )
-
-
 class _Progress:
     """How far the loading of all ranks with layers is."""
 
@@ -291,7 +265,7 @@ class _Progress:
         self._head = head
         self._n_ranks = n_ranks
         self._cuts: dict[int, BoundaryTensors] = {}
-        self._contexts: dict[int, _Context] = {}
+        self._contexts: dict[int, StageContext] = {}
         self._restored: dict[int, Restored] = {}
 
     @property
@@ -301,14 +275,15 @@ class _Progress:
     def cuts_of(self, layout: Layout) -> list[BoundaryTensors]:
         return [self._cuts[stage.ranks[0]] for stage in layout.stages]
 
-    def context_of(self, layout: Layout) -> _Context:
+    def context_of(self, layout: Layout) -> StageContext:
         """What holds for the contexts of all its stages, which are alike but for their layers."""
         contexts = [self._contexts[rank] for rank in layout.stage_ranks]
-        return replace(contexts[0], exact_in_company=all(context.exact_in_company for context in contexts))
+        is_exact = all(context.exact_in_company for context in contexts)
+        return msgspec.structs.replace(contexts[0], exact_in_company=is_exact)
 
-    def restored_of(self, layout: Layout, context: _Context, warnings: list[Wording]) -> tuple[int, ...] | None:
+    def restored_of(self, layout: Layout, context: StageContext, warnings: list[Wording]) -> tuple[int, ...] | None:
         """The tokens that all stages of a layout have from their prompt caches; None: no stage has any. Adds a line to
-        `warnings` where the files are of no use."""
+        `warnings` if the files cannot be used."""
         found = {rank: self._restored[rank] for rank in layout.stage_ranks}
         longest = max((restored.tokens for restored in found.values()), key=len)
         n_common = min(agreeing(restored.tokens, longest) for restored in found.values())
@@ -340,7 +315,7 @@ class _Progress:
                 own = ranks[HEAD]
                 own.load_s, own.threads = load_s, wiring.threads_of(self._head.config, self._head.transport, TARGET)
                 self._restored[HEAD] = restored
-                self._loaded(HEAD, stage.cut, _context(stage))
+                self._loaded(HEAD, stage.cut, wiring.context_of(stage))
             case Loading(done_bytes, total_bytes):
                 ranks[HEAD].loaded_bytes, ranks[HEAD].load_bytes = done_bytes, total_bytes
             case Received(rank, StageLoading(done_bytes, total_bytes)):
@@ -352,9 +327,9 @@ class _Progress:
                     stats.resident_bytes = loaded.resident_bytes
                 cut = BoundaryTensors(collections.Counter(loaded.wanted), collections.Counter(loaded.produced))
                 self._restored[rank] = loaded.restored
-                self._loaded(rank, cut, _context(loaded))
+                self._loaded(rank, cut, loaded.context)
 
-    def _loaded(self, rank: int, cut: BoundaryTensors, context: _Context) -> None:
+    def _loaded(self, rank: int, cut: BoundaryTensors, context: StageContext) -> None:
         stats = self._head.ranks[rank]
         stats.loaded_bytes = stats.load_bytes = max(stats.load_bytes, 1)
         self._cuts[rank], self._contexts[rank] = cut, context

@@ -48,7 +48,7 @@ class Pipeline:
             self._own.submit(run)
 
     def cancel(self, runs: tuple[int, ...]) -> None:
-        """Nobody needs these runs: every stage skips or stops them."""
+        """Cancel these runs: every stage skips or stops them."""
         for rank in self.layout.stage_ranks:
             if rank == self._rank:
                 self.cancel_own(runs)

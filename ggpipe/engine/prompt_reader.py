@@ -66,7 +66,8 @@ class PromptReader:
             raise UsageError(f"the request cannot be passed on to the model: {e}") from e
 
     def _mixed(self, parts: Sequence[int | bytes]) -> tuple[int, ...]:
-        """Tokens and texts. Only a text at the beginning gets what the model's texts begin with, as BOS."""
+        """Tokenize a mix of tokens and strings. Only a string at the beginning gets the model's initial tokens, such
+        as BOS."""
         begun, tokens = (self.text(b"") if any(isinstance(part, bytes) for part in parts) else ()), list[int]()
         for i, part in enumerate(parts):
             if isinstance(part, int):

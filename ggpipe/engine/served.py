@@ -68,7 +68,7 @@ class _Server:
         self._front_end = front_end
         self._session = session
         self._stats: dict[int, RequestStats] = {}
-        """Of requests that have not ended."""
+        """Statistics of requests that have not ended."""
         self._figures_at = 0.0
 
     def step(self) -> None:

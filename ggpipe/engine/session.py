@@ -110,7 +110,7 @@ class LocalRanks:
 
     is_loading = False
     n_restarts = 0
-    """Nobody starts them again."""
+    """Ranks of a session are never restarted."""
 
     def __init__(self, head: Head) -> None:
         self._head = head

@@ -105,7 +105,7 @@ class Signals:
             leave()
 
     def restore(self) -> None:
-        """No rank any more: what goes on in this process ends with KeyboardInterrupt, and has time."""
+        """This process is no rank any more: a signal raises KeyboardInterrupt in it, without a time limit."""
         if self._installs:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -84,7 +84,7 @@ class Saved:
     request: int
     problem: str
     n_bytes: int = 0
-    """Of its file."""
+    """Size of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class StageThread:
         self._closing = False
         self._stage: Stage | None = None
         self._inputs: InputsReady | None = None
-        """Of the run that was computed last, until it is delivered."""
+        """Layer inputs of the last computed run, until they are delivered."""
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
         self._thread.start()
 
@@ -165,7 +165,7 @@ class StageThread:
         self._wake.set()
 
     def cancel(self, runs: tuple[int, ...]) -> None:
-        """Nobody needs these runs: skip them, or stop the one that is being computed. Their markers still pass."""
+        """Cancel these runs: skip them, or stop the one that is being computed. Their markers are still passed on."""
         self._cancelled.update(run for run in runs if run > self._last_done)
         if self._stage is not None:
             for run in runs:
@@ -208,7 +208,7 @@ class StageThread:
                 self._computing, self._last_done = None, job.run.id
                 self._last_active = time.monotonic()
                 self._cancelled.discard(job.run.id)
-                with self._keeping:  # nobody asks for these rows before the result is out
+                with self._keeping:  # these rows are only requested after the result was sent
                     self._deliver(outcome)
                     if isinstance(outcome, ResultReady) and outcome.result.rows:
                         self._keep(stage, job.run)
@@ -270,9 +270,9 @@ class StageThread:
         return None
 
     def relief_s(self) -> float | None:
-        """Seconds for which the main thread may stop polling; None when it must poll by itself.
+        """Seconds for which the main thread may stop polling; None if it must poll.
 
-        While the stage computes, the main thread polls a few times in a run: often enough to cancel what is computed,
+        While the stage computes, the main thread polls a few times in a run: often enough to cancel that run,
         and seldom enough not to take the core and the GIL from it. Else this thread polls, if it has a `pump`.
         """
         if self._computing is None and (self._pump is None or self._stage is None):

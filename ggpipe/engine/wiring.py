@@ -18,6 +18,7 @@ from ggpipe.llama.libllama import native
 from ggpipe.llama.prompt_cache import PrefixFiles, PromptCache
 from ggpipe.llama.stage import Stage
 from ggpipe.transport.base import Transport
+from ggpipe.transport.control import StageContext
 
 
 def threads_of(config: EngineConfig, transport: Transport, model: int) -> tuple[int, int]:
@@ -87,7 +88,7 @@ def stage_loader(
 ) -> Callable[[OnProgress], Stage]:
     """A function that makes this rank's stage of the model of this id, given a callback for its progress, and describes
     it to those of `files` that there are. `group`: that of the ranks that hold these layers together, if there are
-    several. `warmup`, `inputs`: as of `Stage`."""
+    several. `warmup`, `inputs`: see `Stage`."""
     threads, part = threads_of(config, transport, model), config.part_of(model)
     shares_cores = model != TARGET and transport.ranks_on_host > config.n_draft_ranks
 
@@ -135,3 +136,16 @@ def head_loader(
         return HeadStage(model_file, part.model, part.context, threads, target_states, progress, n_prefixes, warmup)
 
     return load
+
+
+def context_of(stage: Stage) -> StageContext:
+    """What other ranks need to know about a loaded stage's context."""
+    return StageContext(
+        n_ctx=stage.n_ctx,
+        n_batch=stage.n_batch,
+        exact_in_company=stage.exact_in_company,
+        n_prefixes=stage.n_prefixes,
+        n_branches=stage.n_branches,
+        partial_prefixes=stage.partial_prefixes,
+        rolls_back=stage.rolls_back,
+    )

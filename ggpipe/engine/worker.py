@@ -209,13 +209,7 @@ class Worker:
             resident_bytes=machine.resident_bytes(),
             wanted=dict(stage.cut.wanted),
             produced=dict(stage.cut.produced),
-            n_ctx=stage.n_ctx,
-            n_batch=stage.n_batch,
-            exact_in_company=stage.exact_in_company,
-            n_prefixes=stage.n_prefixes,
-            n_branches=stage.n_branches,
-            partial_prefixes=stage.partial_prefixes,
-            rolls_back=stage.rolls_back,
+            context=wiring.context_of(stage),
             restored=loaded.restored,
         )
 

@@ -118,7 +118,7 @@ def _own_folder() -> tuple[str, int]:
                 shutil.rmtree(old, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=_PREFIX)
     lock = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # the file system has no locks, so the folder may be left behind
+    with contextlib.suppress(OSError):  # the file system has no locks, so the folder may remain
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return folder, lock
 

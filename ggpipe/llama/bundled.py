@@ -65,7 +65,7 @@ class _Inflated:
 
     @property
     def file_name(self) -> str:
-        """It says what the model was made of, and how."""
+        """Name of the file, which identifies the model's source and how it was made."""
         settings = f"{_FORMAT} {_WIDEN} {self.deepen} {self.experts or ''}"
         digest = hashlib.sha256(settings.encode() + self.source.read_bytes())
         return f"{self.source.stem}-inflated-{digest.hexdigest()[:16]}.gguf"

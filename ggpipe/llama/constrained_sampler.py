@@ -62,7 +62,7 @@ class ConstrainedSampler:
         self._is_up_to_date = False
         """That was at this place of the text."""
         self._is_steady = False
-        """They were the same as those listed before."""
+        """Whether the last two lists were the same."""
         self._fitting_token: int | None = None
         """The token that was drawn last, until it is accepted."""
         self._asked: tuple[LogitsRequest, frozenset[int] | None, LogitsRequest] | None = None
@@ -76,7 +76,8 @@ class ConstrainedSampler:
     def logits_request(self) -> LogitsRequest:
         """What drawing the next token takes: the row is kept, and a few more come than without the grammar.
 
-        Where only few tokens fit, those come. Draft tokens' rows get the same: often as much fits behind them.
+        If only few tokens fit, the row has exactly these. Draft tokens' rows get the same set, since it often fits
+        after them as well.
         """
         logits_request = self._own.logits_request()
         if logits_request.kind is LogitsKind.FULL:
@@ -217,8 +218,9 @@ class ConstrainedSampler:
             self._list()
 
     def resume(self, tokens: Sequence[int], second: Collection[int]) -> None:
-        """Tokens that another process drew with the same seed and grammar: go on as if they were drawn here. `second`:
-        the places of those that were drawn at the second attempt. Raises NoTokenFits for those that do not fit."""
+        """Tokens that another process drew with the same seed and grammar: continue as if they had been drawn here.
+        `second`: the places of those that were drawn at the second attempt. Raises NoTokenFits for those that do not
+        fit."""
         for place, token in enumerate(tokens):
             if place in second:
                 self._own.skip(token)
@@ -263,8 +265,8 @@ def sampler_at(
     vocab: Vocab,
     n_ctx: int,
 ) -> Sampler | ConstrainedSampler:
-    """A sampler behind a prompt and `tokens` of its text, but for rows that are to be replayed. `redrawn`: places of
-    tokens that were drawn at the second attempt. Raises UsageError where the text does not fit the grammar."""
+    """A sampler after a prompt and `tokens` of its output, except for rows that are to be replayed. `redrawn`: places
+    of tokens that were drawn at the second attempt. Raises UsageError where the text does not fit the grammar."""
     sampler = Sampler(sampling, vocab, n_ctx)
     sampler.begin(prompt, vocab)
     if not sampling.grammar:

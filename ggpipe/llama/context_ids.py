@@ -29,7 +29,7 @@ class ContextIds:
     """Sequence ids of a context: those of `ContextConfig.n_seq` first, then the others in this order."""
 
     n_prefixes: int
-    """For kept prefixes."""
+    """Number of ids for kept prefixes."""
     n_branches: int
     """For branches of draft tokens; where states cannot go back, for the states that draft tokens are taken back to."""
     pins: int
@@ -41,7 +41,7 @@ class ContextIds:
 
     @property
     def n_own(self) -> int:
-        """Those without pins and the spare one."""
+        """Number of ids, without pins and the spare one."""
         return self.pins or self.spare
 
 
@@ -50,7 +50,7 @@ def divide_ids(
     saves_states: bool,
 ) -> ContextIds:  # fmt: skip
     """`n_ctx`: cells that the context is asked for. `n_prefixes`: at most. `slides`: the model has sliding windows;
-    `rolls_back`, `saves_states`: as of `Stage`. Raises SettingError where not even `ContextConfig.n_seq` ids fit."""
+    `rolls_back`, `saves_states`: see `Stage`. Raises SettingError where not even `ContextConfig.n_seq` ids fit."""
     n_spare = int(saves_states and rolls_back)
     most = (int(lib.llama_max_parallel_sequences()) - n_spare) // (1 + slides)
     fitting = (n_ctx - n_spare) // (1 + slides)

@@ -62,9 +62,9 @@ class TargetStates:
         """`layers`: those whose inputs the head reads, in its order."""
         self._layers = tuple(layers)
         self._runs: dict[int, States] = {}
-        """Of each run of which all has come: (rows, numbers)."""
+        """States of each complete run, of shape (rows, numbers)."""
         self._parts: dict[int, dict[int, States]] = {}
-        """Of other runs: by layer what has come of them."""
+        """Parts of incomplete runs, by layer."""
 
     def take(self, run: int, parts: Mapping[int, States]) -> bool:
         """A rank sent these layers' inputs in a run's rows, each (rows, width). Whether that completes the run."""

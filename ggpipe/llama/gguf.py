@@ -17,7 +17,7 @@ from ggpipe.errors import ModelError, Setting
 from ggpipe.llama.libllama import ggml, logged_errors, start
 
 MetadataValue = int | float | str | bool | tuple[int, ...]
-"""Of metadata."""
+"""Value of a metadata key."""
 
 _MAX_LAYERS = 512  # libllama aborts the process at more
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -39,7 +39,7 @@ class ModelFile:
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, MetadataValue]
-    """The first file's; long arrays, and those of texts, are left out."""
+    """Metadata of the first file, without long arrays and arrays of strings."""
     array_lengths: Mapping[str, int]
     tensors: Mapping[str, TensorInfo]
     header_bytes: tuple[int, ...]
@@ -192,7 +192,7 @@ _SCALARS = {
     )
 }
 _NUMBERS: dict[int, Any] = {4: ctypes.c_uint32, 5: ctypes.c_int32, 7: ctypes.c_bool}
-"""Of arrays, as per-layer settings are."""
+"""Types of array elements that are read, by GGUF's type number: those of per-layer settings."""
 _MOST_NUMBERS = 2 * _MAX_LAYERS
 
 

@@ -129,7 +129,7 @@ class _Beginnings:
 
     def __init__(self, vocab: Vocab) -> None:
         pieces = vocab.pieces()
-        for token in vocab.end_tokens:  # grammars do not look at their texts
+        for token in vocab.end_tokens:  # grammars ignore their text
             pieces[token] = b""
         parents = np.full(len(pieces), -1, np.int32)
         open_tokens: list[int] = []  # each begins with the one before it
@@ -145,7 +145,7 @@ class _Beginnings:
         order = np.argsort(parents, kind="stable").astype(np.int32)
         n_first = np.count_nonzero(parents < 0)
         self.first = order[:n_first]
-        """Those that begin with no other one."""
+        """Tokens whose text does not begin with another token's."""
         self._longer = order[n_first:]
         self._ends = np.cumsum(np.bincount(parents[self._longer], minlength=len(pieces)))
 

@@ -40,7 +40,7 @@ class _MappedFiles:
             name: (self._maps[tensor.file].ctypes.data + tensor.offset, tensor.size)
             for name, tensor in file.tensors.items()
         }
-        """Of each tensor: where it is, and its bytes."""
+        """Address and size in bytes of each tensor."""
 
     def populate(self, ranges: Sequence[tuple[int, int]], tell: Callable[[int], bool]) -> bool:
         """Read these ranges (address, bytes) into memory. False when `tell`, which gets bytes done, stopped it.
@@ -96,20 +96,19 @@ def load_layers(
 
     `in_group`: other ranks compute them together with this one. `is_head`: it may be a draft head, which reads states
     of its target.
-    Raises ModelError when libllama cannot load the model, or it is of a kind that writes no texts, RunError when
+    Raises ModelError when libllama cannot load the model, or it does not generate text token by token, RunError when
     `progress` stopped it, SettingError when memory cannot be locked.
     """
     if not ModelHeader(file).is_causal:
         raise ModelError(
-            f"{file.paths[0]}: this '{file.architecture}' model reads texts in both directions: it writes none, and "
-            "its embeddings are not made here, since the tokens behind one may be in another run; give a model with "
-            "causal attention"
+            f"{file.paths[0]}: this '{file.architecture}' model attends to later tokens as well, so it cannot "
+            "generate text, and its embeddings are not supported; use a model with causal attention"
         )
     a, b = layers
     is_last = b == file.n_layer
     params = model_params(config, keep)
     up, local, down = stage.devices()
-    # The output layer counts as one more layer, behind the last.
+    # The output layer counts as one more layer, after the last.
     counts = [(up, a), (local, b - a + is_last), (down, file.n_layer + (not is_last) - b)]
     place_layers(params, counts, keep)
     mapped = config.load_mode in ("mmap", "mmap+mlock")

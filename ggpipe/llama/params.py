@@ -24,7 +24,7 @@ _LOAD_MODE_NONE, _LOAD_MODE_DIRECT_IO = 0, 4
 _SPLIT_MODE_LAYER = 1
 
 NO_STATE = np.empty(0, np.float32)
-"""Of a model whose last hidden state is not known."""
+"""Last hidden state of a model, if it is not known."""
 
 
 def model_params(config: ModelConfig, keep: list[object]) -> Any:

@@ -42,7 +42,7 @@ _HEADER = struct.Struct("<II")
 # first token, end, bytes of the state, checksum of these and of the bits, checksum of the blocks
 _STATE = struct.Struct("<IIQII")
 _BLOCK_BYTES = 4096
-_STATE_OFFSET = 8  # bytes that libllama writes in front of a state
+_STATE_OFFSET = 8  # bytes that libllama writes before a state
 _Bytes = NDArray[np.uint8]
 
 

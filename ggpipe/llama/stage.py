@@ -54,7 +54,7 @@ class Outcome:
     """Time in `llama_decode`."""
     cancelled: bool
     layer_inputs: tuple[NDArray[np.float32], ...] = ()
-    """Of the layers of `Stage.tapped`, (rows, width) each; none of a run that was not computed."""
+    """Inputs of the layers of `Stage.tapped`, each of shape (rows, width); empty if the run was not computed."""
 
 
 class Stage:
@@ -143,7 +143,7 @@ class Stage:
             saves_states=saves_states,
         )
         self.n_prefixes, self.n_branches = ids.n_prefixes, ids.n_branches
-        """As of `ContextIds`."""
+        """See `ContextIds`."""
         self._pins, self._spare, n_seq = ids.pins, ids.spare, ids.n_seq
         logged_errors()
         self._context = lib.llama_init_from_model(self._model, context_params(replace(config, n_seq=n_seq), *threads))
@@ -215,8 +215,8 @@ class Stage:
     def decode(self, run: Run, incoming: bytes | bytearray | memoryview | None, headroom: int = 0) -> Outcome:
         """Apply the run's operations and decode its rows.
 
-        `incoming`: what the stage before this one put out, behind its headroom; on a later stage None is for timing
-        only, and computes on noise. `headroom`: bytes to leave free at the start of what goes out. Raises RunError when
+        `incoming`: output of the stage before this one, without its headroom; on a later stage, None is for timing
+        only, and computes on noise. `headroom`: bytes to leave free at the start of the output. Raises RunError when
         libllama refuses the run.
         """
         self.apply(run.ops)

@@ -81,7 +81,7 @@ class BenchWork:
 
 @dataclass(frozen=True, slots=True)
 class BenchTurn:
-    """One request."""
+    """One request of a benchmark."""
 
     mode: BenchMode
     round: int

@@ -54,7 +54,7 @@ class Generation:
     """An output that is being generated."""
 
     index: int
-    """Its index in the HTTP request."""
+    """Index of the completion in the HTTP request."""
     prompt: int
     """Index of its prompt in the HTTP request."""
     spec: RequestSpec
@@ -133,7 +133,7 @@ class Backend:
         self.thread = thread
         self._usual = usual
         self.sampling = SamplingConfig()
-        """For settings that requests omit; known when the model is loaded."""
+        """Defaults for settings that requests omit. They are known when the model is loaded."""
         self.speculation = speculation
         """Speculation of all requests."""
         self._n_waiting = n_waiting

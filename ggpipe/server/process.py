@@ -25,7 +25,7 @@ from ggpipe.server.receiving import BodyReader
 from ggpipe.server.saved_slots import SavedSlots
 
 _LAST_WORDS_S = 2
-"""For closing connections when all requests are answered."""
+"""Seconds for closing connections after all requests were answered."""
 _KILLS_S = 1.0
 """Open MPI's mpirun sends SIGCONT, SIGTERM and SIGKILL, a quarter of a second apart."""
 _OWN_FILES, _ENOUGH_FILES, _FEWEST_CONNECTIONS, _MOST_ACCEPTED = 48, 16384, 8, 1024

@@ -41,7 +41,7 @@ class Slot:
     def __init__(self, id: int) -> None:
         self.id = id
         self.use: SlotRequest | None = None
-        """Its running request, or else its last one."""
+        """The running request of the slot, or else its last one."""
 
     @property
     def is_processing(self) -> bool:

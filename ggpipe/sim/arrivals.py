@@ -83,7 +83,7 @@ class Traffic:
         return self.n_requests or self.users or min(_AT_A_TIME, len(self.arrivals()))
 
     def arrivals(self) -> tuple[Arrival, ...]:
-        """One for each request."""
+        """Arrivals of all requests."""
         if self.listed:
             return self.listed
         if self.users:

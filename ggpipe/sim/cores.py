@@ -33,11 +33,11 @@ class CpuTask:
 
 
 class Cores:
-    """Tasks get cores by their weights, at most one for each thread; all of them progress at the same time.
+    """Tasks get cores by their weights, at most one per thread; all of them progress at the same time.
 
     `crowd`: how fast a core is while all others are busy, as a share of its speed alone: cores share memory, caches,
     and sometimes the core itself. A team progresses while other tasks leave all of its tasks their cores. Polls
-    take a part of a core and crowd nobody: what they slow down is in the measured `NodeSpec.turns`.
+    take a part of a core and delay no other task: that is included in the measured `NodeSpec.turns`.
     """
 
     def __init__(self, clock: VirtualClock, n: int, crowd: float = 1.0) -> None:

@@ -14,8 +14,8 @@ class Cost(Protocol):
     """Decode time of a run whose cores do no other work."""
 
     def seconds(self, n_rows: int, n_past: float, n_others: float = 0) -> float:
-        """Seconds for `n_rows` tokens behind `n_past` tokens; in a run of several requests behind so many on average,
-        and `n_others`: the further KV cells that the run reads."""
+        """Seconds for `n_rows` tokens after `n_past` tokens. In a run of several requests, `n_past` is their average,
+        and `n_others` counts the other KV cells that the run reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,11 +33,11 @@ class GroupCost:
 
     n_parts: int
     n_sums: int
-    """Of a run: one or two for each layer."""
+    """Sums in a run: one or two per layer."""
     width: int
     """Values in a row that are added up."""
     sum_s: float
-    """As `Overheads.sum_s`."""
+    """See `Overheads.sum_s`."""
     exchanges: tuple[_Exchange, ...]
     """Those that are unlike; a sum waits for the slowest."""
     row_bytes: int

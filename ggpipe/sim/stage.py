@@ -264,8 +264,8 @@ def header_bytes(run: Run) -> int:
 
 
 def _past(rows: Sequence[Row]) -> tuple[float, float]:
-    """Tokens that a run's rows stand behind, on average, and further KV cells that it reads. A request's rows are
-    together in a run."""
+    """Average number of tokens before a run's rows, and the number of other KV cells that it reads. Rows of the same
+    request are next to each other."""
     if rows[0].request == rows[-1].request:
         return rows[0].pos, 0
     n_cells = n_past = begins = 0

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from ggpipe.cluster.recording import RecordedPrompt, Recording
+from ggpipe.cluster.recording import RecordedPrompt
 from ggpipe.core.draft_messages import Candidates
 from ggpipe.errors import SettingError, UsageError
 
@@ -279,8 +279,3 @@ def recorded(recorded_prompt: RecordedPrompt, n_text: int | None = None, n_promp
     return RecordedTokens(
         prompt, recorded_prompt.text, recorded_prompt.candidates, recorded_prompt.after_rejection, n_text
     )
-
-
-def requests_of(recording: Recording, n_text: int | None = None) -> tuple[RecordedTokens, ...]:
-    """The requests of a recording, one for each prompt, with `n_text` tokens; None: as many as were recorded."""
-    return tuple(recorded(prompt, n_text) for prompt in recording.prompts)

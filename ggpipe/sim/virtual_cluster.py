@@ -114,9 +114,9 @@ class VirtualPlacement:
     draft_threads: int | None = None
     """Threads of a draft inside the head; None: as the head's."""
     tensor_split: tuple[float, ...] = ()
-    """As of `PipelineConfig`."""
+    """See `PipelineConfig`."""
     tensor_wire: TensorWire = "f32"
-    """As of `PipelineConfig`."""
+    """See `PipelineConfig`."""
 
     @property
     def node_of(self) -> tuple[int, ...]:

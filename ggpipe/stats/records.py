@@ -35,7 +35,7 @@ class RankStats:
     load_s: float = 0.0
     resident_bytes: int = 0
     cpu_s: float = 0.0
-    """CPU time of the whole process since its start, as of the last `Session.measure`."""
+    """CPU time of the whole process since its start, at the last `Session.measure`."""
     clock_offset_s: float = 0.0
     """The head's clock minus this rank's."""
     runs: int = 0

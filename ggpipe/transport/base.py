@@ -63,7 +63,7 @@ class Transport(abc.ABC):
     """Ranks that share this rank's cores, itself included; one that may also run elsewhere counts in part."""
     sends_from_any_thread: bool
     must_poll: bool
-    """Nobody calls the waker: messages are seen only by polling."""
+    """Whether messages are only noticed by polling, because nothing calls the waker."""
 
     @abc.abstractmethod
     def send(self, dest: int, kind: Kind, payload: Payload) -> None:

@@ -2,7 +2,7 @@
 
 A run's header precedes its activations in one buffer, so a hop is one message. Each stage appends its Span to
 the header's end and hands the rest on as it came. All fields have fixed sizes, so the stage knows the header's length
-before it computes, and the activations are written behind it at once.
+before it computes, and the activations are written directly after it.
 
 Numbers are packed by `struct` and `memoryview.cast`: a hop's few values cost less so than through numpy, above all when
 the decode before has pushed Python out of the CPU's caches.

@@ -1,4 +1,4 @@
-"""Control messages between ranks: everything but runs, results and draft tokens. Msgpack behind a version byte.
+"""Control messages between ranks: everything but runs, results and draft tokens. Msgpack after a version byte.
 
 | where                 | the head sends                | another rank sends                      |
 |-----------------------|-------------------------------|-----------------------------------------|
@@ -40,7 +40,7 @@ from ggpipe.errors import RunError, Wording
 from ggpipe.transport.base import HEAD, Payload
 
 VERSION = 13
-"""Of the format. Raise it whenever a message changes."""
+"""Version of the format. Increment it whenever a message changes."""
 
 
 class ControlMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     model: int
     """Id of the model whose layers the rank holds, as `EngineConfig.model_of`."""
     fingerprint: str
-    """As `ModelFile.fingerprint`."""
+    """See `ModelFile.fingerprint`."""
     architecture: str
     n_layer: int
     sparsity: float
@@ -70,7 +70,7 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
     memory_bytes: int
     """Available on its machine, before anything is loaded."""
     head_needs: HeadNeeds | None = None
-    """Of an EAGLE-3 head."""
+    """Requirements of an EAGLE-3 head; None: the model is no head."""
 
 
 class LoadLayers(ControlMessage, frozen=True):
@@ -98,6 +98,20 @@ class StageLoading(ControlMessage, frozen=True):
     total_bytes: int
 
 
+class StageContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the context of a loaded stage. `llama.stage.Stage` has attributes with the same names."""
+
+    n_ctx: int
+    """KV cells."""
+    n_batch: int
+    """Maximum number of prompt tokens in a batch."""
+    exact_in_company: bool
+    n_prefixes: int
+    n_branches: int
+    partial_prefixes: bool
+    rolls_back: bool
+
+
 class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """A rank's stage is ready for runs."""
 
@@ -109,20 +123,7 @@ class StageLoaded(ControlMessage, frozen=True, kw_only=True):
     """Tensors that the stage needs from the stage before it, as `llama.stage.BoundaryTensors.wanted`."""
     produced: dict[str, int]
     """Tensors that the stage sends to the next stage, as `llama.stage.BoundaryTensors.produced`."""
-    n_ctx: int
-    """KV cells of the context that libllama made."""
-    n_batch: int
-    """Tokens of a prompt in a batch of that context."""
-    exact_in_company: bool
-    """See `llama.stage.Stage.exact_in_company`."""
-    n_prefixes: int
-    """See `llama.stage.Stage.n_prefixes`."""
-    n_branches: int
-    """See `llama.stage.Stage.n_branches`."""
-    partial_prefixes: bool
-    """See `llama.stage.Stage.partial_prefixes`."""
-    rolls_back: bool
-    """See `llama.stage.Stage.rolls_back`."""
+    context: StageContext
     restored: Restored
     """What the rank's prompt cache had."""
 
@@ -157,7 +158,7 @@ class PrefixSaved(ControlMessage, frozen=True):
     problem: str
     """Why its file is as it was, or not restored; empty when that was done."""
     n_bytes: int
-    """Of its file."""
+    """Size of the file."""
 
 
 class AskUsage(ControlMessage, frozen=True):
@@ -284,7 +285,7 @@ class SumsMeasured(ControlMessage, frozen=True):
 
     f32_s: tuple[tuple[float, ...], ...]
     f16_s: tuple[tuple[float, ...], ...]
-    """Of values that travel as 16-bit floats; empty over memory that both ranks share."""
+    """Times with values sent as float16. Empty if both ranks share memory."""
 
 
 class EndProfile(ControlMessage, frozen=True):
@@ -323,9 +324,9 @@ class UseSplit(ControlMessage, frozen=True):
 
     target: LayerSplit
     draft: LayerSplit | None
-    """As `DraftConfig.layer_split`."""
+    """See `DraftConfig.layer_split`."""
     tensor_split: tuple[float, ...] = ()
-    """As `PipelineConfig.tensor_split`."""
+    """See `PipelineConfig.tensor_split`."""
 
 
 # Failing
@@ -352,7 +353,7 @@ class Beat(ControlMessage, frozen=True):
     process: int
     """Its id."""
     is_signalled: bool
-    """It received SIGCONT or SIGTERM: mpirun may be about to end it."""
+    """The rank received SIGCONT or SIGTERM, so mpirun may be about to end it."""
 
 
 AnyControlMessage = (

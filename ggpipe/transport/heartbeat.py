@@ -9,7 +9,7 @@ and compares, so a rank beats whatever its other threads do. What follows from a
 | the head             | another rank   | its heartbeat thread reports it and calls `end_process`                     |
 | a rank was killed    | its mpirun     | SIGTERM for all; those who live beat at once, so the head can name the dead |
 
-Nobody waits for MPI after that: its calls may block for ever.
+No thread waits for MPI after that, because its calls may block forever.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _POLL_S = 0.01
 class Liveness:
     """When ranks sent their last beats. Pure: the time is an argument, in seconds of one clock.
 
-    A process that was stopped or suspended itself has no right to blame others: `tick` finds such gaps, and nobody
+    A process that was stopped or suspended itself must not blame others: `tick` finds such gaps, and no rank
     counts as silent in them.
     """
 
@@ -164,7 +164,7 @@ class Heartbeat:
         return error
 
     def _is_dead(self, rank: int) -> bool:
-        """It sent no beat since we were signalled; on this machine its process is not there, either."""
+        """Whether a rank has sent no beat since our signal and, if it is on this machine, has no process."""
         if rank in self._alive:
             return False
         process = self._processes.get(rank)

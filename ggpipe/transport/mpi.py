@@ -27,7 +27,7 @@ from ggpipe.launch.sockets import sharing  # noqa: E402
 from ggpipe.transport.base import Kind, Message, OverMemory, OverMessages, Payload, Transport  # noqa: E402
 
 if "OMPI_MCA_PREFIXES" in os.environ:  # Open MPI 5's mpirun, which has added what the user's files say
-    # Its one-sided transport over libfabric is of no use here, and takes a second to find that out when MPI starts.
+    # Its one-sided transport over libfabric is useless here, and takes a second to find that out when MPI starts.
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 try:
@@ -140,7 +140,7 @@ class MpiTransport(Transport):
             time.sleep(1e-3)
 
     def close(self, wait_limit_s: float | None, on_all_leaving: Callable[[], None] = lambda: None) -> None:
-        # Nothing may be in flight at MPI_Finalize: after the first barrier nobody sends any more, after the second
+        # Nothing may be in flight at MPI_Finalize: after the first barrier no rank sends any more, after the second
         # everybody has taken, and dropped, what was sent to it. MPI_Finalize would spin until the last rank is there.
         self._meet([self], wait_limit_s)
         on_all_leaving()

@@ -1,6 +1,6 @@
-"""Whether texts fit their grammars; run it as `scripts/bench/check_grammars`.
+"""Check that outputs fit their grammars. Run it as `scripts/bench/check_grammars`.
 
-The bundled pair on two ranks, in one process, writes texts at temperature 1 for each of the tests' grammars and JSON
+The bundled pair on two ranks, in one process, generates at temperature 1 for each of the tests' grammars and JSON
 schemas, without draft tokens and with trees of them. Each whole text is checked in another way than by its grammar, and
 must be the same in both modes. (`exact`, so that draft tokens change no bit.)
 """
@@ -47,7 +47,7 @@ def text_of(request: ClientRequest) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=50, help="texts for each, in each mode (50)")
+    parser.add_argument("--times", type=int, default=50, help="outputs per grammar and mode (50)")
     parser.add_argument("-n", "--predict", type=int, default=200, help="tokens of a text, at most (200)")
     arguments = parser.parse_args()
     context = ContextConfig(n_ctx=4096, n_seq=8, exact=True)
@@ -61,7 +61,7 @@ def main() -> int:
         n_queued=2 * arguments.times,
     )
     n_wrong = 0
-    print("| grammar | whole texts | cut by -n | wrong | differ with draft tokens |\n|---|---|---|---|---|")
+    print("| grammar | complete | cut by -n | wrong | differ with draft tokens |\n|---|---|---|---|---|")
     with local_session(config, 2) as session:
         prompt = session.tokenize("Once upon a time")
         for name, (grammar, is_right) in cases().items():

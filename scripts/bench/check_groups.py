@@ -51,7 +51,7 @@ class Try:
     worst: Difference | None
     """None where no comparison ended."""
     error: str
-    """Why it is of no use; empty where it is."""
+    """Why the result cannot be used; empty if it can."""
 
 
 def try_kind(kind: str, architecture: str, models: Sequence[Path]) -> Try:
@@ -91,7 +91,7 @@ def compare_all(kind: str, architecture: str, models: Sequence[Path]) -> None:
 
 
 def check(name: str, folder: Path, types: Sequence[str]) -> list[Try]:
-    """All tries of an architecture; the last one is of use, or none is."""
+    """All attempts for an architecture. Either the last one can be used, or none."""
     if name in _DIVIDES_NOTHING:
         return [Try(KINDS[0], None, "each part would compute all")]
     source = folder / f"{name}.gguf"

@@ -103,7 +103,7 @@ def _text(*layouts: Layout | None) -> str:
 
 
 def compositions(n: int, parts: int, step: int) -> list[tuple[int, ...]]:
-    """Ways to write n as a sum of `parts` multiples of `step` above 0; the last one takes what is left."""
+    """Ways to write n as a sum of `parts` multiples of `step` above 0; the last one takes the remainder."""
     if parts == 1:
         return [(n,)]
     return [(first, *rest) for first in range(step, n, step) for rest in compositions(n - first, parts - 1, step)]

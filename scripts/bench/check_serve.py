@@ -1,12 +1,12 @@
 """A server for long, and under faults; run it as `scripts/bench/check_serve`.
 
-requests  short texts, 8 at a time, a third of which their clients leave midway. After the first 200, the resident
+requests  short outputs, 8 at a time, a third of which their clients leave midway. After the first 200, the resident
           memory of the server and of each rank must not grow by more than 2 %. At the end all KV cells must be free,
           since a request gets the whole context, and all slots, since as many streams as there are slots write side by
           side.
 kills     four streams at a time, while a rank is killed (SIGKILL) or stopped (SIGSTOP): the head, a worker or the draft
-          rank, at a random time. All texts must be whole and, with `--exact`, those of streams that nothing happened
-          to; pings must go on, and `/health` must say that ranks are started again.
+          rank, at a random time. All outputs must be complete and, with `--exact`, equal to those of streams that
+          nothing happened to; pings must continue, and `/health` must say that ranks are being restarted.
 
 A line for each step; exit code 1 when something is not as it should be.
 """
@@ -36,7 +36,7 @@ RANKS = ("-md", str(DRAFT), "--mpi-layer-split", "0.5,0.5/1.0")
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser("check_serve", description="Is memory held, is anything lost?")
-    parser.add_argument("--requests", type=int, default=2000, help="short texts (default 2000; 0: none)")
+    parser.add_argument("--requests", type=int, default=2000, help="short outputs (default 2000; 0: none)")
     parser.add_argument("--kills", type=int, default=20, help="faults (default 20; 0: none)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -3,7 +3,7 @@
 Two target ranks and a draft rank under mpirun, one thread each: the bundled pair, inflated to 0.4 B, and a random pair
 with a vocabulary of 150,000 tokens. Each text with a grammar has a text without one as its neighbour, and they take
 turns at being first; ratios are of neighbours, of their seconds a token without the slowest tenth. One grammar allows
-any text: so both texts are the same, and draft tokens are as good. (Where a random model writes half a character they
+any text: both outputs are the same, and draft tokens are as good. (Where a random model writes half a character they
 differ; those do not count.) Those of JSON and of digits change the text; they are compared without draft tokens, where
 each token costs a run of one row, whatever it is.
 """
@@ -37,7 +37,7 @@ CASES = (("iterative", "any text"), ("iterative", "JSON"), ("iterative", "digits
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of one case, with a grammar or without."""
+    """Outputs of one case, with a grammar or without."""
 
     stats: list[RequestStats] = field(default_factory=list)
 

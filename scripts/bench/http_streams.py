@@ -29,7 +29,7 @@ class Streams:
         return statistics.median(b - a for times in self.times for a, b in itertools.pairwise(times))
 
     def tps(self, n_tokens: int) -> float:
-        """Of all streams together, each with so many tokens."""
+        """Tokens per second of all streams together. `n`: tokens of each."""
         return len(self.times) * n_tokens / (max(times[-1] for times in self.times) - self.began)
 
 

@@ -61,7 +61,7 @@ TALE = Path(__file__).parents[2] / "prompts" / "tale.txt"
 
 
 def prompts(tokens: Sequence[int], n: int, length: int) -> list[tuple[int, ...]]:
-    """`n` different prompts of so many tokens of one text, which is repeated where it is too short."""
+    """`n` different prompts of this many tokens from one text, which is repeated if it is too short."""
     repeated = list(tokens) * (math.ceil((length + 7 * n) / len(tokens)) + 1)
     return [tuple(repeated[7 * i : 7 * i + length]) for i in range(n)]
 
@@ -302,8 +302,8 @@ def report(results: Sequence[dict[str, Any]], n_tokens: int, draft: bool, n_stag
 
 
 def run_times(results: Sequence[dict[str, Any]], fewest: int = 1) -> dict[int, float]:
-    """Seconds of runs in their slowest stage, by their rows, where there are so many runs. The mean, since all users
-    wait for slow runs, too."""
+    """Mean time of runs in their slowest stage, in seconds, by number of rows; only numbers with at least `fewest`
+    runs. A mean, because users wait for slow runs too."""
     times: dict[int, list[float]] = {}
     for result in results:
         for users in USERS:
@@ -313,8 +313,8 @@ def run_times(results: Sequence[dict[str, Any]], fewest: int = 1) -> dict[int, f
 
 
 def limit(times: dict[int, float], n_users: int, n_stages: int) -> tuple[float, int]:
-    """The most tokens a second for so many users when runs of one size keep all stages busy, and that size: a stage
-    gives so many rows in a run's time, and fewer stages are busy than there are where there are fewer runs."""
+    """Maximum tokens per second for `n_users` if all runs have the same size, and that size. With fewer runs than
+    stages, some stages are idle."""
     sizes = [n for n in times if n <= n_users]
     return max((n / times[n] * min(n_users / n / n_stages, 1), n) for n in sizes)
 

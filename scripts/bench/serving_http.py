@@ -163,7 +163,7 @@ def _is_ready(port: int) -> bool:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -234,7 +234,7 @@ def job_hops(path: Path, pairs: int) -> int:
 
 
 def whole_decode(stage: Stage) -> list[float]:
-    """Decode times of single tokens behind a prompt of 16, seconds."""
+    """Decode times of single tokens after a prompt of 16 tokens, in seconds."""
     want = (LogitsRequest(LogitsKind.TOP, 1),)
     tokens, seconds = prompt_tokens(16), []
     stage.forget_all()

@@ -202,7 +202,7 @@ class Costs:
 
 
 def costs_of(place: Place, n_past: int = 128) -> Costs:
-    """Behind `n_past` tokens."""
+    """After `n_past` tokens."""
     cluster = place.cluster(True)
     (draft,) = cluster.drafts
     stages = [stage.cost for stage in cluster.target.stages.values()]

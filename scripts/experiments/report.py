@@ -69,8 +69,8 @@ def _summary(found: Findings) -> str:
     return "\n\n".join([
         "# PipeInfer's settings in the simulator",
         "Every number here is simulated: ggpipe's own scheduler and drafter on virtual time, with the stages, links "
-        "and synthetic texts of section 8. The nodes are estimates. `scripts/experiments/run` writes this report; the "
-        "same program writes the same numbers.",
+        "and synthetic outputs of section 8. The nodes are estimates. `scripts/experiments/run` writes this "
+        "report; the same program writes the same numbers.",
         "## Summary",
         "\n".join(lines),
     ])  # fmt: skip
@@ -194,7 +194,7 @@ def _why(found: Findings) -> str:
         "Times as shares of a token's time in all of the target: a token of the draft, the slowest stage, runs of "
         "several rows. *Sync by formula*: chains of n draft tokens bring (1-aⁿ⁺¹)/(1-a) tokens in the time of n tokens "
         "of the draft and one run of n+1 rows; best n in brackets. *One by one*: 1/((1-a) + a·max(draft, stage)): each "
-        "draft token is a run of its own behind the previous one, each rejection costs a pass of the pipeline. *At "
+        "draft token is a run of its own after the previous one, each rejection costs a pass of the pipeline. *At "
         "most*: 1/(1-a) over the best synchronous setting as simulated; only trees can exceed it.",
         table([*header, "at most", "simulated", "what limits it"], rows),
         "A fast draft and free rows make the synchronous mode strong, because it approaches 1/(1-a) as well. A "
@@ -323,7 +323,7 @@ def _assumptions(found: Findings) -> str:
         "arithmetic is the limit; real kernels are slower for 2 to 4 rows: this favours the synchronous mode. Section "
         "6 varies it.",
         "- **ggpipe's own overhead** for messages and decisions is that of a small two-core machine.",
-        f"- **Texts**: {found.scale.n_text} tokens after a prompt of 80, about as in the original's script; synthetic. "
+        f"- **Output**: {found.scale.n_text} tokens after a prompt of 80, as in the original's script; synthetic. "
         "The agreement is as stated and the draft's probabilities are calibrated unless stated otherwise. Where its "
         "best candidate is not the target's token, the second is in at most a quarter of the positions; trees gain "
         "more where that share is higher.",

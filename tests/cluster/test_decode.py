@@ -47,7 +47,7 @@ def test_a_sound_record() -> None:
     [
         (3, "it must be a table, got 3"),
         ({}, "name is missing"),
-        ({"name": ""}, "name must be a text in quotes that is not empty, got ''"),
+        ({"name": ""}, "name must be a non-empty string in quotes, got ''"),
         ({"name": "x", "nmae": 1}, "nmae is not known here; known are name, inner, pair, is_on"),
         ({"name": "x", "is_on": 1}, "is_on must be true or false, got 1"),
         ({"name": "x", "pair": [1]}, "pair must be a list of 2, got [1]"),

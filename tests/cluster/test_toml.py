@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.virtual import ASYNC, measured, tokens
 
-from ggpipe.cluster import toml
+from ggpipe.cluster import tables, toml
 from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import write
 from ggpipe.cluster.spec import TURNS
@@ -86,7 +86,7 @@ def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_example_is_read(tmp_path: Path) -> None:
     """The one in the module's text, its draft and its office PC filled in."""
-    example = (toml.__doc__ or "").split("\n\n", 1)[1].partition("\nA mixture of experts")[0]
+    example = (tables.__doc__ or "").split("\n\n", 1)[1].partition("\nA mixture of experts")[0]
     example = example.replace("    [draft]                                  # as [target], or -md FILE\n", "")
     office = NODES.replace('"server"\ncount = 2', '"office"')
     spec = read_cluster(written(tmp_path, "\n".join(line[4:] for line in example.splitlines()) + office))
@@ -266,8 +266,8 @@ def changed(old: str, new: str) -> str:
         (changed("memory_gb = 64", "memory_gb = { a = 1 }"), ("1e+15, got a table",)),
         (changed("core_gflops = 60", "core_gflops = 60\ncrowd = 1.5"), ("above 0 and at most 1, got 1.5",)),
         (changed("core_gflops = 60\n", ""), ("core_gflops is missing",)),
-        (changed('name = "server"', "name = 7"), ("[[node]] 1 name must be a text in quotes",)),
-        (changed('name = "server"', 'name = ""'), ("name must be a text in quotes that is not empty, got ''",)),
+        (changed('name = "server"', "name = 7"), ("[[node]] 1 name must be a non-empty string in quotes",)),
+        (changed('name = "server"', 'name = ""'), ("name must be a non-empty string in quotes, got ''",)),
         (NODES + NODES + NETWORK, ("names server1 twice",)),
         (NODES, ("[network] is missing: give latency_us and gbit_per_s",)),
         (changed("latency_us = 60\n", ""), ("[network] latency_us is missing",)),
@@ -296,9 +296,9 @@ def changed(old: str, new: str) -> str:
         ("target = 5\n" + NODES + NETWORK, ("target must be a table, got 5",)),
         ("draft = []\n" + NODES + NETWORK, ("draft must be a table, got []",)),
         ("targets_on = []\n" + NODES + NETWORK, ("targets_on is not known here; known are title, node, target_on",)),
-        ("title = 5\n" + NODES + NETWORK, ("title must be a text in quotes that is not empty, got 5",)),
-        ('target_on = "server1"\n' + NODES + NETWORK, ("target_on must be a list of texts in quotes, got 'server1'",)),
-        ("target_on = [[1]]\n" + NODES + NETWORK, ("target_on[0] must be a text in quotes, got [1]",)),
+        ("title = 5\n" + NODES + NETWORK, ("title must be a non-empty string in quotes, got 5",)),
+        ('target_on = "server1"\n' + NODES + NETWORK, ("must be a list of strings in quotes, got 'server1'",)),
+        ("target_on = [[1]]\n" + NODES + NETWORK, ("target_on[0] must be a string in quotes, got [1]",)),
         ("target_on = []\n" + NODES + NETWORK, ("target_on names no node",)),
         ('target_on = ["server"]\n' + NODES + NETWORK, ("names 'server', but the nodes are server1, server2",)),
         ('draft_on = ["x"]\n' + NODES + NETWORK, ("draft_on names 'x'",)),
@@ -307,7 +307,7 @@ def changed(old: str, new: str) -> str:
         ("threads = [4]\n" + NODES + NETWORK, ("threads is a list of 1 numbers for 2 ranks",)),
         ("threads = [4, 0]\n" + NODES + NETWORK, ("threads[1] must be a whole number from 1 to 1e+15, got 0",)),
         ("threads = [4, true]\n" + NODES + NETWORK, ("threads[1] must be a whole number from 1 to 1e+15, got true",)),
-        ("layer_split = 0.5\n" + NODES + NETWORK, ("layer_split must be a text in quotes",)),
+        ("layer_split = 0.5\n" + NODES + NETWORK, ("layer_split must be a non-empty string in quotes",)),
         ('layer_split = "a,b"\n' + NODES + NETWORK, ("layer_split a,b: give one share per rank",)),
         ('layer_split = "0.9,0.9"\n' + NODES + NETWORK, ("layer_split 0.9,0.9: shares add up to 1.8",)),
         ('layer_split = "1.0"\n' + NODES + NETWORK, ("1 shares for 2 target ranks, 0 for 0 draft ranks",)),
@@ -316,7 +316,7 @@ def changed(old: str, new: str) -> str:
         ("[overheads]\nrun_us = -1\n" + NODES + NETWORK, ("[overheads] run_us must be a number from 0", "got -1")),
         ("[overheads]\nrun_s = 1\n" + NODES + NETWORK, ("[overheads] run_s is not known here", "run_us")),
         ("overheads = 3\n" + NODES + NETWORK, ("overheads must be a table, got 3",)),
-        (changed('name = "server"', f'name = {[*range(99)]}'), ("that is not empty, got [0, 1,",)),
+        (changed('name = "server"', f'name = {[*range(99)]}'), ("a non-empty string in quotes, got [0, 1,",)),
     ],
 )  # fmt: skip
 def test_each_mistake_has_one_line(text: str, words: tuple[str, ...], tmp_path: Path) -> None:

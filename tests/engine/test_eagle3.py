@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import struct
-from functools import cache
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, TARGET
+from support.commands import TARGET
 from support.eagle3 import PlainHead
 from support.pipeline import local_session
-from support.reference import Reference
 from support.requests import asked
+from support.tale import DRAWN, GREEDY, N_CTX, N_TOKENS, generate, plain, prompt
 from support.zoo import make
 
 from ggpipe.channel.events import TokenReady
@@ -21,20 +20,14 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import ROOT as BELOW_ROOT
 from ggpipe.core.draft_messages import MicroBatch
 from ggpipe.core.request_state import RequestState
-from ggpipe.engine.session import Session
 from ggpipe.errors import ModelError, SettingError
 from ggpipe.llama.bundled import BUNDLED_HEAD
-from ggpipe.stats.records import RequestStats
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
-N_CTX, N_TOKENS = 512, 60
-GREEDY = SamplingConfig(temp=0, ignore_eos=True)
-DRAWN = SamplingConfig(temp=0.8, seed=5, ignore_eos=True)
 ALONE = ("eagle3",)
 MODES = {
     "async": SpeculationConfig(drafters=ALONE),
@@ -67,26 +60,6 @@ def config_of(
     target_context = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=2 * n_requests, n_branches=16, exact=exact)
     pipeline = PipelineConfig(LayerSplit(shares), threads=(1,))
     return EngineConfig(ModelConfig(path=target), target_context, pipeline, drafts, n_requests=n_requests)
-
-
-@cache
-def prompt() -> tuple[int, ...]:
-    with Reference(TARGET, 64) as reference:
-        return reference.tokenize((ROOT / "prompts" / "tale.txt").read_text())[:60]
-
-
-@cache
-def plain(sampling: SamplingConfig, tokens: tuple[int, ...]) -> list[int]:
-    with Reference(TARGET, N_CTX, exact=True) as reference:
-        return reference.generate(tokens, sampling, N_TOKENS, [])
-
-
-def generate(
-    session: Session, sampling: SamplingConfig, speculation: SpeculationConfig, tokens: tuple[int, ...] | None = None
-) -> tuple[list[int], RequestStats]:
-    stats = RequestStats()
-    request = asked(tokens or prompt(), sampling, N_TOKENS, speculation)
-    return [token.id for token in session.stream(request, stats) if token.id >= 0], stats
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, TARGET
+from support.commands import TARGET
 from support.pipeline import local_session
-from support.reference import Reference
-from support.requests import asked
+from support.tale import DRAWN, GREEDY, N_CTX, generate, plain, prompt
 from support.zoo import make
 
 from ggpipe.config.context import ContextConfig
@@ -18,17 +16,11 @@ from ggpipe.config.engine import EngineConfig
 from ggpipe.config.layer_split import LayerSplit
 from ggpipe.config.model import ModelConfig
 from ggpipe.config.pipeline import PipelineConfig
-from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
-from ggpipe.engine.session import Session
 from ggpipe.errors import ModelError
 from ggpipe.stats.activity import wasted_s
-from ggpipe.stats.records import RequestStats
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
-N_CTX, N_TOKENS = 512, 60
-GREEDY = SamplingConfig(temp=0, ignore_eos=True)
-DRAWN = SamplingConfig(temp=0.8, seed=5, ignore_eos=True)
 MODES = {
     "async": SpeculationConfig(n_draft=4),
     "trees": SpeculationConfig(n_draft=4, n_parallel=2, p_split=0.05),
@@ -59,26 +51,6 @@ def config_of(target: Path, *drafts: tuple[Path, tuple[float, ...]], shares: tup
     )
 
 
-@cache
-def prompt() -> tuple[int, ...]:
-    with Reference(TARGET, 64) as reference:
-        return reference.tokenize((ROOT / "prompts" / "tale.txt").read_text())[:60]
-
-
-@cache
-def plain(sampling: SamplingConfig) -> list[int]:
-    with Reference(TARGET, N_CTX, exact=True) as reference:
-        return reference.generate(prompt(), sampling, N_TOKENS, [])
-
-
-def generate(
-    session: Session, sampling: SamplingConfig, speculation: SpeculationConfig, tokens: tuple[int, ...] | None = None
-) -> tuple[list[int], RequestStats]:
-    stats = RequestStats()
-    request = asked(tokens or prompt(), sampling, N_TOKENS, speculation)
-    return [token.id for token in session.stream(request, stats) if token.id >= 0], stats
-
-
 @pytest.mark.parametrize(
     ("places", "n_ranks"),
     [(((1.0,), (1.0,)), 4), (((1.0,), ()), 3), (((), ()), 2), (((0.5, 0.5), (1.0,)), 5), (((1.0,), (), ()), 3)],
@@ -96,7 +68,7 @@ def test_the_text_stays_libllamas(places: tuple[tuple[float, ...], ...], n_ranks
         for name, speculation in MODES.items():
             for sampling in (GREEDY, DRAWN):
                 tokens, stats = generate(session, sampling, speculation)
-                assert tokens == plain(sampling), name
+                assert tokens == plain(sampling, prompt()), name
                 for drafter, (n, _) in stats.counters.by_drafter.items():
                     judged[drafter] = judged.get(drafter, 0) + n
                 assert {run.model for run in stats.draft_runs} <= set(range(1, len(places) + 1))

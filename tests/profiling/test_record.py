@@ -30,7 +30,7 @@ from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.stage import Stage
 from ggpipe.llama.vocab import Vocab
 from ggpipe.profiling.record import DraftReader, DraftTrace, check_pair
-from ggpipe.sim.text import requests_of
+from ggpipe.sim.text import recorded
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
 PAIR = ("-m", TARGET, "-md", DRAFT, "-t", "1")
@@ -229,8 +229,8 @@ def test_the_bundled_recording_is_of_the_bundled_pair() -> None:
 
 
 def test_requests_play_it_back() -> None:
-    recording = read(BUNDLED)
-    for take, request in zip(recording.prompts, requests_of(recording, 600), strict=True):
+    for take in read(BUNDLED).prompts:
+        request = recorded(take, 600)
         assert request.prompt == take.prompt
         assert request.output[:256] == request.output[256:512] == take.text
         assert request.candidates(5, False) == take.candidates[5]
@@ -263,7 +263,7 @@ def broken(**changes: Any) -> str:
         ('{"format": "ggpipe recording", "version": 1}', "target is missing"),
         (broken(version=2), "version 2"),
         (broken(target="x"), "target must be a table, got 'x'"),
-        (broken(target={"name": 3, "fingerprint": ""}), "target.name must be a text in quotes, got 3"),
+        (broken(target={"name": 3, "fingerprint": ""}), "target.name must be a string in quotes, got 3"),
         (broken(seed=[]), "seed must be a whole number, got []"),
         (broken(prompts=[]), "prompts must"),
         (broken(prompts={"a": 1}), "prompts must be a list of tables that is not empty, got a table"),

@@ -18,7 +18,7 @@ from ggpipe.cluster.toml import read_cluster
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.display.tables.summary import request_object
 from ggpipe.sim.simulator import Sizes, simulate
-from ggpipe.sim.text import RecordedTokens, SyntheticTokens, requests_of
+from ggpipe.sim.text import RecordedTokens, SyntheticTokens, recorded
 from ggpipe.sim.virtual_cluster import build, placement_of
 from ggpipe.stats.activity import wasted_s
 from ggpipe.stats.records import RequestStats
@@ -298,7 +298,7 @@ def test_a_cutoff_keeps_doubtful_draft_tokens_back() -> None:
 
 
 def test_recorded_tokens() -> None:
-    request = requests_of(read(BUNDLED), 100)[0]
+    request = recorded(read(BUNDLED).prompts[0], 100)
     own = cluster((0.1,) * 4, 0.005)
     stats, plain = (checked(own, request, mode) for mode in (ASYNC, ITERATIVE))
     assert plain.decode_s / stats.decode_s > 1.3

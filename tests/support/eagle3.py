@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.llama.layer_inputs import extension
+from ggpipe.llama.layer_inputs import LayerInputs, extension
 from ggpipe.llama.libllama import lib, start
 from support.reference import reference_kernels
 
@@ -65,19 +65,7 @@ class PlainHead:
             self._target = _Whole(target)
         self._head = _Whole(head)
         layers = extension("_Z28llama_model_target_layer_idsPK11llama_model", _INTS, ctypes.c_void_p)(self._head.model)
-        self._layers = [int(layers[i]) for i in range(3)]
-        keep = extension(
-            "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
-            None,
-            ctypes.c_void_p,
-            ctypes.c_uint32,
-            ctypes.c_bool,
-        )
-        self._inputs = extension(
-            "_Z30llama_get_embeddings_layer_inpP13llama_contextj", _FLOATS, ctypes.c_void_p, ctypes.c_uint32
-        )
-        for layer in self._layers:
-            keep(self._target.context, layer, True)
+        self._inputs = LayerInputs(self._target.context, [int(layers[i]) for i in range(3)], self._target.n_embd)
         extension(
             "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool
         )(self._head.context, True, False)
@@ -93,11 +81,8 @@ class PlainHead:
         tokens. A head's context ends with the pair of the last token, and what is drafted is forgotten."""
         text, head = [*prompt, *output], self._head
         self._target.compute(lib.llama_decode, text, 0, None, outputs=False)
-        width = self._target.n_embd
-        states = [
-            np.ctypeslib.as_array(self._inputs(self._target.context, il), (len(text), width)) for il in self._layers
-        ]
-        head.compute(lib.llama_encode, (), 0, np.hstack(states), outputs=True)
+        states = np.hstack(self._inputs.of_run(len(text)))
+        head.compute(lib.llama_encode, (), 0, states, outputs=True)
         encoded, drafted = self._last_states(len(text)), {}
         for epoch in epochs:
             last = len(prompt) + epoch - 1  # of the accepted tokens

@@ -71,7 +71,7 @@ class _Pace:
         return max(mean - (1 - self.certainty) * error, mean / 2)
 
     def lost(self, token_s: float) -> float:
-        """Tokens by which it is behind, where one usually takes `token_s`."""
+        """Number of tokens by which it falls short of the usual speed of one token per `token_s` seconds."""
         return self.seconds / token_s - self.n_tokens
 
 
@@ -88,11 +88,11 @@ class _Trial:
 
 
 class _Trials:
-    """Of the requests of one load."""
+    """Trials of the requests under one load."""
 
     def __init__(self) -> None:
         self.paused: set[int] = set()
-        """Those that do not draft now, in a trial or usually."""
+        """Drafters that do not draft now, in a trial or usually."""
         self._usual = _Pace()
         self._trial: _Trial | None = None
         self._n_since = 0.0
@@ -111,7 +111,7 @@ class _Trials:
     def accepted(
         self, n: float, seconds: float, drafters: Sequence[int], named_by: Collection[int], alone_s: float
     ) -> None:
-        """See `Payoff.accepted`. `alone_s`: what runs take for a token that nobody drafts."""
+        """See `Payoff.accepted`. `alone_s`: time of the runs of a token that no drafter proposed."""
         if (trial := self._trial) is not None:
             self._tried(trial, n, seconds, named_by, alone_s)
             return

@@ -2,7 +2,7 @@
 
 rule                what it decides
 rounds              in how many runs the accepted tokens of all requests go round
-draft_with_root     draft tokens that go in with accepted tokens while the pipeline has room for runs behind theirs
+draft_with_root     draft tokens that go in with accepted tokens while the pipeline has room for further runs
 
 The length of a run of draft tokens is up to `run_cost.most_per_second`. An accepted token is worth 1. A draft token is
 worth its probability: that of its whole path below the root. A row costs time in the slowest stage, which later runs

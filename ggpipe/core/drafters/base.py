@@ -30,9 +30,9 @@ class HeadNeeds:
     width: int
     """Numbers in a state of the target."""
     has_embeddings: bool
-    """It has token embeddings of its own."""
+    """Whether the head has its own token embeddings."""
     has_output: bool
-    """It has an output layer of its own."""
+    """Whether the head has its own output layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StatesArrived:
 
     run: int
     rows: tuple[tuple[int, int], ...]
-    """Of each row, its request and its position in the text."""
+    """Request and position of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class DraftPipeline:
     """A loaded draft model, as its drafter needs to know it."""
 
     limits: Limits
-    """Of its pipeline."""
+    """Limits of the draft model's pipeline."""
     vocabularies: Vocabularies | None = None
     """None where target and draft have the same tokens."""
     restored: tuple[int, ...] | None = None
-    """As of `PrefixCache`."""
+    """See `PrefixCache`."""
 
 
 class TextDrafter(Protocol):

@@ -96,7 +96,7 @@ class Pace:
         self._since = now if self._n_below < _TIMED else None
 
     def noted(self, first: bool, seconds: float) -> None:
-        """It took so long to the first draft token, or from one to the next."""
+        """Note the time to the first draft token, or from one draft token to the next."""
         known = self.first_s if first else self.next_s
         known = seconds if known is None else known + _PACE * (seconds - known)
         if first:

@@ -1,12 +1,12 @@
-"""A draft model as a drafter: what it decodes next, and which draft tokens go to the head.
+"""A draft model as a drafter: which tokens it decodes next, and which draft tokens it sends to the head.
 
-It has a tree of its own for each request, with the draft model's KV cache behind it, and the last token it knows
-accepted as its root. It decodes the tips of the most probable branches, all in one run. Each answer gives candidates,
-and some of these become children (`draft_state`): the draft tokens, which are sent to the head at once. How far it runs
-ahead is bounded from the root, so it stops by itself and goes on when a token is accepted. Then its tree moves as the
-target's does: the branch that holds the token stays, cells and all; a token that it did not draft is decoded afresh.
+It keeps a tree for each request. The root is the last token known to be accepted, and nodes that were decoded have
+cells in the draft model's KV cache. One run decodes the tips of the most probable branches. Each result has candidates,
+some of which become children (`draft_state`): these are the draft tokens, which are sent to the head at once. The depth
+below the root is limited, so drafting stops on its own and continues when a token is accepted. The tree then moves like
+the target's: the branch with the token is kept, including its KV cells. A token that was not drafted is decoded anew.
 
-What it decoded of an ended request's text is kept for prompts that begin alike (`prefix_cache`).
+The cells of ended requests are kept for prompts that begin in the same way (`prefix_cache`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ToHead
 from ggpipe.core.drafters.draft_state import DraftState
-from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunDone, RunEnded, SubmitRun, Tick
 from ggpipe.core.in_flight import InFlight, RunPart, cancel_action, records_of
 from ggpipe.core.kv.prefix_cache import PrefixCache
@@ -33,10 +32,11 @@ _BEST_FIRST_CANDIDATES = 8  # of each answer, for trees that grow best-first
 
 
 class DraftModel:
-    """See the module's text. It serves several requests; one run of draft tokens is in flight at a time."""
+    """The drafter (see the module's docstring), for any number of requests. One run of draft tokens is in flight at a
+    time."""
 
     def __init__(self, drafter: int, pipeline: DraftPipeline) -> None:
-        """`drafter`: its id, which the head knows it by. `pipeline`: of the draft model."""
+        """`drafter`: id of this drafter. `pipeline`: the draft model's pipeline."""
         limits = self._limits = pipeline.limits
         self._vocabularies = pipeline.vocabularies
         self._drafter = drafter
@@ -44,9 +44,9 @@ class DraftModel:
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, pipeline.restored)
         self._requests: dict[int, DraftState] = {}
         self._cost = RunCost()
-        """What runs of draft tokens take."""
+        """Times of runs of draft tokens."""
         self._attempt_s = 0.0
-        """Of the latest run of draft tokens."""
+        """Time of the latest run of draft tokens, in seconds."""
 
     def handle(self, event: DraftEvent, now: float) -> list[DraftAction]:
         """Take in one event that happened at `now` (seconds, any clock that does not go back).
@@ -99,15 +99,7 @@ class DraftModel:
 
     def _begin(self, begin: BeginDrafting) -> None:
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        self._requests[begin.request] = DraftState(
-            begin=begin,
-            prefix=prefix,
-            thresholds=Thresholds(begin.speculation),
-            tokens=list(begin.prompt),
-            look_ahead=begin.look_ahead,
-            n_decoded=prefix.n_tokens,
-            n_cached=prefix.n_tokens,
-        )
+        self._requests[begin.request] = DraftState.of(begin, prefix)
 
     def _accepted(self, message: Accepted, actions: list[DraftAction]) -> None:
         state = self._requests.get(message.request)
@@ -154,8 +146,8 @@ class DraftModel:
                 self._prefixes.grow(part.owner.prefix, self._computed(part.owner))
 
     def _settle(self, state: DraftState, now: float, actions: list[DraftAction]) -> None:
-        """Send what was drafted. When nothing more comes by itself, report that, or try again soon with lower
-        thresholds."""
+        """Send the draft tokens. If no more can follow without a message from the head, say so, or try again soon with
+        lower thresholds."""
         waits = self._more_comes(state)
         may_retry = state.may_retry and state.retry_at is None
         if not waits and may_retry and any(state.may_grow(node) for node in state.open):
@@ -169,11 +161,11 @@ class DraftModel:
             self._send(state, (), True, actions)
 
     def _is_stuck(self, state: DraftState) -> bool:
-        """Where nothing more comes by itself, nothing does until a further token is accepted."""
+        """Whether no draft tokens can follow until another token is accepted, given that none are on their way."""
         return not state.overlaps or (not state.tree.root.children and state.retry_at is None)
 
     def _more_comes(self, state: DraftState) -> bool:
-        """Draft tokens may follow without a further message."""
+        """Whether draft tokens may follow without another message."""
         # With nothing in flight at all, nothing could be submitted just now.
         return self._in_flight.n_computed > 0 and (
             any(self._in_flight.is_computed(part.run) for part in self._in_flight.of(state))

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from ggpipe.core.draft_messages import ROOT, BeginDrafting, Candidates, Expansion
 from ggpipe.core.drafters.calibration import Calibration
@@ -57,22 +58,35 @@ class DraftState:
     n_cached: int = 0
     """Tokens of the prompt that the prefix cache had."""
     is_saved: bool = False
-    """Its `Save` is in the pipeline, or was."""
+    """Whether its `Save` is or was in the pipeline."""
     tree: Tree = field(init=False)
     """Its draft tokens."""
 
     def __post_init__(self) -> None:
         self.tree = self.prefix.tree
 
+    @classmethod
+    def of(cls, begin: BeginDrafting, prefix: Prefix) -> Self:
+        """State of a request that begins. `prefix` is what the prefix cache has of its prompt."""
+        return cls(
+            begin=begin,
+            prefix=prefix,
+            thresholds=Thresholds(begin.speculation),
+            tokens=list(begin.prompt),
+            look_ahead=begin.look_ahead,
+            n_decoded=prefix.n_tokens,
+            n_cached=prefix.n_tokens,
+        )
+
     @property
     def saves_prompt(self) -> bool:
-        """Its prompt is saved as soon as all but its last token is in the pipeline."""
+        """Whether its prompt is saved as soon as all but its last token is in the pipeline."""
         new = len(self.begin.prompt) - 1 > self.n_cached
         return self.begin.saves == "prompt" and new and not self.is_saved
 
     @property
     def is_best_first(self) -> bool:
-        """Its tree grows by the probability of paths, not by thresholds."""
+        """Whether its tree grows by the probability of paths, not by thresholds."""
         return self.begin.speculation.is_best_first
 
     @property
@@ -92,7 +106,7 @@ class DraftState:
 
     @property
     def deepest(self) -> int:
-        """Position of the last draft token that is of use now."""
+        """Position of the deepest draft token that is useful now."""
         return self.tree.root.pos + min(self.look_ahead, self.begin.n_left - self.epoch - 1)
 
     @property
@@ -101,7 +115,7 @@ class DraftState:
         return self.n_decoded + self.tree.n_submitted - self.prefix.n_tokens
 
     def may_grow(self, node: Node) -> bool:
-        """Children of this node would be of use now."""
+        """Whether children of this node would be useful now."""
         return node.pos < self.deepest and (self.overlaps or not self.micro_batch_is_full)
 
     def tips(self) -> Iterator[Node]:
@@ -112,7 +126,7 @@ class DraftState:
         return (node for node in self.tree.best_first() if node.pos < deepest)
 
     def path_probability(self, node: Node) -> float:
-        """Of a node's path below the root."""
+        """Probability of a node's path below the root."""
         return math.exp(node.log_path - self.tree.root.log_path)
 
     def add_candidates(self, nodes: Iterable[Node]) -> None:
@@ -123,7 +137,7 @@ class DraftState:
                 self.untried.append(node)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
-        """The text went on with these tokens, `epoch` so far. Returns the nodes that died of it."""
+        """Append accepted tokens. `epoch`: number of tokens accepted so far. Returns the nodes that are dead now."""
         dead: list[Node] = []
         for token in tokens:
             self._judge(token)

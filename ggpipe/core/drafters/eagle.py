@@ -20,7 +20,6 @@ from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ForgetStates, StatesArrived
 from ggpipe.core.drafters.draft_model import DraftModel
 from ggpipe.core.drafters.draft_state import DraftState
-from ggpipe.core.drafters.thresholds import Thresholds
 from ggpipe.core.events import RunEnded
 from ggpipe.core.in_flight import RunPart
 from ggpipe.core.messages import LogitsRequest, StateRef
@@ -69,7 +68,7 @@ class _HeadState(DraftState):
         return min(usual, self.tree.root.pos + HORIZON)
 
     def accept(self, tokens: Iterable[int], epoch: int) -> list[Node]:
-        """The text went on: the tree starts again at its end."""
+        """Append accepted tokens, and start the tree again at the last of them."""
         dead: list[Node] = []
         for token in tokens:
             self._judge(token)
@@ -100,7 +99,7 @@ class _HeadState(DraftState):
 
 
 class EagleHead(DraftModel):
-    """See the module's text. It serves several requests."""
+    """The drafter (see the module's docstring), for any number of requests."""
 
     def __init__(self, drafter: int, pipeline: DraftPipeline) -> None:
         """As `DraftModel`. Nothing is restored from files, and nothing saved."""
@@ -180,17 +179,8 @@ class EagleHead(DraftModel):
         shift = 1 if len(begin.prompt) > 1 else 0
         begin = replace(begin, prompt=begin.prompt[shift:], cache_prompt=begin.cache_prompt and shift > 0)
         prefix = self._prefixes.open(begin.prompt, begin.cache_prompt)
-        state = _HeadState(
-            begin=begin,
-            prefix=prefix,
-            thresholds=Thresholds(begin.speculation),
-            tokens=list(begin.prompt),
-            look_ahead=begin.look_ahead,
-            n_decoded=prefix.n_tokens,
-            n_cached=prefix.n_tokens,
-            shift=shift,
-            n_known=max(prefix.n_tokens, 1 - shift),
-        )
+        state = _HeadState.of(begin, prefix)
+        state.shift, state.n_known = shift, max(prefix.n_tokens, 1 - shift)
         state.sent_nodes[prefix.tree.root] = state.sent
         self._requests[begin.request] = state
 
@@ -220,7 +210,7 @@ class EagleHead(DraftModel):
 
     @staticmethod
     def _is_wanted(state: DraftState) -> bool:
-        """Draft tokens below its root would be of use now."""
+        """Whether draft tokens below the root would be useful now."""
         return state.deepest > state.tree.root.pos
 
     def _n_ready(self, state: DraftState) -> int:

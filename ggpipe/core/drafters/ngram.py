@@ -1,14 +1,14 @@
-"""An n-gram drafter: what followed the last tokens where they occurred before, in this text or another request's.
+"""An n-gram drafter: it repeats what followed the last tokens at earlier places, in this request or another one.
 
-It copies quotes, code and names that occur again, and whole answers to prompts that are asked again. The places that
-match the end of the text (`text_index`) name the tokens that may follow, and how many of them agree.
+It copies quotes, code and names that occur again, and whole answers to prompts that are repeated. Each earlier place
+that matches the end of the sequence (`text_index`) proposes the token that follows it there, and places may agree.
 
-How probable these tokens are is learned, from zero, and once for all requests: for each accepted token the drafter
-notes whether it had the token, whether or not it had sent it. So it sends nothing while nothing repeats, and starts
-within a few tokens where something does.
+The probabilities of proposed tokens are learned, starting from zero, and shared by all requests: for each accepted
+token, the drafter records whether the matches had proposed it, sent or not. So it sends nothing while nothing repeats,
+and begins to draft within a few tokens of a repetition.
 
-The idea is that of prompt lookup decoding (Saxena, 2023), of SuffixDecoding (Oliaro et al., 2024) for several
-continuations and a memory of other requests, and of llama.cpp's `--spec-type ngram-simple` and its relatives.
+Based on prompt lookup decoding (Saxena, 2023), on SuffixDecoding (Oliaro et al., 2024) for several continuations and a
+memory of other requests, and on llama.cpp's `--spec-type ngram-simple` and its relatives.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, DrafterMes
 from ggpipe.core.drafters.text_index import Match, SharedTexts, Text
 
 _MOST_TOKENS = 1_000_000
-"""Of all texts that are kept: about 20 bytes each."""
+"""Maximum number of indexed tokens of all requests. A token takes about 20 bytes."""
 _LEAST_PATH = 0.1
-"""Probability of a draft token's path: less probable ones cost rows and energy, and delay corrections."""
+"""Minimum path probability of a draft token. Less probable ones cost rows and energy, and delay corrections."""
 _SUREST = 0.99
-"""Probability of a token, at most."""
+"""Maximum probability of a token."""
 _MOST_NODES = 256
-"""Draft tokens below the root, at most."""
+"""Maximum number of draft tokens below the root."""
 _BORDERS = (4, 5, 6, 8, 11, 16, 24, 40)
-"""Of the bins by a match's length in tokens. Within a quote the next bin is always near."""
+"""Upper bounds of the bins of match lengths, in tokens. A match within a quote soon reaches the next bin."""
 _KEEPS = 1 - 1 / 64
-"""Weight of a bin's earlier tokens when one more is judged."""
+"""Factor by which a bin's counts decay with each token that is judged."""
 _PRIOR = 3.0
-"""Tokens: as much zero counts in the first bin."""
+"""Weight of the prior probability, zero, in the first bin, in tokens."""
 _INHERITED = 1.0
-"""Tokens: as much the bin of the next shorter matches counts in a bin."""
+"""Weight of the next shorter bin's probability in every other bin, in tokens."""
 _ONE, _ALL, _SOME = range(3)
-"""What names a token: the only place that matches as long; several places that agree; places that differ."""
+"""Kinds of agreement among the longest matches: a single match; several that propose the same token; several that do
+not."""
 
 
 class Chances:
-    """How often the token is right that matches name, by their length and agreement."""
+    """How often proposed tokens are right, by the length and agreement of the matches that propose them."""
 
     def __init__(self) -> None:
         n = len(_BORDERS) + 1
@@ -52,12 +53,11 @@ class Chances:
         self._known = [[0.0] * n for _ in range(3)]
 
     def of(self, kind: int, length: int) -> float:
-        """Probability of a token named after a match of this length, as a multiple of the share of the places that
-        name it."""
+        """Factor that turns the share of matches that propose a token into the token's probability."""
         return self._known[kind][bisect_right(_BORDERS, length)]
 
     def judged(self, kind: int, length: int, share: float, right: bool) -> None:
-        """A token that this share of the matching places named was the next one, or another one was."""
+        """Record whether a token proposed by this share of the matches was right."""
         first = bisect_right(_BORDERS, length)
         self._right[kind][first] = self._right[kind][first] * _KEEPS + right
         self._named[kind][first] = self._named[kind][first] * _KEEPS + share
@@ -65,7 +65,7 @@ class Chances:
             self._reckon(one, first)
 
     def _reckon(self, kind: int, first: int) -> None:
-        """Bins inherit from those of shorter matches, and of single places."""
+        """Recompute probabilities from a bin on: bins inherit from those of shorter matches and of single matches."""
         rights, named, known, single = self._right[kind], self._named[kind], self._known[kind], self._known[_ONE]
         shorter = known[first - 1] if first else 0.0
         for i in range(first, len(known)):
@@ -75,17 +75,18 @@ class Chances:
 
 
 class Ngrams:
-    """See the module's text. It serves several requests."""
+    """The n-gram drafter (see the module's docstring), for any number of requests."""
 
     def __init__(self, drafter: int = 0, most_tokens: int = _MOST_TOKENS) -> None:
-        """`drafter`: its id, which the head knows it by. `most_tokens`: of all texts that are kept."""
+        """`drafter`: id of this drafter. `most_tokens`: maximum number of tokens that the index keeps of all
+        requests."""
         self._drafter = drafter
         self._texts = SharedTexts(most_tokens)
         self._chances = Chances()
         self._requests: dict[int, _NgramRequest] = {}
 
     def answer(self, message: DrafterMessage) -> list[MicroBatch]:
-        """Take in one message; returns the draft tokens that follow from it, in one micro-batch."""
+        """Process a message. Returns the resulting draft tokens in one micro-batch; nothing for `EndDrafting`."""
         match message:
             case BeginDrafting():
                 shared = self._texts if message.cache_prompt else None
@@ -116,7 +117,7 @@ class Ngrams:
 
 
 class _Node:
-    """A draft token that the head was sent, or the last accepted token."""
+    """A draft token that was sent to the head, or the last accepted token."""
 
     __slots__ = ("children", "dead", "log_path", "number", "pos")
 
@@ -124,12 +125,12 @@ class _Node:
         self.number = number
         self.pos = pos
         self.log_path = 0.0
-        """Logarithm of its path's probability; those of two nodes differ by what lies between them."""
+        """Logarithm of the path probability, up to a constant: only differences between nodes have a meaning."""
         self.children: dict[int, _Node] = {}
         self.dead = False
 
     def below(self) -> Iterable[_Node]:
-        """All its descendants."""
+        """All descendants."""
         rest = list(self.children.values())
         while rest:
             node = rest.pop()
@@ -138,7 +139,7 @@ class _Node:
 
 
 class _NgramRequest:
-    """A request that is drafted for: its text, and the tree of what was sent of its matches' continuations."""
+    """A request's tokens, and the tree of draft tokens that were sent for it."""
 
     def __init__(self, begin: BeginDrafting, text: Text, chances: Chances) -> None:
         self.text = text
@@ -148,17 +149,18 @@ class _NgramRequest:
         self._chances = chances
         self._root = _Node(ROOT, len(begin.prompt) - 1)
         self._n_nodes = 0
-        """Live ones below the root."""
+        """Number of live draft tokens below the root."""
         self._order = itertools.count()
         self._open: list[tuple[float, int, _Node, Sequence[Match]]] = []
-        """A heap of nodes that may get children, the most probable path first, with the matches that go on there."""
+        """Heap of nodes that may get children, with the matches that continue there; the most probable path comes
+        first."""
         self._next_number = ROOT + 1
         self._named: tuple[int, int, int, float] | None = None
-        """(token, kind, length, share) that the matches name first for the next token."""
+        """The first choice of the matches for the next token: (token, kind, length, share)."""
         self._restart()
 
     def accept(self, tokens: Iterable[int], epoch: int) -> None:
-        """The text continued with these tokens, `epoch` so far."""
+        """Append accepted tokens. `epoch`: number of tokens accepted so far."""
         for token in tokens:
             if self._named is not None:
                 named, kind, length, share = self._named
@@ -171,7 +173,7 @@ class _NgramRequest:
         self.epoch = epoch
 
     def _advance(self, token: int) -> bool:
-        """The token becomes the root. False where it was not drafted."""
+        """Make the token the root. Returns False if it was not drafted."""
         old = self._root
         child = old.children.pop(token, None)
         old.dead = True
@@ -186,12 +188,12 @@ class _NgramRequest:
         return True
 
     def _restart(self) -> None:
-        """Other matches than before: draft from the root on. What is sent already is not sent again."""
+        """Draft from the root again, since the matches have changed. Nothing that was sent already is sent again."""
         self._open = [(-self._root.log_path, next(self._order), self._root, self.text.matches)]
         self._name()
 
     def _name(self) -> None:
-        """Note what the matches name for the next token."""
+        """Note the matches' first choice for the next token."""
         if not self.text.matches:
             self._named = None
             return
@@ -200,7 +202,7 @@ class _NgramRequest:
         self._named = None if token is None else (token, kind, top.length, shares[token])
 
     def draft(self, look_ahead: int) -> tuple[Expansion, ...]:
-        """Let the tree grow as far as it may; returns what is new."""
+        """Grow the tree as far as permitted. Returns the new draft tokens."""
         begin, root = self._begin, self._root
         deepest = root.pos + min(look_ahead, begin.n_left - self.epoch - 1)
         most = begin.speculation.most_drafted if begin.speculation.is_best_first else look_ahead
@@ -246,7 +248,7 @@ class _NgramRequest:
         return tuple(expansion for _, expansion in new)
 
     def _children(self, node: _Node, matches: Sequence[Match], least: float) -> list[tuple[int, float]]:
-        """Draft tokens that may follow a node, with their probabilities, the most probable one first."""
+        """Draft tokens that may follow a node, with their probabilities. The most probable one comes first."""
         begin = self._begin
         if not matches:
             return []
@@ -263,8 +265,8 @@ class _NgramRequest:
         return found
 
     def _candidates(self, matches: Sequence[Match]) -> list[tuple[int, float]]:
-        """Tokens that the matches name, with their probabilities, the most probable one first. Shorter matches have
-        what the longest ones leave."""
+        """Tokens that the matches propose, with their probabilities; the most probable one comes first. Shorter matches
+        share the probability that the longest ones leave."""
         top, kind, shares = _agreement(matches)
         if not shares:
             return []
@@ -278,7 +280,7 @@ class _NgramRequest:
         return sorted(probs.items(), key=lambda one: -one[1])
 
     def _withdraw(self, new: Sequence[tuple[_Node, Expansion]]) -> None:
-        """They are too few for a micro-batch: they come with the next one, if they still follow then."""
+        """Take new draft tokens back, because they are too few for a micro-batch. The next one may have them again."""
         for parent, expansion in new:
             for token, _ in expansion.candidates:
                 node = parent.children.pop(token)
@@ -295,8 +297,8 @@ class _NgramRequest:
 
 
 def _agreement(matches: Sequence[Match]) -> tuple[Match, int, dict[int, float]]:
-    """The first of the longest matches that go on, how far those of its length agree, and which share of them names
-    which token. Matches are sorted, the longest first."""
+    """The first of the longest matches that have a next token, the kind of agreement among those of the same length,
+    and the share of them that proposes each token. `matches`: sorted, the longest first."""
     top = matches[0]
     if len(matches) == 1:
         token = top.next()

@@ -21,19 +21,20 @@ class DrafterState:
 
     def __init__(self, answers_at_once: bool = False) -> None:
         self.answers_at_once = answers_at_once
-        """It needs no model: its draft tokens for a root are in the tree before the root is submitted."""
+        """Whether it needs no model, so that its draft tokens for a root are in the tree before the root is
+        submitted."""
         self.calibration = Calibration()
         self.pace = Pace()
         self.look_ahead = 0
         """How far it may be ahead of the root; 0: it computes nothing."""
         self.is_paused = False
-        """It computes nothing because it does not pay."""
+        """Whether it is paused because it does not pay."""
         self.n_told = 0
         """Accepted tokens that it was sent."""
         self.told_look_ahead = 0
         """The look-ahead that it was sent last."""
         self.complete = False
-        """It sends no more draft tokens below this root."""
+        """Whether it sends no more draft tokens below this root."""
         self.nodes: dict[int, Node] = {}
         """Live draft tokens by its numbers."""
         self.accepted: dict[int, int] = {}
@@ -46,7 +47,7 @@ class DrafterState:
 
     @property
     def is_due(self) -> bool:
-        """It may send more draft tokens below this root."""
+        """Whether it may send more draft tokens below this root."""
         return self.look_ahead > 0 and not self.complete
 
 
@@ -149,8 +150,8 @@ class RequestDrafters:
             parent = state.nodes.get(expansion.parent)
             for i, (token, prob) in enumerate(expansion.candidates[: expansion.n]):
                 number = expansion.first + i
-                if at is not None:  # behind that many accepted tokens, which the drafter knew as the last
-                    if at < len(output):  # the text went on: whether it is accepted is known already
+                if at is not None:  # after the accepted tokens that the drafter knew
+                    if at < len(output):  # a token was accepted since: whether it was this one is known
                         if output[at] == token:
                             state.accepted[number] = at + 1
                         continue

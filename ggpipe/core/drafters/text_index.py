@@ -1,12 +1,12 @@
-"""Where the last tokens of an output occurred before: in its own prompt and output, and in those of other requests.
+"""An index of n-grams: earlier occurrences of a sequence's last tokens, in its own prompt and output and in others'.
 
-    text             found by its last          kept
-    the request's    `_OWN` tokens              while the request lasts
-    all requests'    `_SHARED` tokens           up to a number of tokens; the texts that ended first are evicted
+    index of           n-grams of            kept
+    one request        `_OWN` tokens         while the request is running
+    all requests       `_SHARED` tokens      up to a number of tokens; sequences that ended first are evicted first
 
-Both are hash chains: for an n-gram the latest position, and for each position the one before it. The shared chains
-start in a table of fixed size. Nothing is removed from it when a text is evicted: places in evicted texts are skipped,
-and every place is compared with the text before it is used, so that n-grams may share a slot.
+Both are hash chains: the latest position of each n-gram, and for each position the previous one. The shared chains
+start in a table of fixed size. Eviction removes nothing from the table: places in evicted sequences are skipped. Every
+place is compared with the sequence before it is used, so n-grams may share a slot.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _OWN = 3
-"""Tokens of a match in the request's own text, at least."""
+"""Minimum length of a match within the same request, in tokens."""
 _SHARED = 5
-"""Tokens of a match in other requests' texts, at least."""
+"""Minimum length of a match in another request, in tokens."""
 _MOST_TRIED = 12
-"""Places of each chain that are compared, the latest first."""
+"""Maximum number of places of a chain that are compared, from the latest on."""
 MOST_FOUND = 16
-"""Tokens of a match that are compared. Longer ones show while the match continues; until then others are looked for."""
+"""Maximum number of tokens compared per match. A match grows longer than that only by continuing."""
 _TOKEN_BITS = 20
 _OWN_MASK = (1 << _TOKEN_BITS * _OWN) - 1
 _SHARED_MASK = (1 << _TOKEN_BITS * _SHARED) - 1
@@ -33,20 +33,20 @@ _PLACE_MASK = (1 << _PLACE_BITS) - 1
 
 
 class Match(NamedTuple):
-    """A place whose tokens are those at the end of a text."""
+    """An earlier place with the same tokens as the end of a sequence."""
 
     tokens: array[int]
-    """The text in which the place is."""
+    """The sequence that contains the place."""
     at: int
-    """Position of the last token that matches."""
+    """Position of the last matching token."""
     length: int
-    """Tokens up to there that match, as far as they were counted."""
+    """Number of matching tokens up to there, as far as they were compared."""
     period: int
-    """Within the request's own text: how far before the end of the text the match lies; else 0."""
+    """Distance of the match from the end, if it lies in the same request; otherwise 0."""
 
     def next(self) -> int | None:
-        """The token that follows, None at the end of another text. The request's own text is taken to repeat itself
-        beyond its end."""
+        """The token after the match, or None at the end of another sequence. A request's own sequence is assumed to
+        repeat itself beyond its end."""
         n, following = len(self.tokens), self.at + 1
         if following >= n:
             if not self.period:
@@ -55,18 +55,18 @@ class Match(NamedTuple):
         return self.tokens[following]
 
     def longer(self) -> Match:
-        """The match when the text continues with the token that follows."""
+        """This match, after the sequence has continued with `next()`."""
         return Match(self.tokens, self.at + 1, self.length + 1, self.period)
 
 
 class SharedTexts:
-    """The texts of all requests of an engine, within a bound."""
+    """Sequences of all requests of an engine, up to a total number of tokens."""
 
     def __init__(self, most_tokens: int) -> None:
-        """`most_tokens`: texts that have ended are evicted beyond it."""
+        """`most_tokens`: above this total, sequences that have ended are evicted."""
         self.most_tokens = most_tokens
         self.n_tokens = 0
-        """Of all texts."""
+        """Total number of tokens."""
         self._n_slots = most_tokens | 1  # an odd number: the last token alone would else choose the slot
         self._slots: memoryview | None = None
         self._texts: dict[int, Text] = {}
@@ -75,14 +75,14 @@ class SharedTexts:
 
     @property
     def slots(self) -> memoryview:
-        """By the hash of an n-gram: the place of its last token, 0 for none. Its memory is committed as it is used."""
+        """Place of the last token of an n-gram, by its hash; 0: none. Memory is committed as it is used."""
         if self._slots is None:
             self._slots = memoryview(mmap.mmap(-1, 8 * self._n_slots)).cast("q")
         return self._slots
 
     def begin(self, text: Text, prompt: array[int]) -> int:
-        """Take in a text that begins; returns its id. An ended text that `prompt` continues is evicted, since all of
-        it is in the new one: conversations come back with each message."""
+        """Add a new sequence, and return its id. If `prompt` continues a sequence that has ended, as each message of a
+        conversation does, the old one is evicted."""
         for ended in self._ended:
             n = len(ended.tokens)
             if n <= len(prompt) and ended.tokens[-1] == prompt[n - 1] and ended.tokens == prompt[:n]:
@@ -94,16 +94,16 @@ class SharedTexts:
         return self._next_id - 1
 
     def end(self, text: Text) -> None:
-        """It gets no more tokens. It stays until its memory is needed."""
+        """Mark a sequence as complete. It is kept until its memory is needed."""
         self._ended.append(text)
         self.grown(0)
 
     def slot(self, key: int) -> int:
-        """Of the n-gram with this key."""
+        """Slot of the n-gram with this key."""
         return key % self._n_slots
 
     def grown(self, n_tokens: int) -> None:
-        """A text got this many tokens: evict what is beyond the bound."""
+        """Count new tokens, and evict sequences that have ended while there are too many."""
         self.n_tokens += n_tokens
         while self.n_tokens > self.most_tokens and self._ended:
             self._evict(self._ended.popleft())
@@ -113,7 +113,7 @@ class SharedTexts:
         self.n_tokens -= len(text.tokens)
 
     def text_at(self, place: int) -> Text | None:
-        """The text that a place is in; None where it was evicted, or for no place."""
+        """The sequence that contains a place. None if it was evicted, and for place 0."""
         return self._texts.get(place >> _PLACE_BITS)
 
     def validate(self) -> None:
@@ -124,28 +124,28 @@ class SharedTexts:
 
 
 class Text:
-    """One request's prompt and output, and what its end matches."""
+    """Prompt and output of a request, and the places that match its end."""
 
     def __init__(self, prompt: Sequence[int], shared: SharedTexts | None) -> None:
-        """`shared`: where it is found by other requests and finds them; None keeps it to itself."""
+        """`shared`: the index that it shares with other requests; None: it shares nothing."""
         self.tokens = array("i")
         self.matches: list[Match] = []
-        """Places whose tokens are those at the end of the text, the longest and of these the latest ones first."""
+        """Places that match the end: the longest matches first, and the latest first among equally long ones."""
         self._latest: dict[int, int] = {}
-        """By the last tokens of an n-gram: its latest position."""
+        """Latest position of each n-gram, by its tokens."""
         self._before = array("i")
-        """By position: where the n-gram that ends there stood before in this text; -1: nowhere."""
+        """For each position, the previous occurrence of the n-gram that ends there; -1: none."""
         self._key = 0
         self._shared = shared
         self._shared_before = array("q")
-        """By position: the place in any text where the n-gram that ends there stood before; 0: nowhere."""
+        """The same over all requests, as places; 0: none."""
         own = array("i", prompt)
         self.id = shared.begin(self, own) if shared is not None else 0
         self._index(own)
         self._find()
 
     def push(self, token: int) -> bool:
-        """The text continues with a token. True where the matches are only those before that go on."""
+        """Append a token. Returns True if the matches are the earlier ones, continued."""
         followed = [match.longer() for match in self.matches if match.next() == token]
         self._index((token,))
         if followed and followed[0].length > MOST_FOUND:
@@ -155,7 +155,7 @@ class Text:
         return False
 
     def end(self) -> None:
-        """Nothing more is coming. What other requests need stays."""
+        """Mark the sequence as complete, and free everything that other requests do not need."""
         self.matches, self._latest, self._before = [], {}, array("i")
         if self._shared is not None:
             self._shared.end(self)
@@ -181,7 +181,7 @@ class Text:
         self.tokens.extend(tokens)
 
     def _find(self) -> None:
-        """Look for the longest matches."""
+        """Find the longest matches."""
         tokens = self.tokens
         end = len(tokens) - 1
         found: list[Match] = []
@@ -218,7 +218,7 @@ class Text:
 
 
 def _length(tokens: array[int], at: int, own: array[int], end: int) -> int:
-    """How many tokens up to `tokens[at]` are those up to `own[end]`; no more than `MOST_FOUND` are compared."""
+    """Number of equal tokens before and at `tokens[at]` and `own[end]`, `MOST_FOUND` at most."""
     most = min(at + 1, end + 1, MOST_FOUND)
     if most == MOST_FOUND and tokens[at - most + 1 : at + 1] == own[end - most + 1 : end + 1]:
         return most

@@ -21,17 +21,17 @@ class Thresholds:
 
     @property
     def cutoff(self) -> float:
-        """A branch goes on with its best candidate if that is at least this probable."""
+        """Minimum probability of the best candidate with which a branch continues."""
         return self._config.p_accept + self._shift
 
     @property
     def split(self) -> float:
-        """A branch splits for a further candidate that is at least this probable."""
+        """Minimum probability of another candidate for which a branch splits."""
         return self._config.p_split + self._shift
 
     @property
     def can_fall(self) -> bool:
-        """A further attempt may succeed where this one did not."""
+        """Whether another attempt may succeed after this one failed."""
         return self._config.p_decay > 0
 
     @property

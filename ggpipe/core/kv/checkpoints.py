@@ -28,7 +28,7 @@ class Checkpoint:
 
     position: int
     is_spare: bool = False
-    """It only takes a place that is free, and is given up before others until it was of use."""
+    """It only takes a free place. Until it has been used, it is dropped before others."""
 
 
 def checkpoints_of(n_prompt: int, n_cached: int, n_shared: int, n_rows: int) -> tuple[Checkpoint, ...]:

@@ -4,7 +4,7 @@ It knows by a radix tree over tokens (`radix_tree`) which sequence holds which c
 
     a prompt begins as a sequence does       CP(id of that sequence -> the request's id, up to there)
     it continues a kept one to the last cell   that id becomes the request's          no operation
-    a request ends                           RM(its id, behind what is computed), the id is kept
+    a request ends                           RM(its id, after its last computed token), the id is kept
     cells or ids are needed                  RM(the id that was used longest ago, everything)
 
 A request that is being served is in the tree as well: its cells may be copied, and are not given up.
@@ -16,7 +16,7 @@ Recurrent models cannot continue a part of a sequence (`Limits.partial_prefixes`
 requests and of prompts that are being computed (`checkpoints`):
 
     a prompt begins with all of a kept one   CP(its id -> the request's id, everything)
-    a prompt stands at a checkpoint          CP(the request's id -> a free one, everything), in front of the next run
+    a prompt stands at a checkpoint          CP(the request's id -> a free one, everything), before the next run
     the run before it is cancelled           RM(that id, everything)
 """
 
@@ -42,7 +42,7 @@ class PrefixCache:
     def __init__(
         self, limits: Limits, ids: SequenceIds, ops: list[KvOp], restored: tuple[int, ...] | None = None
     ) -> None:
-        """`ids` must leave one for each request to come and one for each prefix that may be kept. `restored`: what all
+        """`ids` must leave one per future request and one per prefix that may be kept. `restored`: what all
         stages have as the first tokens of the sequence `RESTORED`, some of them more; None: it is empty."""
         self._restored = restored
         self._limits = limits
@@ -126,7 +126,7 @@ class PrefixCache:
         return Tree(self._ids, self._ops, prompt[-1], len(prompt) - 1, seq, self._limits.rolls_back)
 
     def checkpoint(self, prefix: Prefix, position: int) -> None:
-        """A request's next run begins here: if a checkpoint is due, it is taken in front of that run."""
+        """Take a checkpoint before a request's next run, if one is due at this position."""
         due = next((one for one in prefix.checkpoints if one.position == position), None)
         if due is None or not self._free_a_place(may_evict=not due.is_spare):
             return

@@ -22,7 +22,7 @@ class Segment:
 
     tokens: Tokens = ()
     end: int = 0
-    """Position behind its last token."""
+    """Position after its last token."""
     parent: Segment | None = None
     children: list[Segment] = field(default_factory=list)
     served: list[Prefix] = field(default_factory=list)

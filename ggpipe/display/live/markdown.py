@@ -85,7 +85,7 @@ class MarkdownStream(TextStream):
         self._lines, self._n_parsed = self._lines[last:], len(whole) - last
 
     def _close(self) -> None:
-        """Print what is left: no further text belongs to it."""
+        """Print the remaining text. Nothing may be added after that."""
         if self._is_plain:
             self._print_plain(len(self._lines) if _text(self._lines[-1]) else 0)
         else:

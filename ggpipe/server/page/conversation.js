@@ -51,7 +51,7 @@ export function messages(conversation, end) {
     if (node.role === "tool") return { role: "tool", tool_call_id: node.call, content: node.content };
     const message = { role: "assistant", content: node.content };
     if (node.reasoning) message.reasoning_content = node.reasoning;
-    if (all[i + 1]?.role === "tool") { // templates want a result behind each call
+    if (all[i + 1]?.role === "tool") { // templates want a result after each call
       message.tool_calls = node.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
     }
     return message;

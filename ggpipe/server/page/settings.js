@@ -12,7 +12,7 @@ const MAIN = [
   number("presence_penalty", "Presence penalty", 0.05, "0: none"),
   number("frequency_penalty", "Frequency penalty", 0.05, "0: none"),
   number("seed", "Seed", 1, "the same seed gives the same output; -1: a new one each time"),
-  number("max_tokens", "Most tokens", 1, "-1: until the text ends, or the context is full"),
+  number("max_tokens", "Max tokens", 1, "-1: until the model stops or the context is full"),
 ];
 const MORE = [
   number("repeat_last_n", "Penalties look back", 1, "tokens"),
@@ -35,7 +35,7 @@ const MORE = [
 ];
 const TEXTS = [
   { name: "samplers", label: "Samplers", about: "names in order, separated by semicolons: top_k;top_p;temperature" },
-  { name: "stop", label: "Stop texts", rows: 2, about: "one per line; the answer ends before them" },
+  { name: "stop", label: "Stop strings", rows: 2, about: "one per line; the output ends before them" },
   { name: "grammar", label: "Grammar", rows: 3, about: "in GBNF: what the answer must be" },
   { name: "json_schema", label: "JSON schema", rows: 3, about: "format of the answer; not together with a grammar" },
   { name: "tools", label: "Tools", rows: 3, about: "functions that the model may call, as JSON in the form of OpenAI's API; the page shows the calls, and you enter their results" },

@@ -169,4 +169,4 @@ def _plain(value: Any) -> Any:
             return value
         case Sequence():
             return [_plain(item) for item in value]
-    raise UsageError(f"a conversation holds texts, numbers, lists and objects, not {type(value).__name__}")
+    raise UsageError(f"a conversation may contain strings, numbers, lists and objects, not {type(value).__name__}")

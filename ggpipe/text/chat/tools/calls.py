@@ -28,7 +28,7 @@ class Calls:
         self._n_begun = 0
         self._has_ended = False
         self.is_open = False
-        """A call has begun and has not ended."""
+        """Whether a call has started and has not ended."""
 
     def check(self, name: str) -> None:
         """Raises NotACall unless a tool of this name may be called."""

@@ -1,0 +1,197 @@
+"""Tables of a cluster file, in TOML: the models, the nodes, and where the ranks are.
+
+    title = "two servers and an office PC, Gigabit Ethernet"
+    target_on = ["server1", "server2"]       # the node of each rank with layers, the head first
+    draft_on = ["office"]                    # default: the draft runs inside the head
+    layer_split = "0.5,0.5/1.0"              # default: even; "0.5*2,0.5*2/1.0": two groups of two ranks
+    threads = [16, 16, 6]                    # one per rank; default: the node's cores, divided among its ranks
+
+    [target]                                 # or -m FILE
+    name = "70B Q4_K_M"
+    layers = 80
+    weights_gb = 42.5
+    parameters_b = 70.6
+    width = 8192
+    kv_kb = 328                              # KV cache of a token, in all layers
+    vocabulary = 128256                      # default 32000
+    tied = false                             # the input embedding is also the output layer; default false
+
+    [draft]                                  # as [target], or -md FILE
+
+    [network]                                # between nodes; [local]: between ranks of a node
+    latency_us = 60                          # from program to program
+    gbit_per_s = 0.94
+    sum_latency_us = 25                      # of a sum over a group, without Python; default: latency_us,
+                                             # and 5 for [local], with shared memory
+
+    [[node]]
+    name = "server"
+    count = 2                                # server1, server2; default 1
+    cores = 16
+    memory_gb = 64
+    memory_gb_per_s = 90                     # read by all cores together
+    core_gb_per_s = 12                       # read by one core; default: memory_gb_per_s
+    core_gflops = 60                         # of one core, in matrix products of the weights' type
+    crowd = 0.9                              # speed of a core while all others are busy, relative to its speed alone;
+                                             # default: from sharing memory_gb_per_s
+    turns = 1.06                             # time to decode one row after another rank of the node computed,
+                                             # relative to repeated decodes; default 1.06
+
+    [overheads]                              # time that ggpipe itself takes; see cluster/links.py
+    run_us = 250
+
+A mixture of experts has further keys in [target] or [draft]:
+
+    experts = 128                            # routed experts in a layer
+    experts_used = 8                         # number of experts that a token uses
+    expert_gb = 137.3                        # size of all routed experts
+    dense_layers = 3                         # number of initial layers without experts; default 0
+
+Instead of speeds, a node may name a profile from `ggpipe profile`: `profile = "server.json"`, relative to the cluster
+file, and `profile_rank = 0`. Cores, memory, `crowd`, `turns`, [network], [local] and [overheads] come from the profile
+unless the cluster file gives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, defstruct
+
+from ggpipe.cluster.links import Link, Overheads, SumTimes
+from ggpipe.cluster.model_shape import Experts, ModelShape, even_shape
+from ggpipe.cluster.spec import TURNS
+
+MOST_NODES = 1024
+"""Maximum number of machines in a cluster."""
+_WEIGHT_BITS = (1.0, 64.0)  # plausible bits per weight
+
+NonEmptyText = Annotated[str, Meta(min_length=1, pattern=r"\S")]
+PositiveCount = Annotated[int, Meta(ge=1, le=10**15)]
+PositiveNumber = Annotated[float, Meta(gt=0, le=1e15)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Turns = Annotated[float, Meta(ge=1, le=10)]
+Nodes = Annotated[int, Meta(ge=1, le=MOST_NODES)]
+CoreCount = Annotated[int, Meta(ge=1, le=4096)]
+ExpertCount = Annotated[int, Meta(ge=1, le=65536)]
+LayerCount = Annotated[int, Meta(ge=1, le=4096)]
+Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
+
+OverheadsTable = defstruct(
+    "OverheadsTable",
+    [(f"{field.name}_us".replace("_s_us", "_us"), Microseconds | None, None) for field in fields(Overheads)],
+    forbid_unknown_fields=True,
+)
+"""The [overheads] table: the fields of `Overheads`, in microseconds."""
+
+
+class LinkTable(Struct, frozen=True, forbid_unknown_fields=True):
+    """The [network] and [local] tables."""
+
+    latency_us: Microseconds
+    gbit_per_s: PositiveNumber
+    sum_latency_us: Microseconds | None = None
+
+    def link(self) -> Link:
+        return Link(self.latency_us / 1e6, self.gbit_per_s * 1e9 / 8)
+
+    def sums(self) -> SumTimes | None:
+        if self.sum_latency_us is None:
+            return None
+        return SumTimes.of_link(replace(self.link(), latency_s=self.sum_latency_us / 1e6))
+
+
+class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
+    """The [target] and [draft] tables."""
+
+    layers: LayerCount
+    weights_gb: PositiveNumber
+    parameters_b: PositiveNumber
+    width: PositiveCount
+    kv_kb: PositiveNumber
+    name: NonEmptyText | None = None
+    vocabulary: PositiveCount = 32000
+    tied: bool = False
+    experts: ExpertCount | None = None
+    experts_used: ExpertCount | None = None
+    expert_gb: PositiveNumber | None = None
+    dense_layers: Annotated[int, Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        low, high = _WEIGHT_BITS
+        if not low <= (bits := 8 * self.weights_gb / self.parameters_b) <= high:
+            raise ValueError(f"weights_gb and parameters_b give {bits:.2g} bits per weight: check both")
+        given = {"experts": self.experts, "experts_used": self.experts_used, "expert_gb": self.expert_gb}
+        missing = [key for key, value in given.items() if value is None]
+        if missing and (self.dense_layers or len(missing) < len(given)):
+            raise ValueError(f"{' and '.join(missing)} missing: a mixture of experts needs {', '.join(given)}")
+        if self.experts and self.experts_used and self.experts_used >= self.experts:
+            raise ValueError(f"experts_used must be below experts ({self.experts}), got {self.experts_used}")
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"dense_layers must be below layers ({self.layers}), got {self.dense_layers}")
+        self.shape("")
+
+    def shape(self, default_name: str) -> ModelShape:
+        experts = None
+        if self.experts and self.experts_used and self.expert_gb:
+            experts = Experts(
+                n_expert=self.experts,
+                n_used=self.experts_used,
+                n_bytes=self.expert_gb * 1e9,
+                n_dense_layers=self.dense_layers,
+            )
+        return even_shape(
+            name=self.name or default_name,
+            n_layer=self.layers,
+            weight_bytes=self.weights_gb * 1e9,
+            parameters=self.parameters_b * 1e9,
+            n_embd=self.width,
+            cell_bytes=self.kv_kb * 1e3,
+            n_vocab=self.vocabulary,
+            tied=self.tied,
+            experts=experts,
+        )
+
+
+class NodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A [[node]] table with speeds."""
+
+    name: NonEmptyText | None = None
+    count: Nodes = 1
+    cores: CoreCount
+    memory_gb: PositiveNumber
+    memory_gb_per_s: PositiveNumber
+    core_gb_per_s: PositiveNumber | None = None
+    core_gflops: PositiveNumber
+    crowd: Share | None = None
+    turns: Turns = TURNS
+
+
+class ProfiledNodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A [[node]] table with a profile."""
+
+    name: NonEmptyText | None = None
+    count: Nodes = 1
+    profile: NonEmptyText
+    profile_rank: Annotated[int, Meta(ge=0)] = 0
+    cores: CoreCount | None = None
+    memory_gb: PositiveNumber | None = None
+    crowd: Share | None = None
+    turns: Turns | None = None
+
+
+class ClusterFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """A cluster file."""
+
+    title: NonEmptyText | None = None
+    node: list[dict[str, Any]] = []
+    target_on: list[str] | None = None
+    draft_on: list[str] = []
+    layer_split: NonEmptyText | None = None
+    threads: list[PositiveCount] = []
+    target: ModelTable | None = None
+    draft: ModelTable | None = None
+    network: LinkTable | None = None
+    local: LinkTable | None = None
+    overheads: dict[str, Any] = {}
