@@ -58,10 +58,11 @@ class Stage:
 
     def __init__(self, *, first: bool, repack: bool, exact: bool, fast_kernels: bool, touch_cells: bool = False) -> None: ...
 
-    def join(self, *, part: int, n_parts: int, sum: GroupSum, ask: int, model: int, split_attention: bool) -> None:
+    def join(self, *, part: int, n_parts: int, sum: GroupSum, ask: int, model: int, split_attention: bool, cuts: Mapping[str, tuple[int, Sequence[int], Sequence[tuple[int, int]]]]) -> None:
         """
         Before `devices`: this rank computes its layers with others. ask, model: addresses of libllama's function that
-        splits weights, and of a model without weights, which `leave_model` gives back.
+        splits weights, and of a model without weights, which `leave_model` gives back. cuts: of weights for which it is
+        not asked, as in ggpipe.llama.group_cuts.Cut.
         """
 
     def leave_model(self) -> None:

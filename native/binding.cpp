@@ -66,11 +66,15 @@ NB_MODULE(_native, m) {
     nb::class_<Stage>(m, "Stage", "The native half of ggpipe.llama.stage.Stage; see native/stage.h.")
         .def(nb::init<bool, bool, bool, bool, bool>(), nb::kw_only(), "first"_a, "repack"_a, "exact"_a, "fast_kernels"_a,
              "touch_cells"_a = false)
-        .def("join", [](Stage & s, int part, int n_parts, std::shared_ptr<GroupSum> sum, uintptr_t ask, uintptr_t model, bool split_attention) {
-            s.group = std::make_shared<Group>(s, part, n_parts, sum, (Group::Ask) ask, (const void *) model, split_attention);
-        }, nb::kw_only(), "part"_a, "n_parts"_a, "sum"_a, "ask"_a, "model"_a, "split_attention"_a,
+        .def("join", [](Stage & s, int part, int n_parts, std::shared_ptr<GroupSum> sum, uintptr_t ask, uintptr_t model, bool split_attention,
+                         const std::map<std::string, std::tuple<int, std::vector<int64_t>, std::vector<std::pair<int64_t, uint32_t>>>> & cuts) {
+            Group::Cuts own;
+            for (const auto & [name, cut] : cuts) own[name] = {std::get<0>(cut), std::get<1>(cut), std::get<2>(cut)};
+            s.group = std::make_shared<Group>(s, part, n_parts, sum, (Group::Ask) ask, (const void *) model, split_attention, own);
+        }, nb::kw_only(), "part"_a, "n_parts"_a, "sum"_a, "ask"_a, "model"_a, "split_attention"_a, "cuts"_a,
            "Before `devices`: this rank computes its layers with others. ask, model: addresses of libllama's function that\n"
-           "splits weights, and of a model without weights, which `leave_model` gives back.")
+           "splits weights, and of a model without weights, which `leave_model` gives back. cuts: of weights for which it is\n"
+           "not asked, as in ggpipe.llama.group_cuts.Cut.")
         .def("leave_model", [](Stage & s) { s.group->asked.model = nullptr; }, "Once there is a context: `model` is not asked again.")
         .def("devices", [](Stage & s) {
             return std::make_tuple(uintptr_t(&s.up.dev), uintptr_t(s.group ? s.group->device : &s.local.dev), uintptr_t(&s.down.dev));

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 namespace ggpipe {
@@ -15,6 +16,19 @@ constexpr Group::Split kMirrored = {GGML_BACKEND_SPLIT_AXIS_MIRRORED, {0}, {1}, 
 
 Group & group_of(ggml_backend_dev_t d) { return *device_of(d).stage->group; }
 Group & group_of(ggml_backend_buffer_t b) { return group_of(b->buft->device); }
+
+Group::Split split_by(const Group::Cut & cut, const ggml_tensor * t) {
+    Group::Split split = {ggml_backend_meta_split_axis(cut.axis), {0}, {0}, 0};
+    int64_t length = 0;
+    for (const auto & [relative, repeats] : cut.segments) length += relative * repeats;
+    length = t->ne[cut.axis] / (length * std::accumulate(cut.pieces.begin(), cut.pieces.end(), int64_t(0)));
+    for (const auto & [relative, repeats] : cut.segments) {
+        int64_t * ne = split.ne + split.n_segments * cut.pieces.size();
+        for (const int64_t n : cut.pieces) *ne++ = n * relative * length;
+        split.nr[split.n_segments++] = repeats;
+    }
+    return split;
+}
 
 // Which part has what of a weight or a KV cache.
 Group::Split split_of(const ggml_tensor * t, void * group) {
@@ -26,6 +40,8 @@ Group::Split split_of(const ggml_tensor * t, void * group) {
     if (!strcmp(t->name, "token_embd.weight")) ggml_set_name(&asked, "output.weight");  // on LOCAL it is the output's
     const bool by_libllama = g.split_attention || strstr(asked.name, ".ffn_") || !strncmp(asked.name, "output.", 7);
     if (g.stage.loading) g.wholes[t->name] = (ggml_tensor *) t;
+    const auto cut = g.cuts.find(t->name);
+    if (cut != g.cuts.end()) return g.splits[t] = split_by(cut->second, t);
     Group::Split & split = g.splits[t] = by_libllama && g.asked.model ? g.ask(&asked, &g.asked) : kMirrored;
     const int64_t block = ggml_blck_size(t->type);
     if (split.axis == GGML_BACKEND_SPLIT_AXIS_0 && block > 1 && t->ne[0] == block) g.undividable = t->name;
@@ -151,8 +167,9 @@ void * reg_function(ggml_backend_reg_t, const char * name) {
 }
 }  // namespace
 
-Group::Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask, const void * model, bool split_attention)
-    : columns(n_parts), asked{size_t(n_parts), model}, sum(std::move(sum)), stage(stage), part(part), ask(ask), split_attention(split_attention), graphs(*this) {
+Group::Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask, const void * model, bool split_attention, Cuts cuts)
+    : columns(n_parts), asked{size_t(n_parts), model}, sum(std::move(sum)), stage(stage), part(part), ask(ask),
+      split_attention(split_attention), cuts(std::move(cuts)), graphs(*this) {
     check_split();
     std::vector<ggml_backend_dev_t> devices;
     for (int i = 0; i < n_parts; i++) {
@@ -216,10 +233,13 @@ void Group::add_up(ggml_tensor * slice) {
     stopped |= !can || sum->sum((float *) slice->data, ggml_nelements(slice), stage.aborted());
 }
 
-// Who repacks a slice, if anybody does: libllama's choice for a model that is all on the CPU.
+// Who repacks a slice, if anybody does: libllama's choice for a model that is all on the CPU. Of matrices of heads, nobody:
+// with those of a single head, repacked, ggml would read rows of views as if they lay together.
 Group::Extra * Group::repacker_of(ggml_tensor * t) {
     const auto op = ops.find(t->name);
     if (op == ops.end() || t->view_src || ggml_nelements(t) == 0) return nullptr;
+    const auto whole = wholes.find(t->name);
+    if (whole != wholes.end() && ggml_n_dims(whole->second) != ggml_n_dims(t)) return nullptr;
     ggml_context * c = ggml_init({ggml_tensor_overhead() * 8, nullptr, true});
     ggml_tensor * product = nullptr;
     if (op->second == GGML_OP_MUL_MAT) {

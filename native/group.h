@@ -21,10 +21,13 @@ struct Group {
     struct Asked { size_t n_parts; const void * model; };  // its second argument
     struct Extra { ggml_backend_buffer_t real, label; };   // a type that repacks; `label` says a weight is of it
     struct Left { ggml_tensor * whole; std::string name; size_t own_bytes; };
+    struct Cut { int axis; std::vector<int64_t> pieces; std::vector<std::pair<int64_t, uint32_t>> segments; };  // see ggpipe/llama/group_cuts.py
+    using Cuts = std::map<std::string, Cut>;
 
-    // `model`: one without weights that knows the parts' shares. split_attention: else each part computes all of it, and
-    // only FFN and output are cut. Throws std::runtime_error when libllama's function is not the one declared here.
-    Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask, const void * model, bool split_attention);
+    // `model`: one without weights that knows the parts' shares. split_attention: libllama cuts attention; else only FFN and
+    // output. cuts: of weights that libllama is not asked for. Throws std::runtime_error when libllama's function is not the
+    // one declared here.
+    Group(Stage & stage, int part, int n_parts, std::shared_ptr<GroupSum> sum, Ask ask, const void * model, bool split_attention, Cuts cuts);
     ~Group();
 
     // After libllama has loaded: gets our part of the next weight that its loader was not shown. Where the stage uses weights
@@ -51,6 +54,7 @@ struct Group {
     const int part;
     const Ask ask;
     const bool split_attention;
+    const Cuts cuts;
     GroupGraphs graphs;
     std::vector<std::unique_ptr<Device>> hollow;
     std::map<const ggml_tensor *, Split> splits;          // of weights and KV caches: their names are hidden at times

@@ -117,8 +117,17 @@ void GroupGraphs::make() {
 
 void GroupGraphs::made(int part, ggml_tensor * slice) {
     if (!making_) return;
-    if (part == group_.part) making_->slice = slice;
     making_->columns[part] = slice->ne[0];
+    if (part != group_.part) return;
+    making_->slice = slice;
+    // The meta device moves a view's start with the size of the slice, even where it is within one element of the divided
+    // dimension, such as the rotated numbers of each head.
+    const ggml_tensor * whole = making_->whole;
+    const int axis = std::mismatch(whole->ne, whole->ne + GGML_MAX_DIMS, slice->ne).first - whole->ne;
+    if (slice->view_src && axis < GGML_MAX_DIMS && whole->view_offs < whole->nb[axis]) {
+        slice->view_offs = whole->view_offs;
+        slice->data = (char *) slice->view_src->data + slice->view_offs;
+    }
 }
 
 void GroupGraphs::write(ggml_backend_buffer_t b, ggml_tensor * whole, const void * p, size_t at, size_t n) {
@@ -166,6 +175,12 @@ ggml_status GroupGraphs::compute(ggml_backend_t meta, ggml_cgraph * graph) {
     }
     Split & split = current->splits.emplace_back(Split{first, n_nodes, {}, nullptr, {}, {}});
     g.recording_ = &split;
+    g.lacking_.clear();
+    g.to_compute_.clear();
+    for (int i = 0; i < n_nodes; i++) {
+        const Tensor * t = current->find(ggml_graph_node(graph, i));
+        if (t && (t->whole->flags & GGML_TENSOR_FLAG_COMPUTE)) g.to_compute_.insert(t->slice);
+    }
     const ggml_status status = meta_compute(meta, graph);
     g.recording_ = nullptr;
     for (size_t i = 0; i < split.nodes.size(); i++) {  // also views of what we have nothing of
@@ -183,6 +198,7 @@ ggml_status GroupGraphs::compute(ggml_backend_t meta, ggml_cgraph * graph) {
 void GroupGraphs::computes(ggml_backend_t ours, ggml_cgraph * graph) {
     if (!recording_) return;
     ours_ = ours;
+    keep_independent(graph);
     if (!recording_->uses) {
         const int size = ggml_graph_size(graph);  // at least the whole split's
         recording_->memory.reset(ggml_init({ggml_graph_overhead_custom(size, false), nullptr, true}), ggml_free);
@@ -194,8 +210,23 @@ void GroupGraphs::computes(ggml_backend_t ours, ggml_cgraph * graph) {
     recording_->steps.push_back({recording_->nodes.size(), nullptr});
 }
 
+// A part computes no node of which it has no source: it adds zeros. When the meta device delays a sum, it leaves out all
+// nodes up to there, also those that need nothing of the sum.
+void GroupGraphs::keep_independent(ggml_cgraph * graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        ggml_tensor * node = ggml_graph_node(graph, i);
+        const bool lacks = std::any_of(node->src, node->src + GGML_MAX_SRC, [this](const ggml_tensor * source) {
+            return source && (ggml_nelements(source) == 0 || lacking_.count(source));
+        });
+        if (lacks) lacking_.insert(node);
+        else if (to_compute_.count(node)) node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    }
+}
+
 void GroupGraphs::sums(ggml_tensor * slice) {
-    if (recording_) recording_->steps.back().sum = slice;
+    if (!recording_) return;
+    recording_->steps.back().sum = slice;
+    lacking_.erase(slice);
 }
 
 ggml_status GroupGraphs::repeat(Split & split) {

@@ -4,6 +4,7 @@
 #include <list>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "abi.h"
@@ -64,6 +65,7 @@ class GroupGraphs {
     Graph * current();
     Tensor * find(const ggml_tensor * whole);  // in the current graph
     void make();
+    void keep_independent(ggml_cgraph * graph);
     ggml_status repeat(Split & split);
 
     Group & group_;
@@ -72,6 +74,7 @@ class GroupGraphs {
     std::list<Graph> graphs_;             // the current one, if any, comes first
     Tensor * making_ = nullptr;           // of the current graph's
     Split * recording_ = nullptr;
+    std::unordered_set<const ggml_tensor *> to_compute_, lacking_;  // of the recorded split; without their sources
     ggml_backend_t ours_ = nullptr;
 };
 

@@ -50,8 +50,9 @@ class ModelShape:
     output_whole_bytes: int = 0
     """Bytes of the output layer that all parts of a group hold."""
     divides_attention: bool = True
-    """The parts of a group divide the attention heads and their KV cells. Otherwise each part computes and holds all.
-    """
+    """The parts of a group divide the attention heads. Otherwise each part computes all of them."""
+    divides_cells: bool = True
+    """They also divide the KV cells. Otherwise each part holds all: those of latent attention have no heads."""
     max_parts: int = MAX_PARTS
     """Maximum number of parts such that each has attention heads; 1: the model does not support groups."""
     taps: tuple[int, ...] = ()
@@ -101,7 +102,7 @@ class ModelShape:
             layer_bytes=tuple(round(whole + share * (n - whole)) for n, whole in both),
             output_bytes=round(self.output_whole_bytes + share * (self.output_bytes - self.output_whole_bytes)),
             layer_cell_bytes=tuple(share * n for n in self.layer_cell_bytes)
-            if self.divides_attention
+            if self.divides_attention and self.divides_cells
             else self.layer_cell_bytes,
             layer_expert_bytes=tuple(round(share * n) for n in self.layer_expert_bytes),
         )

@@ -1,8 +1,8 @@
 """A tensor-parallel group: several ranks that compute one stage together, each with a part of every weight.
 
-Most architectures are split in attention and FFN. Where libllama does not split attention, or is wrong when it does,
-all parts compute the whole attention, and only FFN and output are split. Those listed here were compared with the whole
-model by scripts/bench/check_groups; docs/groups.md shows them.
+Most architectures are split in attention and FFN, by libllama's rules or by our own (group_cuts.py). Where attention
+cannot be split, or would be wrong, all parts compute the whole of it, and only FFN and output are split. Those listed
+here were compared with the whole model by scripts/bench/check_groups; docs/groups.md shows them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.group_cuts import cuts, most_latent_parts
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.model_header import ModelHeader, n_numbers
 from ggpipe.llama.params import model_params
@@ -44,11 +45,17 @@ SPLIT_ATTENTION = frozenset(
 )
 """Architectures whose attention, FFN and output are split."""
 
+SPLIT_LATENT = frozenset(
+    """
+    bailingmoe3 deepseek2 deepseek32 dots3note glm-dsa hy_v4 kimi-linear mistral4
+    """.split()  # noqa: SIM905
+)
+"""Those whose attention is latent: its heads are split, by our own rule, and its KV cells are not."""
+
 SPLIT_FFN = frozenset(
     """
-    baichuan bailingmoe3 bloom deepseek2 deepseek32 deepseek4 dots3note falcon-h1 glm-dsa granitehybrid grok hy_v4
-    jais jamba kimi-linear mamba mamba2 minimax-01 minimax-m2 minimax-m3 mistral4 nemotron_h nemotron_h_moe olmo2
-    olmoe plamo2 qwen3next qwen3tts refact stablelm talkie
+    baichuan bloom deepseek4 falcon-h1 granitehybrid grok jais jamba mamba mamba2 minimax-01 minimax-m2 minimax-m3
+    nemotron_h nemotron_h_moe olmo2 olmoe plamo2 qwen3next qwen3tts refact stablelm talkie
     """.split()  # noqa: SIM905
 )
 """Those of which only FFN and output are: libllama does not split their attention, or ALiBi's slopes would be wrong."""
@@ -57,7 +64,7 @@ SPLIT_FFN = frozenset(
 _FFN = r"ffn_(up|gate|gate_up|down)(_exps)?\.weight"
 _ATTENTION = r"(attn_(q|k|v|qkv|output|gate)|ssm_(out|alpha|beta|ba|conv1d))\.weight"
 _OUTPUT = r"(output|token_embd)\.weight"
-_OF_DEEPSEEK4 = r"(attn_(q_b|output_a|output_b)|ffn_(up|gate|down)_shexp)\.weight"
+_IN_LAYER = re.compile(r"blk\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +94,17 @@ def splits_attention(file: ModelFile) -> bool:
     return file.architecture in SPLIT_ATTENTION and 1 not in n_heads and not borrows and not own_norms
 
 
+def splits_latent(file: ModelFile) -> bool:
+    """The parts share the heads of latent attention, and each has all of its KV cells."""
+    return file.architecture in SPLIT_LATENT and most_latent_parts(file) > 1
+
+
 def most_parts(file: ModelFile) -> int:
     """Parts of a group that all have attention heads to compute; 1: the model is not known to work in groups."""
-    if file.architecture not in SPLIT_ATTENTION | SPLIT_FFN:
+    if file.architecture not in SPLIT_ATTENTION | SPLIT_LATENT | SPLIT_FFN:
         return 1
+    if splits_latent(file):
+        return min(MAX_PARTS, most_latent_parts(file))
     if not splits_attention(file):
         return MAX_PARTS
     header = ModelHeader(file)
@@ -98,21 +112,24 @@ def most_parts(file: ModelFile) -> int:
     return min(MAX_PARTS, *(n for n in n_heads if n))
 
 
-def divided_weights(file: ModelFile) -> re.Pattern[str]:
-    """Names, within a layer or of the output, of tensors that the parts of a group divide; of others each holds all.
+def divided_weights(file: ModelFile) -> frozenset[str]:
+    """Names of the tensors that the parts of a group divide; of others each holds all.
 
-    As libllama's function says (`llama_meta_device_get_split_state`), but for small ones, which count as whole.
+    As our own cuts and libllama's function say (`llama_meta_device_get_split_state`), but for small ones, which count
+    as whole.
     """
-    names = [_FFN, _OF_DEEPSEEK4 if file.architecture == "deepseek4" else _OUTPUT]
-    return re.compile("|".join([*names, _ATTENTION] if splits_attention(file) else names))
+    patterns = [_FFN, *[_OUTPUT] * (file.architecture != "deepseek4"), *[_ATTENTION] * splits_attention(file)]
+    by_libllama = re.compile("|".join(patterns))
+    names = (name for name in file.tensors if by_libllama.fullmatch(_IN_LAYER.sub("", name)))
+    return frozenset(names) | cuts(file, (1, 1), splits_latent(file)).keys()
 
 
 def context_of_group(file: ModelFile, context: ContextConfig) -> ContextConfig:
     """The settings of a context, as a group needs them; EngineConfig has checked these. Raises ModelError for models
     that are not known to work in groups."""
-    if file.architecture not in SPLIT_ATTENTION | SPLIT_FFN:
+    if file.architecture not in SPLIT_ATTENTION | SPLIT_LATENT | SPLIT_FFN:
         raise ModelError(f"'{file.architecture}' models are not known to work in groups: give each rank its own layers")
-    if not splits_attention(file):
+    if not splits_attention(file) and not splits_latent(file):
         return context
     return replace(context, flash_attn="on")
 
@@ -144,6 +161,7 @@ def joined(stage: native.Stage, group: Group, file: ModelFile, model: ModelConfi
             ask=ctypes.cast(ask, ctypes.c_void_p).value or 0,
             model=ctypes.cast(shape, ctypes.c_void_p).value or 0,
             split_attention=splits_attention(file),
+            cuts={name: astuple(cut) for name, cut in cuts(file, group.shares, splits_latent(file)).items()},
         )
         yield
         stage.leave_model()

@@ -167,19 +167,25 @@ class ModelHeader:
         return self.number(f"attention.{kind}_length_swa", size) if slides is True else size
 
 
-def _number_bytes() -> dict[str, float]:
+def _blocks() -> dict[str, tuple[int, int]]:
     block = ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
     block_bytes = ggml("ggml_type_size", ctypes.c_size_t, ctypes.c_int)
     types = [i for i in range(lib.GGML_TYPE_COUNT) if block_bytes(i) > 0]  # others were removed
-    return {type_name(i).decode(): block_bytes(i) / block(i) for i in types}
+    return {type_name(i).decode(): (block(i), block_bytes(i)) for i in types}
 
 
-_NUMBER_BYTES = _number_bytes()
+_BLOCKS = _blocks()
+
+
+def block_numbers(name: str) -> int:
+    """Numbers in a block of this type, as ggml names it; 1 for types without blocks."""
+    return _BLOCKS[name][0]
 
 
 def number_bytes(name: str) -> float:
     """Bytes of a number of this type, as ggml names it."""
-    return _NUMBER_BYTES[name]
+    n, n_bytes = _BLOCKS[name]
+    return n_bytes / n
 
 
 def n_numbers(tensor: TensorInfo) -> int:

@@ -9,7 +9,7 @@ from ggpipe.cluster.profile import ModelFacts
 from ggpipe.llama.context_ids import most_taken_back
 from ggpipe.llama.eagle3 import needs_of
 from ggpipe.llama.gguf import ModelFile, TensorInfo
-from ggpipe.llama.group import divided_weights, most_parts, splits_attention
+from ggpipe.llama.group import divided_weights, most_parts, splits_attention, splits_latent
 from ggpipe.llama.model_header import ModelHeader, n_bytes, n_numbers
 
 _OUTPUT = ("output", "cls")
@@ -42,8 +42,8 @@ def shape_of(
     has_experts = any(expert_bytes)
     divided = divided_weights(model_file)
 
-    def whole_bytes(tensors: Mapping[str, TensorInfo]) -> int:
-        return sum(tensor.size for name, tensor in tensors.items() if not divided.fullmatch(name))
+    def whole_bytes(tensors: Mapping[str, TensorInfo], prefix: str = "") -> int:
+        return sum(tensor.size for name, tensor in tensors.items() if prefix + name not in divided)
 
     return ModelShape(
         name=str(model_file.metadata.get("general.name") or model_file.paths[0].stem),
@@ -61,9 +61,10 @@ def shape_of(
         n_ctx=header.number("context_length"),
         row_bytes=max(map(header.row_bytes, layers)),
         row_cell_bytes=header.row_cell_bytes(flash_attn),
-        layer_whole_bytes=tuple(map(whole_bytes, header.layers)),
+        layer_whole_bytes=tuple(whole_bytes(tensors, f"blk.{i}.") for i, tensors in enumerate(header.layers)),
         output_whole_bytes=whole_bytes(output),
-        divides_attention=splits_attention(model_file),
+        divides_attention=splits_attention(model_file) or splits_latent(model_file),
+        divides_cells=splits_attention(model_file),
         max_parts=most_parts(model_file),
         taps=needs.layers if (needs := needs_of(model_file)) is not None else (),
     )

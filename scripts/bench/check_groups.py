@@ -1,10 +1,11 @@
-"""Compares groups of two and three parts with the whole model, for every architecture; run it as
+"""Compares groups of two to four parts with the whole model, for every architecture; run it as
 `scripts/bench/check_groups`.
 
 Each architecture is a small random model (tests/support/architectures.py) in several types. A text's beginning, single
 tokens, several rows and, where the model can roll back, branches are decoded by the whole model and by a group, and all
-logits are compared. Attention and FFN are split where libllama does so. Where it does not, where it or ggml ends the
-process, or where logits are wrong, FFN and output alone are. Each such try is a process of its own.
+logits are compared. Attention and FFN are split where libllama does so, and latent attention by our own rule. Where
+neither can be, where libllama or ggml ends the process, or where logits are wrong, FFN and output alone are. Each such
+try is a process of its own.
 
 A line for each architecture: what is split, the largest difference of a logit, in standard deviations of the whole
 model's logits, and the first row whose best token differs, with the whole model's gap between the two. In the end, the
@@ -14,6 +15,7 @@ lists that ggpipe/llama/group.py has to hold, and whether it does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -33,8 +35,9 @@ from ggpipe.llama import group
 from ggpipe.llama.gguf import ModelFile
 
 TYPES = ("f32", "q4_0", "q4_k_m", "q8_0")
-PARTS = (2, 3)
-KINDS = ("attention and FFN", "FFN")
+PARTS = (2, 3, 4)
+KINDS = ("attention and FFN", "latent and FFN", "FFN")
+LISTS = ("SPLIT_ATTENTION", "SPLIT_LATENT", "SPLIT_FFN")
 _SCRIPT = (sys.executable, "-m", "scripts.bench.check_groups")
 _LIMIT_S = 1200
 _DIVIDES_NOTHING = ("hrm_text",)
@@ -80,11 +83,17 @@ def _reason(stderr: str) -> str:
     return told[-1].rpartition("/")[2][:100] if told else ""
 
 
+def listed(kind: str, architecture: str) -> contextlib.ExitStack:
+    """Inside, ggpipe splits models of this architecture in this way."""
+    with contextlib.ExitStack() as stack:
+        for each, name in zip(KINDS, LISTS, strict=True):
+            stack.enter_context(patch.object(group, name, frozenset({architecture} if each == kind else ())))
+        return stack.pop_all()
+
+
 def compare_all(kind: str, architecture: str, models: Sequence[Path]) -> None:
     """In a child process: print what each comparison gives."""
-    lists = (frozenset({architecture}), frozenset[str]())
-    attention, ffn = lists if kind == KINDS[0] else lists[::-1]
-    with patch.object(group, "SPLIT_ATTENTION", attention), patch.object(group, "SPLIT_FFN", ffn):
+    with listed(kind, architecture):
         for model in models:
             for n_parts in PARTS:
                 print(json.dumps(vars(compare(model, n_parts))), flush=True)
@@ -99,9 +108,12 @@ def check(name: str, folder: Path, types: Sequence[str]) -> list[Try]:
     models = [quantize(source, folder / f"{name}.{each}.gguf", each) if each != "f32" else source for each in types]
     tries: list[Try] = []
     architecture = name.partition("+")[0]
-    with patch.object(group, "SPLIT_ATTENTION", frozenset({architecture})):
-        has_heads = group.splits_attention(ModelFile.open(source))
-    for kind in KINDS[not (has_heads and divides(source) and name not in _ALIBI_ELSEWHERE) :]:
+    file = ModelFile.open(source)
+    with listed(KINDS[0], architecture):
+        has_heads = group.splits_attention(file) and divides(source) and name not in _ALIBI_ELSEWHERE
+    with listed(KINDS[1], architecture):
+        has_latent = group.splits_latent(file)
+    for kind in (KINDS[0],) * has_heads + (KINDS[1],) * has_latent + (KINDS[2],):
         tries.append(try_kind(kind, architecture, models))
         if not tries[-1].error:
             break
@@ -138,12 +150,12 @@ def main() -> int:
             architecture = name.partition("+")[0]
             kind = "" if tries[-1].error else tries[-1].kind
             # with and without experts: what suits both
-            useful[architecture] = min(useful.get(architecture, kind), kind, key=("", KINDS[1], KINDS[0]).index)
+            useful[architecture] = min(useful.get(architecture, kind), kind, key=("", *reversed(KINDS)).index)
     right = True
-    for title, kind, listed in ((KINDS[0], KINDS[0], group.SPLIT_ATTENTION), (KINDS[1], KINDS[1], group.SPLIT_FFN)):
+    for kind, name_of_list in zip(KINDS, LISTS, strict=True):
         found = {name for name, each in useful.items() if each == kind}
-        print(f"\n{title}: {' '.join(sorted(found))}")
-        known = {name for name in listed if name in useful}
+        print(f"\n{kind}: {' '.join(sorted(found))}")
+        known = {name for name in getattr(group, name_of_list) if name in useful}
         if found != known:
             right = False
             print(f"  ggpipe/llama/group.py differs in: {' '.join(sorted(found ^ known))}")

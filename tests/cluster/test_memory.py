@@ -176,6 +176,16 @@ def test_the_ranks_of_a_group_divide_weights_and_cells() -> None:
     assert alone == memory_by_rank(shape, lay_out(shape.n_layer, 2, LayerSplit((0.5, 0.5))), [], 1024, 512)[0]
 
 
+def test_parts_of_latent_attention_hold_all_cells() -> None:
+    shape = even_shape(
+        name="one", n_layer=4, weight_bytes=1e9, parameters=1.8e9, n_embd=2048, cell_bytes=1e5, n_vocab=32000
+    )
+    shape = replace(shape, divides_cells=False)
+    assert shape.sums_per_layer == 2
+    assert shape.part(0.5).layer_cell_bytes == shape.layer_cell_bytes
+    assert shape.part(0.5).layer_bytes == tuple(round(n / 2) for n in shape.layer_bytes)
+
+
 def test_parts_that_divide_the_ffn_alone_hold_the_rest_whole() -> None:
     shape = even_shape(
         name="one", n_layer=4, weight_bytes=1e9, parameters=1.8e9, n_embd=2048, cell_bytes=1e5, n_vocab=32000

@@ -13,6 +13,7 @@ from support.commands import ROOT, TARGET
 from support.pipeline import local_session
 from support.reference import Logits, Reference, run_of
 from support.requests import asked
+from support.zoo import make
 
 from ggpipe.config.context import ContextConfig
 from ggpipe.config.draft import DraftConfig
@@ -65,12 +66,14 @@ def generate(session: Session, mode: str = "iterative", n: int = 60) -> tuple[li
     return list(request.token_ids), request.stats
 
 
-def differ_at_near_ties_only(tokens: Sequence[int], expected: Sequence[int]) -> None:
+def differ_at_near_ties_only(
+    tokens: Sequence[int], expected: Sequence[int], path: Path = TARGET, text: Sequence[int] = ()
+) -> None:
     """The first tokens that differ nearly tie, by the whole model's logits."""
     at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None)
     if at is not None:
-        with Reference(TARGET, N_CTX) as reference:
-            row: Logits = reference.decode(run_of(1, [*prompt(), *expected[:at]], 0))[-1]
+        with Reference(path, N_CTX) as reference:
+            row: Logits = reference.decode(run_of(1, [*(text or prompt()), *expected[:at]], 0))[-1]
         assert abs(row[tokens[at]] - row[expected[at]]) < NEAR_TIE * float(np.std(row)), at
 
 
@@ -115,6 +118,33 @@ def test_requests_share_a_group() -> None:
                 differ_at_near_ties_only(request.token_ids, whole_text())
             while dropped.is_active:
                 session.step()
+
+
+@pytest.mark.parametrize("name", ["deepseek2", "qwen3moe"])
+def test_mixtures_of_experts_share_a_group(name: str, tmp_path: Path) -> None:
+    """Two requests at a time in each mode, with latent attention and without; the model is its own draft."""
+    path = make(name, tmp_path / f"{name}.gguf", n_ff=512, tokenizer="spm")
+    context, own = ContextConfig(n_ctx=N_CTX, n_ubatch=32, n_seq=4), ModelConfig(path=path)
+    split = parse_layer_split("0.5,0.5*2/1.0")
+    config = EngineConfig(
+        own,
+        context,
+        PipelineConfig(split[0], threads=(1,)),
+        (DraftConfig(model=own, context=context, layer_split=split[1]),),
+        n_requests=2,
+    )
+    text = tuple(range(5, 25))
+    with Reference(path, N_CTX) as reference:
+        expected = reference.generate(text, GREEDY, 40)
+    with session_of(config) as session:
+        for mode in MODES:
+            requests = [session.submit(asked(text, GREEDY, 40, MODES[mode])) for _ in range(2)]
+            while any(request.is_active for request in requests):
+                session.step()
+            for request in requests:
+                assert len(request.token_ids) == 40
+                differ_at_near_ties_only(request.token_ids, expected, path, text)
+                assert mode != "speculative" or request.stats.counters.accepted_tokens > 0
 
 
 def test_a_text_repeats_itself_and_needs_no_certain_stages() -> None:

@@ -19,7 +19,7 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.bundled import BUNDLED_PAIR
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.group import context_of_group, splits_attention
+from ggpipe.llama.group import context_of_group, splits_attention, splits_latent
 from ggpipe.llama.model_shape import shape_of
 
 CONTEXT = ContextConfig(n_ctx=256, n_seq=4)
@@ -71,7 +71,15 @@ def test_attention_and_ffn(name: str, shares: tuple[float, ...], folder: Path) -
         assert_near(decoded(pipeline), whole(path))
 
 
-@pytest.mark.parametrize("name", ["bloom", "refact", "deepseek2", "mamba2", "jamba", "falcon", "starcoder"])
+@pytest.mark.parametrize("shares", [(1, 1), (3, 1)], ids=str)
+def test_latent_attention(shares: tuple[float, ...], folder: Path) -> None:
+    path = wide("deepseek2", folder)
+    assert splits_latent(ModelFile.open(path))
+    with Pipeline(path, context=CONTEXT, shares=[shares]) as pipeline:
+        assert_near(decoded(pipeline), whole(path))
+
+
+@pytest.mark.parametrize("name", ["bloom", "refact", "mamba2", "jamba", "falcon", "starcoder"])
 def test_ffn_only(name: str, folder: Path) -> None:
     path = wide(name, folder)
     assert not splits_attention(ModelFile.open(path))
