@@ -12,6 +12,7 @@ from ggpipe.options.escapes import unescape
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.settings import PromptSettings
+from ggpipe.text.grammar import check as grammar_check
 
 SamplingOf = Callable[[SamplingConfig], SamplingConfig]
 """Sampling settings, given the model's own (`EngineClient.sampling`) for those that the user did not set."""
@@ -19,13 +20,17 @@ _BIAS = re.compile(r"(?P<token>\d+)(?P<bias>[+-].+)")
 
 
 def sampling_config(options: Options, of_model: SamplingConfig | None = None) -> SamplingConfig:
-    """The sampling settings. `of_model`: for those that were not given. Raises SettingError."""
+    """The sampling settings. `of_model`: for those that were not given; None: the settings are only checked, grammars
+    and schemas included. Raises UsageError."""
     fields = options.fields(SamplingConfig)
     for name in ("dry_sequence_breakers", "stop", "reasoning_budget_message"):
         if name in fields and options[PromptSettings].escape:
             given = fields[name]
             fields[name] = unescape(given) if isinstance(given, str) else tuple(map(unescape, given))
-    return replace(of_model or SamplingConfig(), **fields, grammar=options[Constraint].gbnf())
+    sampling = replace(of_model or SamplingConfig(), **fields, **options[Constraint].fields())
+    if of_model is None and (constraint := grammar_check.Constraint.of(sampling)) is not None:
+        grammar_check.checked(constraint)
+    return sampling
 
 
 def samplers(text: str) -> tuple[str, ...]:
