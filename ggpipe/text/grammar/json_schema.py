@@ -69,7 +69,7 @@ def guidance_schema(schema: Any) -> tuple[str, list[str]]:
         raise _wrong("is false, which no value matches" if schema is False else "must be an object")
     unknown, warnings = dict[str, None](), []
     for own in schemas_in(schema):
-        _check(own)
+        _check(own, str(schema.get("$schema", "")))
         unknown.update(dict.fromkeys(keyword for keyword in own if keyword not in _KNOWN))
     unknown.pop("x-guidance", None)
     if unknown:
@@ -106,11 +106,12 @@ def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
         waiting += [own[keyword] for keyword in _ALONE if keyword in own]
 
 
-def _check(schema: Mapping[str, Any]) -> None:
-    """Refuse what llguidance would not refuse, and would not follow. Raises SettingError."""
-    if "/draft-03/" in str(schema.get("$schema", "")):
+def _check(schema: Mapping[str, Any], draft: str) -> None:
+    """Refuse what llguidance would not refuse, and would not follow. `draft`: the root's `$schema`. Raises
+    SettingError."""
+    if "/draft-03/" in draft:
         raise _wrong("is of draft 3, which is not supported: use a later one")
-    if "$ref" in schema and "$id" in schema:
+    if "$ref" in schema and "$id" in schema and "/draft/20" not in draft:  # earlier drafts ignore the id
         raise _wrong("has '$id' next to '$ref', which is not supported")
 
 
