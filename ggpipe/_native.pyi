@@ -3,6 +3,10 @@ ggml devices that hold a part of a model, the wire between them, and rows of log
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
 
 
 def ggml_version() -> str:
@@ -13,6 +17,24 @@ def top(logits: int, n_vocab: int, k: int, banned: Sequence[int], sums: bool = T
     The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and with sums
     the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.
     """
+
+class GrammarGuard:
+    """
+    Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], rules: int, stacks: int) -> None:
+        """
+        Texts of all tokens; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.
+        """
+
+    def can_try(self, sampler: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], steps: int) -> bool:
+        """
+        Whether it can be asked which of these tokens fit. sampler: its address.
+        """
+
+    def can_accept(self, sampler: int, id: int, steps: int) -> bool:
+        """Whether it can advance by this token."""
 
 class GroupSum:
     """Adds up tensors over the parts of a group; see native/group_sum.h."""

@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "grammar_guard.h"
 #include "group.h"
 #include "stage.h"
 
@@ -32,6 +33,18 @@ NB_MODULE(_native, m) {
     }, "logits"_a, "n_vocab"_a, "k"_a, "banned"_a, "sums"_a = true, released,
        "The k best of a row of f32 logits at this address: ids and logits, best first, equal ones by id; and with sums\n"
        "the row's log-sum-exp (not a number for k = 1). Banned tokens count as minus infinity.");
+
+    nb::class_<GrammarGuard>(m, "GrammarGuard", "Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.")
+        .def("__init__", [](GrammarGuard * g, const std::vector<nb::bytes> & pieces, uintptr_t rules, uintptr_t stacks) {
+            std::vector<std::string> texts;
+            for (const auto & piece : pieces) texts.emplace_back(piece.c_str(), piece.size());
+            new (g) GrammarGuard(texts, rules, stacks);
+        }, "pieces"_a, "rules"_a, "stacks"_a,
+           "Texts of all tokens; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.")
+        .def("can_try", [](const GrammarGuard & g, uintptr_t sampler, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
+                           size_t steps) { return g.can_try(sampler, ids.data(), ids.shape(0), steps); },
+             "sampler"_a, "ids"_a, "steps"_a, "Whether it can be asked which of these tokens fit. sampler: its address.")
+        .def("can_accept", &GrammarGuard::can_accept, "sampler"_a, "id"_a, "steps"_a, "Whether it can advance by this token.");
 
     nb::class_<GroupSum>(m, "GroupSum", "Adds up tensors over the parts of a group; see native/group_sum.h.")
         .def("sum", [](GroupSum & s, uintptr_t data, size_t n, bool stop) { return s.sum((float *) data, n, stop); }, "data"_a,

@@ -16,12 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ggpipe.errors import SettingError
-from ggpipe.llama.libllama import last_error, lib, logged_errors
+from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.grammar import gbnf
 
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
 _FEW = 4096
+_MOST_STEPS = 20_000
+"""For an operation, beyond those that its tokens take: one takes about a microsecond."""
+_STEPS_PER_TOKEN = 100
 _SHARE = 0.02  # of the time since a request began, for looking at draft tokens
 _AT_ONCE_S = 20e-3
 
@@ -36,7 +39,11 @@ class GbnfGrammar:
         if not sampler:
             raise SettingError("grammar", f"is not a grammar in GBNF: {last_error()}")
         self._vocab = vocab
+        self._guard = _guard(vocab)
         self._sampler: Any = sampler
+        self._address = _address(sampler)
+        self._is_spent = False
+        """There are too many ways to read the text so far, so no token fits any more."""
         self._behind: int | None = None
         """An allowed token that has not been applied yet."""
         self._one = lib.llama_token_data()
@@ -48,12 +55,15 @@ class GbnfGrammar:
         other = GbnfGrammar.__new__(GbnfGrammar)
         other._vocab = self._vocab
         other._sampler = lib.llama_sampler_clone(self._sampler)
+        other._guard, other._address, other._is_spent = self._guard, _address(other._sampler), self._is_spent
         other._behind, other._one, other._only_one = None, self._one, self._only_one
         return other
 
     def fits(self, token: int) -> bool:
         """Whether it may be the next one."""
         self.settle()
+        if not self._can_try(np.array((token,), np.int32)):
+            return False
         self._one.id, self._one.logit = token, 0.0  # type: ignore[assignment]
         lib.llama_sampler_apply(self._sampler, ctypes.byref(self._only_one))
         return bool(self._one.logit == 0.0)
@@ -61,6 +71,8 @@ class GbnfGrammar:
     def allowed(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
         """Which of these may be the next one. 5 µs, and 0.1 µs for each token."""
         self.settle()
+        if not self._can_try(np.asarray(tokens, np.int32)):
+            return np.zeros(len(tokens), np.bool_)
         candidates = np.zeros(len(tokens), _CANDIDATE)
         candidates["id"] = tokens
         data = ctypes.cast(candidates.ctypes.data, ctypes.POINTER(lib.llama_token_data))
@@ -105,8 +117,19 @@ class GbnfGrammar:
         do not change the state."""
         if not self.fits(token):  # libllama would end the process
             return False
-        lib.llama_sampler_accept(self._sampler, token)
+        self._advance(token)
         return True
+
+    def _can_try(self, tokens: NDArray[np.int32]) -> bool:
+        """Whether libllama can be asked about these tokens."""
+        steps = _MOST_STEPS + _STEPS_PER_TOKEN * len(tokens)
+        self._is_spent = self._is_spent or not self._guard.can_try(self._address, tokens, steps)
+        return not self._is_spent
+
+    def _advance(self, token: int) -> None:
+        self._is_spent = self._is_spent or not self._guard.can_accept(self._address, token, _MOST_STEPS)
+        if not self._is_spent:
+            lib.llama_sampler_accept(self._sampler, token)
 
     def go_on(self, token: int) -> None:
         """As `accept`, for a token that fits for certain; it takes place in `settle`, or when it matters."""
@@ -117,7 +140,7 @@ class GbnfGrammar:
         """Do now what `go_on` has left for later."""
         if self._behind is not None:
             token, self._behind = self._behind, None
-            lib.llama_sampler_accept(self._sampler, token)
+            self._advance(token)
 
     def draft_check(self) -> GbnfDraftCheck:
         """Says which draft tokens fit after this state, as it is then."""
@@ -215,3 +238,17 @@ class _Beginnings:
 @functools.lru_cache(maxsize=2)
 def _beginnings(vocab: Vocab) -> _Beginnings:
     return _Beginnings(vocab)
+
+
+def _address(sampler: Any) -> int:
+    return ctypes.cast(sampler, ctypes.c_void_p).value or 0
+
+
+@functools.lru_cache(maxsize=2)
+def _guard(vocab: Vocab) -> native.GrammarGuard:
+    """Stops what would take libllama too long. Its functions have C++'s names."""
+    addresses = [
+        ctypes.cast(getattr(lib._lib, name), ctypes.c_void_p).value or 0
+        for name in ("_Z23llama_grammar_get_rulesPK13llama_grammar", "_Z24llama_grammar_get_stacksP13llama_grammar")
+    ]
+    return native.GrammarGuard(vocab.pieces(), *addresses)

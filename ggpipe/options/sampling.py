@@ -12,7 +12,6 @@ from ggpipe.options.escapes import unescape
 from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Options
 from ggpipe.options.settings import PromptSettings
-from ggpipe.text.grammar import check as grammar_check
 
 SamplingOf = Callable[[SamplingConfig], SamplingConfig]
 """Sampling settings, given the model's own (`EngineClient.sampling`) for those that the user did not set."""
@@ -28,8 +27,11 @@ def sampling_config(options: Options, of_model: SamplingConfig | None = None) ->
             given = fields[name]
             fields[name] = unescape(given) if isinstance(given, str) else tuple(map(unescape, given))
     sampling = replace(of_model or SamplingConfig(), **fields, **options[Constraint].fields())
-    if of_model is None and (constraint := grammar_check.Constraint.of(sampling)) is not None:
-        grammar_check.checked(constraint)
+    if of_model is None and (sampling.grammar or sampling.json_schema):
+        from ggpipe.text.grammar.check import Constraint as Checkable  # --help does not need it
+        from ggpipe.text.grammar.check import checked
+
+        checked(Checkable(grammar=sampling.grammar, json_schema=sampling.json_schema))
     return sampling
 
 

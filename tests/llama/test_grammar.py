@@ -416,6 +416,22 @@ def test_no_mutated_grammar_ends_the_process(vocab: Vocab, capfd: pytest.Capture
     assert capfd.readouterr().err == ""
 
 
+def test_a_grammar_with_exploding_stacks_ends(vocab: Vocab) -> None:
+    """There are 2^n ways to read n times "a"."""
+    levels = "\n".join(f's{i} ::= "a" s{i + 1} "x" | "a" s{i + 1} "y"' for i in range(40))
+    text = f'root ::= s0\n{levels}\ns40 ::= "z"'
+    gbnf.check(text)
+    grammar = GbnfGrammar(text, vocab)
+    (token,) = (token for token in range(vocab.n_tokens) if vocab.piece(token) == b"a")
+    n = 0
+    while grammar.accept(token):
+        n += 1
+        assert n < 20
+    assert n > 8
+    assert not grammar.clone().allowed(np.arange(vocab.n_tokens, dtype=np.int32)).any()
+    grammar.close()
+
+
 def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ggpipe.llama.gbnf_grammar._AT_ONCE_S", 600.0)
     grammar = GbnfGrammar('root ::= ("ab" | "cd" | "ce"){2}', vocab)
