@@ -3,6 +3,10 @@ ggml devices that hold a part of a model, the wire between them, and rows of log
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
 
 
 def ggml_version() -> str:
@@ -20,6 +24,24 @@ def multiply(*, type: int, shape: tuple[int, int], weights: bytes, activations: 
     file, and activations (tokens, columns). With experts, such a matrix for each of n_experts, and of each token as many
     experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.
     """
+
+class GrammarGuard:
+    """
+    Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], rules: int, stacks: int) -> None:
+        """
+        Texts of all tokens; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.
+        """
+
+    def can_try(self, sampler: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], steps: int) -> bool:
+        """
+        Whether it can be asked which of these tokens fit. sampler: its address.
+        """
+
+    def can_accept(self, sampler: int, id: int, steps: int) -> bool:
+        """Whether it can advance by this token."""
 
 class GroupSum:
     """Adds up tensors over the parts of a group; see native/group_sum.h."""

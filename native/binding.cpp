@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "fast.h"
+#include "grammar_guard.h"
 #include "group.h"
 #include "stage.h"
 
@@ -47,6 +48,18 @@ NB_MODULE(_native, m) {
        "One product alone, as a stage computes it, for tests and measurements: weights (rows, columns) of a ggml type, as in a\n"
        "file, and activations (tokens, columns). With experts, such a matrix for each of n_experts, and of each token as many\n"
        "experts. Returns (tokens, rows), or (tokens, experts of each, rows). fast: with kernels of our own. Raises RuntimeError.");
+
+    nb::class_<GrammarGuard>(m, "GrammarGuard", "Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.")
+        .def("__init__", [](GrammarGuard * g, const std::vector<nb::bytes> & pieces, uintptr_t rules, uintptr_t stacks) {
+            std::vector<std::string> texts;
+            for (const auto & piece : pieces) texts.emplace_back(piece.c_str(), piece.size());
+            new (g) GrammarGuard(texts, rules, stacks);
+        }, "pieces"_a, "rules"_a, "stacks"_a,
+           "Texts of all tokens; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.")
+        .def("can_try", [](const GrammarGuard & g, uintptr_t sampler, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
+                           size_t steps) { return g.can_try(sampler, ids.data(), ids.shape(0), steps); },
+             "sampler"_a, "ids"_a, "steps"_a, "Whether it can be asked which of these tokens fit. sampler: its address.")
+        .def("can_accept", &GrammarGuard::can_accept, "sampler"_a, "id"_a, "steps"_a, "Whether it can advance by this token.");
 
     nb::class_<GroupSum>(m, "GroupSum", "Adds up tensors over the parts of a group; see native/group_sum.h.")
         .def("sum", [](GroupSum & s, uintptr_t data, size_t n, bool stop) { return s.sum((float *) data, n, stop); }, "data"_a,

@@ -268,7 +268,8 @@ class EngineThread:
 
     def _take(self, event: RequestEvent, feed: Feed) -> None:
         match event, self._feeds[feed]:
-            case RequestAccepted(answer_format=answer), ClientRequest() as request:
+            case RequestAccepted(answer_format=answer, warnings=warnings), ClientRequest() as request:
+                self._show_all([Wording("warning: ", warning.renamed(self._names)) for warning in warnings])
                 feed.accept(request.prompt, answer)
             case TokenReady(_, token), _:
                 feed.add(token)
@@ -286,7 +287,7 @@ class EngineThread:
                 del self._of_request[event.request]
                 self._end(feed, error=why.to_error().renamed(self._names))
 
-    def _show_all(self, lines: Sequence[str]) -> None:
+    def _show_all(self, lines: Sequence[str | Wording]) -> None:
         for line in lines:
             self._show(line)
 

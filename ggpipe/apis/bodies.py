@@ -18,16 +18,14 @@ from ggpipe.config.samplers import samplers_by_letter, samplers_by_name
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.prompt import Conversation, as_prompt
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.errors import BodyError, UsageError
-from ggpipe.text.grammar.gbnf import check
-from ggpipe.text.grammar.json_schema import grammar_of
+from ggpipe.errors import BodyError
 
 MOST_STOPS = 64
 _RANDOM_SEED = 2**32 - 1  # llama-server's value for a random seed
 _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingConfig).items()
-    if kind in (bool, int, float, str) and name not in ("grammar", "reasoning_budget")
+    if kind in (bool, int, float, str) and name not in ("grammar", "json_schema", "reasoning_budget")
 }
 """Fields that bodies share with `SamplingConfig`, and their types."""
 BODY_NAMES = {"temp": "temperature", "reasoning_budget": "reasoning_budget_tokens"}
@@ -216,8 +214,14 @@ class GenerationBody(SamplingBody, kw_only=True):
         """The name of the field that holds the output's format, and the format."""
         return "response_format", self.response_format
 
+    @property
+    def schema_field(self) -> str:
+        """The field that a JSON schema comes in."""
+        field, form = self._format()
+        return field if form is not None else "json_schema"
+
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
-        """The body's settings, with the grammar of its JSON schema."""
+        """The body's settings, with its grammar or JSON schema, which the engine checks."""
         drawn, grammar = super().sampling(usual), self.grammar
         field, form = self._format()
         schema = self.json_schema
@@ -229,18 +233,9 @@ class GenerationBody(SamplingBody, kw_only=True):
                 raise BodyError(f"`{field}` has no schema: give an object", field)
         if grammar and schema is not None:
             raise BodyError("`grammar` and a JSON schema cannot be combined: give one of them", "grammar")
-        try:
-            if schema is not None:
-                grammar = grammar_of(json.dumps(schema))
-            elif grammar:
-                check(grammar)
-        except UsageError as e:
-            raise BodyError(str(e), "grammar" if schema is None else field if form else "json_schema") from e
-        return replace(
-            drawn,
-            n_probs=drawn.n_probs if (n_probs := self.most_probs()) is None else n_probs,
-            grammar=drawn.grammar if grammar is None else grammar,
-        )
+        if grammar or schema is not None:
+            drawn = replace(drawn, grammar=grammar or "", json_schema="" if schema is None else json.dumps(schema))
+        return replace(drawn, n_probs=drawn.n_probs if (n_probs := self.most_probs()) is None else n_probs)
 
     def most_probs(self) -> int | None:
         """Most probable tokens to record for each token; None: as `n_probs` says. Raises BodyError."""

@@ -40,6 +40,8 @@ class RequestAccepted(ChannelMessage, frozen=True, kw_only=True):
     arrived_s: float
     ranks: tuple[RankStats, ...]
     """The ranks that serve it; see `RequestStats.ranks`."""
+    warnings: tuple[Wording, ...] = ()
+    """What was ignored of its JSON schema, a line each."""
 
 
 class TokenReady(ChannelMessage, frozen=True):

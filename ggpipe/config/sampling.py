@@ -48,6 +48,34 @@ def _known(names: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolSchema:
+    """The schema of a value in a tool call."""
+
+    schema: str
+    """As JSON."""
+    at: str
+    """Where the user gave it: `tools[0].function.parameters`."""
+    is_strict: bool
+    """A schema that cannot be followed is an error."""
+    fallback: str
+    """Otherwise, the rule to use instead."""
+
+    @staticmethod
+    def rule(number: int) -> str:
+        """The name of the rule for a schema, by its number."""
+        return f"schema-{number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallGrammar:
+    """A grammar for answers with tool calls."""
+
+    lark: str
+    """In llguidance's form of Lark, but for the rules of the schemas."""
+    schemas: tuple[ToolSchema, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReasoningMarks:
     """The marks around a model's reasoning."""
 
@@ -125,6 +153,10 @@ class SamplingConfig:
     """Never sample the model's end-of-sequence token."""
     grammar: str = ""
     """Constrain the output with this grammar, in GBNF; empty: no constraint."""
+    json_schema: str = ""
+    """Constrain the output to JSON that matches this schema; empty: no constraint. Not together with `grammar`."""
+    call_grammar: CallGrammar | None = None
+    """Constrain the output to valid tool calls. Set for conversations with tools."""
     reasoning_budget: int = -1
     """Tokens of a reasoning in an answer to a conversation, after which its end is inserted; -1: no limit."""
     reasoning_budget_message: str = ""

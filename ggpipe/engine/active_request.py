@@ -9,6 +9,7 @@ from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.core.request import Token, TokenProb
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.llama.constrained_sampler import Drawn, sampler_at
+from ggpipe.llama.grammar import Grammar
 from ggpipe.llama.vocab import TextDecoder, Vocab
 from ggpipe.stats.records import RequestStats
 from ggpipe.text.embeddings import Pooled
@@ -18,13 +19,19 @@ class ActiveRequest:
     """Belongs to the engine's thread."""
 
     def __init__(
-        self, spec: RequestSpec, prompt: tuple[int, ...], vocab: Vocab, n_ctx: int, stats: RequestStats
+        self,
+        spec: RequestSpec,
+        prompt: tuple[int, ...],
+        vocab: Vocab,
+        n_ctx: int,
+        stats: RequestStats,
+        grammar: Grammar | None = None,
     ) -> None:
-        """`prompt`: its tokens. `stats` is filled in while the request is served. Raises UsageError for a grammar that
-        cannot be, or that does not fit the output so far."""
+        """`prompt`: its tokens. `stats` is filled in while the request is served. `grammar`: that of its sampling,
+        which belongs to it from now on. Raises UsageError if the output so far does not fit the grammar."""
         self.stats = stats
         self.spec = spec
-        self.sampler = sampler_at(prompt, spec.sampling, spec.resumed, spec.redrawn, vocab, n_ctx)
+        self.sampler = sampler_at(prompt, spec.sampling, spec.resumed, spec.redrawn, vocab, n_ctx, grammar)
         self.decoder = TextDecoder(vocab, spec.sampling.stop)
         for token in spec.resumed:
             self.decoder.push(token)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -45,22 +46,33 @@ from ggpipe.core.events import (
 )
 from ggpipe.core.messages import RowLogits, Run, RunResult
 from ggpipe.core.prefixes import PrefixDone, PrefixOrder
-from ggpipe.core.request import Request, check_order, check_prompt
+from ggpipe.core.request import Finish, Request, check_order, check_prompt
 from ggpipe.core.request_spec import RequestSpec
 from ggpipe.core.scheduler import Scheduler
 from ggpipe.engine.active_request import ActiveRequest
 from ggpipe.engine.control_channel import Received
+from ggpipe.engine.grammars import GrammarReady, Grammars
 from ggpipe.engine.head import DraftUpdate, HeadEvent, LoadedHead, PartSpan
-from ggpipe.engine.prompt_reader import PromptReader
+from ggpipe.engine.prompt_reader import PromptReader, ReadPrompt
 from ggpipe.engine.stage_thread import Fetched
-from ggpipe.errors import QueueFull, Setting, UsageError
+from ggpipe.errors import GgpipeError, QueueFull, Setting, UsageError, Wording
 from ggpipe.llama import machine
 from ggpipe.llama.constrained_sampler import ConstrainedSampler, NoTokenFits
 from ggpipe.llama.model_header import ModelHeader
 from ggpipe.llama.vocab import Vocab
 from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.stats.run_counter import RunCounter
+from ggpipe.text.grammar.check import Constraint
 from ggpipe.transport.control import PrefixSaved
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Preparing:
+    """A request whose grammar is being compiled."""
+
+    spec: RequestSpec
+    read: ReadPrompt
+    stats: RequestStats
 
 
 class EngineCore:
@@ -86,6 +98,8 @@ class EngineCore:
         self._orders: dict[int, list[PrefixSaved]] = {}
         """By order that is not carried out: what the ranks said that have done their part."""
         self._ends = frozenset(head.vocab.end_tokens)
+        self._grammars = Grammars(head.vocab, head.head.channel.inbox.put)
+        self._preparing: dict[int, _Preparing] = {}
         self._active: dict[int, ActiveRequest] = {}
         self._events: list[RequestEvent] = []
         self._unsettled: list[ConstrainedSampler] = []
@@ -126,14 +140,40 @@ class EngineCore:
             self._work([order])
 
     def _check_room(self) -> None:
-        n = len(self._active) + len(self._orders)
+        n = len(self._active) + len(self._preparing) + len(self._orders)
         if n >= self._head.limits.n_requests + self._head.head.config.n_queued:
             raise QueueFull(f"{n} requests are being served or wait: try again later, or raise ", Setting("n_queued"))
 
     def _begin(self, number: int, spec: RequestSpec, stats: RequestStats) -> None:
         self._check_room()
-        read, saves = self.prompts.read(spec.prompt, spec.sampling), self._saves
+        read = self.prompts.read(spec.prompt, spec.sampling)
         check_prompt(read.tokens, self.n_ctx)
+        own, constraint = _Preparing(spec=spec, read=read, stats=stats), Constraint.of(read.sampling)
+        if constraint is None or spec.pooling is not None:
+            self._begin_read(number, own)
+        elif (known := self._grammars.known(number, constraint)) is not None:
+            self._begin_read(number, own, known)
+        else:
+            self._preparing[number] = own
+            self._grammars.prepare(number, constraint)
+
+    def _prepared(self, ready: GrammarReady) -> None:
+        """Begin a request whose grammar is compiled."""
+        own = self._preparing.pop(ready.request, None)
+        if own is None:  # cancelled
+            if ready.grammar is not None:
+                ready.grammar.close()
+            return
+        try:
+            if ready.error is not None:
+                raise ready.error
+            self._begin_read(ready.request, own, ready)
+        except GgpipeError as e:
+            self._events.append(RequestRefused(ready.request, Failure.of(e)))
+
+    def _begin_read(self, number: int, own: _Preparing, ready: GrammarReady | None = None) -> None:
+        """Begin a request whose prompt is read, and whose grammar is compiled."""
+        spec, read, stats, saves = own.spec, own.read, own.stats, self._saves
         config = self._head.head.config
         if not config.cache_prompt and config.prompt_cache is None:  # nothing is kept, n-grams included
             spec = msgspec.structs.replace(spec, cache_prompt=False)
@@ -149,6 +189,7 @@ class EngineCore:
             self.vocab,
             self.n_ctx,
             stats,
+            ready.grammar if ready is not None else None,
         )
         sampler = active.sampler
         request = Request(
@@ -173,6 +214,7 @@ class EngineCore:
             speculation=possible,
             arrived_s=time.monotonic(),
             ranks=tuple(stats.ranks),
+            warnings=tuple(Wording(Setting("json_schema"), " ", line) for line in (ready.warnings if ready else ())),
         )
         self._events.append(accepted)
         draft_check = sampler.draft_check if isinstance(sampler, ConstrainedSampler) else None
@@ -181,6 +223,9 @@ class EngineCore:
     def cancel(self, number: int) -> None:
         """End a request soon, if it is not over; `RequestEnded` follows, after tokens that are generated already. Or an
         order, which is carried out all the same when ranks are at it; `PrefixDone` follows."""
+        if self._preparing.pop(number, None) is not None:
+            ended = RequestEnded(request=number, finish=Finish.STOPPED, ended_s=time.monotonic())
+            self._events.append(ended)
         if number in self._active or number in self._orders:
             self._work([StopRequest(number)])
 
@@ -219,6 +264,8 @@ class EngineCore:
                 self._counter.add_part(run, span)
             case Received(_, PrefixSaved() as saved):
                 self._saved(saved)
+            case GrammarReady() as ready:
+                self._prepared(ready)
             case None if (wake_at := self._scheduler.wake_at) is not None and time.monotonic() >= wake_at:
                 self._work([Tick()])
 
@@ -350,4 +397,5 @@ class EngineCore:
         for active in self._active.values():
             active.sampler.close()
         self._active.clear()
+        self._grammars.close()
         self._head.close()

@@ -16,6 +16,7 @@ from ggpipe.core.messages import Run, RunRecord, RunResult, Span
 from ggpipe.core.request import Limits
 from ggpipe.engine.control_channel import ControlChannel, Received
 from ggpipe.engine.drafters import Drafters
+from ggpipe.engine.grammars import GrammarReady
 from ggpipe.engine.inner_draft import InnerDraft
 from ggpipe.engine.pipeline import Pipeline
 from ggpipe.engine.stage_thread import Fetched, InputsReady, Notice, Passed, ResultReady, Saved, StageFailed
@@ -50,7 +51,7 @@ class PartSpan:
     span: Span
 
 
-HeadEvent = RunResult | Fetched | DraftUpdate | PartSpan | Received | None
+HeadEvent = RunResult | Fetched | DraftUpdate | PartSpan | Received | GrammarReady | None
 """What `LoadedHead.next` brings."""
 
 
@@ -77,7 +78,7 @@ class Head:
         """All ranks in order; drafts inside this process come last, under the head's number."""
         for stats in self.ranks[n - len(self._inner) :]:
             stats.rank = HEAD
-        self.channel: ControlChannel[Notice] = ControlChannel(transport)
+        self.channel: ControlChannel[Notice | GrammarReady] = ControlChannel(transport)
         self.stopping = False
         """The user wants an end of what is going on."""
         self._failure: Callable[[], GgpipeError] | None = None
@@ -86,7 +87,7 @@ class Head:
         """Quit was not sent yet."""
         self._at_close = contextlib.ExitStack()
 
-    def next(self, timeout_s: float = _TICK_S) -> Received | Message | Notice | None:
+    def next(self, timeout_s: float = _TICK_S) -> Received | Message | Notice | GrammarReady | None:
         """The next message or notice; None after a tick, or after `timeout_s` seconds.
 
         Raises what another rank, or a stage of ours, failed with, and the error of `fail`.
@@ -251,6 +252,8 @@ class LoadedHead:
                 return result
             case Fetched() as fetched:
                 return fetched
+            case GrammarReady() as ready:
+                return ready
             case Saved(request, problem, n_bytes):
                 return Received(HEAD, PrefixSaved(request, problem, n_bytes))
             case Passed() | InputsReady() as outcome:

@@ -13,6 +13,7 @@ from ggpipe.text.chat.answer import AnswerFormat, answer_format
 from ggpipe.text.chat.conversation import CHATML, ChatPrompt
 from ggpipe.text.chat.template import ChatTemplate
 from ggpipe.text.chat.tools.grammar import grammar_of_calls
+from ggpipe.text.grammar.lark import Marks
 
 _MOST_TEMPLATES = 4  # compiled ones, which take up to a tenth of a second to make: all requests wait meanwhile
 
@@ -103,7 +104,8 @@ class PromptReader:
         if own is not None:
             behind, reasoning = answer.reasoning.begun(own.get("reasoning_content") or "", own.get("content") or "")
             pieces, answer = [*pieces, *behind], replace(answer, reasoning=reasoning)
-        grammar = grammar_of_calls(answer.form, answer.reasoning, tools, choice)
+        marks = Marks(vocab.special_tokens, vocab.end_tokens)
+        grammar = grammar_of_calls(answer.form, answer.reasoning, tools, choice, marks)
         written = "".join(piece for piece, _ in pieces)
         return ChatPrompt(vocab.tokenize_pieces(pieces), answer, written, grammar, choice.must_call)
 

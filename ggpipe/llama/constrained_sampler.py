@@ -22,8 +22,7 @@ import numpy as np
 from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import Setting, UsageError
-from ggpipe.llama.draft_check import GrammarDraftCheck
-from ggpipe.llama.grammar import Grammar
+from ggpipe.llama.grammar import DraftCheck, Grammar
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import Vocab
 
@@ -70,7 +69,7 @@ class ConstrainedSampler:
         self.banned = own.banned
         self.seed = own.seed
         self.logits_request_grows = own.logits_request_grows
-        self.draft_check = GrammarDraftCheck(grammar)
+        self.draft_check: DraftCheck = grammar.draft_check()
         """Says which draft tokens fit."""
 
     def logits_request(self) -> LogitsRequest:
@@ -264,20 +263,18 @@ def sampler_at(
     redrawn: Collection[int],
     vocab: Vocab,
     n_ctx: int,
+    grammar: Grammar | None = None,
 ) -> Sampler | ConstrainedSampler:
     """A sampler after a prompt and `tokens` of its output, except for rows that are to be replayed. `redrawn`: places
-    of tokens that were drawn at the second attempt. Raises UsageError where the text does not fit the grammar."""
+    of tokens that were drawn at the second attempt. `grammar`: of the settings, in its first state, which belongs to
+    the sampler from now on. Raises UsageError where the text does not fit the grammar."""
     sampler = Sampler(sampling, vocab, n_ctx)
     sampler.begin(prompt, vocab)
-    if not sampling.grammar:
+    if grammar is None:
         if not sampling.remembers_rows:
             sampler.resume(tokens)
         return sampler
-    try:
-        constrained = ConstrainedSampler(sampler, Grammar(sampling.grammar, vocab))
-    except UsageError:
-        sampler.close()
-        raise
+    constrained = ConstrainedSampler(sampler, grammar)
     try:
         if sampling.remembers_rows:
             constrained.check(tokens)
@@ -285,5 +282,6 @@ def sampler_at(
             constrained.resume(tokens, redrawn)
     except NoTokenFits:
         constrained.close()
-        raise UsageError("the text so far does not fit ", Setting("grammar")) from None
+        name = "grammar" if sampling.grammar else "json_schema"
+        raise UsageError("the output so far does not fit ", Setting(name)) from None
     return constrained

@@ -1,163 +1,59 @@
-"""A grammar as libllama follows it, token by token, on a model's vocabulary.
-
-Filtering a whole vocabulary takes libllama 9 to 20 ms with 128,000 tokens, and a single token 5 µs. So only as many
-tokens are tried as are needed: the best ones first, and where few of these fit, those whose beginnings fit.
-"""
+"""What a grammar has to offer to the sampler, whoever follows it: libllama (`gbnf_grammar`) or llguidance
+(`guided_grammar`)."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ggpipe.errors import SettingError
-from ggpipe.llama.libllama import last_error, lib, logged_errors
-from ggpipe.llama.vocab import Vocab
-from ggpipe.text.grammar import gbnf
 
-_CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # llama_token_data
-_FEW = 4096
-
-
-class Grammar:
+class Grammar(Protocol):
     """The state of a grammar after a part of the output."""
 
-    def __init__(self, text: str, vocab: Vocab) -> None:
-        """`text`: in GBNF. Raises SettingError where libllama cannot follow it safely."""
-        gbnf.check(text)
-        logged_errors()
-        sampler = lib.llama_sampler_init_grammar(vocab.pointer, text.encode(), gbnf.ROOT.encode())
-        if not sampler:
-            raise SettingError("grammar", f"is not a grammar in GBNF: {last_error()}")
-        self._vocab = vocab
-        self._sampler: Any = sampler
-        self._behind: int | None = None
-        """An allowed token that has not been applied yet."""
-        self._one = lib.llama_token_data()
-        self._only_one = lib.llama_token_data_array(ctypes.pointer(self._one), 1, -1, False)
-
-    def clone(self) -> Grammar:
+    def clone(self) -> Self:
         """Another one that stands where this one does."""
-        self.settle()
-        other = Grammar.__new__(Grammar)
-        other._vocab = self._vocab
-        other._sampler = lib.llama_sampler_clone(self._sampler)
-        other._behind, other._one, other._only_one = None, self._one, self._only_one
-        return other
 
     def fits(self, token: int) -> bool:
         """Whether it may be the next one."""
-        self.settle()
-        self._one.id, self._one.logit = token, 0.0  # type: ignore[assignment]
-        lib.llama_sampler_apply(self._sampler, ctypes.byref(self._only_one))
-        return bool(self._one.logit == 0.0)
 
     def allowed(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of these may be the next one. 5 µs, and 0.1 µs for each token."""
-        self.settle()
-        candidates = np.zeros(len(tokens), _CANDIDATE)
-        candidates["id"] = tokens
-        data = ctypes.cast(candidates.ctypes.data, ctypes.POINTER(lib.llama_token_data))
-        array = lib.llama_token_data_array(data, len(candidates), -1, False)
-        lib.llama_sampler_apply(self._sampler, ctypes.byref(array))
-        found: NDArray[np.bool_] = candidates["logit"] == 0
-        return found
+        """Which of these may be the next one."""
 
     def best(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int32]:
         """All that may be next of a whole row, or at least the `n` most probable ones of them; without tokens whose
         logits are minus infinity."""
-        found = self.all(_FEW)
-        if found is None and n < _FEW < len(logits):
-            few = np.argpartition(logits, -_FEW)[-_FEW:].astype(np.int32)
-            few = few[self.allowed(few)]
-            if np.count_nonzero(np.isfinite(logits[few])) >= n:
-                found = few
-        if found is None:
-            found = self.all(len(logits))
-            assert found is not None
-        return found[np.isfinite(logits[found])]
 
     def all(self, most: int) -> NDArray[np.int32] | None:
-        """All tokens that may be the next one; None when more than `most` were tried.
-
-        What a token begins with must fit, so no token is tried that begins with another one that does not.
-        """
-        beginnings = _beginnings(self._vocab)
-        tried, n_tried = beginnings.first, 0
-        found = []
-        while len(tried):
-            n_tried += len(tried)
-            if n_tried > most:
-                return None
-            fitting = tried[self.allowed(tried)]
-            found.append(fitting)
-            tried = beginnings.longer_than(fitting)
-        return np.concatenate(found)
+        """All tokens that may be the next one; None when there are more than `most`, or may be."""
 
     def accept(self, token: int) -> bool:
         """Advance by a token. Returns False, and changes nothing, if it is not allowed. Tokens that end the output
         do not change the state."""
-        if not self.fits(token):  # libllama would end the process
-            return False
-        lib.llama_sampler_accept(self._sampler, token)
-        return True
 
     def go_on(self, token: int) -> None:
-        """As `accept`, for a token that fits for certain; it takes place in `settle`, or when it matters."""
-        self.settle()
-        self._behind = token
+        """As `accept`, for a token that fits for certain; it may take place in `settle`, or when it matters."""
 
     def settle(self) -> None:
         """Do now what `go_on` has left for later."""
-        if self._behind is not None:
-            token, self._behind = self._behind, None
-            lib.llama_sampler_accept(self._sampler, token)
+
+    def draft_check(self) -> DraftCheck:
+        """Says which draft tokens fit after this state, as it is then."""
 
     def close(self) -> None:
         """Free it. A second call does nothing."""
-        if self._sampler is not None:
-            lib.llama_sampler_free(self._sampler)
-        self._sampler = None
 
 
-class _Beginnings:
-    """The tokens of a vocabulary by the longest other token that they begin with."""
+class DraftCheck(Protocol):
+    """Which draft tokens fit a grammar. Draft tokens that do not fit are not added to the tree."""
 
-    def __init__(self, vocab: Vocab) -> None:
-        pieces = vocab.pieces()
-        for token in vocab.end_tokens:  # grammars ignore their text
-            pieces[token] = b""
-        parents = np.full(len(pieces), -1, np.int32)
-        open_tokens: list[int] = []  # each begins with the one before it
-        for token in sorted(range(len(pieces)), key=pieces.__getitem__):
-            piece = pieces[token]
-            while open_tokens and not piece.startswith(pieces[open_tokens[-1]]):
-                open_tokens.pop()
-            if not piece:
-                continue
-            if open_tokens:
-                parents[token] = open_tokens[-1]
-            open_tokens.append(token)
-        order = np.argsort(parents, kind="stable").astype(np.int32)
-        n_first = np.count_nonzero(parents < 0)
-        self.first = order[:n_first]
-        """Tokens whose text does not begin with another token's."""
-        self._longer = order[n_first:]
-        self._ends = np.cumsum(np.bincount(parents[self._longer], minlength=len(pieces)))
+    def fits(self, path: tuple[int, ...], token: int) -> bool:
+        """Whether a token may follow these draft tokens, which follow the last accepted token."""
 
-    def longer_than(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The tokens whose longest beginning is one of these."""
-        ends = self._ends[tokens]
-        counts = ends - np.where(tokens > 0, self._ends[tokens - 1], 0)
-        offsets = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
-        found: NDArray[np.int32] = self._longer[offsets]
-        return found
+    def accept(self, token: int) -> None:
+        """The grammar has advanced by this token."""
 
-
-@functools.lru_cache(maxsize=2)
-def _beginnings(vocab: Vocab) -> _Beginnings:
-    return _Beginnings(vocab)
+    def close(self) -> None:
+        """Free what belongs to it."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ggpipe.errors import Setting, UsageError
 from ggpipe.options.text_file import read_text
-from ggpipe.text.grammar.gbnf import check
-from ggpipe.text.grammar.json_schema import grammar_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +19,9 @@ class Constraint:
     json_schema: str | None = None
     json_schema_file: Path | None = None
 
-    def gbnf(self) -> str:
-        """The grammar in GBNF, empty if there is none. Raises UsageError for invalid grammars and schemas."""
+    def fields(self) -> dict[str, Any]:
+        """The fields of SamplingConfig. Raises UsageError if there are several constraints, or for a file that cannot
+        be read."""
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) > 1:
             raise UsageError("give either ", Setting(given[0]), " or ", Setting(given[1]), ", not both")
@@ -30,9 +30,4 @@ class Constraint:
             grammar = read_text("grammar_file", self.grammar_file)
         if self.json_schema_file is not None:
             schema = read_text("json_schema_file", self.json_schema_file)
-        if schema is not None:
-            grammar = grammar_of(schema)
-        if grammar is None:
-            return ""
-        check(grammar)
-        return grammar
+        return {"grammar": grammar or "", "json_schema": schema if schema is not None else ""}

@@ -19,13 +19,20 @@ _BIAS = re.compile(r"(?P<token>\d+)(?P<bias>[+-].+)")
 
 
 def sampling_config(options: Options, of_model: SamplingConfig | None = None) -> SamplingConfig:
-    """The sampling settings. `of_model`: for those that were not given. Raises SettingError."""
+    """The sampling settings. `of_model`: for those that were not given; None: the settings are only checked, grammars
+    and schemas included. Raises UsageError."""
     fields = options.fields(SamplingConfig)
     for name in ("dry_sequence_breakers", "stop", "reasoning_budget_message"):
         if name in fields and options[PromptSettings].escape:
             given = fields[name]
             fields[name] = unescape(given) if isinstance(given, str) else tuple(map(unescape, given))
-    return replace(of_model or SamplingConfig(), **fields, grammar=options[Constraint].gbnf())
+    sampling = replace(of_model or SamplingConfig(), **fields, **options[Constraint].fields())
+    if of_model is None and (sampling.grammar or sampling.json_schema):
+        from ggpipe.text.grammar.check import Constraint as Checkable  # --help does not need it
+        from ggpipe.text.grammar.check import checked
+
+        checked(Checkable(grammar=sampling.grammar, json_schema=sampling.json_schema))
+    return sampling
 
 
 def samplers(text: str) -> tuple[str, ...]:

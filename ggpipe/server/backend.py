@@ -6,7 +6,7 @@ import asyncio
 import enum
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -259,9 +259,11 @@ class Backend:
         found = [(text.find(stop), stop) for stop in generation.spec.sampling.stop if stop in text]
         return min(found)[1] if found else ""
 
-    async def begin(self, specs: Sequence[RequestSpec], n_choices: int = 1, slot: int = -1) -> list[Generation]:
+    async def begin(
+        self, specs: Sequence[RequestSpec], n_choices: int = 1, slot: int = -1, names: Mapping[str, str] | None = None
+    ) -> list[Generation]:
         """Submit requests, and wait until all are accepted. Each group of `n_choices` has the same prompt. `slot`: the
-        slot to use if it is free; -1: any.
+        slot to use if it is free; -1: any. `names`: of settings in the request's body, where they differ.
 
         Raises ApiError if too many requests wait, or if one cannot be served; then none is. A user's only request may
         exceed the limit, by up to `n_slots` requests.
@@ -275,7 +277,7 @@ class Backend:
                 for generation in generations:
                     await generation.feed.wait_for_answer()
                     if generation.feed.error is not None:
-                        raise ApiError.of(generation.feed.error)
+                        raise ApiError.of(generation.feed.error.renamed(names or {}))
             except BaseException:
                 for generation in generations:
                     generation.cancel()

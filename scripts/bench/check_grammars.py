@@ -12,6 +12,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from support.commands import TARGET
 from support.grammars import GRAMMARS, SCHEMAS, fits
@@ -27,16 +28,17 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.core.request_spec import RequestSpec
-from ggpipe.text.grammar.json_schema import grammar_of
 
 MODES = (SpeculationConfig(mode="iterative"), SpeculationConfig(mode="speculative", n_draft=4, n_parallel=2, n_seq=4))
 
 
-def cases() -> dict[str, tuple[str, Callable[[str], bool]]]:
-    """Grammars and their checks, by name."""
-    found = {name: (case.grammar, case.is_right) for name, case in GRAMMARS.items()}
+def cases() -> dict[str, tuple[dict[str, Any], Callable[[str], bool]]]:
+    """Constraints, as settings of a request, and their checks, by name."""
+    found: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+        name: ({"grammar": case.grammar}, case.is_right) for name, case in GRAMMARS.items()
+    }
     for name, schema in SCHEMAS.items():
-        found[f"schema: {name}"] = (grammar_of(json.dumps(schema)), functools.partial(fits, schema=schema))
+        found[f"schema: {name}"] = ({"json_schema": json.dumps(schema)}, functools.partial(fits, schema=schema))
     return found
 
 
@@ -64,12 +66,12 @@ def main() -> int:
     print("| grammar | complete | cut by -n | wrong | differ with draft tokens |\n|---|---|---|---|---|")
     with local_session(config, 2) as session:
         prompt = session.tokenize("Once upon a time")
-        for name, (grammar, is_right) in cases().items():
+        for name, (constraint, is_right) in cases().items():
             requests = [
                 session.submit(
                     RequestSpec(
                         prompt=prompt,
-                        sampling=SamplingConfig(temp=1.0, seed=seed, grammar=grammar),
+                        sampling=SamplingConfig(temp=1.0, seed=seed, **constraint),
                         n_predict=arguments.predict,
                         speculation=mode,
                     )

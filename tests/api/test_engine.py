@@ -59,7 +59,8 @@ def test_options_of_one_request(engine: Engine) -> None:
 
 
 def test_grammars_and_probabilities(engine: Engine) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+    schema: dict[str, object] = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+    schema["additionalProperties"] = False
     answer = engine.generate(PROMPT, n_predict=100, json_schema=schema, n_probs=2).wait()
     assert set(json.loads(answer.text)) == {"n"}
     assert all(len(token.probs) == 3 for token in answer)

@@ -52,7 +52,7 @@ def test_settings() -> None:
     assert conversation.further == {"reasoning_effort": "low"}
     drawn = body.sampling(SamplingConfig())
     assert (drawn.n_probs, drawn.temp, body.most_tokens(-1)) == (3, 0, 5)
-    assert "root ::=" in drawn.grammar
+    assert (drawn.json_schema, body.schema_field) == ("{}", "text.format")
 
 
 @pytest.mark.parametrize(

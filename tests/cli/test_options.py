@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,6 @@ from ggpipe.errors import SettingError, UsageError
 from ggpipe.launch.rank_setup import VARIABLE, RankSetup, own_setup
 from ggpipe.options import engine_config, lists
 from ggpipe.options.commands import COMMANDS
-from ggpipe.options.grammar import Constraint
 from ggpipe.options.option import Command, Option, Options
 from ggpipe.options.sampling import sampling_config
 from ggpipe.options.settings import (
@@ -47,8 +47,10 @@ ELSEWHERE = {  # fields that no row sets: the command line has them in another f
     ContextConfig: {"n_seq", "n_branches", "n_states"},
     PipelineConfig: {"layer_split", "auto"},
     DraftConfig: {"model", "context", "layer_split"},
-    SamplingConfig: {"min_keep", "n_probs", "post_sampling_probs", "grammar", "reasoning_marks"},
-}
+    SamplingConfig: {
+        "min_keep", "n_probs", "post_sampling_probs", "grammar", "json_schema", "call_grammar", "reasoning_marks",
+    },
+}  # fmt: skip
 
 
 def options(line: str, command: str = "generate") -> Options:
@@ -389,13 +391,15 @@ def test_a_row_names_the_value_it_refuses() -> None:
     assert isinstance(row, Option)
 
 
-def test_a_json_schema_becomes_a_grammar(tmp_path: Path) -> None:
+def test_constraints_are_settings_of_sampling(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"enum": ["a"]}')
     for line in ('-j {"enum":["a"]}', f"-jf {file}", '--json-schema {"const":"a"}'):
-        assert options(f"-m x {line}")[Constraint].gbnf() == 'root ::= r0\nr0 ::= "\\"a\\""\n'
-    assert options("-m x --grammar root::=.")[Constraint].gbnf() == "root::=."
-    assert options("-m x")[Constraint].gbnf() == ""
+        sampling = sampling_config(options(f"-m x {line}"), SamplingConfig())
+        assert sampling.grammar == ""
+        assert json.loads(sampling.json_schema) in ({"enum": ["a"]}, {"const": "a"})
+    assert sampling_config(options("-m x --grammar root::=.")).grammar == "root::=."
+    assert sampling_config(options("-m x")) == SamplingConfig()
 
 
 @pytest.mark.parametrize(

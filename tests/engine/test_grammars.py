@@ -23,9 +23,8 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Finish
 from ggpipe.engine.session import Session
-from ggpipe.errors import UsageError
+from ggpipe.errors import SettingError, UsageError
 from ggpipe.stats.records import RequestStats
-from ggpipe.text.grammar.json_schema import grammar_of
 
 PROMPT = "Once upon a time"
 MODES = (
@@ -69,12 +68,10 @@ def test_texts_are_right_and_the_same_in_every_mode(name: str, session: Session)
 
 def test_requests_with_different_grammars_share_the_pipeline(session: Session) -> None:
     prompt = session.tokenize(PROMPT)
-    names = ("person", "tuple", "union", "types", "formats", "bounds")
+    names = ("person", "few", "union", "types", "patterns", "bounds")
     requests = [
         session.submit(
-            asked(
-                prompt, SamplingConfig(temp=1.0, seed=2, grammar=grammar_of(json.dumps(SCHEMAS[name]))), 200, MODES[2]
-            )
+            asked(prompt, SamplingConfig(temp=1.0, seed=2, json_schema=json.dumps(SCHEMAS[name])), 200, MODES[2])
         )
         for name in names
     ]
@@ -83,6 +80,41 @@ def test_requests_with_different_grammars_share_the_pipeline(session: Session) -
     for name, text, request in zip(names, texts, requests, strict=False):
         assert request.stats.finish is Finish.END_OF_TEXT
         assert fits(text, SCHEMAS[name]), text
+
+
+def test_a_hostile_schema_delays_no_others(session: Session) -> None:
+    prompt = session.tokenize(PROMPT)
+    slow = json.dumps({"allOf": [{"required": [f"p{i}_{n}" for i in range(9000)]} for n in range(9)]})
+    hostile = session.submit(asked(prompt, SamplingConfig(json_schema=slow), 20))
+    again = session.submit(asked(prompt, SamplingConfig(json_schema=slow), 20))
+    other = session.submit(asked(prompt, SamplingConfig(temp=0, json_schema='{"const": [1, 2]}'), 20))
+    plain = session.submit(asked(prompt, SamplingConfig(temp=0), 20))
+    left = session.submit(asked(prompt, SamplingConfig(json_schema=slow + " "), 20))
+    while other.is_active or plain.is_active:
+        session.step()
+    assert (hostile.accepted, hostile.is_active) == (None, True)
+    assert json.loads("".join(token.text for token in other.tokens)) == [1, 2]
+    session.cancel(left)
+    while left.is_active:
+        session.step()
+    assert left.stats.finish is Finish.STOPPED
+    assert hostile.is_active
+    with pytest.raises(UsageError, match="`json_schema` takes more than 5 s to read"):
+        answered(session, [hostile, again])
+    assert str(again.error) == str(hostile.error)
+
+
+def test_schemas_that_are_not_followed_are_refused(session: Session) -> None:
+    prompt = session.tokenize(PROMPT)
+    request = session.submit(asked(prompt, SamplingConfig(json_schema='{"not": {}}'), 20))
+    with pytest.raises(SettingError, match="`json_schema` has 'not', which is not supported"):
+        answered(session, [request])
+    schema = '{"type": "null", "nullable": true}'
+    request = session.submit(asked(prompt, SamplingConfig(json_schema=schema), 20))
+    assert answered(session, [request]) == ["null"]
+    assert request.accepted is not None
+    (warning,) = request.accepted.warnings
+    assert str(warning) == "`json_schema` ignores keywords that the standard does not define: 'nullable'"
 
 
 def test_draft_tokens_that_do_not_fit_are_not_submitted(session: Session) -> None:

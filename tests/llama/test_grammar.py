@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,15 +21,17 @@ from ggpipe.config.sampling import SamplingConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import UsageError
 from ggpipe.llama.constrained_sampler import ConstrainedSampler, NoTokenFits
-from ggpipe.llama.draft_check import GrammarDraftCheck
+from ggpipe.llama.gbnf_grammar import GbnfGrammar
 from ggpipe.llama.gguf import ModelFile
 from ggpipe.llama.grammar import Grammar
+from ggpipe.llama.guided_grammar import GuidanceVocab, GuidedGrammar
 from ggpipe.llama.libllama import lib
 from ggpipe.llama.params import best_of, whole_row
 from ggpipe.llama.sampler import Sampler
 from ggpipe.llama.vocab import TextDecoder, Vocab
-from ggpipe.text.grammar.gbnf import check
-from ggpipe.text.grammar.json_schema import grammar_of
+from ggpipe.text.grammar import gbnf
+from ggpipe.text.grammar.check import Constraint, check
+from scripts.bench import check_schemas
 
 Logits = NDArray[np.float32]
 N_CTX = 256
@@ -111,7 +113,7 @@ class Rank:
 
 
 def constrained(config: SamplingConfig, vocab: Vocab) -> ConstrainedSampler:
-    return ConstrainedSampler(Sampler(config, vocab, N_CTX), Grammar(config.grammar, vocab))
+    return ConstrainedSampler(Sampler(config, vocab, N_CTX), GbnfGrammar(config.grammar, vocab))
 
 
 def rows(vocab: Vocab, seed: int, ends: float) -> Iterator[Logits]:
@@ -225,7 +227,7 @@ def test_a_whole_row_is_fetched_only_where_few_tokens_fit_first(grammar: str, n_
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_the_whole_vocabulary_is_filtered_as_libllama_does(name: str, vocab: Vocab) -> None:
-    grammar = Grammar(GRAMMARS[name].grammar, vocab)
+    grammar = GbnfGrammar(GRAMMARS[name].grammar, vocab)
     every, choose = np.arange(vocab.n_tokens, dtype=np.int32), random.Random(7)
     for _ in range(12):
         whole = set(every[grammar.allowed(every)].tolist())
@@ -244,10 +246,10 @@ def whole(vocab: Vocab) -> list[int]:
     return [token for token, text in enumerate(texts) if "\ufffd" not in text]
 
 
-def generate(grammar: str, vocab: Vocab, whole: list[int], seed: int) -> str | None:
-    """A random text; None when it does not end."""
+def generate(own: Grammar, vocab: Vocab, whole: list[int], seed: int) -> str | None:
+    """A random text; None when it does not end. The grammar is closed."""
     choose = random.Random(seed)
-    own, decoder, text = Grammar(grammar, vocab), TextDecoder(vocab), ""
+    decoder, text = TextDecoder(vocab), ""
     ends = list(vocab.end_tokens)
     closing = [token for token in whole if vocab.piece(token)[:1] and vocab.piece(token)[:1] in b'"]})e0']
 
@@ -275,18 +277,105 @@ def generate(grammar: str, vocab: Vocab, whole: list[int], seed: int) -> str | N
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_texts_are_right(name: str, vocab: Vocab, whole: list[int]) -> None:
-    texts = [text for seed in range(4) if (text := generate(GRAMMARS[name].grammar, vocab, whole, seed)) is not None]
+    texts = [
+        text
+        for seed in range(4)
+        if (text := generate(GbnfGrammar(GRAMMARS[name].grammar, vocab), vocab, whole, seed)) is not None
+    ]
     assert texts
     assert all(GRAMMARS[name].is_right(text) for text in texts), texts
 
 
+@pytest.fixture(scope="module")
+def guidance(vocab: Vocab) -> Iterator[GuidanceVocab]:
+    guidance = GuidanceVocab(vocab)
+    yield guidance
+    guidance.close()
+
+
+def guided(schema: Any, guidance: GuidanceVocab) -> GuidedGrammar:
+    checked = check(Constraint(json_schema=json.dumps(schema)))
+    assert not checked.problem
+    return guidance.matcher(checked.lark)
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_texts_fit_their_schema(name: str, vocab: Vocab, whole: list[int]) -> None:
-    grammar = grammar_of(json.dumps(SCHEMAS[name]))
-    texts = [text for seed in range(6) if (text := generate(grammar, vocab, whole, seed)) is not None]
+def test_texts_fit_their_schema(name: str, guidance: GuidanceVocab, whole: list[int]) -> None:
+    first = guided(SCHEMAS[name], guidance)
+    found = (generate(first.clone(), guidance.vocab, whole, seed) for seed in range(6))
+    texts = [text for text in found if text is not None]
+    first.close()
     assert texts
     for text in texts:
         assert fits(text, SCHEMAS[name]), text
+
+
+def test_schemas_of_tools_and_files_are_followed() -> None:
+    """Valid instances fit, and invalid ones do not."""
+    counts, guidance = check_schemas.Counts(), GuidanceVocab(cast("Vocab", check_schemas.Bytes()))
+    for name, schema, instances in check_schemas.cases(check_schemas.SAMPLE):
+        counts.add(guidance, name, schema, instances)
+    guidance.close()
+    assert counts["right"] == counts["schemas"] > 90
+
+
+@pytest.mark.parametrize("name", ["person", "patterns", "tree", "found"])
+def test_a_mask_is_what_single_tokens_say(name: str, guidance: GuidanceVocab) -> None:
+    grammar, choose, n = guided(SCHEMAS[name], guidance), random.Random(3), guidance.n_tokens
+    for _ in range(16):
+        one_by_one = [token for token in range(n) if grammar.fit((token,))]
+        assert np.flatnonzero(grammar.allowed(np.arange(n, dtype=np.int32))).tolist() == one_by_one
+        assert grammar.all(len(one_by_one)) is not None
+        assert grammar.all(len(one_by_one) - 1) is None
+        token = choose.choice(one_by_one)
+        assert not grammar.accept(next(other for other in range(n) if other not in one_by_one))
+        assert grammar.accept(token)
+        if token in guidance.ends:
+            assert grammar.accept(token)  # it changes nothing
+            break
+    grammar.close()
+
+
+def test_draft_tokens_are_followed_by_llguidance(guidance: GuidanceVocab) -> None:
+    grammar = guided({"enum": ["abc", "abd", "b"]}, guidance)
+    draft_check = grammar.draft_check()
+    token = {text: guidance.vocab.tokenize(f"x{text}")[-1] for text in 'abcd"'}
+
+    def fitting(path: str) -> str:
+        paths = tuple(token[text] for text in path)
+        return "".join(text for text in token if draft_check.fits(paths, token[text]))
+
+    assert [fitting(path) for path in ("", '"', '"a', '"ab', '"abd', "a", '"b"')] == ['"', "ab", "b", "cd", '"', "", ""]
+    assert grammar.accept(token['"'])
+    draft_check.accept(token['"'])
+    assert [fitting(path) for path in ("", "a", "b", '"')] == ["ab", "b", '"', ""]
+    draft_check.close()
+    grammar.close()
+
+
+@pytest.mark.parametrize("settings", ["default", "greedy", "penalties", "all", "mirostat", "whole rows soon"])
+def test_schemas_and_grammars_draw_the_same(settings: str, vocab: Vocab, guidance: GuidanceVocab) -> None:
+    """A schema, and a grammar in GBNF that allows the same."""
+    gbnf_text = 'root ::= "\\"" ("fox" | "emu" | "ox") [0-9]{1,3} "\\""'
+    schema = {"type": "string", "pattern": "^(fox|emu|ox)[0-9]{1,3}$"}
+    n_second = 0
+    for seed in range(4):
+        config = SamplingConfig(seed=seed, grammar=gbnf_text, **CONFIGS[settings])
+        one, other = (
+            Rank(ConstrainedSampler(Sampler(config, vocab, N_CTX), grammar))
+            for grammar in (GbnfGrammar(gbnf_text, vocab), guided(schema, guidance))
+        )
+        for logits, _ in zip(rows(vocab, seed, 0.5), range(20), strict=False):
+            token, is_second = one.draw(logits)
+            assert other.draw(logits) == (token, is_second)
+            n_second += is_second
+            if token in vocab.end_tokens:
+                break
+            one.sampler.accept((token,))
+            other.sampler.accept((token,))
+        one.sampler.close()
+        other.sampler.close()
+    assert n_second > 0
 
 
 def mutated(text: str, choose: random.Random) -> str:
@@ -308,16 +397,15 @@ def mutated(text: str, choose: random.Random) -> str:
 def test_no_mutated_grammar_ends_the_process(vocab: Vocab, capfd: pytest.CaptureFixture[str]) -> None:
     choose = random.Random(20)
     sources = [case.grammar for case in GRAMMARS.values() if len(case.grammar) < 2000]
-    sources.append(grammar_of(json.dumps(SCHEMAS["person"])))
     n_refused = n_taken = 0
     while n_refused < 150 or n_taken < 40:
         text = mutated(choose.choice(sources), choose)
         try:
-            check(text)
+            gbnf.check(text)
         except UsageError:
             n_refused += 1
             continue
-        own = Grammar(text, vocab)  # what we take, libllama takes
+        own = GbnfGrammar(text, vocab)  # what we take, libllama takes
         n_taken += 1
         for _ in range(20):
             tokens = own.best(np.zeros(vocab.n_tokens, np.float32), vocab.n_tokens)
@@ -328,12 +416,28 @@ def test_no_mutated_grammar_ends_the_process(vocab: Vocab, capfd: pytest.Capture
     assert capfd.readouterr().err == ""
 
 
+def test_a_grammar_with_exploding_stacks_ends(vocab: Vocab) -> None:
+    """There are 2^n ways to read n times "a"."""
+    levels = "\n".join(f's{i} ::= "a" s{i + 1} "x" | "a" s{i + 1} "y"' for i in range(40))
+    text = f'root ::= s0\n{levels}\ns40 ::= "z"'
+    gbnf.check(text)
+    grammar = GbnfGrammar(text, vocab)
+    (token,) = (token for token in range(vocab.n_tokens) if vocab.piece(token) == b"a")
+    n = 0
+    while grammar.accept(token):
+        n += 1
+        assert n < 20
+    assert n > 8
+    assert not grammar.clone().allowed(np.arange(vocab.n_tokens, dtype=np.int32)).any()
+    grammar.close()
+
+
 def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ggpipe.llama.draft_check._AT_ONCE_S", 600.0)
-    grammar = Grammar('root ::= ("ab" | "cd" | "ce"){2}', vocab)
+    monkeypatch.setattr("ggpipe.llama.gbnf_grammar._AT_ONCE_S", 600.0)
+    grammar = GbnfGrammar('root ::= ("ab" | "cd" | "ce"){2}', vocab)
     token = {text: vocab.tokenize(f"x{text}")[-1] for text in "abcde"}
     tokens = [token[text] for text in "abcde"]
-    draft_check = GrammarDraftCheck(grammar)
+    draft_check = grammar.draft_check()
 
     def fitting(path: str) -> str:
         paths = tuple(token[text] for text in path)
@@ -351,9 +455,9 @@ def test_draft_tokens_are_followed_through_the_tree(vocab: Vocab, monkeypatch: p
 
 
 def test_draft_tokens_are_not_looked_at_for_long(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ggpipe.llama.draft_check._AT_ONCE_S", -1.0)
-    grammar = Grammar('root ::= "b"', vocab)
-    draft_check = GrammarDraftCheck(grammar)
+    monkeypatch.setattr("ggpipe.llama.gbnf_grammar._AT_ONCE_S", -1.0)
+    grammar = GbnfGrammar('root ::= "b"', vocab)
+    draft_check = grammar.draft_check()
     assert draft_check.fits((), vocab.tokenize("xa")[-1])
     grammar.close()
 

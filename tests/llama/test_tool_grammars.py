@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.core.request import Token
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.grammar import Grammar
+from ggpipe.llama.guided_grammar import GuidanceVocab, GuidedGrammar
 from ggpipe.llama.vocab import Vocab
 from ggpipe.text.chat.answer import AnswerFormat, WholeAnswer, whole_answer
-from ggpipe.text.chat.reasoning import reasoning_format
-from ggpipe.text.chat.tools.forms import Form
+from ggpipe.text.chat.reasoning import ReasoningFormat, reasoning_format
+from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, Form
 from ggpipe.text.chat.tools.grammar import grammar_of_calls
+from ggpipe.text.grammar.check import Constraint, check
+from ggpipe.text.grammar.lark import Marks
 
 LOOK = {
     "type": "function",
@@ -58,9 +62,28 @@ def vocab() -> Iterator[Vocab]:
     vocab.close()
 
 
-def accepts(vocab: Vocab, grammar: str, text: str, is_whole: bool = True) -> bool:
+@pytest.fixture(scope="module")
+def guidance(vocab: Vocab) -> Iterator[GuidanceVocab]:
+    guidance = GuidanceVocab(vocab)
+    yield guidance
+    guidance.close()
+
+
+PLAIN = Marks({})
+"""No mark is a special token."""
+
+
+def grammar_of(form: Form, reasoning: ReasoningFormat, choice: ToolChoice, marks: Marks = PLAIN) -> str:
+    calls = grammar_of_calls(form, reasoning, TOOLS, choice, marks)
+    assert calls is not None
+    checked = check(Constraint(call_grammar=calls))
+    assert not checked.problem
+    return checked.lark
+
+
+def accepts(guidance: GuidanceVocab, grammar: str, text: str, is_whole: bool = True) -> bool:
     """Whether the text is allowed, and where it is whole, that it may end there."""
-    found = Grammar(grammar, vocab)
+    found, vocab = guidance.matcher(grammar), guidance.vocab
     tokens = vocab.tokenize_pieces([(text, True)])
     tokens = tokens[1:] if "".join(vocab.piece(token).decode() for token in tokens[:1]) == "" else tokens
     fits = all(found.accept(token) for token in tokens)
@@ -74,38 +97,86 @@ def read(form: Form, text: str) -> WholeAnswer:
 
 
 @pytest.mark.parametrize("form", list(Form))
-def test_calls_as_models_write_them(vocab: Vocab, form: Form) -> None:
+def test_calls_as_models_write_them(guidance: GuidanceVocab, form: Form) -> None:
     plain, thinks, text = reasoning_format("", ""), reasoning_format("<think>", ""), TEXTS[form]
-    must = grammar_of_calls(form, plain, TOOLS, ToolChoice(must_call=True))
-    assert accepts(vocab, must, text)
+    must = grammar_of(form, plain, ToolChoice(must_call=True))
+    assert accepts(guidance, must, text)
     assert [call.name for call in read(form, text).calls] == (["look"] if form is Form.LLAMA else ["look", "wait"])
-    assert not accepts(vocab, must, "Once", is_whole=False)
-    assert not accepts(vocab, must, text.replace("hall", "moor"), is_whole=False)
-    assert not accepts(vocab, must, f"<think>hm</think>\n\n{text}", is_whole=False)
-    thoughtful = grammar_of_calls(form, thinks, TOOLS, ToolChoice(must_call=True))
-    assert accepts(vocab, thoughtful, f"<think>hm</think>\n\n{text}")
-    is_open = grammar_of_calls(form, reasoning_format("", "<think>\n"), TOOLS, ToolChoice(must_call=True))
-    assert accepts(vocab, is_open, f"hm </t</think>{text}")
-    assert not accepts(vocab, is_open, "hm")
+    assert not accepts(guidance, must, "Once", is_whole=False)
+    assert not accepts(guidance, must, text.replace("hall", "moor"), is_whole=False)
+    assert not accepts(guidance, must, f"<think>hm</think>\n\n{text}", is_whole=False)
+    thoughtful = grammar_of(form, thinks, ToolChoice(must_call=True))
+    assert accepts(guidance, thoughtful, f"<think>hm</think>\n\n{text}")
+    is_open = grammar_of(form, reasoning_format("", "<think>\n"), ToolChoice(must_call=True))
+    assert accepts(guidance, is_open, f"hm </t</think>{text}")
+    assert not accepts(guidance, is_open, "hm")
 
 
 @pytest.mark.parametrize("form", [form for form in Form if form not in (Form.LLAMA, Form.JSON)])
-def test_texts_are_free_until_a_call_begins(vocab: Vocab, form: Form) -> None:
-    free = grammar_of_calls(form, reasoning_format("<think>", ""), TOOLS, ToolChoice(parallel=False))
+def test_texts_are_free_until_a_call_begins(guidance: GuidanceVocab, form: Form) -> None:
+    free = grammar_of(form, reasoning_format("<think>", ""), ToolChoice(parallel=False))
     for text in ("", "Once upon a time", "<", "<<tool_ca", "[TOOL_[TOOL", "<think>hm</think> Yes."):
-        assert accepts(vocab, free, text)
-    several = grammar_of_calls(form, reasoning_format("", ""), TOOLS, ToolChoice())
-    assert accepts(vocab, several, f"Yes, <tool\n\n{TEXTS[form]}")
-    assert not accepts(vocab, free, f"Yes.\n\n{TEXTS[form]}", is_whole=False)  # two calls
-    assert not accepts(vocab, free, TEXTS[form].replace("look", "leap"), is_whole=False)
+        assert accepts(guidance, free, text)
+    several = grammar_of(form, reasoning_format("", ""), ToolChoice())
+    assert accepts(guidance, several, f"Yes, <tool\n\n{TEXTS[form]}")
+    assert not accepts(guidance, free, f"Yes.\n\n{TEXTS[form]}", is_whole=False)  # two calls
+    assert not accepts(guidance, free, TEXTS[form].replace("look", "leap"), is_whole=False)
+
+
+class WithMarks:
+    """A vocabulary with special tokens after the bytes."""
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.special_tokens = {"<end>": 256} | {text: 257 + n for n, text in enumerate(special)}
+        self.end_tokens, self.n_tokens = (256,), 257 + len(special)
+
+    def text(self, token: int) -> str:
+        return {token: text for text, token in self.special_tokens.items()}.get(token, "")
+
+    def pieces(self) -> list[bytes]:
+        return [bytes((byte,)) for byte in range(256)] + [b""] * len(self.special_tokens)
+
+    def tokens(self, text: str) -> list[int]:
+        parts = re.split("(" + "|".join(map(re.escape, self.special_tokens)) + ")", text)
+        ids = ([self.special_tokens[part]] if part in self.special_tokens else part.encode() for part in parts)
+        return [token for own in ids for token in own]
 
 
 @pytest.mark.parametrize("form", list(Form))
-def test_what_is_let_through_is_read(vocab: Vocab, form: Form) -> None:
+@pytest.mark.parametrize("thinks", [False, True])
+def test_marks_that_are_special_tokens(form: Form, thinks: bool) -> None:
+    vocab = WithMarks(("<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<think>", "</think>", "<other>"))
+    guidance = GuidanceVocab(cast("Vocab", vocab))
+    marks = Marks(vocab.special_tokens, vocab.end_tokens)
+    reasoning = reasoning_format("<think>" if thinks else "", "")
+    before = "<think>hm <other> [TOOL</think>\n\n" if thinks else ""
+    for choice in (ToolChoice(), ToolChoice(must_call=True)):
+        if not choice.must_call and not CALL_SYNTAXES[form].mark:
+            continue
+        first = guidance.matcher(grammar_of(form, reasoning, choice, marks))
+
+        def fits(text: str, is_whole: bool = True, first: GuidedGrammar = first) -> bool:
+            return first.fit(vocab.tokens(text) + [256] * is_whole)
+
+        assert fits(before + TEXTS[form])
+        assert fits(TEXTS[form])
+        assert not fits(before + TEXTS[form].replace("look", "leap"), is_whole=False)
+        assert not fits(before + TEXTS[form].replace("hall", "<other>"), is_whole=False)
+        if not choice.must_call:
+            assert fits(before + f"Yes <other> and <tool_ca\n{TEXTS[form]}")
+            assert all(fits(before + text) for text in ("", "<other>", "Yes, <other>", "a<other>b"))
+        else:
+            assert not fits(before + "Yes", is_whole=False)
+        first.close()
+    guidance.close()
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_what_is_let_through_is_read(guidance: GuidanceVocab, form: Form) -> None:
     """Any text that a grammar allows, here drawn at random."""
     random_ = random.Random(form.value)
     for choice in (ToolChoice(must_call=True, parallel=False), ToolChoice(must_call=True, name="wait", parallel=False)):
-        grammar = Grammar(grammar_of_calls(form, reasoning_format("", ""), TOOLS, choice), vocab)
+        grammar, vocab = guidance.matcher(grammar_of(form, reasoning_format("", ""), choice)), guidance.vocab
         text, logits = b"", np.zeros(vocab.n_tokens, np.float32)
         for _ in range(400):
             if grammar.allowed(vocab.end_tokens)[0]:

@@ -144,6 +144,7 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI, serving: Serving) -> N
 
 def test_a_text_is_held_to_a_schema(client: openai.OpenAI) -> None:
     schema: dict[str, object] = {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "required": ["age"]}
+    schema["additionalProperties"] = False
     chat = client.chat.completions.create(
         model="", messages=HELLO, max_tokens=40, seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "king", "schema": schema}},
@@ -152,6 +153,14 @@ def test_a_text_is_held_to_a_schema(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="", messages=HELLO, extra_body={"grammar": "root ::= nothing"})
     assert wrong.value.param == "grammar"
+    assert "line 1: there is no rule 'nothing'" in wrong.value.message
+    schema["properties"] = {"age": {"not": {}}}
+    with pytest.raises(openai.BadRequestError, match="`response_format` has 'not', which is not supported") as wrong:
+        client.chat.completions.create(
+            model="", messages=HELLO,
+            response_format={"type": "json_schema", "json_schema": {"name": "king", "schema": schema}},
+        )  # fmt: skip
+    assert wrong.value.param == "response_format"
 
 
 def test_embeddings_beside_texts(client: openai.OpenAI, serving: Serving) -> None:

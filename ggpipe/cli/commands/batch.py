@@ -15,7 +15,7 @@ from ggpipe.apis.batch_tasks import Task, read_tasks
 from ggpipe.apis.bodies import GenerationBody
 from ggpipe.apis.embeddings import EmbeddingBody
 from ggpipe.channel.client import ClientRequest, EngineClient, StartedRanks
-from ggpipe.channel.events import RequestEnded, RequestRefused, TokenReady
+from ggpipe.channel.events import RequestAccepted, RequestEnded, RequestRefused, TokenReady
 from ggpipe.cli import INTERRUPTED
 from ggpipe.cli.launching import run_command
 from ggpipe.cli.messages import in_flags, show, warn
@@ -79,6 +79,7 @@ class _Work:
         self._color = options[DisplaySettings].color
         self._embedding = options[EmbeddingSettings]
         self._left = collections.deque(results.left)
+        self._warned: set[Wording] = set()
         self._asks: collections.deque[tuple[_Flight, int, RequestSpec]] = collections.deque()
         """Requests that were not submitted yet, each with its task and the index of its output."""
         self._places: dict[int, tuple[_Flight, int, ClientRequest]] = {}
@@ -141,6 +142,11 @@ class _Work:
                 match event:
                     case TokenReady():
                         self._n_tokens += 1
+                    case RequestAccepted(warnings=warnings):
+                        for warning in warnings:
+                            if warning not in self._warned:
+                                self._warned.add(warning)
+                                warn(warning)
                     case RequestEnded() | RequestRefused():
                         self._end(*self._places.pop(event.request))
             on_change()

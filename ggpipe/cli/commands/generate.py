@@ -104,6 +104,8 @@ def answer(
         for warning in (*warnings, *engine.warnings):
             warn(warning)
         started = engine.begin(structs.replace(request.spec, sampling=request.sampling(engine.sampling)), stats)
+        for warning in started.accepted.warnings if started.accepted is not None else ():
+            warn(warning)
         marks = started.answer_format
         parser = ReasoningParser(marks.reasoning) if marks is not None else None
         display.request(stats)

@@ -68,7 +68,7 @@ class Texts:
             prompt=b"", n_predict=backend.n_predict, speculation=backend.speculation, user=user_of(request)
         )
         specs = body.requests(usual, body.sampling(backend.sampling), self._server.chat.completed)
-        generations = await backend.begin(specs, body.n_choices, slot)
+        generations = await backend.begin(specs, body.n_choices, slot, {"json_schema": body.schema_field})
         note_outputs(request.scope, generations)
         reply = Reply(writer, backend.stop_string)
         if body.stream:

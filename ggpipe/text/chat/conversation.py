@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ggpipe.config.sampling import ReasoningMarks, SamplingConfig
+from ggpipe.config.sampling import CallGrammar, ReasoningMarks, SamplingConfig
 from ggpipe.errors import BodyError
 from ggpipe.text.chat.answer import AnswerFormat
 
@@ -25,27 +25,20 @@ class ChatPrompt:
     """How the model marks reasoning and tool calls in its answer."""
     text: str = ""
     """The output of the chat template."""
-    grammar: str = ""
-    """A grammar, in GBNF, that holds the answer to valid tool calls; empty: no constraint."""
+    grammar: CallGrammar | None = None
+    """A grammar that holds the answer to valid tool calls; None: no constraint."""
     must_call: bool = False
     """The answer must be a call."""
 
-    def grammar_beside(self, own: str) -> str:
-        """The grammar of the answer. `own`: the user's grammar, which takes precedence. Raises BodyError if it rules
-        out a call that `tool_choice` requires."""
-        if own and self.must_call:
+    def held(self, sampling: SamplingConfig) -> SamplingConfig:
+        """The settings with the answer's grammar, and with the marks that a reasoning budget needs. The user's own
+        grammar or schema takes precedence. Raises BodyError if it rules out a call that `tool_choice` requires."""
+        has_own = bool(sampling.grammar or sampling.json_schema)
+        if has_own and self.must_call:
             why = "demands a call, which `grammar` or a JSON schema forbids: give one of them"
             raise BodyError(f"`tool_choice` {why}", "tool_choice")
-        return own or self.grammar
-
-    def held(self, sampling: SamplingConfig) -> SamplingConfig:
-        """The settings with the answer's grammar, and with the marks that a reasoning budget needs.
-
-        Raises BodyError as `grammar_beside` does.
-        """
-        grammar = self.grammar_beside(sampling.grammar)
         if sampling.reasoning_budget >= 0:
             marks = self.answer.reasoning
             own = ReasoningMarks(begins=marks.begins, ends=marks.ends, is_open=marks.is_open)
             sampling = replace(sampling, reasoning_marks=own)
-        return sampling if grammar == sampling.grammar else replace(sampling, grammar=grammar)
+        return sampling if has_own or self.grammar is None else replace(sampling, call_grammar=self.grammar)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from ggpipe.core.prompt import ToolChoice
 from ggpipe.errors import BodyError
@@ -19,7 +20,8 @@ from ggpipe.text.chat.tools.choice import tool_choice
 from ggpipe.text.chat.tools.events import AnswerEvent, Arguments, CallBegun, CallEnded, joined
 from ggpipe.text.chat.tools.forms import Form, form_of
 from ggpipe.text.chat.tools.grammar import grammar_of_calls
-from ggpipe.text.grammar import gbnf
+from ggpipe.text.grammar.check import Constraint, check
+from ggpipe.text.grammar.lark import Marks
 
 TEMPLATES = Path(__file__).with_name("templates")
 LOOK = {
@@ -160,22 +162,30 @@ def test_special_tokens_that_are_marks_have_a_text() -> None:
 
 @pytest.mark.parametrize("form", list(Form))
 @pytest.mark.parametrize("choice", [ToolChoice(), ToolChoice(must_call=True), ToolChoice(must_call=True, name="wait")])
-def test_grammars_are_whole(form: Form, choice: ToolChoice) -> None:
+@pytest.mark.parametrize("special", [{}, {"<tool_call>": 5, "</think>": 7, "[TOOL_CALLS]": 9, "[ARGS]": 10}])
+def test_grammars_are_whole(form: Form, choice: ToolChoice, special: dict[str, int]) -> None:
+    marks = Marks(special | {f"<{n}>": n for n in range(20, 30)}, ends=(2,))
     for reasoning in (reasoning_format("", ""), reasoning_format("<think>", ""), reasoning_format("", "<think>\n")):
-        grammar = grammar_of_calls(form, reasoning, TOOLS, choice)
-        assert bool(grammar) is (choice.must_call or form not in (Form.LLAMA, Form.JSON))
-        if grammar:
-            gbnf.check(grammar)
+        grammar = grammar_of_calls(form, reasoning, TOOLS, choice, marks)
+        assert (grammar is not None) is (choice.must_call or form not in (Form.LLAMA, Form.JSON))
+        if grammar is not None:
+            checked = check(Constraint(call_grammar=grammar))
+            assert not checked.problem
+            assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(checked.lark)) == ""
 
 
 def test_schemas_that_no_grammar_follows() -> None:
-    odd = {"name": "odd", "parameters": {"type": "object", "properties": {"a": {"type": "string", "format": "uri"}}}}
+    odd = {"name": "odd", "parameters": {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}}}
     must, plain = ToolChoice(must_call=True), reasoning_format("", "")
     for form in Form:
-        gbnf.check(grammar_of_calls(form, plain, [{"type": "function", "function": odd}], must))
+        grammar = grammar_of_calls(form, plain, [{"type": "function", "function": odd}], must, Marks({}))
+        checked = check(Constraint(call_grammar=grammar))
+        assert (checked.problem, "contains" in checked.lark) == ("", False)
+        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(checked.lark)) == ""
     strict = {"type": "function", "function": {**odd, "strict": True}}
-    with pytest.raises(BodyError, match=r"tools\[0\]\.function\.parameters"):
-        grammar_of_calls(Form.HERMES, plain, [strict], must)
+    constraint = Constraint(call_grammar=grammar_of_calls(Form.HERMES, plain, [strict], must, Marks({})))
+    with pytest.raises(BodyError, match=r"`tools\[0\]\.function\.parameters` has 'contains', which is not supported"):
+        check(constraint).raise_problem(constraint)
 
 
 def test_what_may_be_chosen() -> None:

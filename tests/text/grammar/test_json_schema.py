@@ -1,4 +1,4 @@
-"""JSON schemas that no grammar can follow are refused by name. What the others give is checked in tests/llama."""
+"""JSON schemas that llguidance cannot follow are refused by name. What the others give is checked in tests/llama."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import pytest
 from support.grammars import SCHEMAS
 
 from ggpipe.errors import UsageError
-from ggpipe.text.grammar.gbnf import check
-from ggpipe.text.grammar.json_schema import grammar_of
+from ggpipe.text.grammar.check import Checked, Constraint, GrammarChecker, check
+
+
+def of(schema: Any) -> Checked:
+    return check(Constraint(json_schema=schema if isinstance(schema, str) else json.dumps(schema)))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_become_grammars(name: str) -> None:
-    check(grammar_of(json.dumps(SCHEMAS[name])))
+    assert (of(SCHEMAS[name]).problem, of(SCHEMAS[name]).warnings) == ("", ())
 
 
 @pytest.mark.parametrize(
@@ -23,60 +26,74 @@ def test_schemas_become_grammars(name: str) -> None:
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is too deep"),
-        (False, "is false"),
+        ('{"properties": {"a": ' * 90 + "{}" + "}}" * 90, "is too deep"),
+        ('{"minimum": NaN}', "is not JSON: NaN is no number"),
+        ('{"minimum": 1e999}', "has a number that is out of range"),
+        ('"' + "x" * 5_000_000 + '"', "has more than 4000000 characters"),
+        (False, "is false, which no value matches"),
         (5, "must be an object"),
-        ({"type": "text"}, "has the type 'text'"),
-        ({"type": []}, "has an empty list of types"),
+        ({"type": "text"}, "Invalid type: text"),
+        ({"type": []}, "matches no value"),
         ({"not": {}}, "has 'not', which is not supported"),
-        ({"properties": {"a": {"if": True}}}, "/properties/a has 'if', which is not supported"),
+        ({"properties": {"a": {"if": True}}}, "has 'if', which is not supported"),
         ({"type": "array", "uniqueItems": True}, "has 'uniqueItems'"),
-        ({"type": "number", "minimum": 3}, "has 'minimum', which is not supported for numbers"),
-        ({"type": "string", "items": {}}, "has 'items', which does not apply to its type"),
-        ({"items": {}, "maxLength": 5}, "has keywords of several types"),
-        ({"type": "string", "format": "email"}, "has the format 'email', which is none of date"),
-        ({"type": "string", "pattern": "^a$", "maxLength": 5}, "has 'maxLength' together with 'pattern'"),
-        ({"type": "string", "pattern": "(?=a)"}, "begins a lookaround"),
-        ({"type": "string", "pattern": "(a)\\1"}, "has no meaning here"),
-        ({"type": "string", "pattern": "(a"}, "is in a group that is not closed"),
-        ({"type": "string", "pattern": "[b-a]"}, "follows an invalid range"),
-        ({"type": "string", "pattern": 5}, "must be a string"),
-        ({"type": "string", "maxLength": 5000}, "must be a number from 0 to 2000"),
-        ({"type": "string", "minLength": 5, "maxLength": 4}, "has a 'maxLength' below its 'minLength'"),
-        ({"type": "integer", "minimum": 5, "maximum": 4}, "allows no integer"),
-        ({"type": "integer", "minimum": "5"}, "must be a number"),
-        ({"$ref": "https://example.org/a"}, "only parts of the same schema"),
-        ({"$ref": "#/$defs/a"}, "refers to #/$defs/a, which does not exist"),
-        ({"allOf": [{"$ref": f"#/allOf/{'9' * 5000}"}]}, "which does not exist"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "type": "string"}, "has 'type' together with '$ref'"),
-        ({"anyOf": []}, "must be a list that is not empty"),
-        ({"enum": ["a"], "type": "integer"}, "has no value of its type"),
-        ({"type": "object", "properties": []}, "must be an object"),
-        ({"type": "object", "required": "a"}, "must be a list of names"),
-        ({"required": ["a"], "additionalProperties": False}, "requires the property 'a', which it forbids"),
-        ({"allOf": [{"type": "object", "additionalProperties": False}]}, "next to or inside 'allOf'"),
-        ({"allOf": [{"type": "string"}, {"type": "object"}]}, "/allOf/1 has another 'type'"),
-        ({"allOf": [{"$ref": "#"}]}, "schemas deep"),
+        ({"type": "string", "format": "idn-email"}, "has the format 'idn-email', which is not supported"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
+        ({"type": "string", "pattern": "(a"}, "unclosed group"),
+        ({"type": "string", "pattern": 5}, "pattern"),
+        ({"type": "string", "minLength": 5, "maxLength": 4}, "matches no value"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "matches no value: minimum (5) is greater"),
+        ({"type": "integer", "minimum": "5"}, "'minimum'"),
+        ({"$ref": "https://example.org/a"}, "https://example.org/a"),
+        ({"$ref": "#/$defs/a"}, "Pointer '/$defs/a' does not exist"),
+        ({"anyOf": []}, "matches no value"),
+        ({"enum": ["a"], "type": "integer"}, "matches no value"),
+        ({"type": "object", "properties": []}, "properties"),
+        ({"type": "object", "required": "a"}, "required"),
+        ({"allOf": [{"type": "string"}, {"type": "object"}]}, "matches no value"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#", "disallow": "any"}, "is of draft 3"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/a", "$id": "b", "a": {}}, "next to '$ref'"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "has 'not'"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named(schema: Any, why: str) -> None:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    with pytest.raises(UsageError) as caught:
-        grammar_of(text)
-    assert str(caught.value).startswith("`json_schema`")
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
+    problem = of(schema).problem
+    assert why in problem
+    assert "\n" not in problem
+    with pytest.raises(UsageError, match=r"^`json_schema` "):
+        of(schema).raise_problem(Constraint(json_schema="{}"))
 
 
-def _optional(n: int) -> str:
-    return json.dumps({"properties": {f"property_{i}": {"type": "string"} for i in range(n)}})
+def test_unknown_keywords_are_ignored_with_a_warning() -> None:
+    schema = {"type": "object", "nullable": True, "properties": {"a": {"type": "string", "x-order": 1}, "x-b": {}}}
+    assert of(schema).warnings == ("ignores keywords that the standard does not define: 'nullable', 'x-order'",)
+    assert of({"enum": [{"nullable": 1}], "default": {"nullable": 1}}).warnings == ()
+    many = of({f"k{n}": n for n in range(9)})
+    assert many.warnings[0].endswith("'k0', 'k1', 'k2', 'k3', 'k4', ...")
+    assert of({"$schema": "http://example.org/s", "type": "null"}).warnings == (
+        "is read as draft 2020-12: 'http://example.org/s' is unknown",
+    )
 
 
-def test_thousands_of_optional_properties() -> None:
-    check(grammar_of(_optional(3000)))  # in a part of a second, since all streams wait for it
-    with pytest.raises(UsageError, match="`json_schema` has 5000 optional properties, of which 4000 are supported"):
-        grammar_of(_optional(5000))
+def hostile(n: int) -> dict[str, Any]:
+    """Merging all of it would take 2^n steps."""
+    deeper = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(n)}
+    return {"$ref": "#/$defs/a0", "$defs": {**deeper, f"a{n}": {"properties": {"x": {"type": "string"}}}}}
 
 
-def test_a_schema_that_is_only_itself_is_refused() -> None:
-    with pytest.raises(UsageError, match="begins with itself"):
-        check(grammar_of('{"$ref": "#"}'))
+def slow() -> str:
+    return json.dumps({"allOf": [{"required": [f"p{i}_{n}" for i in range(9000)]} for n in range(9)]})
+
+
+def test_hostile_schemas_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker()
+    assert checker.check(Constraint(json_schema='{"type": "null"}')).lark
+    outcome = checker.check(Constraint(json_schema=slow()))
+    assert outcome.problem == "takes more than 5 s to read: simplify it"
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(600)}
+    refs = {"$ref": "#/$defs/a0", "$defs": {**chain, "a600": {"type": "string"}}}
+    for schema in (hostile(30), refs, {"properties": {"n" * 700: {"type": "null"}}}):
+        assert checker.check(Constraint(json_schema=json.dumps(schema))).problem == ""
+    checker.close()
+    assert checker.check(Constraint(grammar='root ::= "a"')).problem == "is not checked any more: the engine ends"

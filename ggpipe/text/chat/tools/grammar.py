@@ -1,138 +1,126 @@
-"""Grammars, in GBNF, that hold a model's answer to valid tool calls."""
+"""Grammars that hold a model's answer to valid tool calls, in llguidance's form of Lark."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ggpipe.config.sampling import CallGrammar, ToolSchema
 from ggpipe.core.prompt import ToolChoice
-from ggpipe.errors import BodyError, SettingError
-from ggpipe.text.chat.reasoning import ReasoningFormat, begun
+from ggpipe.text.chat.reasoning import ReasoningFormat
 from ggpipe.text.chat.tools.forms import CALL_SYNTAXES, CallSyntax, Form
-from ggpipe.text.grammar.gbnf import ROOT
-from ggpipe.text.grammar.json_schema import rules_of
-from ggpipe.text.grammar.json_text import class_character, quoted
+from ggpipe.text.grammar.json_schema import NO_FORCING
+from ggpipe.text.grammar.lark import Marks, string, written
+
+_ANY_OBJECT = '%json {"type": "object"}'
+_ANY_TAGS = '( "<parameter=" /[a-zA-Z0-9_.-]+/ ">\\n" any-value )*'
+_TAG_END = "\n</parameter>\n"
 
 
 def grammar_of_calls(
-    form: Form, reasoning: ReasoningFormat, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
-) -> str:
-    """A grammar for an answer whose calls match the schemas of their tools; empty if there is no constraint.
+    form: Form,
+    reasoning: ReasoningFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    marks: Marks,
+) -> CallGrammar | None:
+    """A grammar for an answer whose calls match the schemas of their tools; None if there is no constraint.
 
     Unless a call is required, the text is unconstrained until the mark of a call. If the format has no mark, there is
-    no grammar. A schema with unsupported keywords counts as any object.
-
-    Raises BodyError if the function of such a schema is `strict`.
+    no grammar. `marks`: spells the model's special tokens.
     """
     layout = CALL_SYNTAXES[form]
     if not tools or not (choice.must_call or layout.mark):
-        return ""
-    rules: dict[str, str] = {}
+        return None
+    rules: dict[str, str] = {"start": ""}
+    schemas: list[ToolSchema] = []
     ways = []
     for i, tool in enumerate(tools):
-        function = tool["function"]
-        if choice.name in (None, function["name"]):
-            ways.append(_call(i, function, form, rules))
+        if choice.name in (None, tool["function"]["name"]):
+            rules[f"call-{i}"] = _call(i, tool["function"], form, marks, rules, schemas)
+            ways.append(f"call-{i}")
     rules["call"] = " | ".join(ways)
-    mark = quoted(layout.mark) if layout.mark else ""
-    each = mark if layout.has_each_mark else ""
-    calls = f"{quoted(layout.begin)} call"
+    mark = marks.spelled(layout.mark) if layout.mark else ""
+    calls = f"{marks.spelled(layout.begin)} call"
     if layout.between is not None and choice.parallel:
-        calls += f" ( {quoted(layout.between)} {each} call )*"
-    rules["calls"] = f"{calls} {quoted(layout.end)}"
+        each = mark if layout.has_each_mark else ""
+        calls += f" ( {marks.spelled(layout.between)} {each} call )*"
+    rules["calls"] = f"{calls} {marks.spelled(layout.end)}"
+    begin = reasoning.begins[0] if reasoning.is_usual and not reasoning.is_open else ""
     if choice.must_call:
         rules["answer"] = f"{mark} calls"
     else:
-        rules |= _until(layout.mark, "answer", "calls", may_end=True)
-    root = _with_reasoning(reasoning, rules)
-    return "\n".join((f"{ROOT} ::= {root}", *(f"{name} ::= {rule}" for name, rule in rules.items()), ""))
+        not_first = begin if begin and not marks.is_token(begin) else ""
+        rules["answer"] = "answer-free | answer-until calls"
+        rules |= marks.until("answer-until", layout.mark, not_first)
+        rules |= marks.free("answer-free", (layout.mark,), not_first)
+    rules["start"] = _with_reasoning(reasoning, rules, marks)
+    return CallGrammar(lark=NO_FORCING + written(rules), schemas=tuple(schemas))
 
 
-def _with_reasoning(marks: ReasoningFormat, rules: dict[str, str]) -> str:
-    """The root rule: the answer, with the reasoning that may come before it."""
-    if not (marks.is_open or marks.is_usual):
+def _with_reasoning(own: ReasoningFormat, rules: dict[str, str], marks: Marks) -> str:
+    """The start rule: the answer, with the reasoning that may come before it."""
+    if not (own.is_open or own.is_usual):
         return "answer"
-    answers = " | ".join(quoted(mark) for mark in marks.answers)
-    rules["gap"] = f"[ \\t\\r\\n]* {f'( {answers} )? ' if answers else ''}answer"
-    rules |= _until(marks.ends[0], "thought", "gap", may_end=False)
-    return "thought" if marks.is_open else f"{quoted(marks.begins[0])} thought | answer"
+    answers = " | ".join(marks.spelled(mark) for mark in own.answers)
+    rules["thought"] = f"thought-until /[ \\t\\r\\n]*/ {f'( {answers} )? ' if answers else ''}answer"
+    rules |= marks.until("thought-until", own.ends[0])
+    return "thought" if own.is_open else f"{marks.spelled(own.begins[0])} thought | answer"
 
 
-def _call(i: int, function: Mapping[str, Any], form: Form, rules: dict[str, str]) -> str:
-    """Add a rule for a call of a tool, without its mark. Returns the rule's name."""
+def _call(
+    i: int, function: Mapping[str, Any], form: Form, marks: Marks, rules: dict[str, str], schemas: list[ToolSchema]
+) -> str:
+    """The rule of a call of a tool, without its mark. Adds the rules and schemas that it refers to."""
     layout, name = CALL_SYNTAXES[form], function["name"]
-    before, after = (quoted(text.replace("NAME", name)) for text in (layout.before, layout.after))
+    before, after = (marks.spelled(text.replace("NAME", name)) for text in (layout.before, layout.after))
     schema = {"type": "object", **function["parameters"]}
-    if schema.get("properties") == {}:
-        schema = {"additionalProperties": False, **schema}
-    try:
-        arguments = _tags(schema, f"t{i}-", rules) if form is Form.QWEN_XML else _json(schema, f"t{i}-", schema, rules)
-    except SettingError as e:
-        if function.get("strict"):
-            at = f"tools[{i}].function.parameters"
-            raise BodyError(f"`{at}` {e.problem}", at) from e
-        arguments = _any_object(form, rules)
-    rules[f"call{i}"] = f"{before} {arguments} {_identity(layout)} {after}"
-    return f"call{i}"
+    if "additionalProperties" not in schema and "patternProperties" not in schema and "properties" in schema:
+        schema["additionalProperties"] = False
+    at, is_strict = f"tools[{i}].function.parameters", bool(function.get("strict"))
+    if form is Form.QWEN_XML:
+        arguments = _tags(schema, at, is_strict, marks, rules, schemas)
+    else:
+        arguments = _schema(schema, at, is_strict, _ANY_OBJECT, schemas)
+    return f"{before} {arguments} {_identity(layout)} {after}"
 
 
 def _identity(layout: CallSyntax) -> str:
     """Mistral's models may write an id after the arguments."""
-    return rf'( ", \"id\": \"" [a-zA-Z0-9]{{{layout.id_length}}} "\"" )?' if layout.id_length and layout.end else ""
+    if not (layout.id_length and layout.end):
+        return ""
+    return f'( ", \\"id\\": \\"" /[a-zA-Z0-9]{{{layout.id_length}}}/ "\\"" )?'
 
 
-def _any_object(form: Form, rules: dict[str, str]) -> str:
-    if form is Form.QWEN_XML:
-        rules |= _until("\n</parameter>\n", "free", '""', may_end=False)
-        return '( "<parameter=" [a-zA-Z0-9_.-]+ ">\\n" free )*'
-    return _json({"type": "object"}, "any-", {}, rules)
+def _schema(schema: Any, at: str, is_strict: bool, fallback: str, schemas: list[ToolSchema]) -> str:
+    """The name of the rule for a value that matches a schema."""
+    text = json.dumps(schema)
+    schemas.append(ToolSchema(schema=text, at=at, is_strict=is_strict, fallback=fallback))
+    return ToolSchema.rule(len(schemas) - 1)
 
 
-def _json(schema: Any, prefix: str, document: Any, rules: dict[str, str]) -> str:
-    root, found = rules_of(schema, document, prefix)
-    rules.setdefault(f"{prefix}value", root)
-    rules |= found
-    return f"{prefix}value"
-
-
-def _tags(schema: Mapping[str, Any], prefix: str, rules: dict[str, str]) -> str:
-    """Arguments as tags, the required ones first."""
+def _tags(
+    schema: Mapping[str, Any], at: str, is_strict: bool, marks: Marks, rules: dict[str, str], schemas: list[ToolSchema]
+) -> str:
+    """Arguments as tags, in the order of the properties."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if "any-value" not in rules:
+        rules |= marks.until("any-value", _TAG_END)
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise SettingError("json_schema", "must have an object as properties, and a list as required")
+        return _ANY_TAGS
+    definitions = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
     parts = []
-    for j, (key, own) in enumerate(sorted(properties.items(), key=lambda item: item[0] not in required)):
-        end = f"{prefix}p{j}"
+    for key, own in properties.items():
         values = own.get("enum") if isinstance(own, Mapping) else None
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-            rules[end] = f'( {" | ".join(map(quoted, values))} ) "\\n</parameter>\\n"'
+            value = f"( {' | '.join(map(string, values))} ) {string(_TAG_END)}"
         elif isinstance(own, Mapping) and own.get("type") == "string":
-            rules |= _until("\n</parameter>\n", end, '""', may_end=False)
+            value = "any-value"
         else:
-            rules[end] = f'{_json(own, f"{end}-", schema, rules)} "\\n</parameter>\\n"'
-        part = f"{quoted(f'<parameter={key}>' + chr(10))} {end}"
+            whole = {**own, **definitions} if isinstance(own, Mapping) else own
+            # a fallback is any JSON
+            value = f"{_schema(whole, at, is_strict, '%json {}', schemas)} {string(_TAG_END)}"
+        part = f"{string(f'<parameter={key}>' + chr(10))} {value}"
         parts.append(part if key in required else f"( {part} )?")
     return " ".join(parts) or '""'
-
-
-def _until(mark: str, name: str, then: str, may_end: bool) -> dict[str, str]:
-    """Rules for any text up to and including the first `mark`, followed by `then`. `name`: of the first rule.
-    `may_end`: the text may also end without a mark.
-
-    They are the Knuth-Morris-Pratt automaton: one rule per number of the mark's characters that the text ends with.
-    """
-    rules = {}
-    for n in range(len(mark)):
-        ways: dict[int, str] = {}
-        for character in dict.fromkeys(mark):
-            text = mark[:n] + character
-            n_next = len(mark) if text == mark else begun(mark, text)
-            if n_next:
-                ways[n_next] = ways.get(n_next, "") + character
-        others = "".join(class_character(character) for character in "".join(ways.values()))
-        rule = [f"[^{others}] {name}"] if others else [f". {name}"]
-        for n_next, characters in ways.items():
-            after = then if n_next == len(mark) else f"{name}-{n_next}"
-            rule += [f"{quoted(character)} {after}" for character in characters]
-        rules[f"{name}-{n}" if n else name] = " | ".join(rule) + (' | ""' if may_end else "")
-    return rules

@@ -1,0 +1,183 @@
+"""A grammar as llguidance follows it, token by token, on a model's vocabulary.
+
+A token takes a microsecond, and the mask of a whole vocabulary some 40. Special tokens have no text: a grammar allows
+them by number only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ggpipe.errors import RunError
+from ggpipe.llama.llguidance import MatcherInit, TokenizerInit, library
+from ggpipe.llama.vocab import Vocab
+
+_SPECIAL = b"\xff"
+_MESSAGE_BYTES = 512
+
+
+class GuidanceVocab:
+    """A model's vocabulary as llguidance needs it. Thread-safe."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        """Nothing is read before the first matcher."""
+        self.vocab = vocab
+        self._lock = threading.Lock()
+        self._tokenizer: int | None = None
+        self.n_tokens = vocab.n_tokens
+        self.ends = frozenset(vocab.end_tokens)
+        """Tokens that end the output."""
+
+    def matcher(self, lark: str) -> GuidedGrammar:
+        """A grammar in its first state. `lark`: as `check` returns it. Takes a second at the first time, for 150,000
+        tokens. Other threads go on meanwhile. Raises RunError."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._read()
+        own, init = library(), MatcherInit()
+        own.llg_constraint_init_set_defaults(ctypes.byref(init), self._tokenizer)
+        init.log_buffer_level = init.log_stderr_level = 0
+        init.limits.verbose_errors = False
+        grammar = GuidedGrammar(self, own.llg_new_matcher(ctypes.byref(init), b"lark", lark.encode()))
+        if error := grammar.error:
+            grammar.close()
+            raise RunError(f"llguidance cannot follow a grammar: {error}")
+        return grammar
+
+    def _read(self) -> int:
+        special = {*self.vocab.special_tokens.values(), *self.ends}
+        pieces = [
+            _SPECIAL + (self.vocab.text(token).encode() or piece) if token in special else piece
+            for token, piece in enumerate(self.vocab.pieces())
+        ]
+        lengths = np.array([len(piece) for piece in pieces], np.uint32)
+        ends = sorted(self.ends)
+        extra = (ctypes.c_uint32 * len(ends))(*ends)
+        init = TokenizerInit(
+            struct_size=ctypes.sizeof(TokenizerInit),
+            vocab_size=len(pieces),
+            tok_eos=ends[0] if ends else 2**32 - 1,
+            token_lens=lengths.ctypes.data,
+            token_bytes=b"".join(pieces),
+            use_approximate_greedy_tokenize_fn=True,
+            tok_eos_extra=extra,
+            tok_eos_extra_count=len(ends),
+        )
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        found: int | None = library().llg_new_tokenizer_v2(ctypes.byref(init), message, len(message))
+        if not found:
+            raise RunError(f"llguidance cannot use the model's vocabulary: {message.value.decode(errors='replace')}")
+        return found
+
+    def close(self) -> None:
+        """Free it, after all grammars. A second call does nothing."""
+        with self._lock:
+            if self._tokenizer is not None:
+                library().llg_free_tokenizer(self._tokenizer)
+            self._tokenizer = None
+
+
+class GuidedGrammar:
+    """The state of a grammar after a part of the output."""
+
+    def __init__(self, vocab: GuidanceVocab, matcher: int) -> None:
+        """`matcher`: llguidance's, which belongs to this from now on."""
+        self._vocab = vocab
+        self._own = library()
+        self._matcher: int | None = matcher
+        self._mask: NDArray[np.bool_] | None = None
+        """Which tokens may be next, where that was asked for in this state."""
+        self._n_mask_bytes = int(self._own.llg_matcher_get_mask_byte_size(matcher))
+
+    @property
+    def error(self) -> str:
+        """Why it cannot be followed, or became too complex; empty: it can."""
+        found = self._own.llg_matcher_get_error(self._matcher)
+        return " ".join(found.decode("utf-8", "replace").split()) if found else ""
+
+    def clone(self) -> GuidedGrammar:
+        """Another one that stands where this one does."""
+        other = GuidedGrammar(self._vocab, self._own.llg_clone_matcher(self._matcher))
+        other._mask = self._mask
+        return other
+
+    def fits(self, token: int) -> bool:
+        """Whether it may be the next one."""
+        return bool(self._mask[token]) if self._mask is not None else self.fit((token,))
+
+    def fit(self, tokens: Sequence[int]) -> bool:
+        """Whether these may follow, one after the other."""
+        n = len(tokens)
+        found: int = self._own.llg_matcher_validate_tokens(self._matcher, (ctypes.c_uint32 * n)(*tokens), n)
+        return found == n
+
+    def allowed(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of these may be the next one."""
+        found: NDArray[np.bool_] = self._fitting()[np.asarray(tokens)]
+        return found
+
+    def best(self, logits: NDArray[np.float32], n: int) -> NDArray[np.int32]:
+        """All that may be next of a whole row, without tokens whose logits are minus infinity."""
+        return np.flatnonzero(self._fitting() & np.isfinite(logits)).astype(np.int32)
+
+    def all(self, most: int) -> NDArray[np.int32] | None:
+        """All tokens that may be the next one; None when there are more than `most`."""
+        fitting = self._fitting()
+        return np.flatnonzero(fitting).astype(np.int32) if np.count_nonzero(fitting) <= most else None
+
+    def _fitting(self) -> NDArray[np.bool_]:
+        if self._mask is None:
+            packed = np.zeros(self._n_mask_bytes, np.uint8)  # stays empty where the grammar became too complex
+            self._own.llg_matcher_compute_mask_into(self._matcher, packed.ctypes.data, len(packed))
+            self._mask = np.unpackbits(packed, bitorder="little")[: self._vocab.n_tokens].view(np.bool_)
+        return self._mask
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token. Returns False, and changes nothing, if it is not allowed. Tokens that end the output
+        do not change the state."""
+        if not self.fits(token):
+            return False
+        self.go_on(token)
+        return True
+
+    def go_on(self, token: int) -> None:
+        """Advance by a token that fits for certain."""
+        if token not in self._vocab.ends:
+            self._own.llg_matcher_consume_token(self._matcher, token)
+            self._mask = None
+
+    def settle(self) -> None:
+        """Nothing is left for later."""
+
+    def draft_check(self) -> GuidedDraftCheck:
+        """Says which draft tokens fit after this state, as it is then."""
+        return GuidedDraftCheck(self)
+
+    def close(self) -> None:
+        """Free it. A second call does nothing."""
+        if self._matcher is not None:
+            self._own.llg_free_matcher(self._matcher)
+        self._matcher = None
+
+
+class GuidedDraftCheck:
+    """Which draft tokens fit a grammar: llguidance follows a path and goes back, a microsecond a token."""
+
+    def __init__(self, grammar: GuidedGrammar) -> None:
+        """`grammar`: as it stands after the last accepted token."""
+        self._grammar = grammar
+
+    def fits(self, path: tuple[int, ...], token: int) -> bool:
+        """Whether a token may follow these draft tokens, which follow the last accepted token."""
+        return self._grammar.fit((*path, token))
+
+    def accept(self, token: int) -> None:
+        """The grammar itself has advanced."""
+
+    def close(self) -> None:
+        """Nothing belongs to it."""
