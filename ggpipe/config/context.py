@@ -44,8 +44,8 @@ class ContextConfig:
     exact: bool = False
     """Reference kernels: the same bits for every split, mode and thread count."""
     fast_kernels: bool = True
-    """Use ggpipe's own flash attention and products of quantized weights, which equal ggml's except for rounding. ggml's
-    are used where ours are not supported or not faster, and with `exact`."""
+    """Use ggpipe's own flash attention and products of quantized weights, which equal ggml's except for rounding.
+    ggml's are used where ours are not supported or not faster, and with `exact`."""
     rope_scaling: RopeScaling | None = None
     """None: the model's."""
     rope_scale: float = 0.0

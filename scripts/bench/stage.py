@@ -6,8 +6,8 @@ hops    two and three ranks under mpirun: the stages' decode times against the w
 memory  a quarter of the layers: resident memory (smaps) mapped, bytes read (rchar) unmapped
 idle    CPU time of a rank that waits for 10 s
 
-All on random Q4_0 models of 0.75 B parameters, one thread a rank, each rank pinned to one core (but for rows). What is compared is
-measured in turn, A B A B, in one run; tables show medians of the pairs' ratios with the quartiles.
+All on random Q4_0 models of 0.75 B parameters, one thread a rank, each rank pinned to one core (not for rows). What is
+compared is measured in turn, A B A B, in one run; tables show medians of the pairs' ratios with the quartiles.
 """
 
 from __future__ import annotations
