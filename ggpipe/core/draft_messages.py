@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from ggpipe.config.engine import Saves
 from ggpipe.config.speculation import SpeculationConfig
 
@@ -14,8 +16,7 @@ Candidates = tuple[tuple[int, float], ...]
 """A draft's best tokens for one position with their probabilities, the most probable first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
+class Expansion(msgspec.Struct, frozen=True):
     """What a drafter proposes after one node: its best candidates with their probabilities.
 
     The first `n` candidates are draft tokens, numbered `first`, `first + 1`, ... within their request and drafter.

@@ -58,24 +58,20 @@ class RunInFlight(Generic[Owner]):
     parts: Sequence[RunPart[Owner]]
     submitted_at: float
     cancelled: bool = False
+    needs: frozenset[int] = frozenset()
+    """The runs on which it depends: those with the row before each of its rows."""
     saved: frozenset[int] = frozenset()
     """Runs without which what is to be saved is not computed."""
 
     @property
     def lives(self) -> bool:
         """Whether any row is still needed."""
-        return any(part.n_live for part in self.parts)
+        return any([part.n_live for part in self.parts])
 
     @property
     def n_prompt_rows(self) -> int:
         """Rows of prompts that are no nodes."""
         return sum(part.n_prompt_rows for part in self.parts)
-
-    @property
-    def needs(self) -> set[int]:
-        """The runs on which it depends: those with the row before each of its rows."""
-        needs = {part.after for part in self.parts}
-        return needs.union(node.parent.run for part in self.parts for node in part.nodes if node.parent is not None)
 
 
 class InFlight(Generic[Owner]):
@@ -166,7 +162,9 @@ class InFlight(Generic[Owner]):
         )
         self.next_run += 1
         self.ops.clear()
-        self._runs[run.id] = RunInFlight(run=run, parts=parts, submitted_at=now)
+        needs = {node.parent.run for part in parts for node in part.nodes if node.parent is not None}
+        needs.update(part.after for part in parts)
+        self._runs[run.id] = RunInFlight(run=run, parts=parts, submitted_at=now, needs=frozenset(needs))
         return run
 
     def end(self, result: RunResult) -> RunInFlight[Owner]:
@@ -181,6 +179,8 @@ class InFlight(Generic[Owner]):
                 del self._of[part.owner]
                 self._latest_text.pop(part.owner, None)
         self.n_computed -= bool(ended.parts) and not ended.cancelled
+        if not result.rows:
+            return ended
         takers = [(part, node) for part in ended.parts for node in (*[None] * part.n_text_rows, *part.nodes)]
         for row in result.rows:
             part, node = takers[row.row]

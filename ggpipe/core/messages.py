@@ -1,10 +1,15 @@
-"""What the head and the stages send each other: rows, runs, KV operations, results."""
+"""What the head and the stages send each other: rows, runs, KV operations, results.
+
+Rows and operations, of which a run has many, are msgspec structs: creating one takes a tenth of a dataclass's time.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ggpipe.config.model import TARGET
 
@@ -16,8 +21,7 @@ class KvKind(enum.IntEnum):
     CP = 1
 
 
-@dataclass(frozen=True, slots=True)
-class KvOp:
+class KvOp(msgspec.Struct, frozen=True):
     """One operation. `p0`, `p1`: positions [p0, p1); -1 is open. `dst`: the sequence that CP copies to."""
 
     kind: KvKind
@@ -61,8 +65,7 @@ class StateRef:
     """A run of the target; else one of the pipeline that reads it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One token of a run."""
 
     token: int

@@ -134,6 +134,11 @@ class SequenceState(abc.ABC):
         return ()
 
     @property
+    def waits_for_run(self) -> bool:
+        """Rows of it wait to go into a run."""
+        return self.phase is Phase.PREFILL
+
+    @property
     def n_root_rows(self) -> int:
         """Rows of the run that its root goes into, of this sequence, without draft tokens."""
         return 1 + self.tree.n_again
@@ -264,6 +269,10 @@ class RequestState(SequenceState):
     def decodes(self) -> bool:
         """Whether its prompt is submitted and its output continues."""
         return self.phase in (Phase.DECODING, Phase.FETCHING) and self.n_predict != 0
+
+    @property
+    def waits_for_run(self) -> bool:
+        return self.phase is Phase.PREFILL or not self.tree.root.submitted or self.tree.has_waiting
 
     @property
     def overlaps(self) -> bool:

@@ -52,6 +52,10 @@ class RunCost:
         """Time of a run in its slowest stage, by its rows."""
         self._tried: list[int] = []
         """The numbers of rows with a time, ascending."""
+        self._beside: dict[int, tuple[int | None, int | None]] = {}
+        """By number of rows with a time: the next smaller and the next larger ones."""
+        self._times: dict[int, float] = {}
+        """What `time` returned since the last run ended."""
         self.length = 1.0
         """A run's time in all stages, as a multiple of that in its slowest."""
         self._prompt_row_s: dict[int, float] = {}
@@ -74,13 +78,15 @@ class RunCost:
     def ended(self, n_rows: int, slowest_s: float, total_s: float = 0.0) -> None:
         """A run came back; `slowest_s`: its time in its slowest stage, `total_s`: in all stages."""
         self.length += (_LEARN if self._n_ended else 1.0) * (max(total_s / slowest_s, 1.0) - self.length)
-        for n in self._seconds:
-            self._seconds[n] += _FORGET * (self._expected(n) - self._seconds[n])
-        if n_rows not in self._seconds:
-            bisect.insort(self._tried, n_rows)
+        for n, (shorter, longer) in self._beside.items():
+            self._seconds[n] += _FORGET * (self._between(shorter, n, longer) - self._seconds[n])
         known = self._seconds.get(n_rows, slowest_s)
         learn = _LEARN_OLD if self._is_old(n_rows) else _LEARN_TIME
         self._seconds[n_rows] = known + learn * (slowest_s - known)
+        if n_rows not in self._beside:
+            bisect.insort(self._tried, n_rows)
+            self._beside = {n: self._neighbours(n) for n in self._seconds}
+        self._times.clear()
         self._n_ended += 1
         self._ends.setdefault(n_rows, collections.deque(maxlen=_TRIALS)).append(self._n_ended)
 
@@ -135,7 +141,9 @@ class RunCost:
 
     def time(self, n: int) -> float:
         """As `seconds`; before the first run in units of a run of one row."""
-        return self._seconds[n] if n in self._seconds else self._expected(n)
+        if (seconds := self._times.get(n)) is None:
+            seconds = self._times[n] = self._seconds[n] if n in self._seconds else self._expected(n)
+        return seconds
 
     @property
     def _one(self) -> float:
@@ -150,15 +158,23 @@ class RunCost:
         """The time of a run that lies between two lengths: the shorter one's, or the longer one's in proportion to its
         rows, whichever is more, since rows are free until arithmetic is the limit. A run that is longer than all takes
         as much more for each row as the longest did beyond the shortest, or `_UNTRIED` where there is one length."""
-        at = bisect.bisect_left(self._tried, n)
-        shorter = self._tried[at - 1] if at > 0 else 1
-        known_s = self._seconds[shorter] if at > 0 else self._one
-        at = bisect.bisect_right(self._tried, n, at)
-        if at < len(self._tried):
-            longer = self._tried[at]
+        shorter, longer = self._neighbours(n)
+        return self._between(shorter, n, longer)
+
+    def _neighbours(self, n: int) -> tuple[int | None, int | None]:
+        """The tried lengths next to this one."""
+        first, last = bisect.bisect_left(self._tried, n), bisect.bisect_right(self._tried, n)
+        return self._tried[first - 1] if first > 0 else None, self._tried[last] if last < len(self._tried) else None
+
+    def _between(self, shorter: int | None, n: int, longer: int | None) -> float:
+        """See `_expected`."""
+        known_s = self._one if shorter is None else self._seconds[shorter]
+        if longer is not None:
             return max(known_s, self._seconds[longer] * n / longer)
         row_s = _UNTRIED * self._one
-        if self._tried and shorter > (shortest := self._tried[0]):
+        if shorter is None:
+            return known_s + row_s * (n - 1)
+        if shorter > (shortest := self._tried[0]):
             row_s = max(known_s - self._seconds[shortest], 0.0) / (shorter - shortest)
         return known_s + row_s * (n - shorter)
 
@@ -182,9 +198,9 @@ def most_per_second(probabilities: Iterable[float], cost: RunCost, n_roots: int 
     one_s = cost.time(1)
     for n, probability in enumerate(probabilities, 1):
         gain += probability
-        run_s = cost.time(n_roots + n)
-        doubt = min((1 - probability) / _DOUBT, 1.0)
-        late_s = 0.0 if n_roots else cost.length * max(run_s - one_s, 0.0) * doubt
+        run_s, late_s = cost.time(n_roots + n), 0.0
+        if not n_roots and run_s > one_s:
+            late_s = cost.length * (run_s - one_s) * min((1 - probability) / _DOUBT, 1.0)
         if (rate := gain / (run_s + late_s)) > most:
             best, most = n, rate
     return best

@@ -76,12 +76,12 @@ class Scheduler:
         steered by actions."""
         self._limits = limits
         self._in_flight: InFlight[SequenceState] = InFlight(limits.n_seq, limits.n_requests + limits.n_prefixes)
-        self._pipeline = PipelineState(limits, self._in_flight)
         self._payoff = Payoff()
         self._prefixes = PrefixCache(limits, self._in_flight.ids, self._in_flight.ops, restored)
         self._text_drafters = text_drafters or {}
         self._admission = Admission(limits, self._prefixes, self._text_drafters)
         self._states = self._admission.states
+        self._pipeline = PipelineState(limits, self._in_flight, self._admission)
         self._now = 0.0
         self._wake_at: float | None = None
         self._to_drafters: list[SchedulerAction] = []
@@ -93,13 +93,17 @@ class Scheduler:
         """
         actions: list[SchedulerAction] = []
         self._now = self._pipeline.now = now
-        match event:
-            case Arrived(request):
-                self._arrived(event, request, actions)
+        match event:  # the most frequent first
             case RunEnded(result):
                 self._run_ended(result, actions)
+            case Tick():
+                pass
+            case Drafted(micro_batch):
+                self._drafted(micro_batch)
             case Sampled():
                 self._sampled(event, actions)
+            case Arrived(request):
+                self._arrived(event, request, actions)
             case RowNeeded(request_id):
                 self._row_needed(request_id, actions)
             case RowFetched(request_id, row):
@@ -107,8 +111,6 @@ class Scheduler:
             case NoToken(request_id):
                 if (state := self._open(request_id)) is not None:
                     self._end(state, Finish.NO_TOKEN, actions)
-            case Drafted(micro_batch):
-                self._drafted(micro_batch)
             case SavePrefix() | RestorePrefix():
                 self._admission.wait(event)
                 self._admit(actions)
@@ -119,8 +121,6 @@ class Scheduler:
                 self._transferred(event, actions)
             case StopRequest(request_id):
                 self._stop(request_id, actions)
-            case Tick():
-                pass
         self._fill(actions)
         actions += self._to_drafters  # the pipeline first
         self._to_drafters.clear()
@@ -274,9 +274,8 @@ class Scheduler:
             return  # it decides which draft tokens live, and others' tokens come out of the same run
         while True:
             states = [state for state in self._states.values() if state.has_rows]
-            if not states:
+            if not any([state.waits_for_run for state in states]):
                 return
-            self._pipeline.spare_cells = self._admission.spare_cells
             choice = frontier.choose(self._pipeline, states)
             self._wake_at = choice.wake_at
             if not self._submit(choice.schedule, actions):
@@ -312,24 +311,25 @@ class Scheduler:
     ) -> RunPart[SequenceState] | None:
         state, tree = scheduled.state, scheduled.state.tree
         end, nodes, most = state.prompt_end(scheduled.n_prompt), scheduled.nodes, scheduled.most
+        takes_root = bool(most) and not tree.root.submitted
         if scheduled.n_prompt:
             self._prefixes.checkpoint(state.prefix, state.n_past)
         if scheduled.n_prompt and end == len(state.prompt) and isinstance(state, RequestState):
-            end, nodes, most = end - 1, [tree.root], 1
+            end, nodes, most, takes_root = end - 1, (tree.root,), 1, True
             state.enter(Phase.DECODING)
         own_seqs: tuple[int, ...] = (tree.seq,)
         cells = [(state.prompt[i], i, own_seqs) for i in range(state.n_past, end)]
-        again = state.again if nodes and nodes[0] is tree.root else ()
+        again = state.again if takes_root else ()
         cells += [(token, tree.root.pos - len(again) + i, own_seqs) for i, token in enumerate(again)]
         state.n_past = max(state.n_past, end)
         placed = tree.place(nodes, self._in_flight.next_run, most)
         cells += [(node.token, node.pos, tuple(sorted(node.seqs))) for node in placed]
-        rows = []
+        rows, latest, index = [], None, -1
         for token, pos, seqs in cells:
-            logits_request = state.logits_request_at(pos)
-            index = (
-                logits_requests.setdefault(logits_request, len(logits_requests)) if logits_request is not None else -1
-            )
+            if (logits_request := state.logits_request_at(pos)) is not latest:
+                latest, index = logits_request, -1
+                if logits_request is not None:
+                    index = logits_requests.setdefault(logits_request, len(logits_requests))
             rows.append(Row(token=token, pos=pos, seqs=seqs, request=state.id, logits_request=index))
         if not rows:
             return None

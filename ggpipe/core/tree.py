@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from ggpipe.core.messages import KvKind, KvOp, RowLogits
 from ggpipe.core.sequence_ids import SequenceIds
@@ -39,22 +40,21 @@ class Proposal(NamedTuple):
     prob: float
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Node:
+class Node(msgspec.Struct, eq=False, kw_only=True):
     """A token that may come. Tokens of the prompt and accepted ones are nodes too, while they are in flight."""
 
     token: int
     pos: int
     parent: Node | None = None
-    proposals: list[Proposal] = field(default_factory=list)
+    proposals: list[Proposal] = msgspec.field(default_factory=list)
     """Of the drafters that named it; none: the target's own token."""
     probability: float = 1.0
     """Probability of this token after its parent, as the tree's owner judges the proposals; 1 for accepted ones."""
     log_path: float = 0.0
     """Logarithm of the probabilities of all draft tokens up to this one. Accepted ones add the same to every path."""
-    children: dict[int, Node] = field(default_factory=dict)
+    children: dict[int, Node] = msgspec.field(default_factory=dict)
     """By token."""
-    seqs: set[int] = field(default_factory=set)
+    seqs: set[int] = msgspec.field(default_factory=set)
     """Ids whose path goes through it; empty until it is submitted."""
     tip_of: int | None = None
     """The id whose path ends here: the next node after this one takes it."""
@@ -180,6 +180,11 @@ class Tree:
             self._waiting.sort(key=_LOG_PATH, reverse=True)
             self._is_sorted = True
         return self._waiting
+
+    @property
+    def has_waiting(self) -> bool:
+        """Draft tokens are in no run yet."""
+        return bool(self._waiting)
 
     def _chain(self) -> Iterator[Node]:
         """What follows the deepest node that is in a run, each time the most probable child."""

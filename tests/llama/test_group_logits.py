@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from support.pipeline import Pipeline
@@ -78,7 +79,9 @@ def test_the_best_of_a_models_logits(tmp_path: Path) -> None:
         LogitsRequest(LogitsKind.TOP, 5, sums=False, also=(0, 200, 383)),
     )
     with Pipeline(path, context=ContextConfig(n_ctx=256, n_seq=4), shares=[(2, 1, 1)]) as pipeline:
-        rows = tuple(replace(row, logits_request=i % 5 if i >= 12 else -1) for i, row in enumerate(prompt.rows))
+        rows = tuple(
+            msgspec.structs.replace(row, logits_request=i % 5 if i >= 12 else -1) for i, row in enumerate(prompt.rows)
+        )
         first = pipeline.outcome(replace(prompt, rows=rows, logits_requests=wants))
         again = pipeline.outcome(
             Run(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from support.pipeline import Pipeline, even_cuts
@@ -60,7 +61,10 @@ def test_rows_that_want_nothing_are_not_given_out(tmp_path: Path) -> None:
     with Reference(path, 256, exact=True) as reference:
         libllamas = reference.hidden(prompt)[-1]
         logits = reference.decode(run_of(2, (9,), 33))[0]
-    prompt = replace(prompt, rows=tuple(replace(row, logits_request=-1) for row in prompt.rows[:-1]) + prompt.rows[-1:])
+    prompt = replace(
+        prompt,
+        rows=tuple(msgspec.structs.replace(row, logits_request=-1) for row in prompt.rows[:-1]) + prompt.rows[-1:],
+    )
     states = []
     for cuts, shares in (((), ()), ((1,), ()), ((), [(0.5, 0.5)])):
         with Pipeline(path, cuts, replace(context, exact=not shares), shares=shares) as pipeline:

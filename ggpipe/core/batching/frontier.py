@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from ggpipe.core.request_state import Phase, RequestState, SequenceState
 from ggpipe.core.run_cost import most_per_second
 from ggpipe.core.tree import Node
 
+_PROBABILITY = operator.itemgetter(0)
 _WAIT_LIMIT = 2.0
 """Times a drafter's usual pace: the longest that a fresh root waits for its next draft token."""
 
@@ -42,8 +44,8 @@ class Choice:
     """When to choose again, by the clock of `PipelineState.now`; None: only an event changes the choice."""
 
 
-FrontierToken = tuple[RequestState, Node]
-"""A draft token that may go in, with its request."""
+FrontierToken = tuple[float, RequestState]
+"""The path probability of a draft token that may go in, and its request."""
 
 
 def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
@@ -51,9 +53,16 @@ def choose(pipeline: PipelineState, states: Sequence[SequenceState]) -> Choice:
     gathers_until = prompts.gather_until(pipeline, states)
     if pipeline.now < gathers_until:
         return Choice(wake_at=gathers_until)
-    waiting = [state for state in states if state.phase is Phase.PREFILL]
-    decoding = [state for state in states if isinstance(state, RequestState) and state.decodes]
-    ready = [state for state in decoding if not state.tree.root.submitted and _is_ready(state)]
+    waiting: list[SequenceState] = []
+    decoding: list[RequestState] = []
+    ready: list[RequestState] = []
+    for state in states:
+        if state.phase is Phase.PREFILL:
+            waiting.append(state)
+        elif isinstance(state, RequestState) and state.decodes:
+            decoding.append(state)
+            if not state.tree.root.submitted and _is_ready(state):
+                ready.append(state)
     ready.sort(key=lambda state: state.root_since)
     if waiting:
         schedule = prompts.schedule(pipeline, waiting, decoding, ready, pipeline.n_awaited_runs(states))
@@ -76,7 +85,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
     others = {state for state in decoding if rolls_back and state.tree.root.submitted and state.is_async}
     followed = [state for state in decoding if state in roots or state in others]
     found = _best_first(pipeline, followed, pipeline.limits.n_rows - rows_of(roots))
-    probabilities = [_path_probability(one) for one in found]
+    probabilities = [probability for probability, _ in found]
     if not all(state.is_async for state in roots):  # there are no later runs for their draft tokens
         n = len(found) if len(decoding) == 1 else most_per_second(probabilities, pipeline.cost, len(roots))
     elif len(decoding) == 1:
@@ -139,14 +148,15 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     if pipeline.n_in_flight >= (pipeline.limits.n_in_flight if len(decoding) == 1 else pipeline.n_stages):
         return Choice()
     drafting = [state for state in decoding if state.is_async and pipeline.may_draft(state)]
-    if not any(_has_draft_tokens(pipeline, state) for state in drafting):
+    if not drafting:
         return Choice()
     if pipeline.now < (slot_at := pipeline.slot_at):
         return Choice(wake_at=slot_at)
-    found = _best_first(pipeline, drafting, pipeline.limits.n_rows)
-    if not pipeline.limits.rolls_back:
-        found = [one for one in found if one[0] is found[0][0]]
-    n = most_per_second(map(_path_probability, found), pipeline.cost)
+    most = min(pipeline.limits.n_rows, pipeline.cost.most_rows)
+    found = _best_first(pipeline, drafting, most)
+    if not pipeline.limits.rolls_back and len(drafting) > 1 and found:
+        found = _best_first(pipeline, (found[0][1],), most)
+    n = most_per_second([probability for probability, _ in found], pipeline.cost)
     return Choice(_schedule((), found, n))
 
 
@@ -187,11 +197,10 @@ def look_ahead_at_once(load: PipelineState, state: RequestState, others: Sequenc
 
 
 def _best_first(pipeline: PipelineState, states: Sequence[RequestState], most: int) -> Sequence[FrontierToken]:
-    """Draft tokens of these requests that have room, `most` of them at most, the most probable path first, so parents
-    before their children."""
-    found = [one for state in states for one in _found(state)]
+    """Draft tokens of these requests that have room, `most` of them at most, the most probable path first."""
+    found = [one for state in states for one in _found(state, most)]
     if len(states) > 1:
-        found.sort(key=_path_probability, reverse=True)
+        found.sort(key=_PROBABILITY, reverse=True)
     spare = pipeline.spare_cells
     return found[:most] if spare >= len(found) else list(itertools.islice(_with_cells(found, spare), most))
 
@@ -200,7 +209,7 @@ def _with_cells(found: Iterable[FrontierToken], spare: int) -> Iterator[Frontier
     """Those of these draft tokens for which their request has reserved cells, or one of the `spare` ones is left."""
     reserved: dict[RequestState, int] = {}
     for one in found:
-        state, _ = one
+        _, state = one
         own = reserved.get(state)
         if own is None:
             own = max(state.n_cells - state.n_used, 0)
@@ -210,33 +219,27 @@ def _with_cells(found: Iterable[FrontierToken], spare: int) -> Iterator[Frontier
         reserved[state] = max(own - 1, 0)
 
 
-def _has_draft_tokens(pipeline: PipelineState, state: RequestState) -> bool:
-    """`_best_first` would find some of this request."""
-    has_cells = pipeline.spare_cells > 0 or state.n_cells > state.n_used
-    return has_cells and next(state.draft_tokens(), None) is not None
-
-
-def _found(state: RequestState) -> Iterator[FrontierToken]:
+def _nodes(state: RequestState) -> Iterator[Node]:
     """As many draft tokens of one request as it may have in a run, the most probable path first."""
-    most = state.request.speculation.most_drafted
-    return zip(itertools.repeat(state), itertools.islice(state.draft_tokens(), most), strict=False)
+    return itertools.islice(state.draft_tokens(), state.request.speculation.most_drafted)
 
 
-def _path_probability(one: FrontierToken) -> float:
-    """Of a draft token's path below the root."""
-    state, node = one
-    return math.exp(node.log_path - state.tree.root.log_path)
+def _found(state: RequestState, most: int) -> Iterator[FrontierToken]:
+    """The same as `_nodes`, `most` of them at most."""
+    log_root = state.tree.root.log_path
+    for node in itertools.islice(_nodes(state), most):
+        yield math.exp(node.log_path - log_root), state
 
 
 def _schedule(roots: Iterable[RequestState], found: Sequence[FrontierToken], n: int) -> list[ScheduledRows]:
     """These accepted tokens and the first `n` draft tokens. Further ones take the places of those that get no id."""
-    schedule = {state: ScheduledRows(state, nodes=[state.tree.root], most=1) for state in roots}
-    for state, _ in found[:n]:
-        scheduled = schedule.setdefault(state, ScheduledRows(state))
-        scheduled.most += 1
-    for state, node in found:
-        if state in schedule:
-            schedule[state].nodes.append(node)
+    schedule = {
+        state: ScheduledRows(state, nodes=itertools.chain((state.tree.root,), _nodes(state)), most=1) for state in roots
+    }
+    for _, state in found[:n]:
+        if state not in schedule:
+            schedule[state] = ScheduledRows(state, nodes=_nodes(state))
+        schedule[state].most += 1
     return list(schedule.values())
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ggpipe.core.admission import Admission
 from ggpipe.core.batching.rows import Rounds
 from ggpipe.core.in_flight import InFlight, RunInFlight, RunPart
 from ggpipe.core.messages import RunResult
@@ -25,7 +26,7 @@ class ScheduledRows:
     """What one request puts into a run: tokens of its prompt, or the first `most` of these nodes that get an id."""
 
     state: SequenceState
-    nodes: list[Node] = field(default_factory=list)
+    nodes: Iterable[Node] = ()
     n_prompt: int = 0
     most: int = 0
 
@@ -49,20 +50,19 @@ def rows_of(states: Iterable[RequestState]) -> int:
 class PipelineState:
     """See the module's text. The scheduler keeps it up to date."""
 
-    def __init__(self, limits: Limits, in_flight: InFlight[SequenceState]) -> None:
+    def __init__(self, limits: Limits, in_flight: InFlight[SequenceState], admission: Admission) -> None:
         self.limits = limits
         self.n_stages = limits.n_stages
         """Runs that are computed at the same time, one in each stage."""
         self.cost = RunCost()
         """What runs of this pipeline take."""
         self.now = 0.0
-        self.spare_cells = 0
-        """Cells that no request holds or has reserved."""
         self.had_prompts = False
         """The latest run had tokens of prompts."""
         self.had_embedding = False
         """The latest run was an embedding's."""
         self._in_flight = in_flight
+        self._admission = admission
         self._free_at = 0.0
         """When the slowest stage is through with all that is submitted."""
         self._n_in_flight: collections.Counter[int] = collections.Counter()
@@ -72,6 +72,11 @@ class PipelineState:
     def n_in_flight(self) -> int:
         """Runs that are or will be computed; cancelled ones and bare operations only pass through."""
         return self._in_flight.n_computed
+
+    @property
+    def spare_cells(self) -> int:
+        """Cells that no request holds or has reserved."""
+        return self._admission.spare_cells
 
     @property
     def has_prompts(self) -> bool:
@@ -116,8 +121,8 @@ class PipelineState:
     def submitted(self, parts: Sequence[RunPart[SequenceState]], only_one: bool) -> None:
         """A run of these parts goes in; `only_one`: there is one request, and nothing of any other is in flight."""
         fresh = only_one and parts[0].owner.tree.root in parts[0].nodes
-        n_nodes = sum(len(part.nodes) + part.n_again for part in parts)
-        n_prompt_rows = sum(part.n_prompt_rows for part in parts)
+        n_prompt_rows = sum([part.n_prompt_rows for part in parts])
+        n_nodes = sum([len(part.rows) for part in parts]) - n_prompt_rows
         before = self.now if fresh else max(self._free_at, self.now)  # runs before a fresh root are dead
         self._free_at = before + self.cost.prompt_s(n_nodes, n_prompt_rows)
         self.had_prompts, self.had_embedding = n_prompt_rows > 0, parts[0].owner.embeds

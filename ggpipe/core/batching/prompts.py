@@ -56,7 +56,7 @@ def schedule(
     if rows_of(ready) >= n_tokens:
         n_tokens -= pipeline.rows_for_prompts(len(waiting), len(ready))
     first = fitting(ready, n_tokens)
-    roots, n_rows = [ScheduledRows(state, nodes=[state.tree.root], most=1) for state in first], rows_of(first)
+    roots, n_rows = [ScheduledRows(state, nodes=(state.tree.root,), most=1) for state in first], rows_of(first)
     n_new = sum(len(state.prompt) - state.counters.cached_tokens for state in waiting)
     n_prompt = min(pipeline.limits.prompt_rows(n_new), pipeline.limits.n_rows - n_rows)
     n_left = sum(len(state.prompt) - state.n_past for state in waiting)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from ggpipe.core.draft_messages import Accepted, BeginDrafting, EndDrafting, Expansion, MicroBatch
@@ -239,9 +240,10 @@ class DraftModel:
             if state.is_best_first
             for node in itertools.islice(state.tips(), state.begin.speculation.draft_rows)
         ]
-        tips.sort(key=lambda tip: -tip[0])
-        n = most_per_second((probability for probability, _ in tips[: self._limits.n_rows]), self._cost)
-        return collections.Counter(state for _, state in tips[:n])
+        if len(self._requests) > 1:
+            tips.sort(key=operator.itemgetter(0), reverse=True)
+        n = most_per_second([probability for probability, _ in tips[: self._limits.n_rows]], self._cost)
+        return collections.Counter([state for _, state in tips[:n]])
 
     def _chunk_end(self, state: DraftState) -> int:
         """Where the run ends that computes the next tokens of a text, where cells suffice. What follows the prompt is

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from ggpipe.core.draft_messages import ROOT, Accepted, BeginDrafting, Candidates, Expansion
 from ggpipe.core.drafters.base import DraftAction, DraftEvent, DraftPipeline, ForgetStates, StatesArrived
 from ggpipe.core.drafters.draft_model import DraftModel
@@ -251,5 +253,5 @@ class EagleHead(DraftModel):
             assert node.parent is not None
             assert node.parent.logits is not None
             refs.append(StateRef(node.parent.run, node.parent.logits.row))
-        part.rows = [replace(row, state=ref) for row, ref in zip(part.rows, refs, strict=True)]
+        part.rows = [msgspec.structs.replace(row, state=ref) for row, ref in zip(part.rows, refs, strict=True)]
         return part
