@@ -24,7 +24,7 @@ from ggpipe.config.model import ModelConfig
 from ggpipe.core.messages import LogitsKind, LogitsRequest, RowLogits
 from ggpipe.errors import ModelError, RunError
 from ggpipe.llama.gguf import ModelFile
-from ggpipe.llama.group_cuts import cuts, most_latent_parts
+from ggpipe.llama.group_cuts import cuts, most_parts_by_heads
 from ggpipe.llama.libllama import last_error, lib, logged_errors, native
 from ggpipe.llama.model_header import ModelHeader, n_numbers
 from ggpipe.llama.params import model_params
@@ -52,10 +52,13 @@ SPLIT_LATENT = frozenset(
 )
 """Those whose attention is latent: its heads are split, by our own rule, and its KV cells are not."""
 
+SPLIT_HYBRID = frozenset(["falcon-h1", "granitehybrid", "jamba", "nemotron_h", "nemotron_h_moe", "qwen3next"])
+"""Hybrid models whose attention is split by our own rule, and of whose recurrent layers only gated delta nets are."""
+
 SPLIT_FFN = frozenset(
     """
-    baichuan bloom deepseek4 falcon-h1 granitehybrid grok jais jamba mamba mamba2 minimax-01 minimax-m2 minimax-m3
-    nemotron_h nemotron_h_moe olmo2 olmoe plamo2 qwen3next qwen3tts refact stablelm talkie
+    baichuan bloom deepseek4 grok jais mamba mamba2 minimax-01 minimax-m2 minimax-m3 olmo2 olmoe plamo2 qwen3tts refact
+    stablelm talkie
     """.split()  # noqa: SIM905
 )
 """Those of which only FFN and output are: libllama does not split their attention, or ALiBi's slopes would be wrong."""
@@ -96,15 +99,25 @@ def splits_attention(file: ModelFile) -> bool:
 
 def splits_latent(file: ModelFile) -> bool:
     """The parts share the heads of latent attention, and each has all of its KV cells."""
-    return file.architecture in SPLIT_LATENT and most_latent_parts(file) > 1
+    return file.architecture in SPLIT_LATENT and most_parts_by_heads(file) > 1
+
+
+def splits_hybrid(file: ModelFile) -> bool:
+    """The parts share the attention heads of a hybrid model, with their KV cells."""
+    return file.architecture in SPLIT_HYBRID and most_parts_by_heads(file) > 1
+
+
+def splits_by_heads(file: ModelFile) -> bool:
+    """The parts share attention heads by our own cuts."""
+    return splits_latent(file) or splits_hybrid(file)
 
 
 def most_parts(file: ModelFile) -> int:
     """Parts of a group that all have attention heads to compute; 1: the model is not known to work in groups."""
-    if file.architecture not in SPLIT_ATTENTION | SPLIT_LATENT | SPLIT_FFN:
+    if file.architecture not in SPLIT_ATTENTION | SPLIT_LATENT | SPLIT_HYBRID | SPLIT_FFN:
         return 1
-    if splits_latent(file):
-        return min(MAX_PARTS, most_latent_parts(file))
+    if splits_by_heads(file):
+        return min(MAX_PARTS, most_parts_by_heads(file))
     if not splits_attention(file):
         return MAX_PARTS
     header = ModelHeader(file)
@@ -121,15 +134,15 @@ def divided_weights(file: ModelFile) -> frozenset[str]:
     patterns = [_FFN, *[_OUTPUT] * (file.architecture != "deepseek4"), *[_ATTENTION] * splits_attention(file)]
     by_libllama = re.compile("|".join(patterns))
     names = (name for name in file.tensors if by_libllama.fullmatch(_IN_LAYER.sub("", name)))
-    return frozenset(names) | cuts(file, (1, 1), splits_latent(file)).keys()
+    return frozenset(names) | cuts(file, (1, 1), splits_by_heads(file)).keys()
 
 
 def context_of_group(file: ModelFile, context: ContextConfig) -> ContextConfig:
     """The settings of a context, as a group needs them; EngineConfig has checked these. Raises ModelError for models
     that are not known to work in groups."""
-    if file.architecture not in SPLIT_ATTENTION | SPLIT_LATENT | SPLIT_FFN:
+    if file.architecture not in SPLIT_ATTENTION | SPLIT_LATENT | SPLIT_HYBRID | SPLIT_FFN:
         raise ModelError(f"'{file.architecture}' models are not known to work in groups: give each rank its own layers")
-    if not splits_attention(file) and not splits_latent(file):
+    if not splits_attention(file) and not splits_by_heads(file):
         return context
     return replace(context, flash_attn="on")
 
@@ -161,7 +174,7 @@ def joined(stage: native.Stage, group: Group, file: ModelFile, model: ModelConfi
             ask=ctypes.cast(ask, ctypes.c_void_p).value or 0,
             model=ctypes.cast(shape, ctypes.c_void_p).value or 0,
             split_attention=splits_attention(file),
-            cuts={name: astuple(cut) for name, cut in cuts(file, group.shares, splits_latent(file)).items()},
+            cuts={name: astuple(cut) for name, cut in cuts(file, group.shares, splits_by_heads(file)).items()},
         )
         yield
         stage.leave_model()

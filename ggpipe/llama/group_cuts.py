@@ -4,31 +4,21 @@
 
 Latent attention (MLA) is divided by query heads: each part has its heads' rows of the query projection, their matrices
 between the latent space and the heads, and their columns of the output projection. The latent KV cache has no heads, so
-each part holds all of it. Experts that all tokens use are divided as routed ones are, by columns; and small routed ones
-more evenly than libllama does.
+each part holds all of it. In hybrid models, attention is divided by KV heads, and gated delta nets by key heads:
+libllama would divide their other recurrent layers too, or do so in proportions that do not match. Experts that all
+tokens use are divided as routed ones are, by columns; and small routed ones more evenly than libllama does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import truediv
 
-from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.gguf import ModelFile, TensorInfo
 from ggpipe.llama.model_header import ModelHeader, block_numbers, n_numbers
 
-_OF_HEADS = {
-    "attn_q.weight": 1,
-    "attn_q_b.weight": 1,
-    "attn_k_b.weight": 2,
-    "attn_v_b.weight": 2,
-    "attn_gate.weight": 1,
-    "attn_sinks.weight": 0,
-    "attn_output.weight": 0,
-}
-"""The dimension of the heads, as ggml numbers them; 0 is along rows."""
-LATENT_WEIGHTS = tuple(_OF_HEADS)
 _MIN_COLUMNS, _USUAL_COLUMNS = 32, 128
 """Experts are cut after multiples of these: by us (repacked weights come in up to 16 rows), and by libllama."""
 
@@ -46,47 +36,80 @@ class Cut:
     such a segment comes. Gate and up in one tensor are ((1, 2),)."""
 
 
-def cuts(file: ModelFile, shares: Sequence[float], is_latent: bool) -> dict[str, Cut]:
-    """Cuts by the names of weights. `shares`: of each part, at any scale. `is_latent`: latent attention is divided.
+@dataclass(frozen=True)
+class _Heads:
+    """A layer's heads, and which of its weights and caches have them."""
+
+    n: int
+    step: int
+    """Between how many of them the blocks of the output projection end."""
+    cuts: Callable[[tuple[int, ...]], dict[str, Cut]]
+
+
+def cuts(file: ModelFile, shares: Sequence[float], by_heads: bool) -> dict[str, Cut]:
+    """Cuts by the names of weights, and of caches. `shares`: of each part, at any scale. `by_heads`: heads are divided.
 
     A weight of too few blocks for two parts has no cut: each part holds all of it.
     """
     header = ModelHeader(file)
     found: dict[str, Cut] = {}
     for layer, tensors in enumerate(header.layers):
-        of_layer = _of_heads(header, layer, shares) if is_latent else {}
-        of_layer |= _of_shared_experts(header, layer, shares) | _of_experts(header, layer, shares)
+        of_layer = _of_shared_experts(header, layer, shares) | _of_experts(header, layer, shares)
+        heads = _heads(header, layer) if by_heads else None
+        if heads and heads.n > heads.step:
+            of_layer |= heads.cuts(_pieces(heads.n, heads.step, shares, layer))
         found |= {f"blk.{layer}.{name}": cut for name, cut in of_layer.items() if name in tensors}
+        found |= {f"{name}_l{layer}": cut for name, cut in of_layer.items() if name.startswith("cache_")}
     return found
 
 
-def most_latent_parts(file: ModelFile) -> int:
-    """How many parts have heads to compute in each layer, at most."""
+def most_parts_by_heads(file: ModelFile) -> int:
+    """How many parts have heads to compute in each layer that has any, at most; 1 where none has."""
     header = ModelHeader(file)
-    steps = [step for layer in range(header.n_layer) if (step := _head_step(header, layer))]
-    return min((n_heads // step for n_heads, step in steps), default=1)
+    all_heads = [heads for layer in range(header.n_layer) if (heads := _heads(header, layer))]
+    return min((heads.n // heads.step for heads in all_heads), default=1)
 
 
-def _of_heads(header: ModelHeader, layer: int, shares: Sequence[float]) -> dict[str, Cut]:
-    if (found := _head_step(header, layer)) is None:
-        return {}
-    n_heads, step = found
-    if n_heads <= step:
-        return {}
-    pieces = _pieces(n_heads, step, shares, layer)
-    return {name: Cut(axis, pieces) for name, axis in _OF_HEADS.items()}
-
-
-def _head_step(header: ModelHeader, layer: int) -> tuple[int, int] | None:
-    """Heads of a layer's latent attention, and between how many of them the output projection's blocks end."""
+def _heads(header: ModelHeader, layer: int) -> _Heads | None:
     tensors = header.layers[layer]
-    if "attn_k_b.weight" not in tensors:
-        return None
-    n_heads = header.per_layer("attention.head_count", 1)[layer]
-    output = tensors["attn_output.weight"]
-    width = n_numbers(output) // (header.width * n_heads)  # of a head's values
-    block = block_numbers(output.type)
-    return n_heads, math.lcm(block, width) // width
+    if any("attn_k_b.weight" in each for each in header.layers):
+        if "attn_k_b.weight" not in tensors:
+            return None
+        n_heads = header.per_layer("attention.head_count", 1)[layer]
+        return _Heads(n_heads, _step(header, tensors["attn_output.weight"], n_heads), _of_latent)
+    if "ssm_ba.weight" in tensors and "attn_qkv.weight" in tensors:
+        n_heads = header.number("ssm.group_count")
+        ratio = header.number("ssm.time_step_rank") // n_heads
+        step = _step(header, tensors["ssm_out.weight"], n_heads)
+        return _Heads(n_heads, step, lambda pieces: _of_delta_net(pieces, ratio))
+    if "attn_k.weight" in tensors:
+        n_heads = header.per_layer("attention.head_count_kv", header.number("attention.head_count"))[layer]
+        return _Heads(n_heads, _step(header, tensors["attn_output.weight"], n_heads), _of_kv_heads)
+    return None
+
+
+def _step(header: ModelHeader, output: TensorInfo, n_heads: int) -> int:
+    width = n_numbers(output) // (header.width * n_heads)  # of what a head gives
+    return math.lcm(block_numbers(output.type), width) // width
+
+
+def _of_latent(pieces: tuple[int, ...]) -> dict[str, Cut]:
+    axes = {"q": 1, "q_b": 1, "k_b": 2, "v_b": 2, "gate": 1, "sinks": 0, "output": 0}
+    return {f"attn_{name}.weight": Cut(axis, pieces) for name, axis in axes.items()}
+
+
+def _of_kv_heads(pieces: tuple[int, ...]) -> dict[str, Cut]:
+    rows = {f"attn_{name}.{kind}": Cut(axis, pieces) for name in "qkv" for kind, axis in (("weight", 1), ("bias", 0))}
+    return {"attn_output.weight": Cut(0, pieces), "cache_k": Cut(0, pieces), "cache_v": Cut(0, pieces), **rows}
+
+
+def _of_delta_net(pieces: tuple[int, ...], ratio: int) -> dict[str, Cut]:
+    """By key heads, each with its value heads, which are `ratio` times as many."""
+    qkv = ((1, 2), (ratio, 1))
+    rows = {name: Cut(1, pieces) for name in ("attn_gate.weight", "ssm_ba.weight")}
+    columns = {name: Cut(0, pieces) for name in ("ssm_dt.bias", "ssm_a", "ssm_out.weight", "cache_s")}
+    mixed = {name: Cut(1, pieces, qkv) for name in ("attn_qkv.weight", "ssm_conv1d.weight")}
+    return rows | columns | mixed | {"cache_r": Cut(0, pieces, qkv)}
 
 
 def _of_shared_experts(header: ModelHeader, layer: int, shares: Sequence[float]) -> dict[str, Cut]:

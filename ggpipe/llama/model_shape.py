@@ -9,7 +9,7 @@ from ggpipe.cluster.profile import ModelFacts
 from ggpipe.llama.context_ids import most_taken_back
 from ggpipe.llama.eagle3 import needs_of
 from ggpipe.llama.gguf import ModelFile, TensorInfo
-from ggpipe.llama.group import divided_weights, most_parts, splits_attention, splits_latent
+from ggpipe.llama.group import divided_weights, most_parts, splits_attention, splits_by_heads, splits_hybrid
 from ggpipe.llama.model_header import ModelHeader, n_bytes, n_numbers
 
 _OUTPUT = ("output", "cls")
@@ -63,8 +63,8 @@ def shape_of(
         row_cell_bytes=header.row_cell_bytes(flash_attn),
         layer_whole_bytes=tuple(whole_bytes(tensors, f"blk.{i}.") for i, tensors in enumerate(header.layers)),
         output_whole_bytes=whole_bytes(output),
-        divides_attention=splits_attention(model_file) or splits_latent(model_file),
-        divides_cells=splits_attention(model_file),
+        divides_attention=splits_attention(model_file) or splits_by_heads(model_file),
+        divides_cells=splits_attention(model_file) or splits_hybrid(model_file),
         max_parts=most_parts(model_file),
         taps=needs.layers if (needs := needs_of(model_file)) is not None else (),
     )

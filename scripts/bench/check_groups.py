@@ -36,8 +36,9 @@ from ggpipe.llama.gguf import ModelFile
 
 TYPES = ("f32", "q4_0", "q4_k_m", "q8_0")
 PARTS = (2, 3, 4)
-KINDS = ("attention and FFN", "latent and FFN", "FFN")
-LISTS = ("SPLIT_ATTENTION", "SPLIT_LATENT", "SPLIT_FFN")
+KINDS = ("attention and FFN", "latent and FFN", "hybrid and FFN", "FFN")
+LISTS = ("SPLIT_ATTENTION", "SPLIT_LATENT", "SPLIT_HYBRID", "SPLIT_FFN")
+_HYBRID = group.SPLIT_HYBRID
 _SCRIPT = (sys.executable, "-m", "scripts.bench.check_groups")
 _LIMIT_S = 1200
 _DIVIDES_NOTHING = ("hrm_text",)
@@ -112,8 +113,9 @@ def check(name: str, folder: Path, types: Sequence[str]) -> list[Try]:
     with listed(KINDS[0], architecture):
         has_heads = group.splits_attention(file) and divides(source) and name not in _ALIBI_ELSEWHERE
     with listed(KINDS[1], architecture):
-        has_latent = group.splits_latent(file)
-    for kind in (KINDS[0],) * has_heads + (KINDS[1],) * has_latent + (KINDS[2],):
+        has_latent = group.splits_latent(file) and any("attn_k_b" in tensor for tensor in file.tensors)
+    own = KINDS[2] if architecture in _HYBRID else KINDS[1] if has_latent else KINDS[0] if has_heads else None
+    for kind in (own, KINDS[3]) if own else KINDS[3:]:
         tries.append(try_kind(kind, architecture, models))
         if not tries[-1].error:
             break
