@@ -167,7 +167,7 @@ def _right(summaries: Sequence[BenchSummary]) -> list[Column]:
     """A column per drafter, if there are several."""
     labels = list(dict.fromkeys(label for s in summaries for label in s.pooled.right))
     return [
-        Column(f"{label} right", [percent(s.pooled.right.get(label)) for s in summaries], 2)
+        Column(f"{label} right", [percent(s.pooled.right.get(label)) for s in summaries], 1)
         for label in (labels if len(labels) > 1 else ())
     ]
 
