@@ -145,6 +145,7 @@ class ChoiceWriter(Writer):
             choice = {**_choice(index, content), "logprobs": self._logprobs(index, new)}
             if self.by_token and new:
                 choice["origin"] = "drafted" if new[-1].drafted else "own"
+                choice["drafters"] = new[-1].drafters
             yield self._chunk([choice], **{"timings": timings(output.stats)} if self._body.timings_per_token else {})
             new.clear()
 

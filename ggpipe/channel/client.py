@@ -234,7 +234,7 @@ class EngineClient(abc.ABC):
             case TokenReady(_, token, at_s):
                 request.tokens.append(token)
                 stats.token_times.append(at_s + offset_s)
-                stats.drafted.append(token.drafted)
+                stats.drafted_by.append(token.drafters)
             case RequestEnded():
                 stats.finish, stats.ended = event.finish, event.ended_s + offset_s
                 request.ended = event

@@ -136,11 +136,12 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """A token of the answer is certain. `drafted`: it was in the pipeline before it was sampled."""
+    """A token of the answer is certain. `drafters`: those that had named it, if it was in the pipeline before it was
+    sampled."""
 
     request: int
     token: int
-    drafted: bool
+    drafters: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,17 @@ class Token:
 
     id: int
     text: str
-    drafted: bool = False
-    """A drafter had named it: it was in the pipeline before it was sampled."""
+    drafters: tuple[str, ...] = ()
+    """The drafters that had named it, as in `registry.labels`, if it was in the pipeline before it was sampled."""
     probs: tuple[TokenProb, ...] = ()
     """Its own, then those of the most probable tokens, where `SamplingConfig.n_probs` asks for them."""
     redrawn: bool = False
     """Sampling it took two draws: the first one's token did not fit the grammar."""
+
+    @property
+    def drafted(self) -> bool:
+        """Whether it was in the pipeline before it was sampled."""
+        return bool(self.drafters)
 
 
 def check_prompt(prompt: Sequence[int], n_ctx: int) -> None:

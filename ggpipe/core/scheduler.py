@@ -411,7 +411,8 @@ class Scheduler:
         dead = state.accept(event.token)
         state.root_since = self._now
         root = state.tree.root
-        actions.append(Emit(event.request, event.token, root.submitted))
+        drafters = sorted({proposal.drafter for proposal in root.proposals}) if root.submitted else ()
+        actions.append(Emit(event.request, event.token, tuple(drafters)))
         if event.stop:
             self._end(state, Finish.STOP_STRING, actions)
         elif state.epoch == state.n_predict:

@@ -71,10 +71,10 @@ class ActiveRequest:
         self.sampler.accept((token,))
         if token not in ends:
             probs = [TokenProb(id, self._vocab.piece(id), logprob) for id, logprob in self.sampler.probs]
-            self._sampled.append(Token(token, self.decoder.push(token), False, tuple(probs), redrawn))
+            self._sampled.append(Token(token, self.decoder.push(token), (), tuple(probs), redrawn))
         return token
 
-    def take(self, drafted: bool) -> Token:
-        """The next token that was sampled and not given out yet."""
+    def take(self, drafters: tuple[str, ...]) -> Token:
+        """The next token that was sampled and not given out yet. `drafters`: as in `Token`."""
         token = self._sampled.popleft()
-        return Token(token.id, token.text, drafted, token.probs, token.redrawn)
+        return Token(token.id, token.text, drafters, token.probs, token.redrawn)

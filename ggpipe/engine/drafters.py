@@ -28,6 +28,7 @@ class Drafters:
         the target can take draft tokens back."""
         self._transport = transport
         self._models_kinds = tuple(models)
+        self._labels = registry.labels(models)
         self._models = dict(started)
         self._takes_back = takes_back
         self.in_head: Mapping[int, TextDrafter] = {
@@ -36,6 +37,11 @@ class Drafters:
             if kind in registry.WITHOUT_MODEL
         }
         """Drafters without a model, which the scheduler asks itself."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What people call each of them, by its id."""
+        return self._labels
 
     @property
     def has_model(self) -> bool:

@@ -313,8 +313,8 @@ class EngineCore:
 
     def _show(self, action: Emit | Finished | RunDone | PrefixDone) -> None:
         match action:
-            case Emit(request, _, drafted):
-                self._emit(request, self._active[request], drafted)
+            case Emit(request, _, drafters):
+                self._emit(request, self._active[request], drafters)
             case RunDone(records):
                 self._counter.add(records, TARGET)
             case Finished(request, reason):
@@ -342,10 +342,11 @@ class EngineCore:
             request, token, is_end, active.sampler.logits_request(), not is_end and active.decoder.is_stopped
         )
 
-    def _emit(self, request: int, active: ActiveRequest, drafted: bool) -> None:
+    def _emit(self, request: int, active: ActiveRequest, drafters: Sequence[int]) -> None:
         if isinstance(active.sampler, ConstrainedSampler):
             self._unsettled.append(active.sampler)
-        self._events.append(TokenReady(request, active.take(drafted), time.monotonic()))
+        labels = tuple(map(self._head.drafters.labels.__getitem__, drafters))
+        self._events.append(TokenReady(request, active.take(labels), time.monotonic()))
 
     def _saved(self, saved: PrefixSaved) -> None:
         request = saved.request

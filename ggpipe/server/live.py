@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ggpipe.core.drafters import registry
 from ggpipe.server.backend import Backend, Status
 from ggpipe.server.errors import ApiError
 from ggpipe.server.json import dumps
@@ -94,6 +95,7 @@ class Live:
             "progress": backend.progress if status in (Status.LOADING, Status.RESTARTING) else 1.0,
             "model": self._model,
             "n_ctx": backend.n_ctx,
+            "drafters": self._drafters(),
             "ranks": self._ranks(now, is_busy=status in (Status.OK, Status.STOPPING) and n_active > 0),
             "requests": {
                 "running": n_active - n_waiting, "waiting": n_waiting, "slots": backend.n_slots,
@@ -114,6 +116,11 @@ class Live:
             **self._latencies(),
             "restarts": backend.thread.n_restarts,
         }  # fmt: skip
+
+    def _drafters(self) -> list[str]:
+        """The names of the drafters that requests have by default."""
+        kinds = {rank.model: rank.drafter for rank in self._backend.thread.ranks if rank.draft}
+        return list(registry.labels([kinds[model] for model in sorted(kinds)])) if kinds else []
 
     def _ranks(self, now: float, is_busy: bool) -> list[dict[str, Any]]:
         ranks = list(self._backend.thread.ranks)

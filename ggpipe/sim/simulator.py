@@ -157,6 +157,7 @@ class _Simulation:
         limits = _limits(sizes, cluster.target, speculation, n_drafters)
         drafters = _drafters(cluster, speculation) if speculation.mode != "iterative" else ()
         kinds = registry.kinds(_models(cluster))
+        self._labels = registry.labels(_models(cluster))
         in_head = {
             drafter: registry.WITHOUT_MODEL[kinds[drafter]](drafter)
             for drafter in drafters
@@ -242,10 +243,10 @@ class _Simulation:
                     active = self._active[request]
                     token = active.tokens.output[active.stats.n_generated]
                     actions.extend(self._scheduler.handle(Sampled(request, token, False, _ONE), self._clock.now))
-                case Emit(request, _, drafted):
+                case Emit(request, _, named_by):
                     stats = self._active[request].stats
                     stats.token_times.append(self._clock.now)
-                    stats.drafted.append(drafted)
+                    stats.drafted_by.append(tuple(self._labels[drafter] for drafter in named_by))
                 case ToDrafter(drafter, message):
                     n_messages += self._drafts[drafter].receive(message)
                 case Finished(request, reason):

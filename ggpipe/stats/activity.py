@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ggpipe.config.model import TARGET
+from ggpipe.core.drafters import registry
 from ggpipe.core.layout import layer_range
 from ggpipe.stats.records import RankStats, RequestStats
 
@@ -45,6 +47,45 @@ def _is_same_stage(rank: RankStats, other: RankStats) -> bool:
 def speculates(stats: RequestStats) -> bool:
     """Whether the request uses draft tokens."""
     return stats.speculation.mode != "iterative"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterWork:
+    """What a drafter did for a request."""
+
+    label: str
+    """As in `registry.labels`."""
+    n_judged: int
+    """Positions at which it had named a token when the target's was known."""
+    n_right: int
+    """How often its best token there was the target's."""
+    n_paused: int
+    """Tokens that were generated while it paused."""
+    n_output: int
+    """Tokens of the output that it had named and that were in the pipeline before they were sampled."""
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the judged positions at which it was right."""
+        return self.n_right / self.n_judged if self.n_judged else None
+
+
+def drafters_of(stats: RequestStats, ranks: Sequence[RankStats]) -> list[DrafterWork]:
+    """The drafters that worked for a request, by their ids."""
+    kinds = {rank.model: rank.drafter or "draft" for rank in ranks if rank.draft}
+    labels = registry.labels([kinds[model] for model in sorted(kinds)])
+    judged, paused = stats.counters.by_drafter, stats.counters.paused_tokens
+    n_output = collections.Counter(label for labels_of in stats.drafted_by for label in labels_of)
+    return [
+        DrafterWork(
+            label=labels[drafter],
+            n_judged=judged.get(drafter, (0, 0))[0],
+            n_right=judged.get(drafter, (0, 0))[1],
+            n_paused=paused.get(drafter, 0),
+            n_output=n_output[labels[drafter]],
+        )
+        for drafter in sorted({*judged, *paused})
+    ]
 
 
 def taking_part(stats: RequestStats, ranks: Sequence[RankStats]) -> list[RankStats]:

@@ -95,8 +95,8 @@ class RequestStats:
     """Runs of the target, in the order in which they ended."""
     draft_runs: list[RunRecord] = field(default_factory=list)
     """Runs of draft models, in the order in which they ended."""
-    drafted: list[bool] = field(default_factory=list)
-    """For each generated token: whether it was in the pipeline as a draft token before it was sampled."""
+    drafted_by: list[tuple[str, ...]] = field(default_factory=list)
+    """For each generated token: as `Token.drafters`."""
     speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig(mode="iterative"))
     counters: Counters = field(default_factory=Counters)
     n_in_flight: int = 0
@@ -106,6 +106,11 @@ class RequestStats:
     def n_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.token_times)
+
+    @property
+    def drafted(self) -> list[bool]:
+        """For each generated token: whether it was in the pipeline as a draft token before it was sampled."""
+        return list(map(bool, self.drafted_by))
 
     @property
     def ttft_s(self) -> float | None:

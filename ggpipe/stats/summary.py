@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ggpipe.config.model import TARGET
-from ggpipe.stats.activity import speculates, wasted_s
+from ggpipe.stats.activity import drafters_of, speculates, wasted_s
 from ggpipe.stats.records import RankStats, RequestStats, Spread, percentile, quartiles
 
 BASE_MODE = "iterative"
@@ -38,6 +38,8 @@ class Summary:
     """Mean busy share of the target's stages."""
     draft_occupancy: float | None
     """Mean busy share of the draft's stages."""
+    right: Mapping[str, float]
+    """By drafter: how often its best token was the target's, of the positions at which it had named one."""
     draft_paused: float | None
     """Share of the generated tokens that came while a draft model paused; None where it never did."""
     sent_bytes_per_token: float | None
@@ -59,6 +61,11 @@ def summary_of(requests: Sequence[RequestStats]) -> Summary:
         seconds for request in requests for (_, model), seconds in wasted_s(request).items() if model == TARGET
     )
     n_tokens = sum(request.n_generated for request in requests)
+    judged: dict[str, tuple[int, int]] = {}
+    for request in requests:
+        for own in drafters_of(request, request.ranks):
+            n_judged, n_right = judged.get(own.label, (0, 0))
+            judged[own.label] = n_judged + own.n_judged, n_right + own.n_right
     n_paused = sum(max(c.paused_tokens.values(), default=0) for c in counters)
     return Summary(
         n_requests=len(requests),
@@ -74,6 +81,7 @@ def summary_of(requests: Sequence[RequestStats]) -> Summary:
         wasted=lost_s / compute_s if n_speculative and compute_s else None,
         occupancy=_occupancy(stages),
         draft_occupancy=_occupancy(_stages(requests, draft=True)) if has_draft else None,
+        right={label: n_right / n for label, (n, n_right) in judged.items() if n},
         draft_paused=min(n_paused / n_tokens, 1.0) if n_paused and n_tokens else None,
         sent_bytes_per_token=sum(rank.sent_bytes for _, rank in stages) / n_tokens if n_tokens else None,
     )

@@ -13,8 +13,8 @@ from support.screen import Rig, speculating_ranks, texts
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.request import Counters
 from ggpipe.display.live import live
-from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.stream import TextStream
+from ggpipe.display.origins import origin_style
 from ggpipe.stats.records import RankStats, RequestStats
 
 TRICKY = "[bold]x[/bold] [/] :smile: \\[esc] https://x.y/ 1234 'quoted' None 漢字 👍🏽 👨‍👩‍👧 ❤️ e\u0301\n\n"
@@ -42,7 +42,7 @@ def test_screen_holds_exactly_prompt_and_text(width: int, height: int) -> None:
     rig.display.request(RequestStats(n_prompt=3, arrived=rig.now))
     rig.display.prompt(prompt)
     for i in range(0, len(text), 7):
-        rig.display.text(text[i : i + 7], origin_style(bool(i % 2)))
+        rig.display.text(text[i : i + 7], origin_style(("draft",) * (i % 3)))
         rig.frame()
     rig.display.stop()
     assert rig.screen.text == prompt + text + "\n"
@@ -243,8 +243,8 @@ def test_text_is_coloured_by_origin_and_the_panel_says_how() -> None:
     stats = RequestStats(n_prompt=3, arrived=rig.now)
     rig.display.request(stats)
     stats.speculation, stats.counters, stats.n_in_flight = SpeculationConfig(), Counters(6, 5, 2, 2, 2, 1, 1), 3
-    for piece, drafted in (("its own ", False), ("and two ", True), ("drafts", True)):
-        rig.display.text(piece, origin_style(drafted))
+    for piece, drafters in (("its own ", ()), ("and two ", ("draft",)), ("drafts", ("draft",))):
+        rig.display.text(piece, origin_style(drafters))
     rows = rig.frame()
     assert rows[0] == "its own and two drafts"
     assert rig.screen.raw.count("its own \x1b[32mand two drafts\x1b[0m") == 1
@@ -262,7 +262,7 @@ def test_without_colours_there_is_no_legend() -> None:
     rig = Rig(120, 30)
     rig.console.no_color = True
     rig.display.request(RequestStats(speculation=SpeculationConfig(mode="speculative")))
-    rig.display.text("draft", origin_style(True))
+    rig.display.text("draft", origin_style(("draft",)))
     rows = rig.frame()
     assert rows[5] == "speculative   0 in flight  acceptance     -  cancelled 0 runs, 0 tokens"
     assert "[32m" not in rig.screen.raw

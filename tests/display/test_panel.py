@@ -68,6 +68,28 @@ def test_less_room_leaves_the_least_needed_out() -> None:
     assert [row.split()[0] for row in panel(24, 6)[1:4]] == ["0", "1", "d0"]
 
 
+def test_the_legend_of_several_drafters_fits_80_columns() -> None:
+    stats, ranks = speculated_request(), speculating_ranks()
+    ranks.append(RankStats(rank=3, model=2, drafter="eagle3", layers=(0, 1)))
+    stats.counters.by_drafter = {0: [9, 5], 1: [8, 4], 2: [3, 1]}
+
+    def last(width: int, height: int = 20, colours: bool = True) -> list[str]:
+        size = PanelSize(width, height, colours=colours)
+        return texts(generating_panel(ranks, [0.5, 1.0, 0.0, 0.0], stats, 11.0, size))[-2:]
+
+    mode, legend = last(80)
+    assert mode == "async   0 in flight  acceptance  40 %  cancelled 1 run, 2 tokens"
+    assert legend == "text: draft  eagle3  ngram  several  own"
+    assert last(30)[1] == "text: draft  eagle3  ngram"
+    assert last(80, height=7)[1] == mode, "the legend goes first"
+    assert last(80, colours=False)[1] == mode
+    ranks[-1].drafter = ranks[-2].drafter = "draft"
+    assert last(80)[1] == "text: draft model 1  draft model 2  ngram  several  own"
+    rows = generating_panel(ranks, [0.0] * 4, stats, 11.0, PanelSize(80, 20))
+    styles = [segment.style for segment in rows[-1] if segment.text.strip() and segment.text != "text: "]
+    assert len({str(style) for style in styles}) == len(styles) == 5, "a colour each"
+
+
 def test_occupancy_is_of_the_last_second() -> None:
     occupancy, rank = Occupancy(), RankStats(rank=0)
     assert occupancy.sample([rank], 0.0) == [0.0]

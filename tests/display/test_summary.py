@@ -63,7 +63,7 @@ def test_summary_says_that_a_draft_paused() -> None:
     Console(file=out, width=120).print(summary.summary_table(request, speculating_ranks(), 99.0, 120))
     assert re.search(r"draft paused +3 tokens", out.getvalue())
     assert summary.request_object(request, speculating_ranks())["drafters"] == [
-        {"drafter": "draft", "judged_tokens": 0, "right_tokens": 0, "paused_tokens": 3}
+        {"drafter": "draft", "judged_tokens": 0, "right_tokens": 0, "paused_tokens": 3, "output_tokens": 2}
     ]
 
 

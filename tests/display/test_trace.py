@@ -190,8 +190,8 @@ def test_tokens_have_an_origin() -> None:
     tokens = [e for e in found if e["ph"] == "i"]
     assert [(e["name"], e["ts"]) for e in tokens] == [
         ("own token 1", 350_000),
-        ("drafted token 2", 460_000),
-        ("drafted token 3", 470_000),
+        ("draft token 2", 460_000),
+        ("draft token 3", 470_000),
         ("own token 4", 750_000),
     ]
     assert [(e["pid"], e["tid"], e["args"]["drafted"]) for e in tokens] == [
@@ -243,6 +243,19 @@ def test_a_rank_of_the_draft_alone() -> None:
         "draft layers 0-3",
     ]
     assert slices(found, 202, "draft run")[0] == ("draft run 1 · 100 tokens", 60, 110)
+
+
+def test_tokens_are_coloured_by_drafter() -> None:
+    stats = speculated_request()
+    stats.drafted_by = [(), ("ngram",), ("draft", "eagle3"), ("eagle3",)]
+    tokens = [event for event in trace(stats, stats.ranks)["traceEvents"] if event["ph"] == "i"]
+    assert [event["name"] for event in tokens] == [
+        "own token 1", "ngram token 2", "several token 3", "eagle3 token 4",
+    ]  # fmt: skip
+    assert [event["args"]["drafters"] for event in tokens] == [[], ["ngram"], ["draft", "eagle3"], ["eagle3"]]
+    colours = [event.get("cname") for event in tokens]
+    assert colours[0] is None
+    assert len(set(colours)) == 4
 
 
 def test_nothing_known() -> None:

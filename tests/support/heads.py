@@ -272,12 +272,13 @@ class Head:
                     place = [*seen.request.wanted, len(seen.request.prompt) - 1][seen.n_replayed]
                     assert row.ids == self.model.ranking(seen.request.prompt[: place + 1], len(row.ids or ()))
                     seen.n_replayed += 1
-            case Emit(request, token, drafted):
+            case Emit(request, token, drafters):
                 seen = self.seen[request]
                 assert not self._is_over(seen)
                 seen.text.append(token)
-                assert drafted == ((request, seen.tokens) in self.pipeline.run_of)
-                seen.n_drafted += drafted
+                assert bool(drafters) == ((request, seen.tokens) in self.pipeline.run_of)
+                assert set(drafters) <= set(seen.request.drafters)
+                seen.n_drafted += bool(drafters)
             case CancelRuns(runs):
                 self.pipeline.cancel(runs)
                 for run_id in runs:

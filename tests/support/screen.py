@@ -216,7 +216,7 @@ def speculated_request() -> RequestStats:
         ranks=[RankStats(rank=0), RankStats(rank=1), RankStats(rank=0, model=1)],
         runs=runs,
         draft_runs=[replace(run, model=1) for run in draft_runs],
-        drafted=[False, True, True, False],
+        drafted_by=[(), ("draft",), ("draft",), ()],
         speculation=SpeculationConfig(n_draft=3),
         counters=counters,
     )

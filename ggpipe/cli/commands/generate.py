@@ -20,8 +20,8 @@ from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.figures.trace import write_trace
 from ggpipe.display.files import check_writable, write_json
 from ggpipe.display.live.live import LiveDisplay
-from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.terminal import open_terminal
+from ggpipe.display.origins import origin_style
 from ggpipe.display.stdout import Stdout
 from ggpipe.display.tables.summary import append_csv, print_summary, request_object
 from ggpipe.errors import GgpipeError, RunError, Setting, Wording
@@ -113,7 +113,7 @@ def answer(
             display.prompt(request.text)
         for token in engine.tokens(started):
             write(token.text)
-            style = origin_style(token.drafted)
+            style = origin_style(token.drafters)
             if marks is None or parser is None:
                 show_pieces([Piece(token.text, False)], style)
             else:

@@ -16,9 +16,9 @@ from ggpipe.core.request_spec import RequestSpec
 from ggpipe.display.format import counted, human_rate, human_seconds
 from ggpipe.display.live.live import LiveDisplay
 from ggpipe.display.live.markdown import MarkdownStream
-from ggpipe.display.live.panel import origin_style
 from ggpipe.display.live.stream import TextStream
 from ggpipe.display.live.terminal import Terminal
+from ggpipe.display.origins import origin_style
 from ggpipe.display.stdout import Stdout
 from ggpipe.errors import PromptTooLong, Setting, UsageError, Wording
 from ggpipe.stats.records import RequestStats
@@ -102,7 +102,7 @@ class Answerer:
             display.request(reply.stats)
             for token in engine.tokens(request):
                 for piece in parser.feed(marks.text_of(token.id, token.text)):
-                    self._write(piece, reply, origin_style(token.drafted))
+                    self._write(piece, reply, origin_style(token.drafters))
             for piece in [*parser.feed(request.rest), *parser.finish()]:
                 self._write(piece, reply, None)
             if reply.text and not reply.text.endswith("\n"):

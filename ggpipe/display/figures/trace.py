@@ -5,7 +5,7 @@
 | X        | a rank's work on a run ("run", "draft run") with the decode inside; also waits between runs |
 | b, e     | "send": from the end of a run in one stage to its start in the next                         |
 | s, f     | the same, as an arrow                                                                       |
-| i        | an output token: an accepted draft token, or one of the target's own                        |
+| i        | an output token, by the drafters that had named it, or one of the target's own              |
 | C        | runs in flight                                                                              |
 | M        | names of ranks and of their tracks                                                          |
 
@@ -27,6 +27,7 @@ from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.core.messages import RunRecord, Span
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted
+from ggpipe.display.origins import SEVERAL, origin_of
 from ggpipe.stats.activity import RankWork, layer_texts, part, parts_of
 from ggpipe.stats.records import RankStats, RequestStats
 from ggpipe.transport.base import HEAD
@@ -36,6 +37,8 @@ TraceEvent = dict[str, Any]
 
 _MODELS, _TOKENS = 1, 99  # tracks of a rank: one per model, by id
 _CANCELLED, _WAITING, _DRAFTED = "terrible", "grey", "good"  # names that chrome://tracing has colours for
+_COLOURS = {"draft model 2": "rail_response", "eagle3": "rail_animation", "ngram": "yellow", SEVERAL: "olive"}
+"""Of tokens by origin; others have the first draft model's."""
 
 
 def write_trace(path: Path, stats: RequestStats, ranks: Sequence[RankStats]) -> None:
@@ -175,18 +178,18 @@ def _sends(runs: Iterable[Sequence[_Slice]]) -> Iterator[TraceEvent]:
 
 def _tokens(stats: RequestStats) -> Iterator[TraceEvent]:
     for i, time_s in enumerate(stats.token_times):
-        drafted = i < len(stats.drafted) and stats.drafted[i]
-        origin = "drafted" if drafted else "own"
+        drafters = stats.drafted_by[i] if i < len(stats.drafted_by) else ()
+        origin = origin_of(drafters)
         event: TraceEvent = {
             **_track(HEAD, _TOKENS),
             "ph": "i",
             "s": "t",
             "ts": max(_us(time_s - stats.arrived), 0),
             "name": f"{origin} token {i + 1}",
-            "cat": f"token,{origin}",
-            "args": {"token": i + 1, "drafted": drafted},
+            "cat": f"token,{'drafted' if drafters else 'own'}",
+            "args": {"token": i + 1, "drafted": bool(drafters), "drafters": list(drafters)},
         }
-        yield event | {"cname": _DRAFTED} if drafted else event
+        yield event | {"cname": _COLOURS.get(origin, _DRAFTED)} if drafters else event
 
 
 def _in_flight(runs: Iterable[Sequence[_Slice]]) -> Iterator[TraceEvent]:

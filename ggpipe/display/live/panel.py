@@ -16,7 +16,8 @@ from rich.style import Style
 
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.stream import ScreenRow
-from ggpipe.stats.activity import layer_texts, speculates
+from ggpipe.display.origins import OWN, SEVERAL, style_of
+from ggpipe.stats.activity import drafters_of, layer_texts, speculates
 from ggpipe.stats.records import RankStats, RequestStats, percentile
 
 DIM = Style(dim=True)
@@ -55,11 +56,6 @@ class _RankLine:
     note: str = ""
 
 
-def origin_style(drafted: bool) -> Style | None:
-    """Style of a token, by its origin: an accepted draft token, or one of the target's own."""
-    return _DRAFTED if drafted else None
-
-
 def loading_panel(ranks: Sequence[RankStats], space: PanelSize) -> list[ScreenRow]:
     """How far each rank has loaded."""
     total, loaded = sum(r.load_bytes for r in ranks), sum(r.loaded_bytes for r in ranks)
@@ -81,7 +77,12 @@ def generating_panel(
     lines = [
         _RankLine(stats=r, share=share, style=_BUSY, note=percent(share)) for r, share in zip(ranks, busy, strict=True)
     ]
-    more = [_speculation(request, space)] if speculates(request) else []
+    more = []
+    if speculates(request):
+        drafters = [own.label for own in drafters_of(request, ranks)]
+        more = [_speculation(request, drafters, space)]
+        if len(drafters) > 1 and space.colours:
+            more.append(_legend(drafters, space))
     return _panel([[]], lines, [_status(request, now, space)], space, more)
 
 
@@ -94,7 +95,7 @@ def _panel(
 ) -> list[ScreenRow]:
     """The panel's rows. `more` is at the bottom; it is omitted before the ranks are merged into one row."""
     full = [*above, *_rank_rows(lines, space), *below]
-    for rows in ([*full, *more], full):
+    for rows in ([*full, *more], [*full, *more[:1]], full):
         if len(rows) <= space.height:
             return rows
     compact = _compact(lines, space)
@@ -192,7 +193,7 @@ def _status(request: RequestStats, now: float, space: PanelSize) -> ScreenRow:
     return _fields(fields, (2, 1, 4, 3, 0), space)
 
 
-def _speculation(request: RequestStats, space: PanelSize) -> ScreenRow:
+def _speculation(request: RequestStats, drafters: Sequence[str], space: PanelSize) -> ScreenRow:
     counters = request.counters
     cancelled = f"{counted(counters.cancelled_runs, 'run')}, {counted(counters.cancelled_tokens, 'token')}"
     fields: list[tuple[str, str, Style | None]] = [
@@ -200,11 +201,18 @@ def _speculation(request: RequestStats, space: PanelSize) -> ScreenRow:
         ("", f"{request.n_in_flight:>2} in flight", None),
         ("acceptance ", f"{percent(counters.acceptance):>5}", None),
         ("cancelled ", cancelled, None),
-        ("text: ", "drafted", _DRAFTED),
-        ("", "own", None),
     ]
-    priority = (2, 1, 3, 4, 5, 0) if space.colours else (2, 1, 3, 0)
+    priority: tuple[int, ...] = (2, 1, 3, 0)
+    if space.colours and len(drafters) < 2:
+        fields += [("text: ", "drafted", style_of(*drafters) if drafters else _DRAFTED), ("", "own", None)]
+        priority = (2, 1, 3, 4, 5, 0)
     return _fields(fields, priority, space)
+
+
+def _legend(drafters: Sequence[str], space: PanelSize) -> ScreenRow:
+    """What the colours of the text mean if there are several drafters."""
+    fields = [("" if i else "text: ", name, style_of(name)) for i, name in enumerate((*drafters, SEVERAL, OWN))]
+    return _fields(fields, range(len(fields)), space)
 
 
 def _fields(fields: Sequence[tuple[str, str, Style | None]], priority: Sequence[int], space: PanelSize) -> ScreenRow:

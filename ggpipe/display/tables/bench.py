@@ -156,9 +156,19 @@ def _columns(summaries: Sequence[BenchSummary], base: str) -> list[Column]:
         *column("ITL p50", [human_seconds(s.pooled.itl_p50_s) for s in summaries], 3),
         *column("ITL p99", [human_seconds(s.pooled.itl_p99_s) for s in summaries], 4),
         *column("accepted", [percent(s.pooled.acceptance) for s in summaries], 1),
+        *_right(summaries),
         *column("cancelled", [percent(s.pooled.cancelled) for s in summaries], 5),
         *column("wasted", [percent(s.pooled.wasted) for s in summaries], 2),
         *column("occupied", [percent(s.pooled.occupancy) for s in summaries], 2),
+    ]
+
+
+def _right(summaries: Sequence[BenchSummary]) -> list[Column]:
+    """A column per drafter, if there are several."""
+    labels = list(dict.fromkeys(label for s in summaries for label in s.pooled.right))
+    return [
+        Column(f"{label} right", [percent(s.pooled.right.get(label)) for s in summaries], 1)
+        for label in (labels if len(labels) > 1 else ())
     ]
 
 

@@ -46,10 +46,13 @@ def print_simulation(spec: SimulationSpec, found: Sequence[Combination], modes: 
 def write_csv(path: Path, found: Sequence[Combination]) -> None:
     """Write a row per combination and mode. Raises UsageError if the file cannot be written."""
     first = next(iter(found[0].by_mode.values()))
-    rows = [[*found[0].values, "mode", *_numbers(first)]]
+    names = [name for name in _numbers(first) if name != "right"]  # which depends on the drafters
+    rows = [[*found[0].values, "mode", *names]]
     for each in found:
         for mode, own in each.by_mode.items():
-            rows.append([*map(_exact, each.values.values()), mode, *map(_exact, _numbers(own).values())])
+            numbers = _numbers(own)
+            values = (numbers[name] for name in names)
+            rows.append([*map(_exact, each.values.values()), mode, *map(_exact, values)])
     write_text(path, csv_text(rows))
 
 

@@ -11,12 +11,20 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 
-from ggpipe.core.drafters import registry
 from ggpipe.display.files import write_text
 from ggpipe.display.format import counted, harmless, human_bytes, human_rate, human_seconds, percent
 from ggpipe.display.live.terminal import Terminal
 from ggpipe.display.tables.columns import Column, columns_table, print_below
-from ggpipe.stats.activity import layer_texts, part, parts_of, speculates, taking_part, wasted_s, with_work
+from ggpipe.stats.activity import (
+    drafters_of,
+    layer_texts,
+    part,
+    parts_of,
+    speculates,
+    taking_part,
+    wasted_s,
+    with_work,
+)
 from ggpipe.stats.records import RankStats, RequestStats, percentile
 
 _GAP = 3
@@ -90,11 +98,18 @@ def request_object(
             for lead, (submitted, accepted) in sorted(stats.counters.by_lead.items())
         ],
         "drafters": [
-            {"drafter": name, "judged_tokens": judged, "right_tokens": right, "paused_tokens": paused}
-            for name, judged, right, paused in _drafters(stats, ranks)
+            {
+                "drafter": own.label,
+                "judged_tokens": own.n_judged,
+                "right_tokens": own.n_right,
+                "paused_tokens": own.n_paused,
+                "output_tokens": own.n_output,
+            }
+            for own in drafters_of(stats, ranks)
         ],
         "token_times_s": [t - stats.arrived for t in stats.token_times],
         "drafted": stats.drafted,
+        "drafted_by": stats.drafted_by,
         "ranks": [
             _rank_object(r, work, _elapsed_s(stats), wasted.get(part(r), 0.0)) | own
             for (r, work), own in zip(with_work(stats, ranks), _group_objects(ranks), strict=True)
@@ -165,17 +180,8 @@ def _pairs_width(cells: Sequence[tuple[int, int]], n_pairs: int) -> int:
     return sum(max(a for a, _ in c) + max(b for _, b in c) for c in columns) + (2 * n_pairs - 1) * _GAP
 
 
-def _drafters(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, int, int, int]]:
-    """Name of each drafter, its judged and right tokens, and the tokens generated while it was paused."""
-    kinds = {rank.model: rank.drafter or "draft" for rank in ranks if rank.draft}
-    labels = registry.labels([kinds[model] for model in sorted(kinds)])
-    judged, paused = stats.counters.by_drafter, stats.counters.paused_tokens
-    known = sorted({*judged, *paused})
-    return [(labels[drafter], *judged.get(drafter, (0, 0)), paused.get(drafter, 0)) for drafter in known]
-
-
 def _speculation_items(stats: RequestStats, ranks: Sequence[RankStats]) -> list[tuple[str, str]]:
-    drafters = _drafters(stats, ranks)
+    drafters = drafters_of(stats, ranks)
     counters = stats.counters
     acceptance, per_run = counters.acceptance, counters.accepted_per_run
     return [
@@ -189,8 +195,8 @@ def _speculation_items(stats: RequestStats, ranks: Sequence[RankStats]) -> list[
         ("cancelled", counted(counters.cancelled_tokens, "token")),
         ("verified", counted(counters.verified_runs, "run")),
         ("cancelled", counted(counters.cancelled_runs, "run")),
-        *((name, f"{right} of {judged} right") for name, judged, right, _ in (drafters if len(drafters) > 1 else ())),
-        *((f"{name} paused", counted(paused, "token")) for name, *_, paused in drafters if paused),
+        *((own.label, f"{own.n_right} of {own.n_judged} right") for own in (drafters if len(drafters) > 1 else ())),
+        *((f"{own.label} paused", counted(own.n_paused, "token")) for own in drafters if own.n_paused),
     ]
 
 

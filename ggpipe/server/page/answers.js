@@ -1,7 +1,7 @@
 // Answers that are being generated. They continue while another conversation is shown.
 
 import { ApiError, ask, events } from "./api.js";
-import { addToCall, messages, write } from "./conversation.js";
+import { addToCall, messages, originOf, write } from "./conversation.js";
 import { sampling } from "./settings.js";
 
 export class Answers {
@@ -85,7 +85,7 @@ export class Answers {
       run.tokens += 1;
     }
     if (reasoning) node.reasoning = (node.reasoning ?? "") + reasoning;
-    if (content) write(node, content, choice.origin);
+    if (content) write(node, content, originOf(choice));
     for (const call of calls ?? []) addToCall(node, call);
     if (choice.finish_reason) {
       node.finish = choice.finish_reason;

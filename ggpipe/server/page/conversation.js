@@ -75,6 +75,16 @@ export function addToCall(node, { index, id, function: part }) {
   node.calls[index].text += part.arguments ?? "";
 }
 
+/** Where a token comes from: `own`, `drafted`, the name of its drafter, or `several`. */
+export function originOf({ origin, drafters }) {
+  return drafters?.length ? (drafters.length > 1 ? "several" : drafters[0]) : origin;
+}
+
+/** The CSS class of text from there. */
+export function originClass(origin) {
+  return origin === "own" ? "own" : `drafted ${origin.replaceAll(" ", "-")}`;
+}
+
 /** Append text to an answer. `origins` has the lengths of runs of characters with the same origin. */
 export function write(node, text, origin) {
   node.content += text;

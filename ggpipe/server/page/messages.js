@@ -2,7 +2,7 @@
 
 import { Calls } from "./calls.js";
 import { copyText, counted, h, iconButton, percent, rate, seconds } from "./dom.js";
-import { path, siblings } from "./conversation.js";
+import { originClass, path, siblings } from "./conversation.js";
 import { MarkdownView } from "./markdown.js";
 
 const QUIET_MS = 4000;
@@ -116,7 +116,7 @@ class MessageView {
     if (colours) {
       let at = 0;
       for (const [n, origin] of node.origins) {
-        this.text.append(h("span", { class: origin === "drafted" ? "drafted" : "own" }, node.content.slice(at, at + n)));
+        this.text.append(h("span", { class: originClass(origin), title: origin }, node.content.slice(at, at + n)));
         at += n;
       }
       this.text.append(node.content.slice(at));

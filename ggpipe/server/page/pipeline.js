@@ -1,5 +1,6 @@
 // The pipeline next to the chat: a bar for each rank, tokens by origin, and the figures of the terminal's panel.
 
+import { originClass } from "./conversation.js";
 import { bytes, h, iconButton, percent, rate, seconds } from "./dom.js";
 
 const COLUMNS = 60;
@@ -27,6 +28,7 @@ export class Pipeline {
       this.bars.append(cell);
       return { drafted, own };
     });
+    this.drafters = h("p", { class: "legend drafters", hidden: true });
     this.ranks = h("div", { class: "ranks" });
     this.figures = Object.fromEntries(
       [["ttft", "TTFT"], ["itl", "ITL"], ["acceptance", "acceptance"], ["serving", "serving"], ["cached", "cache hits"], ["restarts", "restarts"]]
@@ -41,7 +43,7 @@ export class Pipeline {
         "p", { class: "legend" },
         h("span", {}, h("i", { class: "own" }), "own"), h("span", {}, h("i", { class: "drafted" }), "drafted"),
         h("label", { class: "colours" }, box, "in the text"),
-      )),
+      ), this.drafters),
       this.ranks,
       h("dl", {}, Object.values(this.figures).map(({ label, value }) => h("div", {}, h("dt", {}, label), value))),
       h("p", { class: "about" }, "Drafted tokens were proposed by a drafter and confirmed by the target. The output is the same without drafting."),
@@ -68,6 +70,7 @@ export class Pipeline {
     }
     this.model.textContent = sample.n_ctx ? `${sample.model} · context ${sample.n_ctx.toLocaleString("en")}` : sample.model;
     this.#count(sample.tokens);
+    this.#showDrafters(sample.drafters ?? []);
     this.speed.textContent = rate(isOn ? sample.tokens_per_s ?? 0 : null);
     this.#showRanks(sample.ranks, isOn);
     const { requests, tokens, draft_tokens: drafts } = sample;
@@ -108,6 +111,16 @@ export class Pipeline {
       last.own += own;
       last.drafted += drafted;
     } else this.#columns.push({ at, own, drafted });
+  }
+
+  /** What the colours in the text mean, if there are several drafters. */
+  #showDrafters(drafters) {
+    const names = drafters.length > 1 ? [...drafters, "several"] : [];
+    const key = names.join();
+    if (this.drafters.dataset.key === key) return;
+    this.drafters.dataset.key = key;
+    this.drafters.hidden = !names.length;
+    this.drafters.replaceChildren(...names.map((name) => h("span", {}, h("i", { class: originClass(name) }), name)));
   }
 
   #figure(name, text) {
