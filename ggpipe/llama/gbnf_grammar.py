@@ -40,6 +40,7 @@ class GbnfGrammar:
             raise SettingError("grammar", f"is not a grammar in GBNF: {last_error()}")
         self._vocab = vocab
         self._guard = _guard(vocab)
+        _beginnings(vocab)  # now, in a thread that nobody waits for
         self._sampler: Any = sampler
         self._address = _address(sampler)
         self._is_spent = False
