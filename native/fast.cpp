@@ -28,8 +28,8 @@ Params params_of(ggml_custom_op_t compute, void * state) {
 }  // namespace
 
 ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_threads) {
-    static std::atomic<int64_t> n_graphs{0};
-    FastGraph state{n_graphs++, {}};
+    static thread_local QuantizedMemory memory;  // kept from graph to graph
+    FastGraph state{{}, {}, memory};
     const Params attention = params_of(compute_attention, &state), product = params_of(compute_product, &state);
     std::vector<std::pair<ggml_tensor *, ggml_op>> nodes;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
@@ -38,10 +38,7 @@ ggml_status compute_fast(ggml_backend_t backend, ggml_cgraph * graph, int n_thre
         if (!multiplies && !attention_is_faster(node, n_threads)) continue;
         memcpy(node->op_params + kOwnParams, node->op_params, sizeof(Params));
         memcpy(node->op_params, (multiplies ? product : attention).bytes, sizeof(Params));
-        if (multiplies) {
-            node->op_params[FastGraph::kIndex] = state.taken.size();
-            state.taken.emplace_back(0);
-        }
+        if (multiplies) state.add(node);
         nodes.emplace_back(node, node->op);
         node->op = GGML_OP_CUSTOM;
     }

@@ -14,11 +14,31 @@ namespace ggpipe {
 // What a node was is kept after the parameters of a custom operation.
 constexpr int kOwnParams = GGML_MAX_OP_PARAMS / sizeof(int32_t) / 2;
 
-// The functions that compute take one thread's part. `state` is the graph's.
+// Memory for quantized activations; see products.cpp.
+struct QuantizedMemory {
+    std::vector<int8_t> numbers;
+    std::vector<int32_t> starts;
+    std::vector<float> scales, sums;
+};
+
+// Of a graph while it is computed. The functions that compute take one thread's part, and this as `state`.
 struct FastGraph {
-    int64_t number;                          // no other graph has it
-    std::deque<std::atomic<int64_t>> taken;  // of each product: tiles that threads have taken
-    static constexpr int kIndex = kOwnParams - 1;  // of a product's parameters: where it is in `taken`
+    struct Quantized {  // activations that consecutive products share
+        const ggml_tensor * source;
+        ggml_type type;
+        std::atomic<int64_t> taken{0}, done{0};  // rows
+    };
+    struct Product {
+        explicit Product(Quantized & q) : quantized(q) {}
+        Quantized & quantized;
+        std::atomic<int64_t> taken{0};  // tiles
+    };
+    static constexpr int kIndex = kOwnParams - 1;  // of a product's parameters: its place in `products`
+    std::deque<Quantized> quantized;
+    std::deque<Product> products;
+    QuantizedMemory & memory;  // for the activations of one product at a time
+
+    void add(ggml_tensor * product);
 };
 
 // Flash attention for any number of rows; see attention.cpp.

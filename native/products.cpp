@@ -3,12 +3,14 @@
 // ggml reads and unpacks a matrix again for each row or two of a run, so two rows take twice as long as one. Here a tile of
 // weights, 16 rows by 256 columns, is unpacked such that each lane of a vector holds its own row, and all rows of activations
 // are multiplied with it while it is in registers or in the first cache: rows of a small run take little more time than one.
-// Nothing is added up across a vector. A result's bits do not depend on the number of rows, nor on that of threads.
+// Nothing is added up across a vector. The bits of what is computed here depend neither on the number of rows nor on that of
+// threads.
 //
 // Activations are quantized as ggml does it, so results differ from ggml's only by the order in which blocks are added up.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -28,21 +30,26 @@ struct Weights {
     int64_t n_rows;
     size_t row_bytes;
 };
-struct Activations {  // quantized as some format of weights wants them: chunk by chunk, and in these row by row
+struct Activations {  // quantized as a format of weights wants them: chunk by chunk, and in these row by row
     int64_t n_rows, n_columns, n_chunks;
-    std::vector<int8_t> numbers;      // kChunk of each row
-    std::vector<int32_t> starts;      // of each unit: what makes up for the offset of the weights' numbers
-    std::vector<float> scales, sums;  // of each unit; a sum is that of its values
+    int8_t * numbers;       // kChunk of each row
+    int32_t * starts;       // of each unit: what makes up for the offset of the weights' numbers
+    float * scales, * sums;  // of each unit; a sum is that of its values
 };
+Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemory & memory) {
+    const ggml_tensor * source = quantized.source;
+    return {source->ne[1] * source->ne[2], source->ne[0], (source->ne[0] + kChunk - 1) / kChunk, memory.numbers.data(),
+            memory.starts.data(), memory.scales.data(), memory.sums.data()};
+}
 
 typedef int8_t Narrow __attribute__((vector_size(kLanes)));
 
 // Quantize one row of `a`.
-template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row, Activations & a) {
+template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row, const Activations & a) {
     for (int64_t chunk = 0; chunk < a.n_chunks; chunk++) {
         const int64_t at = chunk * a.n_rows + row;
         const int n = std::min<int64_t>(kChunk, a.n_columns - chunk * kChunk), step = Format::kSuper ? kChunk : 32;
-        int8_t * numbers = a.numbers.data() + at * kChunk;
+        int8_t * numbers = a.numbers + at * kChunk;
         if (n < kChunk) {  // the rest adds nothing
             memset(numbers + n, 0, kChunk - n);
             const int64_t unit = at * kMaxUnits + n / Format::kUnit, units = (kChunk - n) / Format::kUnit;
@@ -99,7 +106,7 @@ template <int R, int kUnit, bool kHasMinima> struct Sums {
     GGPIPE_TARGET GGPIPE_INLINE Sums(const Activations & a, int64_t chunk, const int32_t * rows, Line * lines) : a(a), lines(lines) {
         for (int r = 0; r < R; r++) {
             const int64_t at = chunk * a.n_rows + rows[r];
-            numbers[r] = a.numbers.data() + at * kChunk;
+            numbers[r] = a.numbers + at * kChunk;
             first[r] = at * kMaxUnits;
             memcpy(&sums[r], &lines[r], sizeof sums[r]);
         }
@@ -199,7 +206,7 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
 struct Kernel {
     bool is_repacked;  // what it takes
     int min_rows;      // from which on it is faster, as measured
-    void (*quantize)(const float *, int64_t, Activations &);
+    void (*quantize)(const float *, int64_t, const Activations &);
     void (*multiply)(const Weights &, int64_t, const Activations &, const std::vector<int32_t> &, float * const *);
 };
 template <class Format, int kMinRows> constexpr Kernel kernel_of() {
@@ -235,26 +242,17 @@ const float * row_of(const ggml_tensor * t, int64_t row) {
     return (const float *) ((const char *) t->data + row % t->ne[1] * t->nb[1] + row / t->ne[1] * t->nb[2]);
 }
 
-// All rows of a product's activations; from this thread's last product, where these were the same.
-const Activations & quantized(const ggml_tensor * node, int64_t graph) {
-    static thread_local struct { int64_t graph = -1; const ggml_tensor * source; ggml_type type; Activations a; } last;
-    const ggml_tensor * source = node->src[1];
-    const ggml_type type = node->src[0]->type;
-    if (last.graph == graph && last.source == source && last.type == type) return last.a;
-    last.graph = graph;
-    last.source = source;
-    last.type = type;
-    Activations & a = last.a;
-    a.n_rows = source->ne[1] * source->ne[2];
-    a.n_columns = source->ne[0];
-    a.n_chunks = (a.n_columns + kChunk - 1) / kChunk;
-    const size_t n = a.n_chunks * a.n_rows;
-    a.numbers.resize(n * kChunk);
-    a.starts.resize(n * kMaxUnits);
-    a.scales.resize(n * kMaxUnits);
-    a.sums.resize(n * kMaxUnits);
-    for (int64_t row = 0; row < a.n_rows; row++) kernel_for(type)->quantize(row_of(source, row), row, a);
-    return a;
+// All threads quantize some rows, and wait for the others.
+void quantize_rows(FastGraph::Quantized & quantized, const Activations & a) {
+    const Kernel & kernel = *kernel_for(quantized.type);
+    for (int64_t row; (row = quantized.taken.fetch_add(1, std::memory_order_relaxed)) < a.n_rows;) {
+        kernel.quantize(row_of(quantized.source, row), row, a);
+        quantized.done.fetch_add(1, std::memory_order_release);
+    }
+    for (int spins = 0; quantized.done.load(std::memory_order_acquire) < a.n_rows; spins++) {
+        if (spins < 1000) _mm_pause();
+        else std::this_thread::yield();  // whoever has the last row may have lost its core
+    }
 }
 }  // namespace
 
@@ -273,14 +271,34 @@ bool is_product(const ggml_tensor * node) {
     return n >= kernel->min_rows * n_experts * (1 - std::pow(1 - 1 / n_experts, n));
 }
 
+void FastGraph::add(ggml_tensor * product) {
+    const ggml_tensor * source = product->src[1];
+    const ggml_type type = product->src[0]->type;
+    if (quantized.empty() || quantized.back().source != source || quantized.back().type != type) {
+        quantized.emplace_back().source = source;
+        quantized.back().type = type;
+        const Activations a = activations_of(quantized.back(), memory);
+        const size_t n = a.n_chunks * a.n_rows;
+        if (memory.numbers.size() < n * kChunk) memory.numbers.resize(n * kChunk);
+        if (memory.starts.size() < n * kMaxUnits) {
+            memory.starts.resize(n * kMaxUnits);
+            memory.scales.resize(n * kMaxUnits);
+            memory.sums.resize(n * kMaxUnits);
+        }
+    }
+    product->op_params[kIndex] = products.size();
+    products.emplace_back(quantized.back());
+}
+
 void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
-    struct Use { int64_t first_item; int32_t expert; std::vector<int32_t> rows; std::vector<float *> to; };
+    struct Use { int32_t expert; std::vector<int32_t> rows; std::vector<float *> to; };
     static thread_local std::vector<Use> uses;  // of a matrix
     static thread_local std::vector<int32_t> use_of;
     const ggml_tensor * weights = node->src[0], * ids = node->src[2];
     FastGraph & graph = *(FastGraph *) state;
-    std::atomic<int64_t> & taken = graph.taken[node->op_params[FastGraph::kIndex]];
-    const Activations & activations = quantized(node, graph.number);
+    FastGraph::Product & product = graph.products[node->op_params[FastGraph::kIndex]];
+    const Activations activations = activations_of(product.quantized, graph.memory);
+    quantize_rows(product.quantized, activations);
     const Kernel & kernel = *kernel_for(weights->type);
     size_t n_uses = 0;
     const auto add = [&](int32_t expert) -> Use & {
@@ -314,7 +332,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     }
     const int64_t n_tiles = (weights->ne[1] + kLanes - 1) / kLanes, n_items = n_tiles * n_uses;
     const int64_t step = std::max<int64_t>(1, n_items / (8 * n_threads));
-    for (int64_t from; (from = taken.fetch_add(step, std::memory_order_relaxed)) < n_items;) {
+    for (int64_t from; (from = product.taken.fetch_add(step, std::memory_order_relaxed)) < n_items;) {
         for (int64_t item = from; item < std::min(from + step, n_items); item++) {
             const Use & use = uses[item / n_tiles];
             const Weights matrix{(const uint8_t *) weights->data + use.expert * weights->nb[2], weights->ne[1], weights->nb[1]};
@@ -325,6 +343,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
 
 #else
 bool is_product(const ggml_tensor *) { return false; }
+void FastGraph::add(ggml_tensor *) {}
 void compute_product(ggml_tensor *, int, int, void *) {}
 #endif
 
