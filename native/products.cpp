@@ -6,7 +6,8 @@
 // Nothing is added up across a vector. The bits of what is computed here depend neither on the number of rows nor on that of
 // threads.
 //
-// Activations are quantized as ggml does it, so results differ from ggml's only by the order in which blocks are added up.
+// Activations are quantized as ggml does it, so results differ from ggml's only by the order in which blocks are added up; those
+// of Q8_0 in runs of fewer than 64 rows not even by that, so that single rows, which are left to ggml, have the same bits.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -22,7 +23,7 @@ namespace ggpipe {
 
 #ifdef __x86_64__
 namespace {
-constexpr int kMaxUnits = 16;  // of a tile
+constexpr int kMaxUnits = 16, kMaxStarts = 64;  // of a tile
 
 struct alignas(64) Line { float results[kLanes]; };
 struct Weights {
@@ -32,8 +33,8 @@ struct Weights {
 };
 struct Activations {  // quantized as a format of weights wants them: chunk by chunk, and in these row by row
     int64_t n_rows, n_columns, n_chunks;
-    int8_t * numbers;       // kChunk of each row
-    int32_t * starts;       // of each unit: what makes up for the offset of the weights' numbers
+    int8_t * numbers;        // kChunk of each row
+    int32_t * starts;        // of each unit, or of each four columns: what makes up for the offset of the weights' numbers
     float * scales, * sums;  // of each unit; a sum is that of its values
 };
 Activations activations_of(const FastGraph::Quantized & quantized, QuantizedMemory & memory) {
@@ -53,7 +54,7 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
         if (n < kChunk) {  // the rest adds nothing
             memset(numbers + n, 0, kChunk - n);
             const int64_t unit = at * kMaxUnits + n / Format::kUnit, units = (kChunk - n) / Format::kUnit;
-            std::fill_n(&a.starts[unit], units, 0);
+            std::fill_n(&a.starts[at * kMaxStarts], kMaxStarts, 0);
             std::fill_n(&a.scales[unit], units, 0.0f);
             std::fill_n(&a.sums[unit], units, 0.0f);
         }
@@ -87,7 +88,13 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
                 }
                 for (int lane = 0; lane < kLanes; lane++) sum += ((const int32_t *) &sums)[lane];
                 const int64_t unit = at * kMaxUnits + begin / Format::kUnit;
-                a.starts[unit] = -Format::kOffset * sum;
+                if (Format::kQuads) {
+                    for (int i = begin; i < begin + Format::kUnit; i += 4) {
+                        a.starts[at * kMaxStarts + i / 4] = -Format::kOffset * (numbers[i] + numbers[i + 1] + numbers[i + 2] + numbers[i + 3]);
+                    }
+                } else {
+                    a.starts[at * kMaxStarts + begin / Format::kUnit] = -Format::kOffset * sum;
+                }
                 a.scales[unit] = scale;
                 a.sums[unit] = scale * sum;
             }
@@ -97,7 +104,9 @@ template <class Format> GGPIPE_TARGET void quantize(const float * x, int64_t row
 
 // Some rows of activations, while they are multiplied with a tile.
 template <int R, int kUnit, bool kHasMinima> struct Sums {
+    static constexpr int kMaxRows = 8, kLines = 1;  // of each row
     const int8_t * numbers[R];
+    const int32_t * starts[R];
     int64_t first[R];  // unit
     const Activations & a;
     F sums[R];
@@ -107,6 +116,7 @@ template <int R, int kUnit, bool kHasMinima> struct Sums {
         for (int r = 0; r < R; r++) {
             const int64_t at = chunk * a.n_rows + rows[r];
             numbers[r] = a.numbers + at * kChunk;
+            starts[r] = a.starts + at * kMaxStarts;
             first[r] = at * kMaxUnits;
             memcpy(&sums[r], &lines[r], sizeof sums[r]);
         }
@@ -117,7 +127,7 @@ template <int R, int kUnit, bool kHasMinima> struct Sums {
     GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, F scale, F minimum) {
         constexpr int kSteps = kUnit / 4;
         __m512i products[R];
-        for (int r = 0; r < R; r++) products[r] = _mm512_set1_epi32(a.starts[first[r] + u]);
+        for (int r = 0; r < R; r++) products[r] = _mm512_set1_epi32(starts[r][u]);
         for (int step = 0; step < kSteps; step++) {
             for (int r = 0; r < R; r++) {
                 int32_t four;
@@ -132,12 +142,58 @@ template <int R, int kUnit, bool kHasMinima> struct Sums {
     }
 };
 
-// Calls `function` with a number of rows that is a constant: at least n, or 8.
-template <class Function> GGPIPE_TARGET GGPIPE_INLINE inline void with_count(size_t n, const Function & function) {
+// The same with the bits of ggml's kernel for one row.
+template <int R> struct QuadSums {
+    static constexpr int kMaxRows = 2, kLines = 8;
+    const int8_t * numbers[R];
+    const int32_t * starts[R];
+    int64_t first[R];
+    const Activations & a;
+    __m512 sums[R][8];
+    Line * lines;
+
+    GGPIPE_TARGET GGPIPE_INLINE QuadSums(const Activations & a, int64_t chunk, const int32_t * rows, Line * lines) : a(a), lines(lines) {
+        for (int r = 0; r < R; r++) {
+            const int64_t at = chunk * a.n_rows + rows[r];
+            numbers[r] = a.numbers + at * kChunk;
+            starts[r] = a.starts + at * kMaxStarts;
+            first[r] = at * kMaxUnits;
+        }
+        memcpy(sums, lines, sizeof sums);
+    }
+    GGPIPE_TARGET GGPIPE_INLINE void store() { memcpy(lines, sums, sizeof sums); }
+    GGPIPE_TARGET GGPIPE_INLINE void add(int u, const U * weights, F scale, F) {
+        __m512 scales[R];
+        for (int r = 0; r < R; r++) scales[r] = (__m512) (scale * a.scales[first[r] + u]);
+        for (int i = 0; i < 8; i++) {
+            for (int r = 0; r < R; r++) {
+                int32_t four;
+                memcpy(&four, numbers[r] + 4 * (u * 8 + i), 4);
+                const __m512i start = _mm512_set1_epi32(starts[r][u * 8 + i]);
+                const __m512i product = _mm512_dpbusd_epi32(start, (__m512i) weights[i], _mm512_set1_epi32(four));
+                sums[r][i] = _mm512_fmadd_ps(scales[r], _mm512_cvtepi32_ps(product), sums[r][i]);
+            }
+        }
+    }
+    GGPIPE_TARGET static Line total(const Line * lines) {
+        F s[8];
+        memcpy(s, lines, sizeof s);
+        const F all = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+        Line line;
+        memcpy(&line, &all, sizeof line);
+        return line;
+    }
+};
+
+template <class Format, int R> using SumsOf =
+    std::conditional_t<Format::kQuads, QuadSums<R>, Sums<R, Format::kUnit, Format::kHasMinima>>;
+
+// Calls `function` with a number of rows that is a constant: at least n, or kMax.
+template <int kMax, class Function> GGPIPE_TARGET GGPIPE_INLINE inline void with_count(size_t n, const Function & function) {
     if (n == 1) function(std::integral_constant<int, 1>());
-    else if (n == 2) function(std::integral_constant<int, 2>());
-    else if (n <= 4) function(std::integral_constant<int, 4>());
-    else function(std::integral_constant<int, 8>());
+    else if (n == 2 || kMax == 2) function(std::integral_constant<int, 2>());
+    else if (n <= 4) function(std::integral_constant<int, std::min(4, kMax)>());
+    else function(std::integral_constant<int, kMax>());
 }
 
 template <class Format> struct Tile {
@@ -148,12 +204,13 @@ template <class Format> struct Tile {
 // The results of 16 rows of weights, from `first` on, for some rows of activations.
 template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int64_t first, const Activations & a,
                                                    const std::vector<int32_t> & rows, float * const * to) {
+    constexpr int kMax = SumsOf<Format, 1>::kMaxRows, kLines = SumsOf<Format, 1>::kLines;
     // Padded: row 0 again, in place of those that a constant number of rows has too many.
     static thread_local std::vector<int32_t> padded;
     static thread_local std::vector<Line> lines;
     padded = rows;
-    padded.resize(rows.size() + 7, rows[0]);
-    lines.assign(padded.size(), Line{});
+    padded.resize(rows.size() + kMax - 1, rows[0]);
+    lines.assign(padded.size() * kLines, Line{});
     using From = typename Format::From;
     constexpr int kPieces = kLanes / From::kGroup, kBytes = kChunk / Format::kBlock * Format::kBytes * From::kGroup;  // of a piece
     const size_t stride = weights.row_bytes * From::kGroup;
@@ -176,9 +233,9 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
                 for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(next + i, 0, 2);
             }
         }
-        if (rows.size() <= 8) {
-            with_count(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<count(), Format::kUnit, Format::kHasMinima> sums(a, chunk, padded.data(), lines.data());
+        if (rows.size() <= kMax) {
+            with_count<kMax>(rows.size(), [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                SumsOf<Format, count()> sums(a, chunk, padded.data(), lines.data());
                 Format::unpack(from, [&](int u, const U * numbers, F scale, F minimum) GGPIPE_TARGET GGPIPE_INLINE {
                     sums.add(u, numbers, scale, minimum);
                 });
@@ -192,15 +249,18 @@ template <class Format> GGPIPE_TARGET void multiply(const Weights & weights, int
             tile.scales[u] = scale;
             tile.minima[u] = minimum;
         });
-        for (size_t row = 0; row < rows.size(); row += 8) {
-            with_count(rows.size() - row, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
-                Sums<count(), Format::kUnit, Format::kHasMinima> sums(a, chunk, padded.data() + row, lines.data() + row);
+        for (size_t row = 0; row < rows.size(); row += kMax) {
+            with_count<kMax>(rows.size() - row, [&](auto count) GGPIPE_TARGET GGPIPE_INLINE {
+                SumsOf<Format, count()> sums(a, chunk, padded.data() + row, lines.data() + row * kLines);
                 for (int u = 0; u < kChunk / Format::kUnit; u++) sums.add(u, tile.numbers[u], tile.scales[u], tile.minima[u]);
                 sums.store();
             });
         }
     }
-    for (size_t i = 0; i < rows.size(); i++) memcpy(to[i] + first, &lines[i], n_rows * sizeof(float));
+    for (size_t i = 0; i < rows.size(); i++) {
+        if constexpr (Format::kQuads) lines[i * kLines] = QuadSums<1>::total(&lines[i * kLines]);
+        memcpy(to[i] + first, &lines[i * kLines], n_rows * sizeof(float));
+    }
 }
 
 struct Kernel {
@@ -212,8 +272,11 @@ struct Kernel {
 template <class Format, int kMinRows> constexpr Kernel kernel_of() {
     return {Format::From::kGroup > 1, kMinRows, quantize<Format>, multiply<Format>};
 }
-const Kernel * kernel_for(ggml_type type) {
+// From 64 rows on, Q8_0 is multiplied in half the time without ggml's bits.
+const Kernel * kernel_for(ggml_type type, int64_t n_rows) {
     static const bool can = __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni");
+    static constexpr Kernel fast = kernel_of<Q8_0_Fast, 2>();
+    if (can && type == GGML_TYPE_Q8_0 && n_rows >= 64) return &fast;
     switch (can ? type : GGML_TYPE_COUNT) {
 #define GGPIPE_KERNEL(NAME, MIN_ROWS) \
         case GGML_TYPE_##NAME: { \
@@ -244,7 +307,7 @@ const float * row_of(const ggml_tensor * t, int64_t row) {
 
 // All threads quantize some rows, and wait for the others.
 void quantize_rows(FastGraph::Quantized & quantized, const Activations & a) {
-    const Kernel & kernel = *kernel_for(quantized.type);
+    const Kernel & kernel = *kernel_for(quantized.type, a.n_rows);
     for (int64_t row; (row = quantized.taken.fetch_add(1, std::memory_order_relaxed)) < a.n_rows;) {
         kernel.quantize(row_of(quantized.source, row), row, a);
         quantized.done.fetch_add(1, std::memory_order_release);
@@ -260,7 +323,7 @@ bool is_product(const ggml_tensor * node) {
     if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) return false;
     if (!(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
     const ggml_tensor * weights = node->src[0], * source = node->src[1];
-    const Kernel * kernel = kernel_for(weights->type);
+    const Kernel * kernel = kernel_for(weights->type, source->ne[1] * source->ne[2]);
     if (!kernel || weights->ne[3] != 1 || weights->nb[0] != ggml_type_size(weights->type)) return false;
     if (source->type != GGML_TYPE_F32 || source->nb[0] != sizeof(float) || source->ne[3] != 1 || node->nb[0] != sizeof(float)) return false;
     const bool is_repacked = weights->extra && !strcmp(ggml_backend_buft_name(weights->buffer->buft), "CPU_REPACK");
@@ -280,8 +343,8 @@ void FastGraph::add(ggml_tensor * product) {
         const Activations a = activations_of(quantized.back(), memory);
         const size_t n = a.n_chunks * a.n_rows;
         if (memory.numbers.size() < n * kChunk) memory.numbers.resize(n * kChunk);
-        if (memory.starts.size() < n * kMaxUnits) {
-            memory.starts.resize(n * kMaxUnits);
+        if (memory.scales.size() < n * kMaxUnits) {
+            memory.starts.resize(n * kMaxStarts);
             memory.scales.resize(n * kMaxUnits);
             memory.sums.resize(n * kMaxUnits);
         }
@@ -299,7 +362,7 @@ void compute_product(ggml_tensor * node, int, int n_threads, void * state) {
     FastGraph::Product & product = graph.products[node->op_params[FastGraph::kIndex]];
     const Activations activations = activations_of(product.quantized, graph.memory);
     quantize_rows(product.quantized, activations);
-    const Kernel & kernel = *kernel_for(weights->type);
+    const Kernel & kernel = *kernel_for(weights->type, activations.n_rows);
     size_t n_uses = 0;
     const auto add = [&](int32_t expert) -> Use & {
         if (uses.size() == n_uses) uses.emplace_back();

@@ -146,18 +146,19 @@ class Eights {
 
 // ---- formats ------------------------------------------------------------------------------------------------
 // Each has a number of columns and bytes a block (of a row), columns a unit (which share a scale), what is added to each number
-// so that it is not negative, whether units have a minimum, and how activations are quantized: by 32, or by 256 (kSuper).
+// so that it is not negative, whether units have a minimum, how activations are quantized: by 32, or by 256 (kSuper), and whether
+// results are added up as ggml does it for one row: eight sums, each of every eighth four columns (kQuads).
 // `unpack` calls `emit` for each unit of a tile, in order, with its number, its numbers, its scale and its minimum.
 
 template <class Source> struct Small {  // a block is a unit
     using From = Source;
     static constexpr int kUnit = 32, kBlock = 32;
-    static constexpr bool kHasMinima = false, kSuper = false;
+    static constexpr bool kHasMinima = false, kSuper = false, kQuads = false;
 };
 template <class Source> struct Super {  // a block is a tile's columns
     using From = Source;
     static constexpr int kUnit = 32, kBlock = kChunk;
-    static constexpr bool kHasMinima = false, kSuper = true;
+    static constexpr bool kHasMinima = false, kSuper = true, kQuads = false;
 };
 #define GGPIPE_UNITS(N) _Pragma("GCC unroll 1") for (int u = 0; u < N; u++)
 
@@ -174,6 +175,7 @@ GGPIPE_TARGET GGPIPE_INLINE inline void look_up(U table, U numbers[8]) {
 
 struct Q8_0 : Small<Rows> {
     static constexpr int kBytes = 34, kOffset = 128;
+    static constexpr bool kQuads = true;
     template <class Emit> GGPIPE_TARGET GGPIPE_INLINE static void unpack(Rows rows, const Emit & emit) {
         GGPIPE_UNITS(8) {
             U words[8], numbers[8];
@@ -184,6 +186,7 @@ struct Q8_0 : Small<Rows> {
         }
     }
 };
+struct Q8_0_Fast : Q8_0 { static constexpr bool kQuads = false; };
 struct Q4_1 : Small<Rows> {
     static constexpr int kBytes = 20, kOffset = 0;
     static constexpr bool kHasMinima = true;

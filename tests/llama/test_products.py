@@ -98,9 +98,9 @@ def _assert_near(found: NDArray[np.float32], expected: NDArray[np.float64]) -> N
 def test_products(kind: Type) -> None:
     """Rows that are no whole tiles, and columns that are none where blocks are smaller than a tile."""
     for shape in ((16, 256), (8, 256), (40, 768), (264, 256), *(((24, 288), (48, 32)) if kind in BY_32 else ())):
-        case = Case.make(kind, shape, n_tokens=21)
+        case = Case.make(kind, shape, n_tokens=70)
         expected = case.expected()
-        for n in (3, 4, 8, 9, 21):
+        for n in (3, 4, 8, 9, 21, 70):
             _assert_near(case.computed(slice(n)), expected[:n])
 
 
@@ -138,6 +138,15 @@ def test_equals_ggml_but_for_rounding(kind: Type) -> None:
     case = Case(kind, weights, rng.standard_normal((12, 1024)).astype(np.float32))
     own, ggmls = case.computed(), case.computed(fast=False)
     assert np.abs(own - ggmls).max() < 1e-5 * ggmls.std()
+
+
+def test_q8_0_has_ggmls_bits() -> None:
+    """Those of ggml's kernel for one row, which many rows have there as well."""
+    case = Case.make(Type.Q8_0, (72, 1056), n_tokens=37)
+    np.testing.assert_array_equal(case.computed(), case.computed(fast=False))
+    for token in range(3):
+        row = slice(token, token + 1)
+        np.testing.assert_array_equal(case.computed(slice(3))[row], case.computed(row, fast=False))
 
 
 def test_other_products_stay_ggmls() -> None:
