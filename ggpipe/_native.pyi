@@ -32,7 +32,7 @@ class GrammarGuard:
 
     def __init__(self, pieces: Sequence[bytes], rules: int, stacks: int) -> None:
         """
-        Texts of all tokens; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.
+        Spelling of each token; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.
         """
 
     def can_try(self, sampler: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], steps: int) -> bool:

@@ -51,11 +51,11 @@ NB_MODULE(_native, m) {
 
     nb::class_<GrammarGuard>(m, "GrammarGuard", "Whether libllama can follow a grammar within a limit of steps; see native/grammar_guard.cpp.")
         .def("__init__", [](GrammarGuard * g, const std::vector<nb::bytes> & pieces, uintptr_t rules, uintptr_t stacks) {
-            std::vector<std::string> texts;
-            for (const auto & piece : pieces) texts.emplace_back(piece.c_str(), piece.size());
-            new (g) GrammarGuard(texts, rules, stacks);
+            std::vector<std::string> spellings;
+            for (const auto & piece : pieces) spellings.emplace_back(piece.c_str(), piece.size());
+            new (g) GrammarGuard(spellings, rules, stacks);
         }, "pieces"_a, "rules"_a, "stacks"_a,
-           "Texts of all tokens; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.")
+           "Spelling of each token; addresses of llama_grammar_get_rules and llama_grammar_get_stacks.")
         .def("can_try", [](const GrammarGuard & g, uintptr_t sampler, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
                            size_t steps) { return g.can_try(sampler, ids.data(), ids.shape(0), steps); },
              "sampler"_a, "ids"_a, "steps"_a, "Whether it can be asked which of these tokens fit. sampler: its address.")

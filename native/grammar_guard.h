@@ -26,7 +26,7 @@ struct Sampler {
 
 class GrammarGuard {
 public:
-    // pieces: texts of all tokens. rules, stacks: addresses of llama_grammar_get_rules and llama_grammar_get_stacks.
+    // pieces: spelling of each token. rules, stacks: addresses of llama_grammar_get_rules and llama_grammar_get_stacks.
     GrammarGuard(const std::vector<std::string> & pieces, uintptr_t rules, uintptr_t stacks);
     // sampler: address of a grammar's sampler. False: it would take more steps.
     bool can_try(uintptr_t sampler, const int32_t * ids, size_t n, size_t steps) const;

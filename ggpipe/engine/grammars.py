@@ -1,4 +1,4 @@
-"""Grammars of requests: checked and compiled in threads, while the engine goes on with other requests."""
+"""Grammars of requests: checked and compiled in threads, while the engine continues with other requests."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class _Beginnings:
 
     def __init__(self, vocab: Vocab) -> None:
         pieces = vocab.pieces()
-        for token in vocab.end_tokens:  # grammars do not look at their texts
+        for token in vocab.end_tokens:  # grammars ignore their spelling
             pieces[token] = b""
         parents = np.full(len(pieces), -1, np.int32)
         open_tokens: list[int] = []  # each begins with the one before it

@@ -1,7 +1,7 @@
 """Loads llguidance and declares what we use of its C interface.
 
 Its Python module holds the interpreter's lock while it reads a vocabulary, for a second with 150,000 tokens. Functions
-called through ctypes do not, so the head goes on meanwhile. Structures are those of `llguidance.h`, version 1.9.
+called through ctypes do not, so the head continues meanwhile. Structures are those of `llguidance.h`, version 1.9.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class VirtualPlacement:
 
 
 def with_drafts(spec: ClusterSpec, n_drafts: int) -> ClusterSpec:
-    """The cluster with ranks for so many draft models. One that it has no rank for gets a machine like that of the
+    """The cluster with ranks for that many draft models. One that it has no rank for gets a machine like that of the
     first one, or runs inside the head as that does."""
     splits = spec.draft_layer_splits
     if n_drafts < 2 or len(splits) >= n_drafts or not spec.draft_on:

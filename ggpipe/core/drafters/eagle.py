@@ -85,7 +85,7 @@ class _HeadState(DraftState):
         return dead
 
     def _expand(self, node: Node, found: Candidates, probabilities: Sequence[float]) -> None:
-        """As for a draft model; what was sent before under this node keeps its number."""
+        """As for a draft model. Draft tokens that were sent earlier under this node keep their numbers."""
         sent, n = self.sent_nodes[node], len(probabilities)
         new = tuple(one for one in found[:n] if one[0] not in sent.children)
         for number, (token, _) in enumerate(new, self.next_number):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 
 class Marks:
-    """Spells texts in which a model writes some parts as special tokens, which have no text in a grammar."""
+    """Spells output that contains special tokens, which have no spelling in a grammar."""
 
     def __init__(self, special_tokens: Mapping[str, int], ends: Collection[int] = ()) -> None:
         """`special_tokens`: ids by name. `ends`: those that end the output."""
