@@ -54,6 +54,7 @@ from ggpipe.transport.local import LocalWorld
 GREEDY = SamplingConfig(temp=0, ignore_eos=True)
 CONTEXT = ContextConfig(n_ctx=4096, n_seq=4)
 CONFIG = EngineConfig(ModelConfig(path=TARGET), CONTEXT, PipelineConfig(threads=(1,)), n_requests=4)
+EXACT = replace(CONFIG, context=replace(CONTEXT, exact=True))
 DRAFT = DraftConfig(model=ModelConfig(path=TARGET.with_name("tales-draft.gguf")), context=CONTEXT)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 DRAFTING = EngineConfig(CONFIG.model, CONTEXT, CONFIG.pipeline, (DRAFT,), n_requests=4)
@@ -254,13 +255,13 @@ def test_refusals_are_typed(
 def test_a_request_goes_on_with_other_ranks(connected: Connected, others: Connected) -> None:
     sampling = SamplingConfig(temp=0.8, repeat_penalty=1.1, ignore_eos=True)  # the ranks choose a seed
     stats = RequestStats()
-    with served(connected) as ranks:
+    with served(connected, EXACT) as ranks:
         engine = ranks.load()
         request = engine.submit(asked(engine.tokenize("The wolf"), sampling, 30), stats)
         while len(request.tokens) < 10:
             engine.step()
     seed, ttft_s, n_before = stats.seed, stats.ttft_s, len(request.tokens)
-    with served(others) as ranks:
+    with served(others, EXACT) as ranks:
         engine = ranks.load()
         engine.resume(request)
         while request.is_active:
@@ -269,7 +270,7 @@ def test_a_request_goes_on_with_other_ranks(connected: Connected, others: Connec
     assert [token.drafted for token in request.tokens] == stats.drafted
     assert sum(run.n_rows for run in stats.runs) == stats.n_prompt + 29
     assert stats.ranks[0].runs == len(stats.runs) == 30 - n_before
-    with local_session(CONFIG, 1) as session:
+    with local_session(EXACT, 1) as session:
         again = session.submit(asked(request.prompt, replace(sampling, seed=seed), 30, resumed=request.token_ids[:5]))
         while again.is_active:
             session.step()
