@@ -24,10 +24,10 @@ REASONS: Mapping[str | Wording, tuple[str, ...]] = {
         "--n-cpu-moe", "-ot", "--override-tensor", "--op-offload", "--no-op-offload", "--no-host", "-fit", "--fit",
     ),
     Wording("ggpipe starts ranks on other machines: use ", _LAYER_SPLIT, " and ", Setting("hostfile")): ("--rpc",),
-    Wording("ggpipe does not download models: name a file with ", Setting("model")): (
-        "-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-hft", "--hf-token", "-hfd", "--hf-repo-draft", "-mu",
-        "--model-url", "-dr", "--docker-repo", "--offline", "-cl", "--cache-list",
+    Wording("name a model on the Hugging Face Hub with ", Setting("hf_repo"), ", or a file with ", Setting("model")): (
+        "-mu", "--model-url", "-dr", "--docker-repo", "-hfv", "-hfrv", "--hf-repo-v", "-hffv", "--hf-file-v",
     ),
+    "use the Hugging Face Hub's tool: `hf cache ls`": ("-cl", "--cache-list"),
     "omit this flag: `ggpipe chat` starts a conversation, and `ggpipe generate -st` answers one question": (
         "-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first", "-mli", "--multiline-input",
     ),

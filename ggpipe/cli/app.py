@@ -15,6 +15,7 @@ from ggpipe.cli.variables import read_variables
 from ggpipe.errors import GgpipeError, MpiError, RunError, UsageError, Wording
 from ggpipe.launch.environment import end_job, leave_status, rank_in_environment, wait_for_first_rank
 from ggpipe.options.commands import COMMANDS
+from ggpipe.options.hub import HubSettings
 from ggpipe.options.option import Command, Options
 from ggpipe.options.table import OPTIONS
 
@@ -62,6 +63,10 @@ def _run(arguments: Sequence[str]) -> int:
 
         show_help(COMMANDS, OPTIONS, command)
         return 0 if arguments else UsageError.exit_code
+    if options[HubSettings].is_given:
+        from ggpipe.cli.downloads import with_models  # needed by few
+
+        options = with_models(command, options)
     return _call(command, options)
 
 

@@ -64,8 +64,9 @@ def parse(
     if words.stray:
         raise advice.stray(words.stray[0], rows, {row.name for row in given})
     from_variables = [row for row in rows if row.name in (variables or {}) and row not in given]
+    replaced = {row.instead_of for row in (*given, *from_variables)}
     for row in rows:
-        if row.name in command.required and row not in (*given, *from_variables):
+        if row.name in command.required - replaced and row not in (*given, *from_variables):
             raise advice.missing(row)
     values = {row: given.get(row, command.default_of(row)) for row in rows}
     values |= {row: (variables or {})[row.name] for row in from_variables}

@@ -21,7 +21,12 @@ SWITCHES = {"1": "on", "true": "on", "enabled": "on", "0": "off", "false": "off"
 
 _PREFIX, _NO = "LLAMA_ARG_", "LLAMA_ARG_NO_"
 _OF_RANKS = ("n_slots",)  # server settings that all ranks need
-_ALTERNATIVES = ({"chat_template", "chat_template_file"}, {"load_mode", "mmap", "mlock"})
+_ALTERNATIVES = (
+    {"chat_template", "chat_template_file"},
+    {"load_mode", "mmap", "mlock"},
+    {"model", "hf_repo"},
+    {"draft.model", "draft.hf_repo"},
+)
 """Options of which a flag for one overrides a variable for another."""
 
 

@@ -28,7 +28,9 @@ def check_model_file(path: Path) -> None:
 def _instead_of(path: Path) -> str:
     """Advice for the message about a model file that cannot be opened."""
     if path.parts[:1] in (("https:",), ("http:",)):
-        return "; ggpipe downloads nothing: fetch the file and name it"
+        return "; download the file and name it, or name its repository on the Hugging Face Hub with -hf"
+    if any(part.startswith("models--") for part in path.parts) and "snapshots" in path.parts:
+        return f"; the model was downloaded on another machine: copy it, as in `rsync -L --mkpath HOST:{path} {path}`"
     if path.parts[:1] == ("~",):
         return "; ~ stands for your home folder only without quotes"
     with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from ggpipe.display.format import harmless, human_bytes
 from ggpipe.display.live.terminal import Terminal
 
 _QUIET_S = 1.0
+_LINE_EVERY_S = 10.0
 
 
 class _Bar:
@@ -40,10 +41,11 @@ class FileProgress(_Bar):
     """A bar for writing files, which stays when they are finished. Nothing is drawn if nothing is written."""
 
     def __init__(self, terminal: Terminal | None, description: str) -> None:
-        """Without a terminal, the first bytes written put a line on stderr."""
+        """Without a terminal, the first bytes written put a line on stderr, and later ones now and then another."""
         self._terminal = terminal
         self._description = description
         self._has_started = False
+        self._line_at = 0.0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Show the number of bytes written and their total."""
@@ -51,17 +53,23 @@ class FileProgress(_Bar):
             self._start(total_bytes)
         if self._progress is not None:
             self._progress.update(self._task, completed=done_bytes)
+        elif self._terminal is None and time.monotonic() > self._line_at + _LINE_EVERY_S:
+            self._line(f"{human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
 
     def _start(self, total_bytes: int) -> None:
         self._has_started = True
         if self._terminal is None:
-            print(f"ggpipe: {self._description} ({human_bytes(total_bytes)})", file=sys.stderr)
+            self._line(human_bytes(total_bytes))
             return
         self._terminal.measure()
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
         self._progress = Progress(*columns, console=self._terminal.console)
         self._task = self._progress.add_task(harmless(self._description), total=total_bytes)
         self._progress.start()
+
+    def _line(self, bytes_done: str) -> None:
+        self._line_at = time.monotonic()
+        print(f"ggpipe: {self._description} ({bytes_done})", file=sys.stderr, flush=True)
 
 
 class CountProgress(_Bar):

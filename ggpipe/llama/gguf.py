@@ -114,6 +114,16 @@ class ModelFile:
         return digest.hexdigest()[:16]
 
 
+def has_header(path: Path) -> bool:
+    """Whether a file begins with a whole GGUF header. What follows may be missing."""
+    start()
+    gguf = _init(os.fsencode(path), _InitParams(no_alloc=True))
+    logged_errors()
+    if gguf:
+        _free(gguf)
+    return bool(gguf)
+
+
 @dataclass(frozen=True)
 class _Header:
     metadata: dict[str, MetadataValue]

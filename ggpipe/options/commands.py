@@ -12,12 +12,14 @@ from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.options import settings
 from ggpipe.options.chat import ChatSettings
 from ggpipe.options.grammar import Constraint
+from ggpipe.options.hub import HubSettings
 from ggpipe.options.option import Command
 from ggpipe.options.server import ServerConfig
 
-_WEIGHTS = (settings.ModelSettings, settings.LoadSettings, ModelConfig, settings.LoraSettings)
+_WEIGHTS = (settings.ModelSettings, HubSettings, settings.LoadSettings, ModelConfig, settings.LoraSettings)
 _COMPUTING = (ContextConfig, PipelineConfig, settings.RankSettings, DraftConfig, settings.LogSettings)
 _PLANNED = frozenset({"layer_split", "draft.threads_batch", "restart", "check_memory", "tensor_split", "tensor_wire"})
+_OF_HUB = frozenset({"hf_repo", "hf_file", "hf_token", "offline", "draft.hf_repo"})
 _OF_REASONING = frozenset({"reasoning_budget", "reasoning_budget_message"})
 
 COMMANDS: tuple[Command, ...] = (
@@ -113,6 +115,7 @@ COMMANDS: tuple[Command, ...] = (
         records=(
             settings.ClusterSettings,
             settings.ModelSettings,
+            HubSettings,
             settings.SimulatedText,
             settings.SimulatedDrafters,
             settings.SimulatedTraffic,
@@ -262,7 +265,7 @@ ENGINE = Command(
         SamplingConfig,
         Constraint,
     ),
-    leave_out=frozenset({"prompt", "file", "escape"}),
+    leave_out=frozenset({"prompt", "file", "escape", *_OF_HUB}),
     required=frozenset({"model"}),
     defaults={"n_requests": 4},
 )

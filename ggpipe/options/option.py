@@ -42,6 +42,8 @@ class Option:
     """Name of the setting in the library's messages. Default: the field."""
     variable: str = ""
     """llama.cpp's environment variable for the option, if any."""
+    instead_of: str = ""
+    """Name of a required option that need not be given with this one."""
 
     @property
     def name(self) -> str:
@@ -160,6 +162,10 @@ class Options:
         return Options(
             command, {row: given.get(names.get(row.name, row.name), command.default_of(row)) for row in rows}
         )
+
+    def with_values(self, values: Mapping[str, Any]) -> Options:
+        """The same options with other values for some, by name, as a command line gives them."""
+        return Options(self._command, {row: values.get(row.name, value) for row, value in self._given.items()})
 
     def is_given(self, name: str) -> bool:
         """Whether the option has a value other than the command's default."""

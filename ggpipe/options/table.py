@@ -20,6 +20,7 @@ from ggpipe.core.drafters import registry
 from ggpipe.options import lists, sampling, settings
 from ggpipe.options.chat import ChatSettings, json_object
 from ggpipe.options.grammar import Constraint
+from ggpipe.options.hub import HubSettings
 from ggpipe.options.option import Option
 from ggpipe.options.server import ServerConfig
 
@@ -47,6 +48,10 @@ OPTIONS: tuple[Option, ...] = (
     _option(settings.ClusterSettings, MODEL, "path", metavar="CLUSTER", setting="cluster", help="Cluster file, name of a bundled cluster, or profile."),
 
     _option(settings.ModelSettings, MODEL, "target", "-m", "--model", setting="model", metavar="FILE", variable="LLAMA_ARG_MODEL", help="GGUF file of the target model. Of a model in several files, name the first."),
+    _option(HubSettings, MODEL, "repo", "-hf", "-hfr", "--hf-repo", setting="hf_repo", metavar="USER/REPO[:QUANT]", instead_of="model", variable="LLAMA_ARG_HF_REPO", help="Download the model from this repository of the Hugging Face Hub, unless the cache has it (LLAMA_CACHE, HF_HUB_CACHE or ~/.cache/huggingface/hub, shared with llama.cpp). Default QUANT: Q4_K_M, or the first model."),
+    _option(HubSettings, MODEL, "file", "-hff", "--hf-file", setting="hf_file", metavar="FILE", variable="LLAMA_ARG_HF_FILE", help="File in the repository of -hf, instead of the one with QUANT in its name."),
+    _option(HubSettings, MODEL, "token", "-hft", "--hf-token", setting="hf_token", metavar="TOKEN", help="Access token for private models. Default: HF_TOKEN, or the one saved by `hf auth login`."),
+    _option(HubSettings, MODEL, "offline", "--offline", variable="LLAMA_ARG_OFFLINE", help="Never use the network for models: -hf names a model in the cache."),
     _option(settings.LoadSettings, MODEL, "load_mode", "-lm", "--load-mode", metavar="MODE", variable="LLAMA_ARG_LOAD_MODE", help="How to load weights: auto, none, mmap, mlock, mmap+mlock or dio."),
     _option(settings.LoadSettings, MODEL, "mmap", "--mmap/--no-mmap", help="Map weights from the file, instead of reading this rank's layers into memory."),
     _option(settings.LoadSettings, MODEL, "mlock", "--mlock", help="Lock weights in RAM."),
@@ -144,6 +149,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(settings.PlanSettings, RANKS, "n_ranks", "-r", "--ranks", metavar="N", help="Number of ranks to use, including those that draft. Default: whatever is fastest."),
 
     _option(settings.ModelSettings, SPECULATION, "drafts", "-md", "--model-draft", "--spec-draft-model", setting="draft.model", metavar="FILE", many=True, variable="LLAMA_ARG_SPEC_DRAFT_MODEL", help="GGUF file of a draft model: a smaller model of the same family, or an EAGLE-3 head for the model. It runs on the ranks after the / of --mpi-layer-split, or else inside the first rank. Can be repeated: all of them draft, each on the ranks after its own /."),
+    _option(HubSettings, SPECULATION, "draft_repos", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf", setting="draft.hf_repo", metavar="USER/REPO[:QUANT]", many=True, variable="LLAMA_ARG_SPEC_DRAFT_HF_REPO", help="Download a draft model from the Hugging Face Hub, as -hf does. Can be repeated."),
     _option(SpeculationConfig, SPECULATION, "mode", "--mode", metavar="MODE", optional=True, help="async: draft while earlier draft tokens are verified (default with -md). speculative: draft, verify, repeat. iterative: no draft tokens."),
     _option(SpeculationConfig, SPECULATION, "drafters", "--spec-type", setting="spec_type", metavar="LIST", optional=True, parse=registry.read_names, variable="LLAMA_ARG_SPEC_TYPE", help=f"Drafters, separated by commas: {', '.join((*registry.WITH_MODEL, *registry.WITHOUT_MODEL))}, or none. Several drafters share one tree. draft: the draft model. eagle3: the EAGLE-3 head that -md names. ngram: repeat what followed the same tokens earlier, in this request or another one; needs no model. Default with -md: what its file is, and ngram."),
     _option(settings.PlanSettings, SPECULATION, "mode", "--mode", metavar="MODE", help="Plan for this mode only: async, speculative or iterative. Default: the fastest."),

@@ -18,7 +18,7 @@ from ggpipe.options.table import OPTIONS
     [
         ("-ngl 99", "-ngl: ggpipe runs on CPUs only"),
         ("--rpc=a:1", "--rpc: .* use --mpi-layer-split and --hostfile"),
-        ("-hf a/b", "-hf: ggpipe does not download models: name a file with -m/--model"),
+        ("-dr a/b", "-dr: name a model on the Hugging Face Hub with -hf/--hf-repo, or a file with -m/--model"),
         ("-cnv", "-cnv: omit this flag: `ggpipe chat` starts a conversation"),
         ("-mli", "-mli: omit this flag: `ggpipe chat`"),
         ("--no-jinja", "--no-jinja: ggpipe always reads chat templates as Jinja"),

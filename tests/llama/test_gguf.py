@@ -123,7 +123,7 @@ def test_a_name_that_is_nearly_a_file_s(tmp_path: Path) -> None:
         assert refused(tmp_path / name).endswith(f"; did you mean {tmp_path / 'llama-8b.Q4_K_M.gguf'}?")
     assert refused(tmp_path / "qwen.gguf").endswith("No such file or directory")
     assert refused(tmp_path).endswith("name a file in it")
-    assert "ggpipe downloads nothing" in refused(Path("https://a.org/b.gguf"))
+    assert "name its repository on the Hugging Face Hub" in refused(Path("https://a.org/b.gguf"))
     assert "without quotes" in refused(Path("~/b.gguf"))
 
 

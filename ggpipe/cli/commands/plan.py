@@ -22,6 +22,7 @@ from ggpipe.launch.environment import has_user
 from ggpipe.launch.job import slots_of
 from ggpipe.launch.rank_setup import ProfileWork, RankSetup
 from ggpipe.options.engine_config import check_draft, draft_threads, engine_config
+from ggpipe.options.hub import HubSettings
 from ggpipe.options.option import Options
 from ggpipe.options.settings import (
     ClusterSettings,
@@ -127,9 +128,11 @@ class _Request:
         for field in ("n_batch", "n_ubatch", "flash_attn", "cache_type_k", "cache_type_v"):
             if getattr(context, field) != getattr(default, field):
                 extras += [SPELLINGS[field].partition("/")[0], str(getattr(context, field))]
+        hub = self.options[HubSettings]
+        extras += ["-hff", hub.file] if hub.file is not None else []
         return GenerateCommand(
-            model=self.models.target or Path("target.gguf"),
-            draft=self.models.the_draft or Path("draft.gguf"),
+            model=hub.repo or self.models.target or Path("target.gguf"),
+            draft=next(iter(hub.draft_repos), None) or self.models.the_draft or Path("draft.gguf"),
             extras=extras,
             hosts=hosts,
             hostfile=self.options[RankSettings].hostfile,

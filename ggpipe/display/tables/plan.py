@@ -40,8 +40,9 @@ _FLAGS = (("--draft", "n_draft"), ("-pa", "p_accept"), ("-np", "n_parallel"))
 class GenerateCommand:
     """The parts of the command that are known before planning."""
 
-    model: Path
-    draft: Path
+    model: Path | str
+    """A file, or a repository on the Hugging Face Hub."""
+    draft: Path | str
     extras: Sequence[str]
     """The user's own flags."""
     hosts: Sequence[str]
@@ -79,9 +80,9 @@ def print_plan(
 def command_line(spec: ClusterSpec, plan: Plan, command: GenerateCommand) -> tuple[str, Path | None, list[str]]:
     """The command, the hostfile that it names, and the lines to save in a hostfile that does not exist yet."""
     hostfile, hosts = _hosts(spec, plan, command)
-    words = ["ggpipe", "generate", "-m", str(command.model)]
+    words = ["ggpipe", "generate", "-hf" if isinstance(command.model, str) else "-m", str(command.model)]
     if plan.best.mode != "iterative":
-        words += ["-md", str(command.draft)]
+        words += ["-hfd" if isinstance(command.draft, str) else "-md", str(command.draft)]
     if len(plan.ranks) > 1 or hostfile is not None:
         words += ["--mpi-layer-split", text_of(plan.placement.layer_splits)]
     if plan.placement.tensor_split:
