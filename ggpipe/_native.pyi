@@ -51,6 +51,11 @@ class GroupSum:
         Add up n floats at this address over all parts, in place. True: a part wants to stop, or is lost.
         """
 
+    def take_times(self) -> list[tuple[int, float]]:
+        """
+        How many floats each sum since the last call had, and its seconds. The first call begins to measure.
+        """
+
     def send(self, data: int, bytes: int) -> None:
         """Send bytes at this address to part 0."""
 

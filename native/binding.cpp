@@ -64,6 +64,8 @@ NB_MODULE(_native, m) {
     nb::class_<GroupSum>(m, "GroupSum", "Adds up tensors over the parts of a group; see native/group_sum.h.")
         .def("sum", [](GroupSum & s, uintptr_t data, size_t n, bool stop) { return s.sum((float *) data, n, stop); }, "data"_a,
              "n"_a, "stop"_a, released, "Add up n floats at this address over all parts, in place. True: a part wants to stop, or is lost.")
+        .def("take_times", &GroupSum::take_times,
+             "How many floats each sum since the last call had, and its seconds. The first call begins to measure.")
         .def("send", [](GroupSum & s, uintptr_t data, size_t bytes) { s.send((const void *) data, bytes); }, "data"_a, "bytes"_a,
              released, "Send bytes at this address to part 0.")
         .def("receive", [](GroupSum & s, int part, uintptr_t data, size_t bytes) { s.receive(part, (void *) data, bytes); },

@@ -78,6 +78,19 @@ void GroupSum::add(const std::vector<const uint8_t *> & messages, size_t n, floa
 }
 
 bool GroupSum::sum(float * data, size_t n, bool stop) {
+    if (!timed_) return add_up(data, n, stop);
+    const auto start = Clock::now();
+    stop = add_up(data, n, stop);
+    times_.emplace_back(n, std::chrono::duration<double>(Clock::now() - start).count());
+    return stop;
+}
+
+std::vector<std::pair<size_t, double>> GroupSum::take_times() {
+    timed_ = true;
+    return std::exchange(times_, {});
+}
+
+bool GroupSum::add_up(float * data, size_t n, bool stop) {
     const size_t n_pieces = n ? (n + kPiece - 1) / kPiece : 1, first = first_;
     first_ += n_pieces;
     for (size_t begun = 0, ended = 0; ended < n_pieces; ended++) {

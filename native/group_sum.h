@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ggpipe {
@@ -21,6 +22,9 @@ class GroupSum {
     // wants to end its run. Returns true when any part wants to, the same on all parts; or when a part is lost, and then
     // the data are of no use.
     bool sum(float * data, size_t n, bool stop);
+
+    // How many floats each sum since the last call had, and its seconds. The first call begins to measure.
+    std::vector<std::pair<size_t, double>> take_times();
 
     // From parts 1 and up to part 0: what only part 0 needs, such as the best logits. Part 0 asks for one part's after the
     // other, and each part sends its own without waiting for the others; a part may be in its next sum before part 0 has
@@ -66,6 +70,7 @@ class GroupSum {
     virtual bool receive_piece(int part, uint8_t * data, size_t bytes) = 0;
 
    private:
+    bool add_up(float * data, size_t n, bool stop);
     void start(int turn, float * data, size_t n, bool stop);
     bool finish(int turn, bool & stop);
     void pack(uint8_t * message, const float * data, size_t n, bool stop) const;
@@ -74,6 +79,8 @@ class GroupSum {
     const bool halves_;
     size_t first_ = 0;  // of the next sum's pieces, counted from the first sum on
     std::vector<const uint8_t *> terms_;
+    bool timed_ = false;
+    std::vector<std::pair<size_t, double>> times_;
 };
 
 // A wait spins for as long as a wake-up takes, and then it sleeps.

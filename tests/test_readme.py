@@ -161,7 +161,7 @@ def masked(text: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("page", "command"),
     [
-        ("README.md", "ggpipe plan nodes4-gigabit"),
+        ("README.md", "ggpipe plan qwen3-235b-xeons"),
         ("docs/plan.md", "ggpipe plan nodes4-gigabit"),
         ("docs/simulate.md", "ggpipe simulate nodes8-gigabit --draft 3"),
         ("docs/tutorial.md", "ggpipe simulate nodes8-gigabit --draft 3"),

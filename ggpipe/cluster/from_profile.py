@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
-from ggpipe.cluster.links import SUM_HEAD_BYTES, Link, Overheads, SumTimes
+from ggpipe.cluster.links import LOCAL_SUMS, NETWORK_SKEW, SUM_HEAD_BYTES, Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.model_shape import FLOAT_BYTES
 from ggpipe.cluster.profile import LinkProfile, Point, Profile, RankProfile, SumPoint
 from ggpipe.cluster.spec import TURNS, ClusterSpec, NodeSpec
@@ -36,6 +36,8 @@ def spec_from_profile(profile: Profile, title: str) -> ClusterSpec:
         threads=tuple(rank.threads for rank in profile.ranks),
         links=links,
         overheads=measured_overheads((profile, rank.rank) for rank in profile.ranks),
+        network_skew=measured_skew([profile], False),
+        local_sums=replace(LOCAL_SUMS, skew=measured_skew([profile], True)),
         sums=measured_sums([(profile, next(r.rank for r in profile.ranks if r.host == host)) for host in hosts]),
     )
 
@@ -134,8 +136,21 @@ def measured_sums(places: Sequence[tuple[Profile, int] | None]) -> Mapping[tuple
         for sums in profile.sums:
             if {profile.ranks[rank].host for rank in sums.ranks} == hosts and len(sums.f32) > 1:
                 width = profile.model.n_embd
-                found[a, b] = SumTimes(_by_bytes(sums.f32, width * FLOAT_BYTES), _by_bytes(sums.f16, width * 2))
+                points = _by_bytes(sums.f32, width * FLOAT_BYTES), _by_bytes(sums.f16, width * 2)
+                found[a, b] = SumTimes(*points, skew=measured_skew([profile], len(hosts) == 1))
     return found
+
+
+def measured_skew(profiles: Iterable[Profile], within: bool) -> Skew:
+    """The mean skew of sums within hosts, or between hosts; the default if none was measured."""
+    found = [
+        sums.in_decodes.wait_s
+        for profile in profiles
+        for sums in profile.sums
+        if sums.in_decodes is not None and (len({profile.ranks[rank].host for rank in sums.ranks}) == 1) == within
+    ]
+    default = LOCAL_SUMS.skew if within else NETWORK_SKEW
+    return Skew(statistics.fmean(found)) if found else default
 
 
 def _by_bytes(points: Sequence[SumPoint], row_bytes: int) -> tuple[tuple[float, float], ...]:

@@ -24,6 +24,31 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Skew:
+    """How long a part of a group waits in a sum for the slowest part, although all parts have equally much to do.
+
+    A part arrives when the slowest of its threads is done, so the wait grows with the number of threads. The defaults
+    follow published figures: in the tensor-parallel fork github.com/zgiles/llama.cpp (Xeon 8168, 24 threads per part),
+    a sum inside a decode takes 170 µs in shared memory and 320 to 400 µs over InfiniBand, of which the messages take 2
+    to 12 µs. Between these figures and one thread, whose wait `Overheads.sum_s` contains, a straight line is assumed.
+    SGLang, with about 14 µs per sum between sockets, shows that less is possible.
+    """
+
+    fixed_s: float | None = None
+    """Seconds for any number of threads, as measured or as in a cluster file; None: by threads."""
+    thread_s: float = 7e-6
+    """Seconds per thread of a part beyond the first."""
+
+    def seconds(self, n_threads: int) -> float:
+        """Seconds that a sum waits. `n_threads`: of the part with the most threads."""
+        return self.thread_s * max(n_threads - 1, 0) if self.fixed_s is None else self.fixed_s
+
+
+NETWORK_SKEW = Skew(thread_s=15e-6)
+"""Between machines, if it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class SumTimes:
     """How long two parts of a group take to exchange and add up values, without waiting for the slower part."""
 
@@ -32,11 +57,13 @@ class SumTimes:
     and beyond them."""
     halves: tuple[tuple[float, float], ...] = ()
     """Points for values sent as 16-bit floats; empty: `points` applies."""
+    skew: Skew = Skew()
+    """How much later the slower part arrives."""
 
     @classmethod
-    def of_link(cls, link: Link) -> SumTimes:
+    def of_link(cls, link: Link, skew: Skew = Skew()) -> SumTimes:
         """Sums that take as long as one message over a link."""
-        return cls(((0.0, link.latency_s), (1e6, link.latency_s + 1e6 / link.bytes_per_s)))
+        return cls(((0.0, link.latency_s), (1e6, link.latency_s + 1e6 / link.bytes_per_s)), skew=skew)
 
     def seconds(self, n_bytes: float, as_halves: bool = False) -> float:
         """Seconds of a sum for which each part sends `n_bytes`, as 16-bit floats with `as_halves`. Extrapolation never

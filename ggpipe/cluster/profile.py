@@ -146,6 +146,16 @@ class SumPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeSums:
+    """Mean times of a sum of one row inside decodes of a group of two ranks."""
+
+    wait_s: Seconds
+    """How long a sum waits for the slower rank, although both ranks have equally much to do; see `Skew`."""
+    transfer_s: Seconds
+    """Time of the sum on the rank that arrived later."""
+
+
+@dataclass(frozen=True, slots=True)
 class SumProfile:
     """Sums over a group of two ranks, excluding the time of waiting for the slower one."""
 
@@ -153,6 +163,9 @@ class SumProfile:
     f32: tuple[SumPoint, ...]
     f16: tuple[SumPoint, ...] = ()
     """Sums of values sent as 16-bit floats; empty if the ranks share memory."""
+    in_decodes: DecodeSums | None = None
+    """Sums inside decodes. None if they were not measured between these ranks: one pair within a machine and one pair
+    between machines is, if the model can be divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

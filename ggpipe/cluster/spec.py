@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads, SumTimes
+from ggpipe.cluster.links import LOCAL_SUMS, NETWORK_SKEW, Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.profile import RankProfile
 from ggpipe.config.layer_split import LayerSplit, LayerSplits
@@ -67,6 +67,8 @@ class ClusterSpec:
     """Measured sums, by nodes (a, b) with a <= b. (a, a) is between ranks of one node."""
     network_sums: SumTimes | None = None
     """Sums between nodes, if they were not measured; None: as long as a message over `network`."""
+    network_skew: Skew = NETWORK_SKEW
+    """Skew of sums between nodes, where neither `sums` nor `network_sums` says it."""
     local_sums: SumTimes = LOCAL_SUMS
     """Sums between ranks of a node, if they were not measured."""
 
@@ -79,4 +81,4 @@ class ClusterSpec:
         """Times of sums between a rank of node `a` and a rank of node `b`, which may be the same node."""
         if (measured := self.sums.get((min(a, b), max(a, b)))) is not None:
             return measured
-        return self.local_sums if a == b else self.network_sums or SumTimes.of_link(self.network)
+        return self.local_sums if a == b else self.network_sums or SumTimes.of_link(self.network, self.network_skew)

@@ -15,6 +15,9 @@
     kv_kb = 328                              # KV cache of a token, in all layers
     vocabulary = 128256                      # default 32000
     tied = false                             # the input embedding is also the output layer; default false
+    kv_heads = 8                             # a group has at most as many parts; default: any number
+    latent_kv = false                        # the KV cache has no heads, so all parts of a group hold all of it (MLA);
+                                             # kv_heads is then the number of query heads; default false
 
     [draft]                                  # as [target], or -md FILE
 
@@ -23,6 +26,8 @@
     gbit_per_s = 0.94
     sum_latency_us = 25                      # of a sum over a group, without Python; default: latency_us,
                                              # and 5 for [local], with shared memory
+    skew_us = 230                            # how long a sum waits for the group's slowest part; default: 15 for each
+                                             # of a part's threads but one, and 7 for [local]
 
     [[node]]
     name = "server"
@@ -59,9 +64,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, defstruct
 
-from ggpipe.cluster.links import Link, Overheads, SumTimes
+from ggpipe.cluster.links import Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.model_shape import Experts, ModelShape, even_shape
 from ggpipe.cluster.spec import TURNS
+from ggpipe.config.layer_split import MAX_PARTS
 
 MOST_NODES = 1024
 """Maximum number of machines in a cluster."""
@@ -92,14 +98,20 @@ class LinkTable(Struct, frozen=True, forbid_unknown_fields=True):
     latency_us: Microseconds
     gbit_per_s: PositiveNumber
     sum_latency_us: Microseconds | None = None
+    skew_us: Microseconds | None = None
 
     def link(self) -> Link:
         return Link(self.latency_us / 1e6, self.gbit_per_s * 1e9 / 8)
 
-    def sums(self) -> SumTimes | None:
+    def sums(self, skew: Skew) -> SumTimes | None:
+        """Sums over these links; None if they are as long as messages."""
         if self.sum_latency_us is None:
             return None
-        return SumTimes.of_link(replace(self.link(), latency_s=self.sum_latency_us / 1e6))
+        return SumTimes.of_link(replace(self.link(), latency_s=self.sum_latency_us / 1e6), self.skew(skew))
+
+    def skew(self, default: Skew) -> Skew:
+        """The table's skew, or the default."""
+        return default if self.skew_us is None else Skew(self.skew_us / 1e6)
 
 
 class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,6 +125,8 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
     name: NonEmptyText | None = None
     vocabulary: PositiveCount = 32000
     tied: bool = False
+    kv_heads: PositiveCount = MAX_PARTS
+    latent_kv: bool = False
     experts: ExpertCount | None = None
     experts_used: ExpertCount | None = None
     expert_gb: PositiveNumber | None = None
@@ -141,7 +155,7 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
                 n_bytes=self.expert_gb * 1e9,
                 n_dense_layers=self.dense_layers,
             )
-        return even_shape(
+        shape = even_shape(
             name=self.name or default_name,
             n_layer=self.layers,
             weight_bytes=self.weights_gb * 1e9,
@@ -152,6 +166,7 @@ class ModelTable(Struct, frozen=True, forbid_unknown_fields=True):
             tied=self.tied,
             experts=experts,
         )
+        return replace(shape, max_parts=min(self.kv_heads, MAX_PARTS), divides_cells=not self.latent_kv)
 
 
 class NodeTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

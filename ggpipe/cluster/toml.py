@@ -13,15 +13,16 @@ from ggpipe.cluster.decode import Steps, decode, dotted
 from ggpipe.cluster.from_profile import (
     measured_links,
     measured_overheads,
+    measured_skew,
     measured_sums,
     profiled_node,
     spec_from_profile,
     usual_link,
 )
-from ggpipe.cluster.links import LOCAL_SUMS, Link, Overheads
+from ggpipe.cluster.links import LOCAL_SUMS, NETWORK_SKEW, Link, Overheads, Skew, SumTimes
 from ggpipe.cluster.profile import Profile, read
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
-from ggpipe.cluster.tables import MOST_NODES, ClusterFile, NodeTable, OverheadsTable, ProfiledNodeTable
+from ggpipe.cluster.tables import MOST_NODES, ClusterFile, LinkTable, NodeTable, OverheadsTable, ProfiledNodeTable
 from ggpipe.config.layer_split import LayerSplits, n_ranks_of, parse_layer_split
 from ggpipe.errors import SettingError, UsageError
 
@@ -113,9 +114,17 @@ def _cluster(file: ClusterFile, path: Path) -> ClusterSpec:
             for (a, b), times in measured_sums([machine.measured for machine in machines]).items()
             if (file.local if a == b else file.network) is None
         },
-        network_sums=file.network.sums() if file.network else None,
-        local_sums=(file.local and file.local.sums()) or LOCAL_SUMS,
+        network_sums=file.network.sums(NETWORK_SKEW) if file.network else None,
+        network_skew=file.network.skew(NETWORK_SKEW) if file.network else measured_skew(profiles, False),
+        local_sums=_local_sums(file.local, measured_skew(profiles, True)),
     )
+
+
+def _local_sums(table: LinkTable | None, skew: Skew) -> SumTimes:
+    """Sums between ranks of a node, if they were not measured. `skew`: as measured, or the default."""
+    if table is None:
+        return replace(LOCAL_SUMS, skew=skew)
+    return table.sums(LOCAL_SUMS.skew) or replace(LOCAL_SUMS, skew=table.skew(LOCAL_SUMS.skew))
 
 
 def _machines(file: ClusterFile, path: Path) -> list[_Machine]:

@@ -291,6 +291,11 @@ class Membership:
             raise RunError("another rank of this group is lost")
         return stop
 
+    def take_times(self) -> tuple[float, ...]:
+        """Seconds of each sum inside decodes since the last call. The first call starts the measurement."""
+        assert self._sum is not None
+        return tuple(seconds for n, seconds in self._sum.take_times() if n > 1)  # `agree` sums one number
+
     def leave(self) -> None:
         """Wait for no other part any more: sums end at once. From any thread."""
         self._has_left = True

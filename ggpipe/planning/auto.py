@@ -30,7 +30,8 @@ from ggpipe.llama.group import most_parts
 from ggpipe.llama.model_shape import shape_of
 from ggpipe.planning import profile_cache
 from ggpipe.planning.candidates import Constraints
-from ggpipe.planning.planner import Plan, PlanRequest, make_plan
+from ggpipe.planning.plan import Plan
+from ggpipe.planning.planner import PlanRequest, make_plan
 from ggpipe.profiling.profile import kernels_of, profile_ranks
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes

@@ -230,8 +230,10 @@ class CandidateSearch:
         on = [place.node for place in arrangement.draft or arrangement.target[:1]]
         part, layers = self._draft.part(1 / len(on)), (0, self._draft.n_layer)
         cost = stage_cost(self._spec.nodes[on[0]], part, layers, arrangement.draft_threads, is_draft=True)
-        sums_s = group_cost(self._spec, self._draft, layers, on).seconds(1, 1) if len(on) > 1 else 0.0
-        return self._spec.overheads.run_s + cost.seconds(1, N_PAST) + sums_s
+        own_s = self._spec.overheads.run_s + cost.seconds(1, N_PAST)
+        if len(on) == 1:
+            return own_s
+        return own_s + group_cost(self._spec, self._draft, layers, on, arrangement.draft_threads).seconds(1, 1)
 
     def _missing(self) -> UsageError:
         """The error about what remains after filling one machine after another."""

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ggpipe.cluster.memory import Memory
 from ggpipe.cluster.model_shape import ModelShape
 from ggpipe.cluster.recording import Recording
 from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode, SpeculationConfig
 from ggpipe.planning.candidates import CandidateSearch, Constraints, Estimate, ranked
 from ggpipe.planning.evaluate import Candidate, Evaluator
-from ggpipe.planning.placements import Arrangement, Place
+from ggpipe.planning.placements import Arrangement
+from ggpipe.planning.plan import DraftRate, Plan, Prediction, RankPlan
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes
 from ggpipe.sim.virtual_cluster import VirtualPlacement
@@ -59,62 +59,6 @@ class PlanRequest:
     """Search for better speculation settings."""
     effort: float = 1.0
     """Number of simulations relative to the default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlan:
-    """A rank of the plan."""
-
-    node: str
-    drafts: bool
-    """The rank holds only the draft."""
-    layers: tuple[int, int]
-    """First layer, and one past the last."""
-    threads: int
-    memory: Memory
-    """Memory that the rank needs, including a draft inside it."""
-    has_bytes: float
-    """Memory of the rank's machine."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted speed of a mode with its best settings."""
-
-    mode: Mode
-    speculation: SpeculationConfig
-    tokens_per_s: float
-    """Decode speed, of all users together."""
-    ttft_s: float
-    """Mean time to first token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The ranks of a plan, and their predicted speed."""
-
-    placement: VirtualPlacement
-    places: tuple[Place, ...]
-    """The place of each rank."""
-    ranks: tuple[RankPlan, ...]
-    best: Prediction
-    predictions: Mapping[Mode, Prediction]
-    """The prediction for each mode with these ranks."""
-    elsewhere: Mapping[Mode, tuple[VirtualPlacement, Prediction]]
-    """Modes that need other ranks, or would be clearly faster with them, and those ranks."""
-    n_simulations: int
-    alternative: tuple[VirtualPlacement, Prediction] | None = None
-    """The fastest placement without groups if the plan has groups, and with groups if it has none; None if there is
-    no such placement."""
-    with_floats: Prediction | None = None
-    """The prediction with 32-bit sums, if the plan has 16-bit sums."""
-    users: int | None = None
-    """See `PlanRequest.users`."""
-
-    @property
-    def draft_inside(self) -> bool:
-        """Whether the head runs the draft."""
-        return self.placement.draft_threads is not None
 
 
 def make_plan(
@@ -195,7 +139,22 @@ class _Search:
             with_floats=self._with_floats(candidate, prediction),
             n_simulations=self._evaluator.n_runs,
             users=self._request.users,
+            draft_rate=self._draft_rate([candidate, *(other for other, _ in found.values())]),
         )
+
+    def _draft_rate(self, candidates: Sequence[Candidate]) -> DraftRate | None:
+        """The draft's rate in the first candidate that has a draft."""
+        for candidate in candidates:
+            estimate = self._candidates.estimate(candidate)
+            if candidate.arrangement.drafts and estimate is not None:
+                arrangement = candidate.arrangement
+                return DraftRate(
+                    node=self._spec.nodes[(arrangement.draft or arrangement.target)[0].node].name,
+                    inside=not arrangement.draft,
+                    token_s=estimate.draft_s,
+                    stage_s=estimate.slowest_s[0],
+                )
+        return None
 
     def _count(self, n_runs: int) -> None:
         self._on_run(n_runs, max(self._expected, n_runs))

@@ -98,7 +98,7 @@ class StageTables:
         own_s = [max(cost.seconds(n, N_PAST) for cost in costs) for n in rows]
         if len(stage) == 1:
             return own_s
-        group = group_cost(spec, shape, layers, [p.node for p in stage])
+        group = group_cost(spec, shape, layers, [p.node for p in stage], max(p.threads for p in stage))
         return [own + group.seconds(n, n) for n, own in zip(rows, own_s, strict=True)]
 
     def _key(self, stage: StageRanks) -> object:

@@ -6,6 +6,7 @@ in turn     the ranks of each machine repeatedly compute one after another
 together    all ranks compute until each has enough measurements
 links       one pair of ranks at a time exchanges messages while the others wait
 sums        one pair of ranks at a time adds up values, as the parts of a group do
+decodes     one pair of each kind decodes as a group: how long do its sums wait for the slower rank?
 
 The messages are in `transport/control`. `profiled_rank` carries them out, with `stage_timing` and `links`.
 """
@@ -28,15 +29,17 @@ from ggpipe.errors import SettingError, Wording
 from ggpipe.profiling import stage_timing
 from ggpipe.profiling.links import LinkTimer
 from ggpipe.profiling.profiled_rank import TURN_S, ProfiledRank
-from ggpipe.profiling.sums import by_host, sum_pairs, sum_profile
+from ggpipe.profiling.sums import by_host, decode_sums, sum_pairs, sum_profile
 from ggpipe.transport.base import HEAD, Transport
 from ggpipe.transport.control import (
     AloneMeasured,
     ControlMessage,
+    DecodesMeasured,
     DraftMeasured,
     EndProfile,
     LinkMeasured,
     MeasureAlone,
+    MeasureDecodes,
     MeasureDraft,
     MeasureLink,
     MeasureSums,
@@ -55,6 +58,8 @@ _STAGE_BYTES_PER_S = 100 << 20  # of a rank's own time
 _ALL_PAIRS = 8
 
 _TURNS, _TOGETHER, _LINKS, _SUMS = 0.1, 0.15, 0.1, 0.03  # shares of the budget; the rest is for ranks alone
+_DECODES = 0.02  # for each pair
+_LEAST_DECODES_S = 0.1  # for less, the layers are not loaded once more
 _LEAST_TURNS, _MOST_TURNS = 3, 30
 _DRAFT = 0.2  # share of a rank's time alone, when there is a draft
 
@@ -108,7 +113,7 @@ class _ProfileHead:
         hellos = self._agree()
         hosts = [hello.target.host for hello in hellos]
         turns = _turns(hosts)
-        share = 1 if self._n_ranks == 1 else 1 - _TURNS - _TOGETHER - _LINKS - _SUMS
+        share = 1 if self._n_ranks == 1 else 1 - _TURNS - _TOGETHER - _LINKS - _SUMS - 2 * _DECODES
         own_s = self._budget_s * share / len(turns)
         draft_s = own_s * _DRAFT if draft is not None else 0.0
         if layers is None:
@@ -125,7 +130,7 @@ class _ProfileHead:
         in_turn = self._in_turn(turns, hosts)
         together = self._together(alone)
         links, messages = self._links()
-        sums = self._sums(hosts)
+        sums = self._sums(hosts, layers)
         self._channel.send_to_all(EndProfile())
         profiles = []
         for rank, hello in enumerate(hellos):
@@ -203,13 +208,22 @@ class _ProfileHead:
             messages[source] = {"send_s": link.send_s, "read_s": link.read_s}
         return tuple(links), messages
 
-    def _sums(self, hosts: Sequence[str]) -> tuple[SumProfile, ...]:
+    def _sums(self, hosts: Sequence[str], layers: tuple[int, int]) -> tuple[SumProfile, ...]:
         pairs = sum_pairs(hosts)
         found = []
+        kinds: set[bool] = set()
+        decodes_s = self._budget_s * _DECODES
         for pair in pairs:
             measured = self._ask(pair, MeasureSums(pair, self._budget_s * _SUMS / len(pairs)), SumsMeasured)
-            if all(one.f32_s for one in measured.values()):
-                found.append(sum_profile(pair, list(measured.values())))
+            if not all(one.f32_s for one in measured.values()):
+                continue
+            profile, within = sum_profile(pair, list(measured.values())), hosts[pair[0]] == hosts[pair[1]]
+            if self._own.may_group and decodes_s >= _LEAST_DECODES_S and within not in kinds:
+                kinds.add(within)
+                order = MeasureDecodes(pair, layers, decodes_s)
+                decodes = self._ask(pair, order, DecodesMeasured)
+                profile = replace(profile, in_decodes=decode_sums(list(decodes.values())))
+            found.append(profile)
         return tuple(found)
 
     def _ask(self, ranks: Collection[int], order: ControlMessage, kind: type[M]) -> dict[int, M]:

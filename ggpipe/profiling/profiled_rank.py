@@ -13,9 +13,10 @@ from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.engine import handshake, wiring
 from ggpipe.engine.control_channel import ControlChannel
 from ggpipe.engine.stage_thread import Notice
-from ggpipe.errors import IndivisibleModelError, MpiError, RunError, Setting
+from ggpipe.errors import IndivisibleModelError, ModelError, MpiError, RunError, Setting
 from ggpipe.llama import machine
 from ggpipe.llama.gguf import ModelFile
+from ggpipe.llama.group import Membership, most_parts
 from ggpipe.llama.model_shape import facts_of
 from ggpipe.profiling import stage_timing
 from ggpipe.profiling.guest import Guest
@@ -23,14 +24,16 @@ from ggpipe.profiling.links import LinkTimer
 from ggpipe.profiling.memory import memory_speed
 from ggpipe.profiling.overheads import measure_overheads, measure_stops
 from ggpipe.profiling.stage_timing import Samples, TimedStage
-from ggpipe.profiling.sums import measure_sums
+from ggpipe.profiling.sums import measure_decodes, measure_sums
 from ggpipe.transport.base import HEAD
 from ggpipe.transport.control import (
     AloneMeasured,
     ControlMessage,
+    DecodesMeasured,
     DraftMeasured,
     EndProfile,
     MeasureAlone,
+    MeasureDecodes,
     MeasureDraft,
     MeasureLink,
     MeasureSums,
@@ -73,6 +76,14 @@ class ProfiledRank:
         self._timed: TimedStage | None = None
         """The stage that is currently loaded."""
 
+    @property
+    def may_group(self) -> bool:
+        """Whether ranks can compute the target's layers as a group."""
+        context = self.config.context
+        if context.exact or context.flash_attn == "off" or self.config.model.loras:
+            return False
+        return most_parts(self._file) > 1
+
     def serve(self) -> None:
         """Carry out the head's orders until everything is measured."""
         self._channel.send(HEAD, self.hello())
@@ -110,7 +121,18 @@ class ProfiledRank:
                 with contextlib.suppress(MpiError):  # raised on both ranks: this MPI does not support groups
                     return measure_sums(self._channel.transport, ranks, self.model.n_embd, budget_s)
                 return SumsMeasured((), ())
+            case MeasureDecodes(ranks, layers, budget_s):
+                return self._decodes(ranks, layers, budget_s)
         raise RunError(f"the head sent {type(order).__name__} to a rank that measures: use one ggpipe everywhere")
+
+    def _decodes(self, ranks: tuple[int, int], layers: tuple[int, int], budget_s: float) -> DecodesMeasured:
+        """Measure sums inside decodes of a group. A model that cannot be divided gives the same error on both ranks."""
+        group = wiring.membership(self.config, self._channel.transport, ranks)
+        assert group is not None
+        with contextlib.suppress(ModelError):
+            timed = self._load(layers, self.config, self._file, self.model, group)
+            return measure_decodes(timed, group, budget_s)  # the next order closes the stage: both ranks are done then
+        return DecodesMeasured(())
 
     def close(self) -> None:
         """Free the stage."""
@@ -245,7 +267,12 @@ class ProfiledRank:
             ) from e
 
     def _load(
-        self, layers: tuple[int, int], config: EngineConfig, model_file: ModelFile, facts: ModelFacts
+        self,
+        layers: tuple[int, int],
+        config: EngineConfig,
+        model_file: ModelFile,
+        facts: ModelFacts,
+        group: Membership | None = None,
     ) -> TimedStage:
         """Load these layers of a model as the target of `config`, in place of the stage that was loaded before."""
         self.close()
@@ -253,6 +280,6 @@ class ProfiledRank:
         trained = model_file.metadata.get(f"{model_file.architecture}.context_length", _N_CTX)
         limits = [n for n in (_N_CTX, context.n_ctx, trained) if isinstance(n, int) and n > 0]
         config = replace(config, context=replace(context, n_ctx=min(limits)))
-        load = wiring.stage_loader(config, self._channel.transport, model_file, layers, TARGET)
-        self._timed = TimedStage(self._channel, load, facts.n_vocab, wiring.poll_s(config))
+        load = wiring.stage_loader(config, self._channel.transport, model_file, layers, TARGET, group=group)
+        self._timed = TimedStage(self._channel, load, facts.n_vocab, wiring.poll_s(config), group)
         return self._timed

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from ggpipe.cluster.profile import Point
 from ggpipe.core.messages import KvKind, KvOp, LogitsKind, LogitsRequest, Row, Run, Span
 from ggpipe.engine.control_channel import ControlChannel
-from ggpipe.engine.stage_thread import Loaded, Notice, Passed, ResultReady, StageFailed, StageThread
+from ggpipe.engine.stage_thread import Loaded, Notice, PartDone, Passed, ResultReady, StageFailed, StageThread
+from ggpipe.llama.group import Membership
 from ggpipe.llama.layers import OnProgress
 from ggpipe.llama.stage import Stage
 from ggpipe.transport import codec
@@ -33,12 +34,13 @@ class TimedStage:
         load: Callable[[OnProgress], Stage],
         n_vocab: int,
         poll_s: tuple[float, float],
+        group: Membership | None = None,
     ) -> None:
-        """Load the stage. `load`, `poll_s`: as for `StageThread`, whose notices go to the channel's inbox."""
+        """Load the stage. `load`, `poll_s`, `group`: as for `StageThread`, whose notices go to the channel's inbox."""
         self._n_vocab = max(n_vocab, 1)
         self._channel = channel
         inbox = channel.inbox
-        self._thread = StageThread(channel.transport.rank, load, inbox.put, inbox.put, poll_s=poll_s)
+        self._thread = StageThread(channel.transport.rank, load, inbox.put, inbox.put, poll_s=poll_s, group=group)
         try:
             notice = self._wait()
             while not isinstance(notice, Loaded):
@@ -113,6 +115,8 @@ class TimedStage:
     def _outcome(self) -> tuple[Span, bool]:
         """This stage's span of the submitted run, and whether the run was cancelled."""
         outcome = self._wait()
+        if isinstance(outcome, PartDone):
+            return outcome.span, False
         assert isinstance(outcome, Passed | ResultReady)
         if isinstance(outcome, ResultReady):
             return outcome.result.spans[-1], outcome.result.cancelled

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ggpipe.cluster.profile import SumPoint, SumProfile
+from ggpipe.cluster.profile import DecodeSums, SumPoint, SumProfile
 from ggpipe.errors import RunError
+from ggpipe.llama.group import Membership
 from ggpipe.llama.libllama import native
+from ggpipe.profiling.stage_timing import TimedStage
 from ggpipe.transport.base import Transport
-from ggpipe.transport.control import SumsMeasured
+from ggpipe.transport.control import DecodesMeasured, SumsMeasured
 
 ROWS = (1, 8, 128)
 _WARM, _LEAST, _MOST = 2, 5, 60
@@ -76,6 +78,35 @@ def sum_profile(ranks: tuple[int, int], measured: Sequence[SumsMeasured]) -> Sum
         return tuple(SumPoint(rows, seconds) for rows, seconds in zip(ROWS, shortest, strict=False))
 
     return SumProfile(ranks, points([one.f32_s for one in measured]), points([one.f16_s for one in measured]))
+
+
+def measure_decodes(timed: TimedStage, group: Membership, budget_s: float) -> DecodesMeasured:
+    """Seconds of each sum inside decodes of one row. All parts of the group call this at the same time."""
+    until = time.monotonic() + budget_s
+    group.take_times()
+    found = []
+    for i in range(_WARM + _MOST):
+        timed.run(1)
+        found.append(group.take_times())
+        if i >= _WARM + _LEAST and group.agree(time.monotonic() > until):
+            break
+    return DecodesMeasured(tuple(found[_WARM:]))
+
+
+def decode_sums(measured: Sequence[DecodesMeasured]) -> DecodeSums | None:
+    """The mean wait and transfer of a sum; None if there are no sums. `measured`: by the parts of a group.
+
+    The part that arrives last does not wait. A part waits all the time that it has less to do than others, so the
+    smallest wait of all parts is that of equal parts.
+    """
+    waits, transfers = [], []
+    for decode in zip(*(one.sums_s for one in measured), strict=True):
+        if not decode[0]:
+            return None
+        last = [min(sums) for sums in zip(*decode, strict=True)]
+        waits.append(min(statistics.fmean(took) for took in decode) - statistics.fmean(last))
+        transfers.append(statistics.fmean(last))
+    return DecodeSums(statistics.median(waits), statistics.median(transfers)) if waits else None
 
 
 def sum_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:

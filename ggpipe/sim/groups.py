@@ -40,6 +40,8 @@ class GroupCost:
     """See `Overheads.sum_s`."""
     exchanges: tuple[_Exchange, ...]
     """Those that are unlike; a sum waits for the slowest."""
+    skew_s: float
+    """Seconds that each sum waits for the slowest part; see `Skew`."""
     row_bytes: int
     """What a part but 0 sends to part 0 of a row that wants logits; 0 but for the last stage."""
     halves: bool
@@ -49,7 +51,8 @@ class GroupCost:
     def seconds(self, n_rows: int, n_wanted: int) -> float:
         """Seconds for a run of `n_rows` rows, `n_wanted` of which want logits."""
         if n_rows not in self._known:
-            self._known[n_rows] = self.n_sums * (self.sum_seconds(n_rows) + self.sum_s) + self._exchange(1)
+            each_s = self.sum_seconds(n_rows) + self.sum_s + self.skew_s
+            self._known[n_rows] = self.n_sums * each_s + self._exchange(1)
         if not (n_wanted and self.row_bytes):
             return self._known[n_rows]
         return self._known[n_rows] + max(
@@ -57,7 +60,7 @@ class GroupCost:
         )
 
     def sum_seconds(self, n_rows: int) -> float:
-        """Seconds of one sum over this number of rows."""
+        """Seconds of one sum over this number of rows, without waiting for the slowest part."""
         return self._exchange(n_rows * self.width)
 
     def _exchange(self, n_values: int) -> float:
@@ -80,9 +83,11 @@ def group_cost(
     shape: ModelShape,
     layers: tuple[int, int],
     node_of: Sequence[int],
+    n_threads: int,
     wire: TensorWire = "f32",
 ) -> GroupCost:
-    """The cost of layers [a, b) beyond `stage_cost` of the slowest part. `node_of`: the node of each part."""
+    """The cost of layers [a, b) beyond `stage_cost` of the slowest part. `node_of`: the node of each part. `n_threads`:
+    of the part that has most."""
     n_parts, n_on = len(node_of), Counter(node_of)
     if len(n_on) == 1:
         ways = [_Exchange(spec.sums_between(node_of[0], node_of[0]), n_parts - 1)]
@@ -97,6 +102,7 @@ def group_cost(
         width=shape.n_embd,
         sum_s=spec.overheads.sum_s,
         exchanges=tuple(dict.fromkeys(ways)),
+        skew_s=max(way.times.skew.seconds(n_threads) for way in ways),
         row_bytes=_BEST_BYTES if layers[1] == shape.n_layer else 0,
         halves=wire == "f16" and len(n_on) > 1,
     )

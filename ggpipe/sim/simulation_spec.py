@@ -247,7 +247,7 @@ class SimulationSpec:
         network, sums = other(self.cluster.network), self.cluster.network_sums
         if sums is not None:
             latency_s = network.latency_s if "latency-us" in values else sums.seconds(0)
-            sums = SumTimes.of_link(replace(network, latency_s=latency_s))
+            sums = SumTimes.of_link(replace(network, latency_s=latency_s), sums.skew)
         return replace(
             self.cluster,
             network=network,

@@ -208,7 +208,8 @@ def build(
                 )
             if len(shares) > 1:
                 places = [node_of[rank] for rank in stage.ranks]
-                groups[stage.ranks[0]] = group_cost(spec, shape, stage.layers, places, placement.tensor_wire)
+                most = max(stages[rank].threads for rank in stage.ranks)
+                groups[stage.ranks[0]] = group_cost(spec, shape, stage.layers, places, most, placement.tensor_wire)
         return PipelineSpec(
             layout=layout,
             stages=stages,

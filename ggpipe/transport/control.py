@@ -13,6 +13,7 @@
 |                       | MeasureTurn                   | TurnMeasured                            |
 |                       | MeasureLink                   | LinkMeasured                            |
 |                       | MeasureSums                   | SumsMeasured                            |
+|                       | MeasureDecodes                | DecodesMeasured                         |
 |                       | EndProfile                    |                                         |
 | `engine/loading`      |                               | Hello                                   |
 |                       | LoadLayers                    | DraftVocab, StageLoading …, StageLoaded |
@@ -288,6 +289,20 @@ class SumsMeasured(ControlMessage, frozen=True):
     """Times with values sent as float16. Empty if both ranks share memory."""
 
 
+class MeasureDecodes(ControlMessage, frozen=True):
+    """Measure sums in decodes of a group of these two ranks, of which you are one. The other one does the same."""
+
+    ranks: tuple[int, int]
+    layers: tuple[int, int]
+    budget_s: float
+
+
+class DecodesMeasured(ControlMessage, frozen=True):
+    """The answer to MeasureDecodes: seconds of each sum in each decode of a row. Empty for an indivisible model."""
+
+    sums_s: tuple[tuple[float, ...], ...]
+
+
 class EndProfile(ControlMessage, frozen=True):
     """Everything is measured."""
 
@@ -361,7 +376,8 @@ AnyControlMessage = (
     | PrefixSaved | AskClock | Clock | AskUsage | Usage | Quit
     | ProfileHello | MeasureDraft | DraftMeasured | MeasureAlone | AloneMeasured
     | MeasureTogether | ReadyToStop | StopTogether | TogetherMeasured
-    | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | MeasureSums | SumsMeasured | EndProfile
+    | MeasureTurn | TurnMeasured | MeasureLink | LinkMeasured | MeasureSums | SumsMeasured
+    | MeasureDecodes | DecodesMeasured | EndProfile
     | RankFacts | StartProfile | UseSplit
     | RankFailed | Abort | Beat
 )  # fmt: skip

@@ -27,7 +27,8 @@ from ggpipe.launch.hostfile import hostfile_lines, hosts_of
 from ggpipe.planning import profile_cache
 from ggpipe.planning.candidates import Constraints
 from ggpipe.planning.placements import Place
-from ggpipe.planning.planner import Plan, PlanRequest, make_plan
+from ggpipe.planning.plan import Plan
+from ggpipe.planning.planner import PlanRequest, make_plan
 from ggpipe.sim.simulation_spec import SyntheticText
 
 DRAFT = TARGET.with_name("tales-draft.gguf")
@@ -97,6 +98,8 @@ def test_a_plan_for_a_cluster(cluster: Path, tmp_path: Path) -> None:
     assert list(layout.stages[0].ranks) == list(range(plan["group_sizes"][0]))
     assert plan["alternative"]["tokens_per_s"] <= plan["modes"][plan["best"]]["tokens_per_s"]
     assert " t/s estimated, against " in done.stdout
+    assert re.search(r"^draft .* per token, while the slowest stage takes .* per row$", done.stdout, re.M)
+    assert 0 < plan["draft_rate"]["token_s"] < plan["draft_rate"]["stage_s"]
     if plan["tensor_split"]:
         assert value_of(command, "--tensor-split") == ",".join(f"{share:g}" for share in plan["tensor_split"])
     assert [tuple(rank["layers"]) for rank in target] == list(layout.layers)
@@ -118,6 +121,18 @@ def test_shipped_clusters_and_own_models() -> None:
     assert value_of(last, "-m") == str(TARGET)
     assert "-md" not in last
     assert "tales-target" in done.stdout
+
+
+def test_a_draft_that_is_slower_than_a_stage(cluster: Path) -> None:
+    cluster.write_text(
+        cluster.read_text().replace("[draft]\nlayers = 16\nweights_gb = 0.8", "[draft]\nlayers = 16\nweights_gb = 8")
+    )
+    cluster.write_text(cluster.read_text().replace("parameters_b = 1.2", "parameters_b = 12"))
+    done = ggpipe("plan", cluster, "--mode", "speculative")
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("draft "))
+    wanted = r"draft model (in the head )?on \w+: .* per token, which is slower than a stage \(.* per row\): use .*"
+    assert re.fullmatch(wanted, line)
 
 
 def test_as_many_ranks_as_wanted_with_flags_of_the_user(cluster: Path) -> None:

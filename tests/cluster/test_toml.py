@@ -16,7 +16,7 @@ from ggpipe.cluster.links import Link, Overheads
 from ggpipe.cluster.profile import write
 from ggpipe.cluster.spec import TURNS
 from ggpipe.cluster.toml import read_cluster, shipped
-from ggpipe.config.layer_split import LayerSplit
+from ggpipe.config.layer_split import MAX_PARTS, LayerSplit
 from ggpipe.errors import GgpipeError, UsageError
 from ggpipe.sim.simulator import simulate
 from ggpipe.sim.virtual_cluster import build, placement_of
@@ -151,6 +151,19 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     layers = (0, mixture.n_layer)
     assert mixture.read_bytes(layers, 1) == pytest.approx(dense.read_bytes(layers) - 30e9 * 0.75, rel=1e-6)
     assert mixture.read_bytes(layers, 2) == pytest.approx(dense.read_bytes(layers) - 30e9 * 0.75**2, rel=1e-6)
+
+
+def test_how_many_parts_a_group_may_have(tmp_path: Path) -> None:
+    plain, heads, latent = (
+        read_cluster(written(tmp_path, NODES + NETWORK + TARGET + more)).target
+        for more in ("", "kv_heads = 4\n", "kv_heads = 128\nlatent_kv = true\n")
+    )
+    assert plain is not None
+    assert heads is not None
+    assert latent is not None
+    assert [shape.max_parts for shape in (plain, heads, latent)] == [MAX_PARTS, 4, MAX_PARTS]
+    assert heads.part(0.25).cell_bytes((0, 80)) == pytest.approx(plain.cell_bytes((0, 80)) / 4)
+    assert latent.part(0.25).cell_bytes((0, 80)) == latent.cell_bytes((0, 80))
 
 
 # From profiles

@@ -13,7 +13,8 @@ from ggpipe.cluster.spec import ClusterSpec
 from ggpipe.config.speculation import Mode
 from ggpipe.planning.groups import group_sizes, grouped
 from ggpipe.planning.placements import arrangements
-from ggpipe.planning.planner import Plan, make_plan
+from ggpipe.planning.plan import Plan
+from ggpipe.planning.planner import make_plan
 
 QUICK, SLOW = Link(10e-6, 12.5e9), Link(1e-3, 1e6)
 

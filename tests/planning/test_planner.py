@@ -99,6 +99,20 @@ def test_one_rank_is_best_for_plain_decoding_where_it_fits() -> None:
     assert len(with_draft.ranks) > 2
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_rate_of_the_draft(is_slow: bool) -> None:
+    """A draft of half the target's size takes longer than one of four stages."""
+    spec = cluster(*(node(f"node{i}", memory_gb=32) for i in range(5)))
+    draft = replace(DRAFT, layer_bytes=tuple(20 * n for n in DRAFT.layer_bytes)) if is_slow else DRAFT
+    plan = make_plan(spec, TARGET, draft, replace(request(0.05, n_ranks=5), mode="async"))
+    rate = plan.draft_rate
+    assert rate is not None
+    assert rate.inside == plan.draft_inside
+    assert rate.node == next((rank.node for rank in plan.ranks if rank.drafts), plan.ranks[0].node)
+    assert (rate.token_s > rate.stage_s) == is_slow
+    assert make_plan(spec, TARGET, None, request(0.05)).draft_rate is None
+
+
 def test_a_useless_draft_is_left_out() -> None:
     spec = cluster(node("a"), node("b"))
     plan = make_plan(spec, TARGET, DRAFT, request(tokens=SyntheticText(agreement=0.02, n_prompt=32)))

@@ -206,10 +206,12 @@ def test_the_draft_is_measured_whole_before_the_target(
 ) -> None:
     loaded, stage_loader = [], wiring.stage_loader
 
-    def seen(config: EngineConfig, transport: Any, file: ModelFile, layers: tuple[int, int], model: int) -> Any:
+    def seen(
+        config: EngineConfig, transport: Any, file: ModelFile, layers: tuple[int, int], model: int, group: None
+    ) -> Any:
         threads = wiring.threads_of(config, transport, model)
         loaded.append((config.model.path, layers, threads, config.context.exact))
-        return stage_loader(config, transport, file, layers, model)
+        return stage_loader(config, transport, file, layers, model, group=group)
 
     monkeypatch.setattr(wiring, "stage_loader", seen)
     profile, _ = measure([pair], (2, 6), budget_s=20)  # as many runs as ever

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.virtual import ASYNC, ITERATIVE, NO_OVERHEADS, SPECULATIVE, Linear, checked, cluster, tokens
 
-from ggpipe.cluster.links import Link, SumTimes
+from ggpipe.cluster.links import Link, Skew, SumTimes
 from ggpipe.cluster.model_shape import ModelShape, even_shape
 from ggpipe.cluster.spec import ClusterSpec, NodeSpec
 from ggpipe.config.layer_split import LayerSplit
@@ -46,7 +46,7 @@ def nodes(n: int, target_on: Sequence[int] | None = None, draft_on: tuple[int, .
 
 def cost_of(n: int, layers: tuple[int, int] = (0, 4), wire: TensorWire = "f32", shape: ModelShape = SHAPE) -> GroupCost:
     """On a node for each part."""
-    return group_cost(nodes(n), shape, layers, range(n), wire)
+    return group_cost(nodes(n), shape, layers, range(n), 1, wire)
 
 
 def request_of(spec: ClusterSpec, tensor_split: tuple[float, ...] = ()) -> tuple[RequestStats, VirtualCluster]:
@@ -80,13 +80,13 @@ def test_halves_take_half_the_bytes_and_only_between_machines() -> None:
         whole, half = (cost_of(2, wire=wire).sum_seconds(n_rows) - LATENCY_S for wire in ("f32", "f16"))
         assert half == pytest.approx(whole / 2, rel=1e-2)
     own = nodes(1, (0, 0))
-    within = [group_cost(own, SHAPE, (0, 4), (0, 0), wire).sum_seconds(8) for wire in ("f32", "f16")]
+    within = [group_cost(own, SHAPE, (0, 4), (0, 0), 1, wire).sum_seconds(8) for wire in ("f32", "f16")]
     assert within[0] == within[1] < cost_of(2).sum_seconds(8)
 
 
 def test_parts_of_a_machine_share_its_network_card() -> None:
-    spread = group_cost(nodes(4), SHAPE, (0, 4), (0, 1, 2, 3))
-    paired = group_cost(nodes(2), SHAPE, (0, 4), (0, 0, 1, 1))
+    spread = group_cost(nodes(4), SHAPE, (0, 4), (0, 1, 2, 3), 1)
+    paired = group_cost(nodes(2), SHAPE, (0, 4), (0, 0, 1, 1), 1)
     paired_s, spread_s = (cost.sum_seconds(1) - 2 * LATENCY_S for cost in (paired, spread))
     assert paired_s == pytest.approx(spread_s * 4 / 3)
 
@@ -94,8 +94,8 @@ def test_parts_of_a_machine_share_its_network_card() -> None:
 def test_the_slowest_pair_of_machines_counts() -> None:
     slow = SumTimes.of_link(Link(1e-3, BYTES_PER_S))
     own = replace(nodes(3), sums={(0, 2): slow})
-    assert group_cost(own, SHAPE, (0, 4), (0, 1, 2)).sum_seconds(1) > 1e-3
-    assert group_cost(own, SHAPE, (0, 4), (0, 1)).sum_seconds(1) < 1e-4
+    assert group_cost(own, SHAPE, (0, 4), (0, 1, 2), 1).sum_seconds(1) > 1e-3
+    assert group_cost(own, SHAPE, (0, 4), (0, 1), 1).sum_seconds(1) < 1e-4
 
 
 def test_measured_sums_are_followed_point_by_point() -> None:
@@ -111,6 +111,23 @@ def test_a_run_has_one_or_two_sums_a_layer_and_one_to_agree() -> None:
         assert cost.seconds(1, 1) == pytest.approx(n_sums * cost.sum_seconds(1) + LATENCY_S, rel=1e-3)
     one_more = replace(cost_of(2), sum_s=1e-3).seconds(1, 1) - cost_of(2).seconds(1, 1)
     assert one_more == pytest.approx(8e-3)
+
+
+def test_parts_with_more_threads_wait_longer_for_each_other() -> None:
+    """As published, but for the messages: 170 µs per sum in shared memory and 320 to 400 µs over InfiniBand."""
+    spread, own = nodes(2), nodes(1, (0, 0))
+
+    def skew_us(spec: ClusterSpec, node_of: tuple[int, int], n_threads: int) -> float:
+        return 1e6 * group_cost(spec, SHAPE, (0, 4), node_of, n_threads).skew_s
+
+    assert 150 < skew_us(own, (0, 0), 24) < 170
+    assert 310 < skew_us(spread, (0, 1), 24) < 400
+    assert skew_us(own, (0, 0), 1) == skew_us(spread, (0, 1), 1) == 0
+    assert 0 < skew_us(spread, (0, 1), 8) < skew_us(spread, (0, 1), 16)
+    given = replace(spread, network_skew=Skew(20e-6))
+    assert skew_us(given, (0, 1), 1) == skew_us(given, (0, 1), 24) == pytest.approx(20)
+    waits_s = group_cost(given, SHAPE, (0, 4), (0, 1), 8).seconds(1, 1) - cost_of(2).seconds(1, 1)
+    assert waits_s == pytest.approx(8 * 20e-6)
 
 
 def test_the_last_stage_puts_logits_together() -> None:
@@ -157,7 +174,7 @@ def grouped(size: int, sum_s: float, speculation: SpeculationConfig, draft_s: fl
     own = cluster((10e-3,) * n_target, draft_s)
     layout = Layout.of_ranks([(0, 1), (1, 2)], 0, (size, size))
     sums = SumTimes.of_link(Link(sum_s, 1e15))
-    cost = group_cost(nodes(size), SHAPE, (0, 1), range(size))
+    cost = group_cost(nodes(size), SHAPE, (0, 1), range(size), 1)
     cost = replace(cost, exchanges=tuple(replace(way, times=sums) for way in cost.exchanges), n_sums=1)
     stages = {rank: StageSpec(threads=1, cost=Linear(10e-3)) for rank in range(n_target)}
     groups = {0: cost, size: cost} if size > 1 else {}

@@ -14,7 +14,8 @@ from ggpipe.core.layout import lay_out
 from ggpipe.planning.candidates import CandidateSearch, Constraints
 from ggpipe.planning.evaluate import Candidate, Evaluator
 from ggpipe.planning.placements import Arrangement
-from ggpipe.planning.planner import Plan, PlanRequest
+from ggpipe.planning.plan import Plan
+from ggpipe.planning.planner import PlanRequest
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.simulator import Sizes
 

@@ -24,7 +24,7 @@ from ggpipe.display.stdout import page_console, print_page
 from ggpipe.display.tables.columns import Column, columns_table
 from ggpipe.launch.hostfile import hostfile_lines
 from ggpipe.launch.placement import listed
-from ggpipe.planning.planner import Plan, Prediction
+from ggpipe.planning.plan import Plan, Prediction
 from ggpipe.sim.simulation_spec import SyntheticText
 from ggpipe.sim.virtual_cluster import VirtualPlacement
 
@@ -66,6 +66,7 @@ def print_plan(
         _ranks_table(plan, console.width),
         Text(),
         _modes_table(plan, console.width),
+        *map(Text, _draft_line(plan)),
         *map(Text, _reasons(spec, plan)),
         *map(Text, _remarks(spec, plan)),
         Text(),
@@ -130,6 +131,7 @@ def write_plan(path: Path, spec: ClusterSpec, plan: Plan, command: GenerateComma
         "tensor_wire": placement.tensor_wire,
         "with_floats": asdict(plan.with_floats) if plan.with_floats is not None else None,
         "alternative": _alternative_object(plan),
+        "draft_rate": asdict(plan.draft_rate) if plan.draft_rate is not None else None,
         "best": plan.best.mode,
         "modes": {mode: asdict(prediction) for mode, prediction in plan.predictions.items()},
         "simulations": plan.n_simulations,
@@ -219,6 +221,23 @@ def _modes_table(plan: Plan, width: int) -> RenderableType:
         width,
         _GAP,
     )
+
+
+def _draft_line(plan: Plan) -> list[str]:
+    """Where the draft runs and how fast, and what to do if it is slower than a stage."""
+    rate = plan.draft_rate
+    uses_draft = plan.draft_inside or any(rank.drafts for rank in plan.ranks)
+    if rate is None or (rate.token_s <= rate.stage_s and not uses_draft):
+        return []
+    place = f"in the head on {harmless(rate.node)}" if rate.inside else f"on {harmless(rate.node)}"
+    token, stage = human_seconds(rate.token_s), human_seconds(rate.stage_s)
+    if rate.token_s <= rate.stage_s:
+        return ["", f"draft model {place}: {token} per token, while the slowest stage takes {stage} per row"]
+    return [
+        "",
+        f"draft model {place}: {token} per token, which is slower than a stage ({stage} per row): use a smaller draft "
+        "model, or run it on a faster machine",
+    ]
 
 
 def _reasons(spec: ClusterSpec, plan: Plan) -> list[str]:

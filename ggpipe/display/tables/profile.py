@@ -95,6 +95,10 @@ def _sums_table(profile: Profile, width: int) -> Table:
     for n in rows:
         cells = [f"{points[n].seconds * 1e6:.0f} µs" if n in points else "-" for _, points in lines]
         columns.append(Column(f"{n} row{'s' * (n > 1)}", cells, 0))
+    inside = [sums.in_decodes for sums in profile.sums[:_MOST_LINKS] for points in (sums.f32, sums.f16) if points]
+    if any(inside):
+        waits = [f"{one.wait_s * 1e6:.0f} + {one.transfer_s * 1e6:.0f} µs" if one else "-" for one in inside]
+        columns.append(Column("in decodes: wait + sum", waits, 0))
     return columns_table(columns, width, _GAP)
 
 
