@@ -69,6 +69,11 @@ class ModelShape:
         return len(self.layer_bytes)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a recurrent state, which cannot be rolled back."""
+        return any(self.layer_state_bytes)
+
+    @property
     def border_bytes(self) -> int:
         """Bytes of a row that one stage sends to the next: float32 values, in nearly all architectures."""
         return FLOAT_BYTES * self.n_embd

@@ -47,7 +47,9 @@ class RunCost:
     still longer ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rolls_back: bool = True) -> None:
+        """`rolls_back`: as in `Limits`."""
+        self._rolls_back = rolls_back
         self._seconds: dict[int, float] = {}
         """Time of a run in its slowest stage, by its rows."""
         self._tried: list[int] = []
@@ -100,6 +102,11 @@ class RunCost:
             n *= 2
         return n if n <= most else None
 
+    def tries_one(self, n_in_flight: int, loss: float) -> bool:
+        """A run of a single row should be tried: as long as only longer runs were timed, their further rows seem to be
+        free. `n_in_flight`: such runs. `loss`: the share of time that it seems to cost."""
+        return self.is_known and n_in_flight < _TRIALS and self._is_old(1, _lasting(loss))
+
     def _is_old(self, n_rows: int, lasting: int = _SOONEST) -> bool:
         """It was not tried, or not within so many runs."""
         ends = self._ends.get(n_rows)
@@ -144,6 +151,13 @@ class RunCost:
         if (seconds := self._times.get(n)) is None:
             seconds = self._times[n] = self._seconds[n] if n in self._seconds else self._expected(n)
         return seconds
+
+    def again_s(self, rejected: float, n_again: int) -> float:
+        """Expected delay of the next correction, in all stages, if its run decodes `n_again` tokens again with the
+        probability `rejected`. 0 where the target can roll back (see `state_rollback`)."""
+        if self._rolls_back or rejected <= 0:
+            return 0.0
+        return rejected * self.length * max(self.time(1 + n_again) - self.time(1), 0.0)
 
     @property
     def _one(self) -> float:
@@ -190,17 +204,21 @@ def most_per_second(probabilities: Iterable[float], cost: RunCost, n_roots: int 
 
     Where the run holds accepted tokens, other runs wait for the slowest stage, and its time there is what counts. A run
     without also makes corrections late by its further rows' time in all stages: its own, and that of each run that
-    follows it through the pipeline. That counts as far as a correction is to be expected.
+    follows it through the pipeline. That counts as far as a correction is to be expected. Where the target cannot roll
+    back, so do the tokens before a rejected one in its run (`RunCost.again_s`).
     """
     gain, best = float(n_roots), 0 if n_roots else 1
     probabilities = itertools.islice(probabilities, max(cost.most_rows - n_roots, best))
     most = _CLEARLY_MORE * gain / cost.time(n_roots) if n_roots else 0.0
     one_s = cost.time(1)
+    again_s, before = 0.0, 1.0
     for n, probability in enumerate(probabilities, 1):
         gain += probability
-        run_s, late_s = cost.time(n_roots + n), 0.0
+        again_s += cost.again_s(before - probability, n_roots + n - 1)
+        before = probability
+        run_s, late_s = cost.time(n_roots + n), again_s
         if not n_roots and run_s > one_s:
-            late_s = cost.length * (run_s - one_s) * min((1 - probability) / _DOUBT, 1.0)
+            late_s += cost.length * (run_s - one_s) * min((1 - probability) / _DOUBT, 1.0)
         if (rate := gain / (run_s + late_s)) > most:
             best, most = n, rate
     return best

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ggpipe.config.context import MAX_SEQUENCES
+from ggpipe.config.context import MAX_SEQUENCES, MAX_STATES
 from ggpipe.config.model import FIRST_DRAFT, TARGET
 from ggpipe.config.speculation import SpeculationConfig
 from ggpipe.core.draft_messages import MicroBatch
@@ -355,13 +355,16 @@ def _models(cluster: VirtualCluster) -> tuple[str, ...]:
 
 def _limits(sizes: Sizes, model: PipelineSpec, speculation: SpeculationConfig, n_drafters: int) -> Limits:
     n_paths = speculation.sequences + n_drafters - 1
+    n_branches = speculation.branches if model.rolls_back else MAX_STATES
     return Limits(
         n_ctx=sizes.n_ctx,
         n_batch=sizes.n_batch,
         n_ubatch=sizes.n_ubatch,
         n_in_flight=len(model.layout.stages) + 1,
-        n_seq=max(min(n_paths * sizes.n_requests + speculation.branches, MAX_SEQUENCES), sizes.n_requests),
+        n_seq=max(min(n_paths * sizes.n_requests + n_branches, MAX_SEQUENCES), sizes.n_requests),
         n_requests=sizes.n_requests,
+        partial_prefixes=model.rolls_back,
+        rolls_back=model.rolls_back,
         sparsity=model.sparsity,
     )
 

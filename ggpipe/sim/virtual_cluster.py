@@ -65,6 +65,8 @@ class PipelineSpec:
     """What a group adds to the time of its slowest part, by part 0's rank."""
     sparsity: float = 1.0
     """See `Limits`."""
+    rolls_back: bool = True
+    """See `Limits`."""
     drafter: str = "draft"
     """Of a draft model: the kind of its drafter, as in `registry`."""
     taps: tuple[int, ...] = ()
@@ -216,6 +218,7 @@ def build(
             row_bytes=shape.border_bytes,
             groups=groups,
             sparsity=shape.sparsity,
+            rolls_back=is_draft or not shape.is_recurrent,
             drafter=shape.drafter,
             taps=shape.taps,
             tap_bytes=target.border_bytes,

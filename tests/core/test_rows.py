@@ -234,3 +234,44 @@ def test_nearly_certain_paths_go_in_long_runs() -> None:
     cost = shared({1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}, length=8.0)
     assert most_per_second([0.8**depth for depth in range(1, 8)], cost) == 1, "each row delays the next correction"
     assert most_per_second([0.999**depth for depth in range(1, 8)], cost) >= 6
+
+
+# Targets that cannot roll back
+
+
+def without_rollback(seconds: dict[int, float], length: float = 1.0) -> RunCost:
+    cost = RunCost(rolls_back=False)
+    for n_rows, run_s in seconds.items():
+        for _ in range(20):
+            cost.ended(n_rows, run_s, length * run_s)
+    return cost
+
+
+def test_tokens_that_would_be_decoded_again_make_runs_shorter() -> None:
+    seconds, chain = {n: 0.9 + 0.1 * n for n in range(1, 9)}, [0.8**depth for depth in range(1, 8)]
+    for length in (1.0, 2.0):
+        again, kept = without_rollback(seconds, length), shared(seconds, length)
+        assert most_per_second(chain, again) < most_per_second(chain, kept)
+    jump = {1: 1.0, 2: 1.9, 3: 2.0, 4: 2.1}
+    assert beside_early_roots([0.6, 0.4, 0.3], shared(jump)) == 3
+    assert beside_early_roots([0.6, 0.4, 0.3], without_rollback(jump)) == 0
+
+
+def test_what_is_sure_to_be_accepted_is_not_decoded_again() -> None:
+    seconds = {n: 1 + 0.04 * n for n in range(1, 9)}
+    assert most_per_second([1.0] * 7, without_rollback(seconds)) == 7
+    assert without_rollback(seconds).again_s(0.0, 3) == shared(seconds).again_s(0.5, 3) == 0.0
+    assert without_rollback(seconds, 4.0).again_s(0.5, 3) == pytest.approx(0.5 * 4 * 3 * 0.04, rel=0.1)
+
+
+def test_a_single_row_is_tried_when_only_longer_runs_were_timed() -> None:
+    cost = shared({4: 0.28})
+    assert cost.tries_one(0, 1.0)
+    assert not cost.tries_one(2, 1.0), "two are on their way"
+    cost.ended(1, 0.1)
+    cost.ended(1, 0.1)
+    assert not cost.tries_one(0, 1.0)
+    for _ in range(200):
+        cost.ended(4, 0.28)
+    assert cost.tries_one(0, 0.1)
+    assert not cost.tries_one(0, 1.0), "what costs more is tried less often"

@@ -49,10 +49,12 @@ def cluster(
     crowd: float = 1.0,
     link: Link = FAST,
     overheads: Overheads = NO_OVERHEADS,
+    rolls_back: bool = True,
 ) -> VirtualCluster:
     """A stage for each time, then the draft. `cores`: those of one node for all ranks; None: a node for each rank.
 
     A row beyond the first takes `row_share` of a run's time. `draft_rank`: the draft has a rank of its own.
+    `rolls_back`: as in `Limits`.
     """
     n_target, n_ranks = len(stages_s), len(stages_s) + (draft_s is not None and draft_rank)
     alone = cores is None
@@ -65,6 +67,7 @@ def cluster(
         layout=lay_out(n_target, n_target, None),
         stages={rank: StageSpec(threads=1, cost=Linear(s, s * row_share)) for rank, s in enumerate(stages_s)},
         row_bytes=1000,
+        rolls_back=rolls_back,
     )
     draft = None
     if draft_s is not None:

@@ -93,7 +93,7 @@ def _accepted(pipeline: PipelineState, decoding: Sequence[RequestState], ready: 
         due_at = _due_at(drafted)
         if chosen.n > len(found) and due_at is not None and pipeline.now < due_at:
             return Choice(wake_at=due_at)
-        n = chosen.n
+        n = 0 if chosen.n and pipeline.tries_one(1.0, sum(probabilities[: chosen.n])) else chosen.n
     elif rounds.best < pipeline.n_stages:
         calibration = drafted.drafters.leading.calibration
         n = draft_with_root(probabilities, len(found), pipeline.cost, len(roots), calibration, math.inf, math.inf).n
@@ -117,7 +117,9 @@ def _draft_with_single_root(
     cells = pipeline.spare_cells + state.n_cells - state.n_used
     most = min(cells, speculation.most_drafted, state.deepest - state.tree.root.pos)
     most = max(min(most, pipeline.limits.n_rows - state.n_root_rows), 0)
-    return draft_with_root(probabilities[:most], most, pipeline.cost, 1, drafter.calibration, first_s, next_s)
+    return draft_with_root(
+        probabilities[:most], most, pipeline.cost, 1, drafter.calibration, first_s, next_s, state.tree.n_again
+    )
 
 
 def _may_draft_with(pipeline: PipelineState, roots: Sequence[RequestState]) -> bool:
@@ -156,7 +158,10 @@ def _draft_tokens(pipeline: PipelineState, decoding: Sequence[RequestState]) -> 
     found = _best_first(pipeline, drafting, most)
     if not pipeline.limits.rolls_back and len(drafting) > 1 and found:
         found = _best_first(pipeline, (found[0][1],), most)
-    n = most_per_second([probability for probability, _ in found], pipeline.cost)
+    probabilities = [probability for probability, _ in found]
+    n = most_per_second(probabilities, pipeline.cost)
+    if n > 1 and pipeline.tries_one(probabilities[0], sum(probabilities[1:n])):
+        n = 1
     return Choice(_schedule((), found, n))
 
 

@@ -54,7 +54,7 @@ class PipelineState:
         self.limits = limits
         self.n_stages = limits.n_stages
         """Runs that are computed at the same time, one in each stage."""
-        self.cost = RunCost()
+        self.cost = RunCost(limits.rolls_back)
         """What runs of this pipeline take."""
         self.now = 0.0
         self.had_prompts = False
@@ -108,6 +108,11 @@ class PipelineState:
     def to_try(self, rounds: Rounds, most: int) -> int | None:
         """A number of accepted tokens of which a run should go in to learn what it takes."""
         return self.cost.to_try(min(most, self.limits.n_rows), self._n_in_flight, rounds.loss)
+
+    def tries_one(self, worth: float, left_out: float) -> bool:
+        """A row that is worth this many accepted tokens should go in alone, to learn what that takes, although others
+        that are worth `left_out` could go with it."""
+        return self.cost.tries_one(self._n_in_flight[1], left_out / worth)
 
     def may_draft(self, state: RequestState) -> bool:
         """A run of draft tokens alone may go in for this request."""

@@ -42,16 +42,24 @@ class DraftWithRoot:
 
 
 def draft_with_root(
-    ready: Sequence[float], most: int, cost: RunCost, n_roots: int, drafter: Calibration, first_s: float, next_s: float
+    ready: Sequence[float],
+    most: int,
+    cost: RunCost,
+    n_roots: int,
+    drafter: Calibration,
+    first_s: float,
+    next_s: float,
+    n_again: int = 0,
 ) -> DraftWithRoot:
     """How many draft tokens, at most `most`, go into a run with `n_roots` accepted tokens while the pipeline has room.
 
     `ready`: the probabilities of those that are there. `first_s`, `next_s`: the usual time to a first further one and
-    between later ones; infinite where none is to be waited for.
+    between later ones; infinite where none is to be waited for. `n_again`: tokens that are decoded again in this run.
 
     A draft token that goes in with its root is verified with it, and not by a later run; that saves its path the
     time of a run in the slowest stage. Against that stands the row, in every stage and for each root, and the wait for
-    draft tokens that are still to come.
+    draft tokens that are still to come. Where the target cannot roll back, a rejected one has the tokens before it in
+    the run decoded again.
     """
     if not cost.is_known:
         return DraftWithRoot()
@@ -63,15 +71,18 @@ def draft_with_root(
     each_s = slot_s * (1 - agreement) / (1 - agreement**n_usual) if agreement < 1 else slot_s / n_usual
     probability, gain_s, wait_s = 1.0, 0.0, 0.0
     best, best_s = DraftWithRoot(), 0.0
-    run_s = cost.time(n_roots)
+    n_rows = n_roots + n_again
+    run_s = cost.time(n_rows)
     for n in range(1, most + 1):
+        before = probability
         if n <= len(ready):
             probability = ready[n - 1]
         else:
             probability *= agreement
             wait_s += first_s if n == 1 else next_s
-        longer_s = cost.time(n_roots + n)
+        longer_s = cost.time(n_rows + n)
         gain_s += probability * each_s - n_roots * cost.length * (longer_s - run_s)
+        gain_s -= cost.again_s(before - probability, n_rows + n - 1)
         run_s = longer_s
         if gain_s - wait_s > best_s:
             best, best_s = DraftWithRoot(n, wait_s), gain_s - wait_s
