@@ -67,7 +67,8 @@ OPTIONS: tuple[Option, ...] = (
     _option(ServerConfig, SERVER, "port", "--port", metavar="PORT", variable="LLAMA_ARG_PORT", help="Port to listen on (0 = any free port)."),
     _option(ServerConfig, SERVER, "n_slots", "-np", "--parallel", metavar="N", variable="LLAMA_ARG_N_PARALLEL", help="Maximum number of requests served at once; further ones wait in a queue. They share the context."),
     _option(ServerConfig, SERVER, "n_waiting", "--max-waiting", metavar="N", help="Maximum length of the queue. When it is full, further requests get 503 with Retry-After."),
-    _option(ServerConfig, SERVER, "alias", "-a", "--alias", metavar="NAME", variable="LLAMA_ARG_ALIAS", help="Name of the model in the API. Default: the name of its file."),
+    _option(ServerConfig, SERVER, "alias", "-a", "--alias", metavar="NAME", variable="LLAMA_ARG_ALIAS", help="Name of the model in the API, or several, separated by commas. Default: the name of its file."),
+    _option(ServerConfig, SERVER, "tags", "--tags", metavar="LIST", variable="LLAMA_ARG_TAGS", help="Words about the model, separated by commas, which /v1/models returns."),
     _option(ServerConfig, SERVER, "api_key", "--api-key", metavar="KEY", variable="LLAMA_API_KEY", help="Require one of these API keys, separated by commas."),
     _option(ServerConfig, SERVER, "api_key_file", "--api-key-file", metavar="FILE", variable="LLAMA_ARG_API_KEY_FILE", help="Read more API keys from a file, one per line."),
     _option(ServerConfig, SERVER, "ssl_key_file", "--ssl-key-file", metavar="FILE", variable="LLAMA_ARG_SSL_KEY_FILE", help="PEM file with the private key for HTTPS."),
@@ -86,7 +87,7 @@ OPTIONS: tuple[Option, ...] = (
     _option(EngineConfig, SERVER, "slot_save_path", "--slot-save-path", metavar="FOLDER", help="Folder for the conversations that clients save and restore with POST /slots. Each rank writes its own file, on its own machine."),
     _option(ServerConfig, SERVER, "keep_slots", "--keep-slots", help="Save all slots in --slot-save-path when the server stops, and restore them when it starts."),
     _option(ServerConfig, SERVER, "metrics", "--metrics", variable="LLAMA_ARG_ENDPOINT_METRICS", help="Serve /metrics for Prometheus."),
-    _option(ServerConfig, SERVER, "reasoning_format", "--reasoning-format", metavar="auto|deepseek|none", variable="LLAMA_ARG_THINK", help="Return the model's reasoning as reasoning_content (auto, deepseek), or as part of the content (none)."),
+    _option(ServerConfig, SERVER, "reasoning_format", "--reasoning-format", metavar="auto|deepseek|none", variable="LLAMA_ARG_THINK", help="Return the model's reasoning as reasoning_content (auto, deepseek, deepseek-legacy), or as part of the content (none)."),
 
     _option(settings.BatchSettings, PROMPT, "input", metavar="IN", setting="input", help="File of prompts: one per line, a JSON list as in SpecInfer, or JSON lines in OpenAI's batch format."),
     _option(settings.BatchSettings, PROMPT, "format", "--format", metavar="KIND", help="Format of IN: lines, specinfer or openai. Default: detected."),
